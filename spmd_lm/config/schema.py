@@ -1,0 +1,163 @@
+"""Every key of a run's YAML: its type, its default, its meaning.
+
+A section is frozen and strict, and knows only itself.  What two sections must agree on is a check in `checks.py`.
+Values that follow from others are properties; no field is ever rewritten.  This package does not import jax: a bad file
+fails in no time."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["bfloat16", "float16", "float32", "float64"]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True, protected_namespaces=())
+
+
+class Run(Section):
+    name: str = "run"
+    dir: str | None = None  # default: runs/<name>
+    simulate_devices: Natural = 0  # CPU devices to pretend to have; 0 takes what is there
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.dir or f"runs/{self.name}").expanduser()
+
+
+class Model(Section):
+    kind: Literal["gpt"] = "gpt"
+    layers: Count
+    width: Count
+    heads: Count
+    context: Count
+    vocab: Count
+    hidden: Count | None = None  # of the MLP; default 4 x width
+    dropout: Rate = 0.1  # after the embedding and at the end of each residual branch
+    attention_dropout: Rate = 0.1  # on attention probabilities; > 0 takes the XLA path
+    norm: Literal["pre"] = "pre"
+    activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"  # GPT-2 used the tanh form
+    biases: bool = True
+    tie_embeddings: bool = True
+    scan: bool = True  # one compiled block for all layers; false unrolls: 4% to 11% faster on a CPU, slower to compile
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+
+    @property
+    def mlp_width(self) -> int:
+        return self.hidden or 4 * self.width
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+class CausalLM(Section):
+    kind: Literal["causal_lm"] = "causal_lm"
+
+
+class Data(Section):
+    tokenizer: Literal["bytes"] = "bytes"
+    validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the documents; of a single document, its end
+
+
+class PythonStdlib(Data):
+    """The standard library's own sources: text that is on every machine with Python."""
+
+    source: Literal["python-stdlib"]
+
+
+class Text(Data):
+    """UTF-8 files: paths, globs or directories, relative to where the command runs."""
+
+    source: Literal["text"]
+    path: str | list[str]
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else self.path
+
+
+class Synthetic(Section):
+    """A Markov chain whose entropy per token is known: each token has `branching` equally likely successors."""
+
+    source: Literal["synthetic"]
+    branching: Count = 4
+
+    @property
+    def entropy(self) -> float:
+        """Nats per token; no model's expected loss is lower."""
+        return math.log(self.branching)
+
+
+class Parallel(Section):
+    pipe: Count = 1
+    data: Annotated[int, Field(ge=-1)] = -1  # -1 takes the devices that the other axes leave
+    model: Count = 1
+    replica: Count = 1
+    sequence: bool = False
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
+    chunks: Count = 1
+    microbatches: Count = 1
+    reduce_once: bool = False
+
+
+class Precision(Section):
+    params: Dtype = "float32"
+    compute: Dtype = "bfloat16"
+    reduce: Dtype = "float32"
+    loss_scale: Literal["none", "dynamic"] = "none"
+
+
+class AdamW(Section):
+    kind: Literal["adamw"] = "adamw"
+    lr: Positive
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    warmup: Natural = 0
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay_steps: Count | None = None  # step at which min_lr is reached; default train.steps
+    b1: Rate = 0.9
+    b2: Rate = 0.95
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # none on biases and norms
+    clip: Annotated[float, Field(ge=0)] = 1.0  # of the global gradient norm; 0 switches it off
+
+
+class Remat(Section):
+    policy: Literal["none", "full", "selective"] = "none"
+
+
+class Train(Section):
+    steps: Count
+    batch: Count  # sequences per step, over all devices
+    seed: Natural = 0
+    log_every: Count = 10
+    eval_every: Natural = 0  # 0: never
+    eval_batches: Count = 8  # batches of validation sequences in one evaluation
+
+
+class Checkpoint(Section):
+    every: Natural = 0  # 0: never
+    keep: Count = 2
+    asynchronous: bool = Field(True, alias="async")
+
+
+class RunConfig(Section):
+    """One run, whole.  `config.load.load` is the way to one."""
+
+    run: Run = Run()
+    model: Model
+    objective: CausalLM = CausalLM()
+    data: Annotated[PythonStdlib | Text | Synthetic, Field(discriminator="source")]
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    optim: AdamW
+    remat: Remat = Remat()
+    train: Train
+    checkpoint: Checkpoint = Checkpoint()

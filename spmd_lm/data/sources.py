@@ -1,0 +1,127 @@
+"""A run's text: where it comes from, and what of it is held out.
+
+A document goes to validation by a hash of its name, so that adding files moves no other one between the two sides,
+and no document is ever on both."""
+
+import dataclasses
+import functools
+import hashlib
+import math
+import platform
+
+import numpy as np
+
+from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
+from spmd_lm.data import tokenizer
+from spmd_lm.data.documents import Document, standard_library, text_files
+from spmd_lm.data.shuffle import fold, permute
+from spmd_lm.errors import ConfigError, DataError
+
+SYNTHETIC_TRAIN = 2**20
+SYNTHETIC_VALIDATION = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    name: str
+    train: np.ndarray  # tokens, 1-D, unsigned
+    validation: np.ndarray
+    documents: int
+    bytes: int  # of text; of tokens where there is no text
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of both sides, in hex: two runs with the same one saw the same tokens."""
+        sides = self.train, self.validation
+        digest = hashlib.sha256(" ".join(f"{side.dtype.str}:{side.size}" for side in sides).encode())
+        for side in sides:
+            digest.update(np.ascontiguousarray(side).data)
+        return digest.hexdigest()
+
+    def describe(self) -> str:
+        documents = "1 document" if self.documents == 1 else f"{self.documents:,} documents"
+        return (
+            f"{self.name}: {documents}, {self.bytes / 1e6:.2f} MB, {self.train.size:,} tokens to train on, "
+            f"{self.validation.size:,} held out, sha256 {self.fingerprint[:12]}"
+        )
+
+
+def load(data: PythonStdlib | Text | Synthetic, seed: int, vocab: int) -> Corpus:
+    """The tokens of a run.  `seed` matters to synthetic data alone.
+
+    Raises DataError for text that is missing, empty, unreadable or not UTF-8, and for a token not below `vocab`."""
+    if isinstance(data, Synthetic):
+        return _markov(data.branching, seed % 2**64, vocab)
+    if isinstance(data, PythonStdlib):
+        name, documents = f"Python {platform.python_version()} standard library", standard_library()
+    else:
+        name, documents = ", ".join(data.paths), text_files(data.paths)
+    return _corpus(name, documents, tokenizer.make(data), data.validation, vocab)
+
+
+def _corpus(name: str, documents: list[Document], tok: tokenizer.Tokenizer, fraction: float, vocab: int) -> Corpus:
+    encoded = [tok.encode(document.text) for document in documents]
+    for document, tokens in zip(documents, encoded, strict=True):
+        _check(document, tokens, vocab)
+    if len(documents) == 1:
+        cut = int((1 - fraction) * len(encoded[0]))
+        train, validation = encoded[0][:cut], encoded[0][cut:]
+    else:
+        held_out = hold_out([document.name for document in documents], fraction)
+        train = _join([tokens for tokens, held in zip(encoded, held_out, strict=True) if not held], tok.end)
+        validation = _join([tokens for tokens, held in zip(encoded, held_out, strict=True) if held], tok.end)
+    return Corpus(name, train, validation, len(documents), sum(len(document.text) for document in documents))
+
+
+def hold_out(names: list[str], fraction: float) -> list[bool]:
+    """Which of two or more documents are for validation: about `fraction` of them, each by its name alone.
+
+    Where that would leave a side empty, the nearest document moves there."""
+    draws = [_uniform(name) for name in names]
+    held_out = [draw < fraction for draw in draws]
+    held_out[draws.index(min(draws))] = True
+    held_out[len(draws) - 1 - draws[::-1].index(max(draws))] = False  # the last of equals: two of one name still part
+    return held_out
+
+
+def _uniform(name: str) -> float:
+    """A number in [0, 1) that is `name`'s own."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:6]) / 2**48
+
+
+def _check(document: Document, tokens: np.ndarray, vocab: int) -> None:
+    if tokens.max() >= vocab:
+        offset = int(np.argmax(tokens >= vocab))
+        raise DataError(
+            f"{document.path}: token {tokens[offset]} at offset {offset} is not below model.vocab={vocab}. "
+            f"Use model.vocab={int(tokens.max()) + 1} or more, or mend the text."
+        )
+
+
+def _join(pieces: list[np.ndarray], end: int | None) -> np.ndarray:
+    separator = np.array([end], pieces[0].dtype)
+    return np.concatenate([part for piece in pieces for part in (separator, piece)][1:])
+
+
+def _markov(branching: int, seed: int, vocab: int) -> Corpus:
+    """A chain in which each token has `branching` equally likely successors, and as many predecessors.
+
+    State c steps to (branching * c + draw + 1) mod vocab, a de Bruijn graph: any token follows any other within
+    log(vocab) / log(branching) steps, and all are equally frequent.  A permutation then hides the arithmetic, so that a
+    model must learn a table.  The recurrence is linear, hence a scan of log2(length) passes and no loop over tokens."""
+    if branching > vocab:
+        raise ConfigError(
+            f"data.branching={branching}: no token has more successors than model.vocab={vocab} has tokens. "
+            f"Use data.branching={min(4, vocab)}, or a larger model.vocab."
+        )
+    length = SYNTHETIC_TRAIN + SYNTHETIC_VALIDATION
+    states = (fold(seed, 1, np.arange(length)) % branching + 1).astype(np.int64)
+    reach, factor = 1, branching
+    while reach < length:
+        states[reach:] = (states[reach:] + factor * states[:-reach]) % vocab
+        reach, factor = 2 * reach, factor * factor % vocab
+    names = permute(np.arange(vocab), vocab, fold(seed, 0)).astype(np.min_scalar_type(vocab - 1))
+    tokens = names[states % vocab]
+    name = f"Markov chain of {math.log(branching):.4f} nat per token"
+    return Corpus(name, tokens[:SYNTHETIC_TRAIN], tokens[SYNTHETIC_TRAIN:], 1, tokens.nbytes)

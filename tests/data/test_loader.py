@@ -1,0 +1,166 @@
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd_lm.data.batch import Batch
+from spmd_lm.data.loader import Loader, ValidationLoader
+from spmd_lm.errors import DataError
+
+TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its own offset
+FIELDS = ("tokens", "targets", "weights", "positions", "samples")
+
+
+def loader(**changes) -> Loader:
+    return Loader(**{"tokens": TOKENS, "context": 16, "batch": 8, "microbatches": 2, "seed": 5, **changes})
+
+
+def assert_same(actual: Batch, expected: Batch) -> None:
+    for field in FIELDS:
+        np.testing.assert_array_equal(getattr(actual, field), getattr(expected, field), err_msg=field)
+
+
+@given(step=st.integers(0, 10**9), cuts=st.sets(st.integers(1, 7)))
+def test_rows_do_not_depend_on_how_they_are_asked_for(step, cuts):
+    whole = loader().rows(step, 0, 8)
+    edges = [0, *sorted(cuts), 8]
+    parts = [loader().rows(step, start, stop) for start, stop in pairwise(edges)]
+    assert_same(jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), whole)
+
+
+def test_a_row_is_a_span_and_its_successors():
+    rows = loader().rows(3, 2, 6)
+    assert (rows.tokens == rows.tokens[:, :1] + np.arange(16)).all() and (rows.targets == rows.tokens + 1).all()
+    assert (rows.weights == 1).all() and (rows.positions == np.arange(16)).all()
+    assert rows.samples.tolist() == [2, 3, 4, 5] and rows.segments is None
+    dtypes = {field: str(getattr(rows, field).dtype) for field in FIELDS}
+    assert dtypes == dict.fromkeys(FIELDS, "int32") | {"weights": "float32"}
+
+
+@given(
+    length=st.integers(5, 400),
+    context=st.integers(1, 40),
+    batch=st.integers(1, 9),
+    seed=st.integers(0),
+    epoch=st.integers(0, 50),
+)
+def test_each_window_comes_once_in_every_epoch(length, context, batch, seed, epoch):
+    if length <= context:
+        return
+    cut = loader(tokens=TOKENS[:length], context=context, batch=batch, microbatches=1, seed=seed)
+    first, last = epoch * cut.windows, (epoch + 1) * cut.windows
+    steps = [cut.rows(step, 0, batch).tokens[:, 0] for step in range(first // batch, (last - 1) // batch + 1)]
+    starts = np.concatenate(steps)[first % batch :][: cut.windows]
+    assert np.array_equal(np.sort(starts), starts.min() + context * np.arange(cut.windows))
+    # What no epoch reaches is the room for its offset: less than two windows.
+    assert length - cut.windows * context < 2 * context or cut.windows == 1
+
+
+def test_every_offset_occurs_and_every_token_is_seen():
+    cut = loader()
+    starts = np.concatenate([cut.rows(step, 0, 8).tokens[:, 0] for step in range(200 * cut.windows // 8)])
+    assert set(starts % 16) == set(range(16))
+    seen = np.unique(starts[:, None] + np.arange(17))
+    assert seen[0] == 0 and seen[-1] >= 990 and len(seen) == seen[-1] + 1
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    def order(seed, epoch):
+        cut = loader(seed=seed, batch=61, microbatches=1)  # one epoch is one step
+        assert cut.windows == 61
+        return cut.rows(epoch, 0, 61).tokens[:, 0].argsort().tolist()
+
+    orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert len({tuple(each) for each in orders}) == 9 and sorted(range(61)) not in orders
+
+
+def test_a_seek_is_a_resume():
+    running = loader()
+    for step in range(40):
+        rows = running.rows(step, 0, 8)
+    assert_same(loader().rows(39, 0, 8), rows)
+
+
+def test_microbatches_do_not_change_what_a_step_reads():
+    assert_same(loader(microbatches=8).rows(4, 0, 8), loader(microbatches=1).rows(4, 0, 8))
+
+
+def test_a_memory_map_reads_the_same(tmp_path):
+    TOKENS.tofile(tmp_path / "tokens.bin")
+    mapped = np.memmap(tmp_path / "tokens.bin", TOKENS.dtype, mode="r")
+    assert_same(loader(tokens=mapped).rows(7, 0, 8), loader().rows(7, 0, 8))
+
+
+def test_the_shortest_text_is_one_window():
+    cut = loader(tokens=TOKENS[:17])
+    assert (cut.rows(100, 0, 8).tokens == np.arange(16)).all()
+
+
+@pytest.mark.parametrize(("kind", "side"), [(Loader, "training"), (ValidationLoader, "validation")])
+def test_too_short_a_text_is_told_with_its_figures(kind, side):
+    with pytest.raises(DataError, match=f"{side} text: 16 tokens.*model.context=16.*take 17.*Add text"):
+        kind(TOKENS[:16], 16, 8, 2, 5)
+
+
+SPECS = {
+    "replicated": (P(), P()),
+    "rows over data": (P(None, "data"), P(None, "data")),
+    "rows over both": (P(None, ("data", "model")), P(None, ("data", "model"))),
+    "microbatches over data": (P("data"), P("data")),
+    "rows and time": (P(None, "data", "model"), P(None, "data")),
+    "all three": (P("data", "model", "time"), P("data", "model")),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_sharded_batch_is_the_rows_of_the_host(name):
+    """The mesh (2, 2, 2): 16 samples in 4 microbatches divide along any of its axes."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "model", "time"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    long, short = (NamedSharding(mesh, spec) for spec in SPECS[name])
+    cut = loader(batch=16, microbatches=4)
+    batch = cut.batch(9, Batch(long, long, long, long, None, short))
+    expected = jax.tree.map(lambda leaf: leaf.reshape(4, 4, *leaf.shape[1:]), cut.rows(9, 0, 16))
+    assert_same(batch, expected)
+    assert batch.tokens.sharding == long and batch.samples.sharding == short and batch.segments is None
+    for shard in batch.targets.addressable_shards:
+        np.testing.assert_array_equal(shard.data, expected.targets[shard.index])
+
+
+def test_devices_that_share_rows_share_a_read(monkeypatch):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, P(None, "data"))
+    cut, reads = loader(), []
+    rows = cut.rows
+    monkeypatch.setattr(cut, "rows", lambda *key: reads.append(key) or rows(*key))
+    cut.batch(1, Batch(sharding, sharding, sharding, sharding, None, sharding))
+    assert sorted(reads) == [(1, 0, 2), (1, 2, 4), (1, 4, 6), (1, 6, 8)]
+
+
+def test_validation_is_evenly_spaced_and_fixed():
+    held_out = ValidationLoader(TOKENS, 16, 4, 1, count=3)  # 12 of the 62 windows
+    starts = np.concatenate([held_out.rows(step, 0, 4).tokens[:, 0] for step in range(len(held_out))])
+    assert len(held_out) == 3 and starts[0] == 0 and (starts % 16 == 0).all()
+    assert set(np.diff(starts) // 16) == {5, 6}
+
+
+def test_validation_pads_its_end_with_weight_0():
+    held_out = ValidationLoader(TOKENS[:97], 16, 4, 1, count=8)  # 6 windows exactly
+    assert len(held_out) == 2
+    both = [held_out.rows(step, 0, 4) for step in range(2)]
+    starts = np.concatenate([rows.tokens[:, 0] for rows in both])
+    weights = np.concatenate([rows.weights for rows in both])
+    assert starts[:6].tolist() == [0, 16, 32, 48, 64, 80]
+    assert (weights[:6] == 1).all() and (weights[6:] == 0).all()
+
+
+@given(batch=st.integers(1, 12), length=st.integers(17, 1000))
+def test_the_same_windows_are_validated_at_any_batch_size(batch, length):
+    held_out = ValidationLoader(TOKENS[:length], 16, batch, 1, count=1000)
+    rows = [held_out.rows(step, 0, batch) for step in range(len(held_out))]
+    starts = np.concatenate([each.tokens[each.weights[:, 0] > 0, 0] for each in rows])
+    assert starts.tolist() == list(range(0, length - 16, 16))
