@@ -1,0 +1,36 @@
+"""Multi-head self-attention: column-parallel into the heads and row-parallel out of them, where `heads` is placed on a
+mesh axis."""
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+from spmd_lm.axes import constrain
+from spmd_lm.config.schema import Model
+from spmd_lm.models.layers import constant, dense, normal
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""What attention does with q, k, v [batch, time, heads x head width]: train on the row, or read a cache."""
+
+
+class Attention(nnx.Module):
+    def __init__(self, c: Model, std: float, out_std: float, rngs: nnx.Rngs, dtype: str):
+        matrix = lambda std: normal(rngs, (c.width, c.width), ("width", "heads"), std, dtype)  # noqa: E731
+        vector = lambda name: constant(0, c.width, name, dtype) if c.biases else None  # noqa: E731
+        self.query, self.key, self.value, self.out = matrix(std), matrix(std), matrix(std), matrix(out_std)
+        self.query_bias, self.key_bias, self.value_bias = (vector("heads") for _ in range(3))
+        self.out_bias = vector("width")
+
+    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
+        def project(w, bias):
+            return constrain(dense(x, w[...], None if bias is None else bias[...]), "batch", None, "heads")
+
+        q, k, v = (
+            project(self.query, self.query_bias),
+            project(self.key, self.key_bias),
+            project(self.value, self.value_bias),
+        )
+        a = constrain(attend(q, k, v), "batch", None, "heads")
+        y = constrain(dense(a, self.out[...], back=True), "batch", "sequence", None)
+        return y if self.out_bias is None else y + self.out_bias[...]

@@ -1,0 +1,90 @@
+"""Cross-entropy of a linear head that never holds its logits: one chunk of tokens at a time, gradients formed on the
+way.
+
+The vocabulary may be split over devices.  Then only token-sized values cross them: a maximum, a normaliser and the
+target's logit forward, one sum of the input gradient backward (arXiv:1909.08053, section 3).  Logits are float32 or
+wider whatever the matrices are.  Rows of the table at or beyond `vocab` are padding: they take no probability and no
+gradient.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd_lm import axes
+from spmd_lm.ops.embedding import own_rows
+
+HIDDEN, TABLE, TOKENS = ("batch", None, None), ("vocab", None), ("batch", None)
+
+CHUNK_BYTES = 2**27
+"""Most bytes of logits that one device holds at a time.  Below about 32 MiB a CPU loses time to short products."""
+
+
+def _chunks(tokens: int, row_bytes: int) -> int:
+    """The fewest equal parts of `tokens` whose logits stay within CHUNK_BYTES."""
+    least = max(1, -(-tokens * row_bytes // CHUNK_BYTES))
+    return next(n for n in range(least, tokens + 1) if tokens % n == 0)
+
+
+def _wide(x: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _local(h, table, targets, weights, vocab: int, differentiate: bool):
+    """What one device does: sum of weight x nll over its tokens and, if asked, the gradients of that sum."""
+    b, t, width = h.shape
+    rows, wide = table.shape[0], _wide(h)
+    n = _chunks(b * t, rows * wide.itemsize)
+    cut = lambda a: a.reshape(n, b * t // n, *a.shape[2:])  # noqa: E731
+    column = axes.index("vocab") * rows + jnp.arange(rows, dtype=jnp.int32)
+
+    def chunk(carry, part):
+        x, y, w = part
+        z = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=wide)
+        if vocab < rows * axes.shards("vocab"):
+            z = jnp.where(column < vocab, z, -jnp.inf)
+        top = axes.maximum(z.max(-1), "vocab")
+        own, mine = own_rows(y, rows)
+        own = jnp.where(mine, jnp.take_along_axis(z, own[:, None], 1)[:, 0], 0)
+        e = jnp.exp(z - top[:, None])
+        norm, own = axes.total((e.sum(-1), own), "vocab")
+        nll = jnp.log(norm) + top - own
+        loss = carry[0] + (nll * w).sum()
+        if not differentiate:
+            return (loss,), None
+        g = (e * (w / norm)[:, None] - jnp.where(column == y[:, None], w[:, None], 0)).astype(x.dtype)
+        d_table = carry[1] + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=wide)
+        return (loss, d_table), jnp.einsum("nv,vd->nd", g, table)
+
+    start = (jnp.zeros((), wide), jnp.zeros(table.shape, wide))[: 1 + differentiate]
+    done, d_h = lax.scan(chunk, start, (cut(h), cut(targets), cut(weights.astype(wide))))
+    if not differentiate:
+        return done[0]
+    return done[0], axes.total(d_h.reshape(b, t, width), "vocab"), done[1].astype(table.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def cross_entropy(h: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array, vocab: int) -> jax.Array:
+    """Sum over tokens of weight x negative log-likelihood, in nats, float32 or wider.
+
+    h: [batch, time, width]; table: [padded vocab, width]; targets: int32 [batch, time]; weights: float [batch,
+    time]."""
+    local = functools.partial(_local, vocab=vocab, differentiate=False)
+    return axes.per_shard(local, (HIDDEN, TABLE, TOKENS, TOKENS), ())(h, table, targets, weights)
+
+
+def _forward(h, table, targets, weights, vocab):
+    local = functools.partial(_local, vocab=vocab, differentiate=True)
+    ins, outs = (HIDDEN, TABLE, TOKENS, TOKENS), ((), HIDDEN, TABLE)
+    loss, d_h, d_table = axes.per_shard(local, ins, outs)(h, table, targets, weights)
+    return loss, (d_h, d_table, weights)
+
+
+def _backward(vocab, saved, g):
+    d_h, d_table, weights = saved
+    return (g.astype(d_h.dtype) * d_h, g.astype(d_table.dtype) * d_table, None, jnp.zeros_like(weights))
+
+
+cross_entropy.defvjp(_forward, _backward)

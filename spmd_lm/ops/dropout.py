@@ -1,0 +1,62 @@
+"""Dropout whose bits are a function of (seed, step, layer, site; sample, coordinates), whoever computes them.
+
+Threefry-2x32 is written out on counters that broadcast, so that XLA splits it like any elementwise arithmetic: no
+layout, no recomputation and no device count can change a mask.  The bits are integers compared with a threshold,
+because float draws differ between float32 and float64 modes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Key = tuple[jax.Array, jax.Array]
+
+
+def threefry(key: Key, x0: jax.Array, x1: jax.Array) -> Key:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"); uint32 in,
+    uint32 out."""
+    keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for i in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) ^ x0
+        x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + jnp.uint32(i + 1)
+    return x0, x1
+
+
+def _u32(x) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.uint32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Where in a run a random decision falls.  Nothing else decides it.
+
+    seed, step, layer: integer scalars.  samples: [b], each row's number within the global batch of its step."""
+
+    seed: jax.Array
+    step: jax.Array
+    samples: jax.Array
+    layer: jax.Array | int = 0
+
+    def at(self, layer: jax.Array | int) -> "Draw":
+        return dataclasses.replace(self, layer=layer)
+
+    def keys(self, site: int, lane: jax.Array | int = 0) -> Key:
+        """Keys of shape [b, *lane.shape], one for each sample and lane (an attention head, say) of a site in a
+        layer."""
+        run = threefry((_u32(self.seed), _u32(self.step)), _u32(self.layer), _u32(site))
+        lane = _u32(lane)
+        return threefry(run, _u32(self.samples).reshape(-1, *(1,) * lane.ndim), lane)
+
+
+def dropout(x: jax.Array, rate: float, key: Key, row: jax.Array, column: jax.Array) -> jax.Array:
+    """`x` with a share `rate` of its entries zero and the rest scaled up.  `key`, `row`, `column`: uint32, broadcast to
+    x."""
+    bits, _ = threefry(key, *jnp.broadcast_arrays(row, column))
+    keep = bits >= np.uint32(round(rate * 2**32))
+    return jnp.where(keep, x * jnp.asarray(1 / (1 - rate), x.dtype), jnp.zeros((), x.dtype))
