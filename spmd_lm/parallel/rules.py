@@ -1,0 +1,36 @@
+"""The rule tables: which mesh axes hold each name, for activations and for what is kept between steps.
+
+Each kind of parallelism adds rows.  A table lists every name; a name that is not listed is an error, not a whole
+dimension."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec as P
+
+from spmd_lm.axes import BATCH_AXES, PIPE, Names
+from spmd_lm.errors import LayoutError
+from spmd_lm.parallel import tensor
+
+WHOLE = dict.fromkeys(("layers", "batch", "sequence", "position", "width", "heads", "mlp", "vocab"), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """A table from name to mesh axes, outermost first."""
+
+    table: Mapping[str, tuple[str, ...]]
+
+    def axes(self, name: str | None) -> tuple[str, ...]:
+        return () if name is None else self.table[name]
+
+    def spec(self, names: Names) -> P:
+        """Raises LayoutError where two dimensions of one array land on one mesh axis."""
+        used = [axis for name in names for axis in self.axes(name)]
+        if len(used) != len(set(used)):
+            raise LayoutError(f"the dimensions {names} of one array land on the same mesh axis: {used}")
+        return P(*(self.axes(name) or None for name in names))
+
+
+ACTIVATIONS = Rules(WHOLE | tensor.ROWS | {"batch": BATCH_AXES})
+PARAMETERS = Rules(WHOLE | tensor.ROWS | {"layers": (PIPE,)})

@@ -1,0 +1,51 @@
+"""Loss on held-out text: of a running program, and of a run's newest checkpoint."""
+
+import math
+
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.loader import ValidationLoader
+from spmd_lm.data.sources import Corpus, load
+from spmd_lm.errors import CheckpointError
+from spmd_lm.parallel.plan import Tree
+from spmd_lm.train.checkpoint import Checkpointer, check_same_run
+from spmd_lm.train.program import Program
+from spmd_lm.train.state import TrainState
+
+
+def validation_loader(config: RunConfig, corpus: Corpus) -> ValidationLoader:
+    """The sequences that every evaluation of this config looks at, always the same."""
+    c, t = config.model.context, config.train
+    return ValidationLoader(corpus.validation, c, t.batch, config.parallel.microbatches, t.eval_batches)
+
+
+def validation_loss(program: Program, params: Tree, loader: ValidationLoader) -> tuple[float, float]:
+    """Mean negative log-likelihood per target token, in nats, without dropout; and how many tokens it is of."""
+    batches = (loader.batch(i, program.batch_shardings) for i in range(len(loader)))
+    sums = [program.evaluate(params, batch) for batch in batches]
+    total, weight = (math.fsum(map(float, column)) for column in zip(*sums, strict=True))
+    return total / weight, weight
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf  # exp(709.8) is the last finite one
+
+
+def open_run(config: RunConfig) -> tuple[Program, TrainState]:
+    """A run's newest checkpoint, laid out as `config` says.  CheckpointError if there is none, or it is of another
+    model."""
+    saves = Checkpointer(config.run.directory / "checkpoints")
+    newest = saves.latest()
+    if newest is None:
+        raise CheckpointError(f"{saves.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
+    check_same_run(saves.meta(newest)["config"], config.model_dump(by_alias=True), saves.directory)
+    program = Program(config)
+    state, _ = saves.restore(newest, program.abstract_canonical())
+    return program, program.place(state)
+
+
+def evaluate_run(config: RunConfig) -> dict:
+    """`spmd-lm eval`: loss and perplexity of a run's newest checkpoint on its validation text."""
+    program, state = open_run(config)
+    corpus = load(config.data, config.train.seed, config.model.vocab)
+    loss, tokens = validation_loss(program, state.params, validation_loader(config, corpus))
+    return {"step": int(state.step), "eval_loss": loss, "eval_perplexity": perplexity(loss), "tokens": int(tokens)}

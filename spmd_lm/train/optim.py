@@ -1,0 +1,78 @@
+"""AdamW as global scalars (norm, learning rate, step) and an elementwise rule per leaf, so that no leaf cares how it is
+split."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from spmd_lm import axes
+from spmd_lm.axes import is_names
+from spmd_lm.config.schema import AdamW
+from spmd_lm.parallel.plan import Plan, Tree
+from spmd_lm.train.state import TrainState
+
+
+def schedule(optim: AdamW, steps: int) -> Callable[[jax.Array], jax.Array]:
+    """Learning rate of the update after `step` updates: a linear warm-up that reaches lr at its end, then decay to
+    min_lr."""
+    decay_steps = max(1, (optim.decay_steps or steps) - optim.warmup)
+    after = {
+        "cosine": optax.cosine_decay_schedule(optim.lr, decay_steps, alpha=optim.min_lr / optim.lr),
+        "linear": optax.linear_schedule(optim.lr, optim.min_lr, decay_steps),
+        "constant": optax.constant_schedule(optim.lr),
+    }[optim.decay]
+    if not optim.warmup:
+        return after
+    first = optim.lr / optim.warmup  # not zero: a step at rate zero is a step lost
+    return optax.join_schedules([optax.linear_schedule(first, optim.lr, optim.warmup - 1 or 1), after], [optim.warmup])
+
+
+def decayed(names: Tree) -> Tree:
+    """Whether weight decay reaches a leaf: matrices and tables, but no biases and no norms."""
+    return jax.tree.map(lambda n: len([d for d in n if d != "layers"]) > 1, names, is_leaf=is_names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """Decoupled weight decay (arXiv:1711.05101) with clipping by the global norm of the gradients."""
+
+    config: AdamW
+    steps: int
+
+    def update(self, plan: Plan, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One update, inside `plan.manual`.  grads: laid out as the parameters.  Also: grad_norm before clipping, and
+        lr."""
+        lr = schedule(self.config, self.steps)(state.step)
+        decay = optax.add_decayed_weights(self.config.weight_decay, decayed(plan.names))
+        adam = optax.scale_by_adam(self.config.b1, self.config.b2, self.config.eps)
+
+        def local(step, lr, params, mu, nu, grads):
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+            norm = _global_norm(plan, grads)
+            if self.config.clip:
+                shrink = jnp.minimum(1, self.config.clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+                grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
+            moves, adam_state = adam.update(grads, optax.ScaleByAdamState(step, mu, nu), params)
+            moves, _ = decay.update(moves, decay.init(params), params)
+            params = jax.tree.map(lambda p, m: p - lr.astype(p.dtype) * m, params, moves)
+            return params, adam_state.mu, adam_state.nu, norm
+
+        tree, scalar = plan.names, ()
+        run = axes.per_shard(local, (scalar, scalar, tree, tree, tree, tree), (tree, tree, tree, scalar))
+        params, mu, nu, norm = run(state.step, lr, state.params, state.mu, state.nu, grads)
+        after = dataclasses.replace(state, step=state.step + 1, params=params, mu=mu, nu=nu)
+        return after, {"grad_norm": norm, "lr": lr}
+
+
+def _global_norm(plan: Plan, grads: Tree) -> jax.Array:
+    """Inside `per_shard`: the 2-norm of all gradients, each entry counted once, with one sum per set of mesh axes."""
+    squares: dict[tuple[str, ...], jax.Array] = {}
+    for g, names in zip(jax.tree.leaves(grads), jax.tree.leaves(plan.names, is_leaf=is_names), strict=True):
+        split = plan.live(*(axis for name in names for axis in plan.parameters.axes(name)))
+        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        squares[split] = squares.get(split, 0) + jnp.sum(jnp.square(wide))
+    return jnp.sqrt(sum(lax.psum(s, split) if split else s for split, s in squares.items()))

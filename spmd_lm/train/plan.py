@@ -1,0 +1,105 @@
+"""`spmd-lm plan`: what a run will be, before it runs and without its devices."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+
+from spmd_lm.analysis import flops, memory
+from spmd_lm.axes import is_names
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.parallel.plan import Plan, padded_vocab
+from spmd_lm.train.program import abstract_plan, choose_kernel
+
+
+def describe(config: RunConfig, plan: Plan | None = None) -> dict:
+    """The plan as plain data.  With no plan given: on as many devices as are simulated, or else as are there."""
+    plan = plan or abstract_plan(config, config.run.simulate_devices or jax.device_count(), jax.default_backend())
+    m, layout = config.model, plan.layout
+    kernel, why = choose_kernel(config, plan.platform)
+    rows = config.train.batch // config.parallel.microbatches
+    leaves = jax.tree_util.tree_leaves_with_path(plan.names, is_leaf=is_names)
+    return {
+        "run": config.run.name,
+        "mesh": layout.sizes,
+        "devices": layout.devices,
+        "platform": plan.platform,
+        "parameters": [_parameter(plan, config, path, names) for path, names in leaves],
+        "parameter_count": flops.parameters(m),
+        "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
+        "memory": memory.table(config, plan, kernel),
+        "batch": {
+            "sequences": config.train.batch,
+            "microbatches": config.parallel.microbatches,
+            "sequences_per_device_and_microbatch": rows // layout.batch_shards,
+            "tokens": config.train.batch * m.context,
+            "steps": config.train.steps,
+        },
+        "model_flops_per_step": flops.train_step(config),
+        "attention": {"kernel": kernel, "why": why},
+        "remat": config.remat.policy,
+        "precision": config.precision.model_dump(),
+    }
+
+
+def _parameter(plan: Plan, config: RunConfig, path, names) -> dict:
+    leaf = functools.reduce(lambda tree, key: tree[key.key], path, plan.placed_shapes)
+    spec = plan.parameters.spec(names)
+    return {
+        "name": ".".join(key.key for key in path),
+        "shape": list(leaf.shape),
+        "names": list(names),
+        "spec": ["+".join((e,) if isinstance(e, str) else e) if e else None for e in spec],
+        "bytes_per_device": memory.per_device(plan, leaf, spec, config.precision.params),
+    }
+
+
+def human(size: float) -> str:
+    """Bytes, for a person."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def summary(description: dict) -> str:
+    """The plan in a few lines, as a run prints it at its start."""
+    d, batch, vocab, attention = description, *(description[key] for key in ("batch", "vocab", "attention"))
+    mesh = " x ".join(f"{axis} {size}" for axis, size in d["mesh"].items())
+    padding = "" if vocab["padded"] == vocab["model"] else f", vocabulary {vocab['model']} padded to {vocab['padded']}"
+    shards = d["mesh"]["replica"] * d["mesh"]["data"]
+    rows = f"{batch['microbatches']} microbatches x {shards} shards x {batch['sequences_per_device_and_microbatch']}"
+    state, whole = sum(d["memory"][row] for row in memory.STATE), sum(d["memory"].values())
+    flop = d["model_flops_per_step"]
+    return "\n".join(
+        (
+            f"mesh    {mesh} = {d['devices']} devices ({d['platform']})",
+            f"model   {d['parameter_count']:,} parameters{padding}, remat {d['remat']}",
+            f"kernel  attention {attention['kernel']} ({attention['why']}), compute {d['precision']['compute']}",
+            f"batch   {batch['sequences']} sequences = {rows}",
+            f"step    {batch['tokens']:,} tokens, {flop:.3g} model FLOPs; {batch['steps']:,} steps",
+            f"memory  {human(state)} of state per device, about {human(whole)} in all",
+        )
+    )
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def render(description: dict) -> str:
+    """The plan for a person: mesh, parameters, memory, batch."""
+    parameters = [("parameter", "shape", "dimensions", "lies on", "per device")]
+    for p in description["parameters"]:
+        shape, names = (str(tuple(p[key])).replace("'", "") for key in ("shape", "names"))
+        split = {
+            n: axis for n, axis in zip(p["names"], p["spec"], strict=True) if axis and description["mesh"][axis] > 1
+        }
+        lies = ", ".join(f"{name}: {axis}" for name, axis in split.items()) or "whole everywhere"
+        parameters.append((p["name"], shape, names, lies, human(p["bytes_per_device"])))
+    table = [("memory per device", "")]
+    table += [(row, human(size)) for row, size in description["memory"].items()]
+    table.append(("in all, about", human(sum(description["memory"].values()))))
+    return "\n".join([summary(description), "", *_columns(parameters), "", *_columns(table)])

@@ -1,0 +1,180 @@
+"""Everything compiled for one config on one set of devices: the plan, the first state, the step, the evaluation."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from spmd_lm.analysis import flops, hardware
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.batch import Batch
+from spmd_lm.models.gpt import GPT
+from spmd_lm.ops.attention import choose
+from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
+from spmd_lm.parallel.plan import Plan, Tree
+from spmd_lm.train.optim import Optimizer
+from spmd_lm.train.state import TrainState
+from spmd_lm.train.step import batch_specs, make_eval_step, make_train_step, state_specs
+
+
+def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
+    """The attention kernel that this run trains with on `platform`, and why."""
+    m, dtype = config.model, config.precision.compute
+    return choose(m.attention, platform, rate=m.attention_dropout, dtype=dtype, time=m.context, packed=False)
+
+
+def make_model(config: RunConfig, platform: str) -> GPT:
+    kernel, _ = choose_kernel(config, platform)
+    return GPT(config.model, config.precision.params, kernel, config.remat.policy)
+
+
+def make_plan(config: RunConfig, devices: list[jax.Device]) -> Plan:
+    """The plan of `config` on these devices.  LayoutError if it has none."""
+    layout = resolve(config, len(devices))
+    return _plan(config, layout, make_mesh(layout, devices), devices[0].platform)
+
+
+def abstract_plan(config: RunConfig, devices: int, platform: str) -> Plan:
+    """The plan of `config` on a number of devices that need not exist.  LayoutError if it has none."""
+    layout = resolve(config, devices)
+    return _plan(config, layout, abstract_mesh(layout), platform)
+
+
+def _plan(config: RunConfig, layout: Layout, mesh: Mesh | AbstractMesh, platform: str) -> Plan:
+    enable_wide_types(config)
+    model = make_model(config, platform)
+    return Plan(layout, mesh, platform, model.names, model.shapes)
+
+
+def enable_wide_types(config: RunConfig) -> None:
+    """float64 exists in jax only where it is switched on, for the whole process."""
+    if "float64" in (config.precision.params, config.precision.compute, config.precision.reduce):
+        jax.config.update("jax_enable_x64", True)
+
+
+class Program:
+    """One config, bound to devices (default: all there are)."""
+
+    def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None):
+        self.config = config
+        self.plan = make_plan(config, devices or jax.devices())
+        self.model = make_model(config, self.plan.platform)
+
+    @property
+    def device(self) -> jax.Device:
+        """One of the devices; all are alike."""
+        assert isinstance(self.plan.mesh, Mesh)
+        return self.plan.mesh.devices.flat[0]
+
+    # ---- figures
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.batch * self.config.model.context
+
+    @functools.cached_property
+    def flops_per_step(self) -> float:
+        """Model FLOPs of one step of the whole job: recomputation is not counted."""
+        return flops.train_step(self.config)
+
+    @functools.cached_property
+    def peak_flops(self) -> float:
+        """Of the whole job, per second, in the compute dtype."""
+        return self.peak.flops * self.plan.layout.devices
+
+    @functools.cached_property
+    def peak(self) -> hardware.Peak:
+        """Of one device."""
+        return hardware.peak(self.device, self.config.precision.compute, self.plan.layout.devices)
+
+    # ---- state
+
+    @functools.cached_property
+    def state_shardings(self) -> TrainState:
+        return self.plan.sharding(state_specs(self.plan))
+
+    @functools.cached_property
+    def batch_shardings(self) -> Batch:
+        return self.plan.sharding(batch_specs())
+
+    def init(self) -> TrainState:
+        """The first state, born sharded.  The same weights under every layout."""
+
+        def make() -> TrainState:
+            params = self.plan.place(self.model.init(self.config.train.seed))
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            return TrainState(jnp.zeros((), jnp.int32), params, zeros, jax.tree.map(jnp.zeros_like, params))
+
+        return jax.jit(make, out_shardings=self.state_shardings)()
+
+    @functools.cached_property
+    def _canonical_shardings(self) -> TrainState:
+        specs = self.plan.canonical_specs
+        return self.plan.sharding(TrainState(state_specs(self.plan).step, specs, specs, specs))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state as devices hold it."""
+        return self._abstract(self.plan.placed_shapes, self.state_shardings)
+
+    def abstract_canonical(self) -> TrainState:
+        """The same of the canonical state, as checkpoints hold it."""
+        return self._abstract(self.plan.shapes, self._canonical_shardings)
+
+    @staticmethod
+    def _abstract(shapes: Tree, shardings: TrainState) -> TrainState:
+        whole = TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, shapes, shapes)
+        with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+        return jax.tree.map(with_sharding, whole, shardings)
+
+    def canonical(self, state: TrainState) -> TrainState:
+        """`state` without padding."""
+        take = jax.jit(lambda s: s.map_params(self.plan.canonical), out_shardings=self._canonical_shardings)
+        return take(state)
+
+    def place(self, canonical: TrainState) -> TrainState:
+        """A canonical state, padded and laid out for the step."""
+        return jax.jit(lambda s: s.map_params(self.plan.place), out_shardings=self.state_shardings)(canonical)
+
+    # ---- steps
+
+    @functools.cached_property
+    def train_step(self):
+        optimizer = Optimizer(self.config.optim, self.config.train.steps)
+        return make_train_step(self.model, optimizer, self.plan, self.config.precision, self.config.train.seed)
+
+    @functools.cached_property
+    def evaluate(self):
+        """(params, batch) -> (sum of nll, sum of weights)."""
+        return make_eval_step(self.model, self.plan, self.config.precision)
+
+    def abstract_batch(self) -> Batch:
+        c, m = self.config, self.config.parallel.microbatches
+        rows = (m, c.train.batch // m)
+        full = (*rows, c.model.context)
+        shape = lambda shape, dtype, s: jax.ShapeDtypeStruct(shape, dtype, sharding=s)  # noqa: E731
+        s, i, f = self.batch_shardings, jnp.int32, jnp.float32
+        return Batch(
+            tokens=shape(full, i, s.tokens),
+            targets=shape(full, i, s.targets),
+            weights=shape(full, f, s.weights),
+            positions=shape(full, i, s.positions),
+            segments=None,
+            samples=shape(rows, i, s.samples),
+        )
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The train step, ahead of time."""
+        return self.train_step.lower(self.abstract_state(), self.abstract_batch()).compile()
+
+    def compile(self) -> float:
+        """Compile the train step, once; seconds it took."""
+        start = time.perf_counter()
+        _ = self.compiled
+        return time.perf_counter() - start
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One update.  `state` is donated."""
+        return self.compiled(state, batch)
