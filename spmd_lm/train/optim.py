@@ -46,7 +46,9 @@ class Optimizer:
     def update(self, plan: Plan, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update, inside `plan.manual`.  grads: laid out as the parameters.  Also: grad_norm before clipping, and
         lr."""
-        lr = schedule(self.config, self.steps)(state.step)
+        # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
+        wide = jnp.result_type(jnp.float32, *jax.tree.leaves(state.params))
+        lr = schedule(self.config, self.steps)(state.step.astype(wide))
         decay = optax.add_decayed_weights(self.config.weight_decay, decayed(plan.names))
         adam = optax.scale_by_adam(self.config.b1, self.config.b2, self.config.eps)
 

@@ -128,14 +128,15 @@ class Program:
         with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
         return jax.tree.map(with_sharding, whole, shardings)
 
-    def canonical(self, state: TrainState) -> TrainState:
-        """`state` without padding."""
-        take = jax.jit(lambda s: s.map_params(self.plan.canonical), out_shardings=self._canonical_shardings)
-        return take(state)
+    @functools.cached_property
+    def canonical(self):
+        """TrainState as devices hold it -> canonical: without padding, as checkpoints hold it."""
+        return jax.jit(lambda state: state.map_params(self.plan.canonical), out_shardings=self._canonical_shardings)
 
-    def place(self, canonical: TrainState) -> TrainState:
-        """A canonical state, padded and laid out for the step."""
-        return jax.jit(lambda s: s.map_params(self.plan.place), out_shardings=self.state_shardings)(canonical)
+    @functools.cached_property
+    def place(self):
+        """Canonical TrainState -> padded and laid out for the step."""
+        return jax.jit(lambda state: state.map_params(self.plan.place), out_shardings=self.state_shardings)
 
     # ---- steps
 

@@ -1,0 +1,164 @@
+"""What happens between two steps: evaluate, log, save.  A hook is called after every step and knows when it is due.
+
+The host runs ahead of the devices: a step's figures are read only when a hook needs them, or IN_FLIGHT steps later."""
+
+import math
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.sources import Corpus
+from spmd_lm.errors import CheckpointError, NonFiniteError
+from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
+from spmd_lm.runtime.progress import Progress
+from spmd_lm.train.checkpoint import Checkpointer, make_meta
+from spmd_lm.train.evaluate import perplexity, validation_loader, validation_loss
+from spmd_lm.train.program import Program
+from spmd_lm.train.state import TrainState
+
+IN_FLIGHT = 2  # steps sent to the devices and not waited for; each holds a batch, and none can be taken back
+
+
+@dataclass
+class Run:
+    """One life of a run: what is fixed, and where it stands.  `log` is None in processes that write no files."""
+
+    config: RunConfig
+    program: Program
+    corpus: Corpus
+    checkpoints: Checkpointer
+    status: Status
+    clock: Clock
+    log: MetricsLog | None
+    progress: Progress
+    state: TrainState  # on devices
+    step: int  # updates done
+    metrics: dict[str, float] = field(default_factory=dict)  # of the newest step that was read
+    record: Record = field(default_factory=dict)  # what this step has to say, for the log
+    _flying: deque[tuple[int, dict[str, jax.Array]]] = field(default_factory=deque)
+
+    @property
+    def directory(self) -> Path:
+        return self.config.run.directory
+
+    def due(self, every: int) -> bool:
+        """Whether what happens every so many steps, and at the end, happens now; never if `every` is 0."""
+        return every > 0 and (self.step % every == 0 or self.step == self.config.train.steps)
+
+    def follow(self, step: int, state: TrainState, metrics: dict[str, jax.Array]) -> None:
+        """Takes over the outcome of `step`, and waits for the one IN_FLIGHT steps before it."""
+        self.step, self.state = step, state
+        self._flying.append((step, metrics))
+        while len(self._flying) > IN_FLIGHT:
+            self._land()
+
+    def settle(self) -> None:
+        """Waits for every step sent.  Raises NonFiniteError if one of them has lost its numbers."""
+        with self.clock.time("step"):
+            while self._flying:
+                self._land()
+
+    def _land(self) -> None:
+        step, arrays = self._flying.popleft()
+        arrays = jax.device_get(arrays)
+        self.metrics = {name: float(arrays[name]) for name in sorted(arrays, key=lambda name: name != "loss")}
+        if not all(map(math.isfinite, self.metrics.values())):
+            figures = ", ".join(f"{name} {value:g}" for name, value in self.metrics.items())
+            raise self.lost(f"step {step}: {figures}")
+
+    def lost(self, what: str) -> NonFiniteError:
+        with suppress(CheckpointError):
+            self.checkpoints.wait()
+        newest = self.checkpoints.latest()
+        return NonFiniteError(
+            f"{what}. Training cannot go on from here. Lower optim.lr, lengthen optim.warmup, or set "
+            f"precision.compute=float32, and train again: it will start from "
+            f"{'the beginning' if newest is None else f'step {newest}, which was saved before'}."
+        )
+
+    def save(self) -> None:
+        """Saves this step.  A state whose loss was not finite is never saved."""
+        self.settle()
+        with self.clock.time("checkpoint"):
+            meta = make_meta(
+                self.config.model_dump(by_alias=True), self.step * self.config.train.batch, self.corpus.fingerprint
+            )
+            self.checkpoints.save(self.step, self.program.canonical(self.state), meta)
+
+    def publish(self, **changes: object) -> None:
+        """Brings status.json up to date."""
+        self.clock.book()
+        if self.log is not None:
+            self.status.write(step=self.step, **changes)
+
+
+class Evaluate:
+    """eval_loss: mean over the held-out text, the same every time.  At the end too, unless train.eval_every is 0."""
+
+    def __init__(self, run: Run):
+        self.every = run.config.train.eval_every
+        self.loader = validation_loader(run.config, run.corpus) if self.every else None
+
+    def __call__(self, run: Run) -> None:
+        if not run.due(self.every):
+            return
+        run.settle()
+        with run.clock.time("eval"):
+            loss, _ = validation_loss(run.program, run.state.params, self.loader)
+        if not math.isfinite(loss):
+            raise run.lost(f"evaluation after step {run.step}: loss {loss:g}")
+        run.record |= {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+
+
+class Log:
+    """Figures of a step and the speed since the last time; comes after the hooks that add to the record."""
+
+    def __init__(self, run: Run):
+        self.every = run.config.train.log_every
+        self.step, self.seconds = run.step, self._training(run)
+
+    def __call__(self, run: Run) -> None:
+        run.progress.step(run.step)
+        if run.due(self.every):
+            run.settle()
+            run.record = {**run.metrics, **self._speed(run), **run.record}
+        if not run.record:
+            return
+        record, run.record = {"step": run.step, **run.record}, {}
+        if run.log is not None:
+            run.log.write(record)
+        run.progress.record(record)
+        run.publish()
+
+    def _speed(self, run: Run) -> Record:
+        steps, seconds = run.step - self.step, self._training(run) - self.seconds
+        self.step, self.seconds = run.step, self.seconds + seconds
+        each, program = seconds / steps, run.program
+        return {
+            "tokens": run.step * program.tokens_per_step,
+            "tokens_per_second": program.tokens_per_step / each,
+            "mfu": program.flops_per_step / each / program.peak_flops if program.peak_flops else None,
+            "seconds": each,
+        }
+
+    @staticmethod
+    def _training(run: Run) -> float:
+        """Seconds spent on steps and their data: evaluation and checkpoints do not slow the steps down."""
+        run.clock.book()
+        return run.clock.seconds["step"] + run.clock.seconds["data"]
+
+
+class Save:
+    """A checkpoint every so many steps, and of the last one."""
+
+    def __init__(self, run: Run):
+        self.every = run.config.checkpoint.every
+
+    def __call__(self, run: Run) -> None:
+        if run.due(self.every):
+            run.save()
+            run.publish()

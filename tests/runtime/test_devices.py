@@ -1,0 +1,38 @@
+import subprocess
+import sys
+
+import jax
+
+
+def run(code: str, **environment: str) -> str:
+    """What a new process prints."""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+SEEN = "import jax, os; print(jax.device_count(), jax.default_backend(), os.environ['NPROC'], os.environ['XLA_FLAGS'])"
+SIMULATE = "from spmd_lm.runtime.devices import simulate; simulate(3); "
+
+
+def test_jax_sees_the_simulated_devices_and_a_pool_large_enough():
+    assert run(SIMULATE + SEEN) == "3 cpu 64 --xla_force_host_platform_device_count=3"
+
+
+def test_other_flags_stay_and_the_count_is_replaced():
+    flags = "--xla_force_host_platform_device_count=5 --xla_cpu_enable_fast_math=false"
+    seen = run(SIMULATE + SEEN, XLA_FLAGS=flags, NPROC="40", JAX_PLATFORMS="tpu")
+    assert seen == "3 cpu 40 --xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=3"
+
+
+def test_jax_may_be_imported_already_but_not_started():
+    assert run("import jax; " + SIMULATE + "print(jax.device_count())") == "3"
+
+
+def test_a_jax_that_runs_on_other_devices_is_told():
+    code = "import jax; jax.devices(); from spmd_lm.runtime.devices import simulate; simulate(1); simulate(3)"
+    done = subprocess.run([sys.executable, "-c", code], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert "ConfigError: run.simulate_devices=3: jax already runs on 1 cpu device(s). " in done.stderr
+
+
+def test_float64_is_there_for_the_tests_that_ask(x64):
+    assert jax.numpy.ones(1).dtype == "float64"

@@ -1,0 +1,145 @@
+"""A step stands once, numbers keep their bits, and a reader never sees half a file."""
+
+import json
+import math
+
+import pytest
+
+from spmd_lm.errors import CheckpointError
+from spmd_lm.runtime import metrics
+from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, plot_loss, read_records, write_atomically
+from spmd_lm.runtime.progress import describe, duration, quantity
+
+
+def logged(directory, steps, after=0, **more):
+    log = MetricsLog(directory, after)
+    for step in steps:
+        log.write({"step": step, "loss": 1 / step, **more})
+    log.close()
+    return [record["step"] for record in read_records(directory / "metrics.jsonl")]
+
+
+def test_resuming_drops_what_lies_beyond_the_checkpoint(tmp_path):
+    assert logged(tmp_path, [1, 2, 3, 4]) == [1, 2, 3, 4]
+    assert logged(tmp_path, [3, 4, 5], after=2) == [1, 2, 3, 4, 5]
+    assert logged(tmp_path, [], after=0) == []
+
+
+def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):
+    logged(tmp_path, [1, 2])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')
+    assert logged(tmp_path, [3], after=2) == [1, 2, 3]
+
+
+def test_a_broken_line_is_named_and_nothing_is_dropped(tmp_path):
+    text = 'oops\n{"step": 2}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl: a line is not JSON .*Mend"):
+        MetricsLog(tmp_path, after=1)
+    assert (tmp_path / "metrics.jsonl").read_text() == text
+
+
+def test_floats_keep_every_bit_and_json_stays_json(tmp_path):
+    loss = math.pi * 1e-3
+    logged(tmp_path, [1], exact=loss, lost=math.inf, unknown=None)
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert record["exact"] == loss
+    assert record["lost"] is None and record["unknown"] is None
+
+
+def test_tensorboard_receives_the_numbers(tmp_path):
+    logged(tmp_path, [1, 2])
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"loss") == 2
+
+
+def test_an_atomic_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    write_atomically(path, "old")
+
+    def fail(_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(metrics.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_status_reads_back(tmp_path):
+    assert Status.read(tmp_path) is None
+    status = Status(tmp_path / "status.json", step=3, restarts=1, goodput={"step": 1.5})
+    status.write(state="preempted", exit_code=3)
+    assert Status.read(tmp_path) == status
+    assert json.loads(status.path.read_text())["state"] == "preempted"
+
+
+@pytest.mark.parametrize("text", ["{", '{"colour": 1}', "[]"])
+def test_a_status_that_is_not_ours_is_refused(tmp_path, text):
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"status\.json: not a status"):
+        Status.read(tmp_path)
+
+
+def test_the_clock_books_each_second_once(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
+    seconds = dict.fromkeys(BUCKETS, 0.0)
+    clock = Clock(seconds)
+    now += 1  # other
+    with clock.time("checkpoint"):
+        now += 2
+        with clock.time("step"):
+            now += 4
+        now += 8
+    now += 16  # other
+    clock.book()
+    assert seconds == dict.fromkeys(BUCKETS, 0.0) | {"other": 17, "checkpoint": 10, "step": 4}
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [{"step": 1, "eval_loss": 2.0}],
+        [{"step": s, "loss": 5 / s, "eval_loss": 6 / s} for s in (1, 2, 3)],
+        [{"step": 1, "loss": None}],
+    ],
+    ids=["nothing", "evaluations alone", "both", "null"],
+)
+def test_the_plot_is_a_picture_whatever_there_is(tmp_path, records):
+    plot_loss(records, tmp_path / "loss.png", "a run")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.04, "0.0s"),
+        (9.87, "9.9s"),
+        (12.4, "12s"),
+        (72, "1m12s"),
+        (3599.6, "1h00m"),
+        (11100, "3h05m"),
+        (190000, "2d04h"),
+    ],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [(7.25, "7.25"), (312.4, "312"), (999.7, "1000"), (31400, "31.4k"), (999_999, "1000k"), (2.5e6, "2.5M")],
+)
+def test_quantities(number, text):
+    assert quantity(number) == text
+
+
+def test_a_record_in_words():
+    speed = {"tokens_per_second": 31_000.0, "mfu": 0.118}
+    assert describe({"step": 120, "loss": 2.31, **speed}) == "  loss 2.3100  31k tok/s  MFU 12%"
+    assert describe({"step": 120, "loss": 2.31, **speed, "mfu": None}) == "  loss 2.3100  31k tok/s"
+    assert describe({"step": 9, "eval_loss": 1.0, "eval_perplexity": 2.718}) == "  eval 1.0000 (perplexity 2.72)"

@@ -1,0 +1,57 @@
+"""A signal is noted, handlers are put back, and a second Ctrl-C is obeyed at once."""
+
+import signal
+import threading
+
+import pytest
+
+from spmd_lm.runtime.signals import CAUGHT, StopSignals
+
+
+@pytest.mark.parametrize("number", CAUGHT)
+def test_a_signal_is_noted_and_ends_the_steps_before_the_next_one(number):
+    done = []
+    with StopSignals() as signals:
+        for step in signals.until_received(range(1, 10)):
+            done.append(step)
+            if step == 3:
+                signal.raise_signal(number)
+    assert done == [1, 2, 3]
+    assert signals.received is number
+
+
+def test_the_first_signal_is_the_one_remembered():
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert signals.received is signal.SIGTERM
+
+
+def test_a_second_interrupt_raises_at_once():
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signals.received is signal.SIGINT
+
+
+def test_handlers_are_put_back_even_after_an_exception():
+    before = [signal.getsignal(number) for number in CAUGHT]
+    with pytest.raises(ZeroDivisionError), StopSignals():
+        assert [signal.getsignal(number) for number in CAUGHT] != before
+        raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in CAUGHT] == before
+
+
+def test_outside_the_main_thread_nothing_is_installed():
+    seen = {}
+
+    def work():
+        before = [signal.getsignal(number) for number in CAUGHT]
+        with StopSignals() as signals:
+            seen.update(same=[signal.getsignal(number) for number in CAUGHT] == before, received=signals.received)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == {"same": True, "received": None}

@@ -1,0 +1,307 @@
+"""The loop's promises, on a program of one small vector: whatever stops a run, going on equals never having stopped."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_lm.config.load import load
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.batch import Batch
+from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, NonFiniteError
+from spmd_lm.train import loop
+from spmd_lm.train.state import TrainState
+
+TREE = {
+    "model": {"layers": 1, "width": 8, "heads": 1, "context": 8, "vocab": 16},
+    "data": {"source": "synthetic"},
+    "optim": {"lr": 0.1},
+    "train": {"steps": 12, "batch": 4, "log_every": 2, "eval_every": 4, "eval_batches": 2},
+    "checkpoint": {"every": 5, "keep": 2},
+}
+
+
+def make_config(directory, **changes):
+    tree = json.loads(json.dumps(TREE)) | {"run": {"dir": str(directory)}}
+    for path, value in changes.items():
+        section, key = path.split("__")
+        tree[section][key] = value
+    return RunConfig.model_validate(tree)
+
+
+class FakeProgram:
+    """A state of one vector that remembers every batch it saw.  `at` maps a step to what happens during it."""
+
+    at: dict = {}  # noqa: RUF012 (set by the tests)
+    tokens_per_step, flops_per_step, peak_flops = 32, 1e6, 1e12
+    plan = None
+
+    def __init__(self, config):
+        self.config = config
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        self.batch_shardings = Batch(here, here, here, here, None, here)
+
+    def init(self):
+        w = jnp.arange(16.0)
+        return TrainState(jnp.int32(0), {"w": w}, {"w": w * 0}, {"w": w * 0})
+
+    def compile(self):
+        self.at.get("compile", lambda: None)()
+        return 0.25
+
+    def step(self, state, batch):
+        step = int(state.step) + 1
+        seen = jnp.bincount(batch.tokens.ravel(), length=16) * batch.tokens[..., 0].mean()
+        w = state.params["w"] * 0.9 + seen / step
+        loss = jnp.sin(w).mean() ** 2 + 1
+        if (happening := self.at.get(step)) is not None:
+            loss = loss * happening()
+        return TrainState(state.step + 1, {"w": w}, state.mu, state.nu), {"loss": loss, "grad_norm": loss, "lr": loss}
+
+    def evaluate(self, params, batch):
+        return params["w"].mean() * batch.weights.sum(), batch.weights.sum()
+
+    def canonical(self, state):
+        return state
+
+    place = canonical
+
+    def abstract_canonical(self):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.init())
+
+
+PLANS = SimpleNamespace(describe=lambda config, plan: {}, summary=lambda description: "one device")
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    monkeypatch.setattr(loop, "Program", FakeProgram)
+    monkeypatch.setattr(loop, "plans", PLANS)
+    monkeypatch.setattr(FakeProgram, "at", {})
+
+
+def kill_at(step, number):
+    FakeProgram.at = {step: lambda: os.kill(os.getpid(), number) or 1}
+
+
+def records(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def status(directory):
+    return json.loads((directory / "status.json").read_text())
+
+
+def saved(directory):
+    return sorted(int(path.name) for path in (directory / "checkpoints").iterdir())
+
+
+def figures(directory):
+    """What the numbers of a run are, less those that a clock made."""
+    return [
+        {k: v for k, v in r.items() if k not in ("tokens_per_second", "mfu", "seconds")} for r in records(directory)
+    ]
+
+
+def snapshot(directory):
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A run that nothing interrupted; not to be written to."""
+    directory = tmp_path_factory.mktemp("runs") / "reference"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Program", FakeProgram)
+        patch.setattr(loop, "plans", PLANS)
+        assert loop.train(make_config(directory)) is Exit.DONE
+    return directory
+
+
+def test_a_run_leaves_what_the_contract_says(reference):
+    assert [r["step"] for r in records(reference)] == [2, 4, 6, 8, 10, 12]
+    keys = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "seconds"]
+    assert all(list(record)[: len(keys)] == keys for record in records(reference))
+    assert [r["step"] for r in records(reference) if "eval_loss" in r] == [4, 8, 12]
+    last = records(reference)[-1]
+    assert last["tokens"] == 12 * 32
+    assert last["eval_perplexity"] == pytest.approx(np.exp(last["eval_loss"]))
+    assert last["mfu"] == pytest.approx(1e6 / last["seconds"] / 1e12)
+    assert saved(reference) == [10, 12]
+    goodput = status(reference)["goodput"]
+    trained = sum(2 * record["seconds"] for record in records(reference))
+    assert trained == pytest.approx(goodput["step"] + goodput["data"], rel=0.05)
+    assert load(reference / "config.yaml") == make_config(reference)
+    assert (reference / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((reference / "tensorboard").iterdir())
+    final = status(reference)
+    assert (final["state"], final["step"], final["exit_code"], final["restarts"]) == ("done", 12, 0, 0)
+    assert set(goodput) == {"init", "compile", "step", "eval", "checkpoint", "data", "other"}
+    assert all(goodput[bucket] > 0 for bucket in ("init", "step", "eval", "checkpoint", "data"))
+
+
+def test_losses_are_written_to_the_last_bit(reference):
+    program = FakeProgram(make_config(reference))
+    corpus = loop.load(program.config.data, 0, 16)
+    state, batches = program.init(), loop.Loader(corpus.train, 8, 4, 1, 0)
+    for step in range(2):
+        state, metrics = program.step(state, batches.batch(step, program.batch_shardings))
+    assert records(reference)[0]["loss"] == float(metrics["loss"])
+
+
+def test_a_finished_run_is_left_alone(reference, capsys):
+    before = snapshot(reference)
+    assert loop.train(make_config(reference)) is Exit.DONE
+    assert snapshot(reference) == before
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, Exit.INTERRUPTED)], ids=["SIGTERM", "Ctrl-C"]
+)
+@pytest.mark.parametrize("step", [1, 5, 7, 11])
+def test_stopping_by_signal_and_resuming_equals_never_having_stopped(tmp_path, reference, number, code, step):
+    config = make_config(tmp_path / "run")
+    kill_at(step, number)
+    assert loop.train(config) is code
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == ("preempted", int(code))
+    assert status(tmp_path / "run")["step"] == max(saved(tmp_path / "run")) == step
+    FakeProgram.at = {}
+    assert loop.train(config) is Exit.DONE
+    assert figures(tmp_path / "run") == figures(reference)
+    assert status(tmp_path / "run")["restarts"] == 1
+
+
+def test_an_exception_and_resuming_from_before_it_equals_never_having_stopped(tmp_path, reference):
+    FakeProgram.at = {9: lambda: 1 / 0}
+    with pytest.raises(ZeroDivisionError):
+        loop.train(make_config(tmp_path / "run"))
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == ("failed", 1)
+    assert records(tmp_path / "run")[-1]["step"] == 8  # beyond the checkpoint of step 5: to be dropped and made again
+    FakeProgram.at = {}
+    assert loop.train(make_config(tmp_path / "run")) is Exit.DONE
+    assert figures(tmp_path / "run") == figures(reference)
+
+
+def test_a_signal_while_compiling_stops_before_the_first_step(tmp_path):
+    kill_at("compile", signal.SIGTERM)
+    assert loop.train(make_config(tmp_path)) is Exit.PREEMPTED
+    assert status(tmp_path)["step"] == 0
+    assert records(tmp_path) == []
+    FakeProgram.at = {}
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+
+
+def test_a_second_interrupt_ends_at_once_without_a_save(tmp_path):
+    FakeProgram.at = {7: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]}
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(make_config(tmp_path))
+    assert saved(tmp_path) == [5]
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 130)
+
+
+@pytest.mark.parametrize("step", [4, 5, 6])
+def test_a_state_whose_loss_is_not_finite_is_never_saved(tmp_path, step):
+    """Nothing but the save at step 5 asks for figures early."""
+    FakeProgram.at = {step: lambda: float("nan")}
+    with pytest.raises(NonFiniteError, match=f"step {step}: loss nan") as error:
+        loop.train(make_config(tmp_path, train__log_every=100, train__eval_every=0))
+    assert (tmp_path / "checkpoints" / "5").exists() == (step == 6)
+    assert ("step 5, which was saved" if step == 6 else "from the beginning") in str(error.value)
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 6)
+
+
+def test_the_host_runs_at_most_two_steps_ahead(tmp_path, monkeypatch):
+    landed = []
+    flights = loop.Run.follow
+
+    def follow(run, step, *outcome):
+        flights(run, step, *outcome)
+        landed.append(step - len(run._flying))
+
+    monkeypatch.setattr(loop.Run, "follow", follow)
+    loop.train(make_config(tmp_path, train__log_every=100, train__eval_every=0, checkpoint__every=0))
+    assert landed == [0, 0, *range(1, 11)]
+
+
+def test_without_periodic_saves_only_a_signal_saves(tmp_path):
+    config = make_config(tmp_path / "a", checkpoint__every=0)
+    assert loop.train(config) is Exit.DONE
+    assert not (tmp_path / "a" / "checkpoints").exists()
+    config = make_config(tmp_path / "b", checkpoint__every=0)
+    kill_at(7, signal.SIGTERM)
+    assert loop.train(config) is Exit.PREEMPTED
+    assert saved(tmp_path / "b") == [7]
+
+
+def test_another_model_is_refused_and_nothing_changes(reference):
+    before = snapshot(reference)
+    with pytest.raises(CheckpointError, match=r"model\.width: 8 -> 16"):
+        loop.train(make_config(reference, model__width=16, train__steps=20))
+    assert snapshot(reference) == before
+
+
+def test_a_finished_run_goes_on_when_asked_for_more_and_says_what_changed(tmp_path, reference, capsys):
+    shutil.copytree(reference, tmp_path / "run")
+    reference = tmp_path / "run"
+    assert loop.train(make_config(reference, train__steps=14)) is Exit.DONE
+    out = capsys.readouterr().out
+    assert "train.steps: 12 -> 14" in out
+    assert "resuming after step 12" in out
+    assert [r["step"] for r in records(reference)] == [2, 4, 6, 8, 10, 12, 14]
+
+
+@pytest.mark.parametrize("place", ["a file in the way", "no such place"])
+def test_an_unwritable_directory_is_refused_before_compiling(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    directory = tmp_path / "file" / "run" if place == "a file in the way" else "/proc/run"
+    FakeProgram.at = {"compile": lambda: pytest.fail("compiled")}
+    with pytest.raises(ConfigError, match=r"run.dir=\S+: cannot be written: .*belongs to \w+"):
+        loop.train(make_config(directory))
+
+
+def test_a_save_that_failed_is_not_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeProgram, "canonical", lambda self, state: {"w": object()})
+    with pytest.raises(CheckpointError, match="5 was not saved"):
+        loop.train(make_config(tmp_path))
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 5)
+
+
+def with_text(config, path, text):
+    path.write_text(text)
+    tree = config.model_dump(by_alias=True) | {"data": {"source": "text", "path": str(path)}}
+    tree["model"]["vocab"] = 256
+    return RunConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize("side, text, every", [("training", "short", 0), ("validation", "long enough " * 5, 4)])
+def test_too_little_text_is_refused_before_compiling(tmp_path, side, text, every):
+    FakeProgram.at = {"compile": lambda: pytest.fail("compiled")}
+    config = make_config(tmp_path / "run", train__eval_every=every)
+    with pytest.raises(DataError, match=f"{side} text"):
+        loop.train(with_text(config, tmp_path / "text", text))
+
+
+def test_without_evaluation_no_held_out_text_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "sample", lambda run: "")
+    config = make_config(tmp_path / "run", train__eval_every=0)
+    assert loop.train(with_text(config, tmp_path / "text", "long enough " * 5)) is Exit.DONE
+
+
+def test_text_runs_leave_samples(tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        sys.modules,
+        "spmd_lm.generate",
+        SimpleNamespace(Sampling=dict, sample_text=lambda program, params, prompts, sampling: ["one", "two"]),
+    )
+    config = with_text(make_config(tmp_path / "run"), tmp_path / "text", "to be or not to be, " * 50)
+    assert loop.train(config) is Exit.DONE
+    assert (tmp_path / "run" / "samples.txt").read_text().splitlines() == ["one", "-" * 80, "two"]
