@@ -104,7 +104,7 @@ class Evaluate:
         self.loader = validation_loader(run.config, run.corpus) if self.every else None
 
     def __call__(self, run: Run) -> None:
-        if not run.due(self.every):
+        if self.loader is None or not run.due(self.every):
             return
         run.settle()
         with run.clock.time("eval"):

@@ -24,7 +24,10 @@ from spmd_lm.train import plan as plans
 from spmd_lm.train.checkpoint import Checkpointer, check_same_run
 from spmd_lm.train.hooks import Evaluate, Log, Run, Save
 from spmd_lm.train.program import Program
+from spmd_lm.train.sample import Sampling, sample_text
 from spmd_lm.train.state import TrainState
+
+Hook = Callable[[Run], None]
 
 STOPPED = {signal.SIGTERM: Exit.PREEMPTED, signal.SIGINT: Exit.INTERRUPTED}
 
@@ -62,12 +65,15 @@ def train(config: RunConfig) -> Exit:
             with clock.time("init"):
                 state, step = first_state(program, saves, corpus, progress)
             run = Run(config, program, corpus, saves, status, clock, log, progress, state, step)
-            hooks = [Evaluate(run), Log(run), Save(run)]
+            hooks: list[Hook] = [Evaluate(run), Log(run), Save(run)]
             with progress.compiling(usually=status.compile_seconds), clock.time("compile"):
                 status.compile_seconds = program.compile()
             run.publish()
             take_steps(run, loader, hooks, signals)
-            return finish(run) if run.step >= config.train.steps else stop(run, STOPPED[signals.received])
+            if run.step >= config.train.steps:
+                return finish(run)
+            assert signals.received is not None
+            return stop(run, STOPPED[signals.received])
 
 
 def training_loader(config: RunConfig, corpus: Corpus) -> Loader:
@@ -88,7 +94,7 @@ def first_state(program: Program, saves: Checkpointer, corpus: Corpus, progress:
     return program.place(canonical), newest
 
 
-def take_steps(run: Run, loader: Loader, hooks: list[Callable[[Run], None]], signals: StopSignals) -> None:
+def take_steps(run: Run, loader: Loader, hooks: list[Hook], signals: StopSignals) -> None:
     """The loop: up to train.steps, or until a signal has come."""
     with run.progress.running():
         for step in signals.until_received(range(run.step + 1, run.config.train.steps + 1)):
@@ -121,8 +127,6 @@ def sample(run: Run) -> str:
     """A few continuations; none where the data is no text."""
     if isinstance(run.config.data, Synthetic):
         return ""
-    from spmd_lm.generate import Sampling, sample_text  # above us: a run may end with text, and needs none to train
-
     texts = sample_text(run.program, run.state.params, PROMPTS, Sampling(temperature=0.8))
     rule = "\n" + "-" * 80 + "\n"
     return rule.join(texts) + "\n"

@@ -1,0 +1,7 @@
+"""`python -m spmd_lm` is `spmd-lm`."""
+
+import sys
+
+from spmd_lm.cli import main
+
+sys.exit(main())

@@ -1,0 +1,213 @@
+"""The command `spmd-lm VERB CONFIG [section.key=value ...]`: parsing, and nothing else.
+
+A verb's work is imported when it runs, after its configuration is sound and its devices are simulated: help and
+refusals never wait for jax."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from spmd_lm.config.load import dump, load
+from spmd_lm.config.messages import did_you_mean
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import ConfigError, Exit, UserError
+from spmd_lm.runtime.devices import quiet, simulate
+
+Arguments = argparse.Namespace
+
+
+@dataclass(frozen=True)
+class Verb:
+    help: str
+    run: Callable[[Arguments], int]
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of one command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    quiet()
+    try:
+        name, arguments = parse(argv)
+        return int(VERBS[name].run(arguments))
+    except UserError as error:
+        for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
+            print(f"error: {problem}", file=sys.stderr)
+        return int(error.code)
+    except KeyboardInterrupt:
+        return int(Exit.INTERRUPTED)
+
+
+# --- parsing ----------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Options may stand anywhere; what is unknown is answered with what is near."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        options = {option.strip("-"): option for option in self._option_string_actions}
+        near = did_you_mean(unknown.split()[0].strip("-"), options) if unknown != message else None
+        mending = f"Did you mean {options[near]}?" if near else f"See {self.prog} --help."
+        raise ConfigError(f"{self.prog}: {message}. {mending}")
+
+
+def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
+    """The verb and its arguments; exits after --help."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        raise SystemExit(0 if argv else int(Exit.CONFIG))
+    name, *rest = argv
+    if name not in VERBS:
+        near = did_you_mean(name, VERBS)
+        mending = f"Did you mean {near}?" if near else f"Verbs: {', '.join(VERBS)}."
+        raise ConfigError(f"spmd-lm: no verb '{name}'. {mending}")
+
+    parser = Parser(prog=f"spmd-lm {name}", description=VERBS[name].help, allow_abbrev=False)
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file, or a run's directory")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it; values are YAML")
+    parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
+    parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
+    VERBS[name].options(parser)
+    arguments = parser.parse_intermixed_args(rest)
+    if arguments.config is None:  # argparse alone would ask for the overrides as well
+        parser.error("no CONFIG given: name a YAML file, or a run's directory")
+    return name, arguments
+
+
+def overview() -> str:
+    verbs = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
+    usage = "usage: spmd-lm VERB CONFIG [section.key=value ...] [--devices N] [--json PATH|-]"
+    return f"{usage}\n\n{verbs}\n\nspmd-lm VERB --help tells a verb's options."
+
+
+def generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to continue; may be given again")
+    # Sampling has the defaults; what is not given here is not set.
+    sampling = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
+    sampling.add_argument("--tokens", type=int, metavar="N", help="how many to add")
+    sampling.add_argument("--temperature", type=float, metavar="X", help="0 takes the likeliest token")
+    sampling.add_argument("--top-k", type=int, metavar="N", help="keep the N likeliest tokens; 0 keeps all")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that sum to P")
+    sampling.add_argument("--seed", type=int, metavar="N")
+    sampling.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+
+
+def bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=at_least(1), default=10, metavar="N", help="timed steps (default 10)")
+    parser.add_argument("--warmup", type=at_least(0), default=2, metavar="N", help="steps before them (default 2)")
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {low}, got '{text}'")
+        return int(text)
+
+    return count
+
+
+# --- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def configuration(arguments: Arguments) -> RunConfig:
+    """What CONFIG and the overrides say, with the devices that they simulate in place."""
+    path, overrides = Path(arguments.config), arguments.overrides
+    if path.is_dir():
+        overrides = [f"run.dir={json.dumps(str(path), ensure_ascii=False)}", *overrides]  # a run may have been moved
+        path = path / "config.yaml"
+        if not path.exists():
+            raise ConfigError(
+                f"{arguments.config}: no config.yaml in this directory, so it is no run. Give a run's, or a YAML file."
+            )
+    if arguments.devices is not None:
+        overrides = [*overrides, f"run.simulate_devices={arguments.devices}"]
+    config = load(path, overrides)
+    if arguments.json not in (None, "-"):  # told before the work rather than after it
+        target = Path(arguments.json)
+        if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise ConfigError(f"--json {target}: cannot be written. Give a file in a directory that can be.")
+    if config.run.simulate_devices:
+        simulate(config.run.simulate_devices)
+    return config
+
+
+def deliver(arguments: Arguments, result: Any, text: str) -> int:
+    """Hands over a verb's result: as JSON where --json says, as text on standard output unless JSON went there."""
+    if arguments.json == "-":
+        print(json.dumps(result, indent=2))
+        return Exit.DONE
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    if text:
+        print(text)
+    return Exit.DONE
+
+
+def train(arguments: Arguments) -> int:
+    config = configuration(arguments)
+    from spmd_lm.train.loop import train
+
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
+        code = train(config)
+    if arguments.json:
+        deliver(arguments, {"directory": str(config.run.directory), "exit_code": int(code)}, "")
+    return code
+
+
+def evaluate(arguments: Arguments) -> int:
+    config = configuration(arguments)
+    from spmd_lm.train.evaluate import evaluate_run
+
+    result = evaluate_run(config)
+    return deliver(arguments, result, "\n".join(f"{key:<16}{value:,.10g}" for key, value in result.items()))
+
+
+def generate(arguments: Arguments) -> int:
+    config = configuration(arguments)
+    from spmd_lm.generate import generate_run
+    from spmd_lm.train.sample import Sampling
+
+    given = vars(arguments)
+    sampling = Sampling(**{key.name: given[key.name] for key in fields(Sampling) if key.name in given})
+    prompts = arguments.prompt or [""]
+    texts = generate_run(config, prompts, sampling)
+    pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+    return deliver(arguments, pairs, "\n\n".join(texts))
+
+
+def plan(arguments: Arguments) -> int:
+    config = configuration(arguments)
+    from spmd_lm.train.plan import describe, render
+
+    result = describe(config)
+    return deliver(arguments, result, render(result))
+
+
+def bench(arguments: Arguments) -> int:
+    config = configuration(arguments)
+    from spmd_lm.bench import bench, render
+
+    result = bench(config, arguments.steps, arguments.warmup)
+    return deliver(arguments, result, render(result))
+
+
+def show(arguments: Arguments) -> int:
+    config = configuration(arguments)
+    return deliver(arguments, config.model_dump(by_alias=True), dump(config).rstrip())
+
+
+VERBS = {
+    "train": Verb("trains, or resumes the run in run.dir", train),
+    "eval": Verb("perplexity of a run's newest checkpoint on its validation text", evaluate),
+    "generate": Verb("samples text from a run's newest checkpoint", generate, generate_options),
+    "plan": Verb("prints mesh, shardings, memory and communication, and trains nothing", plan),
+    "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench, bench_options),
+    "config": Verb("prints the resolved YAML", show),
+}

@@ -1,0 +1,230 @@
+"""What sections of a configuration must agree on.
+
+A check is a generator of messages whose parameter names say which sections it needs, so that it can run as soon as
+those are sound.  A message begins with the keys at odds, as section.key=value, and ends with the nearest settings that
+would do."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from spmd_lm.config.schema import (
+    AdamW,
+    Data,
+    Model,
+    Parallel,
+    Precision,
+    Run,
+    RunConfig,
+    Section,
+    Synthetic,
+    Text,
+    Train,
+)
+
+BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
+Messages = Iterator[str]
+
+
+def heads_divide_width(model: Model) -> Messages:
+    if model.width % model.heads:
+        yield (
+            f"model.width={model.width} is not divisible by model.heads={model.heads}. "
+            f"Use {_nearest('model.heads', model.heads, divisors(model.width))}, "
+            f"or {_nearest('model.width', model.width, multiples(model.width, model.heads))}."
+        )
+
+
+def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Messages:
+    degree = parallel.model
+    fits = [n for n in divisors(math.gcd(model.heads, model.mlp_width)) if _fills(parallel, n, run.simulate_devices)]
+    degrees = _nearest("parallel.model", degree, fits)
+    if model.heads % degree:
+        # Of two numbers of heads as near, the larger: more heads cost nothing.
+        heads = [n for n in divisors(model.width) if n % degree == 0]
+        nearest = min(heads, key=lambda n: (abs(n - model.heads), -n), default=None)
+        yield (
+            f"model.heads={model.heads} is not divisible by parallel.model={degree} (attention query, dim 'heads'). "
+            f"Use {degrees}" + (f", or model.heads={nearest}." if nearest else ".")
+        )
+    if model.mlp_width % degree:
+        derived = "" if model.hidden else f" (4 x model.width={model.width})"
+        yield (
+            f"model.hidden={model.mlp_width}{derived} is not divisible by parallel.model={degree} (MLP, dim 'mlp'). "
+            f"Use {degrees}, or {_nearest('model.hidden', model.mlp_width, multiples(model.mlp_width, degree))}."
+        )
+
+
+def microbatches_divide_batch(train: Train, parallel: Parallel) -> Messages:
+    if train.batch % parallel.microbatches:
+        yield (
+            f"train.batch={train.batch} is not divisible by parallel.microbatches={parallel.microbatches}. "
+            f"Use {_nearest('parallel.microbatches', parallel.microbatches, divisors(train.batch))}, "
+            f"or {_nearest('train.batch', train.batch, multiples(train.batch, parallel.microbatches))}."
+        )
+
+
+def layout_fills_devices(run: Run, parallel: Parallel, train: Train) -> Messages:
+    if run.simulate_devices:
+        yield from _layout(parallel, train, run.simulate_devices)
+
+
+def data_is_a_degree(parallel: Parallel) -> Messages:
+    if parallel.data == 0:
+        yield "parallel.data=0 is no number of devices. Use parallel.data=-1 for all that the other axes leave."
+
+
+def vocabulary_holds_tokens(model: Model, data: Data | Synthetic) -> Messages:
+    if isinstance(data, Data) and model.vocab < 256:
+        yield f"model.vocab={model.vocab} is less than the 256 tokens of data.tokenizer=bytes. Use model.vocab=256."
+    if isinstance(data, Synthetic) and data.branching > model.vocab:
+        most = model.vocab
+        yield f"data.branching={data.branching} is more than model.vocab={most}. Use data.branching={most}."
+
+
+def text_has_a_path(data: Data | Synthetic) -> Messages:
+    if isinstance(data, Text) and not (data.paths and all(data.paths)):
+        yield f"data.path={data.path} names no file. Give a file, a directory or a pattern: data.path='corpus/*.txt'."
+
+
+def schedule_descends(optim: AdamW, train: Train) -> Messages:
+    if optim.min_lr > optim.lr:
+        tenth = optim.lr / 10
+        yield f"optim.min_lr={optim.min_lr:g} is more than optim.lr={optim.lr:g}. Use optim.min_lr={tenth:g} or less."
+    end = optim.decay_steps or train.steps
+    if optim.decay != "constant" and optim.warmup > end:
+        key = "optim.decay_steps" if optim.decay_steps else "train.steps"
+        yield (
+            f"optim.warmup={optim.warmup} is longer than {key}={end}, where the decay ends. "
+            f"Use optim.warmup={end // 10}, or optim.decay_steps={optim.warmup * 10}."
+        )
+
+
+def parameters_hold_compute(precision: Precision) -> Messages:
+    if BITS[precision.params] < BITS[precision.compute]:
+        yield (
+            f"precision.params={precision.params} is narrower than precision.compute={precision.compute}. "
+            f"Use precision.params={precision.compute}, or precision.compute={precision.params}."
+        )
+
+
+def kernel_has_dropout(model: Model) -> Messages:
+    if model.attention in ("cudnn", "splash") and model.attention_dropout:
+        yield (
+            f"model.attention={model.attention} with model.attention_dropout={model.attention_dropout}: "
+            "these kernels have no such dropout. Use model.attention=xla, or model.attention_dropout=0."
+        )
+
+
+def not_in_this_version(parallel: Parallel, precision: Precision, run: Run) -> Messages:
+    """Refused, since a key that is read and then ignored would be a lie."""
+    others = parallel.pipe * parallel.replica * parallel.model
+    data = parallel.data if parallel.data > 0 else run.simulate_devices / others  # 0: open until the devices are known
+    refused = [
+        ("parallel.pipe", parallel.pipe, parallel.pipe > 1, 1),
+        ("parallel.zero", parallel.zero, parallel.zero > 0 and data != 1, 0),
+        ("parallel.sequence", "true", parallel.sequence and parallel.model > 1, "false"),
+        ("parallel.chunks", parallel.chunks, parallel.chunks > 1, 1),
+        ("parallel.reduce_once", "true", parallel.reduce_once, "false"),
+        ("precision.loss_scale", precision.loss_scale, precision.loss_scale == "dynamic", "none"),
+    ]
+    for key in ("params", "compute", "reduce"):  # its range needs a loss scale
+        refused.append((f"precision.{key}", "float16", getattr(precision, key) == "float16", "bfloat16"))
+    for name, value, asked, instead in refused:
+        if asked:
+            yield f"{name}={value} is not in this version. Use {name}={instead}."
+
+
+CHECKS: tuple[Callable[..., Messages], ...] = (
+    heads_divide_width,
+    tensor_parallel_divides,
+    microbatches_divide_batch,
+    data_is_a_degree,
+    layout_fills_devices,
+    vocabulary_holds_tokens,
+    text_has_a_path,
+    schedule_descends,
+    parameters_hold_compute,
+    kernel_has_dropout,
+    not_in_this_version,
+)
+
+
+def problems(sections: Mapping[str, Section]) -> list[str]:
+    """The messages of every check whose sections are all there."""
+    found: list[str] = []
+    for check in CHECKS:
+        needs = inspect.signature(check).parameters
+        if needs.keys() <= sections.keys():
+            found += check(**{name: sections[name] for name in needs})
+    return found
+
+
+def subjects(message: str) -> list[tuple[str, str]]:
+    """The (section, key) pairs at odds: those of a message's first sentence."""
+    return re.findall(r"\b([a-z]+)\.(\w+)=", message.split(". ")[0])
+
+
+def check_devices(config: RunConfig, devices: int) -> list[str]:
+    """What keeps `config` from running on exactly this many devices."""
+    return list(_layout(config.parallel, config.train, devices))
+
+
+def _layout(parallel: Parallel, train: Train, devices: int) -> Messages:
+    degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "replica", "data", "model")}
+    if 0 in degrees.values():
+        return  # data_is_a_degree says so
+    others = parallel.pipe * parallel.replica * parallel.model
+    if degrees["data"] == -1:
+        del degrees["data"]
+    product = math.prod(degrees.values())
+    if product != devices and ("data" in degrees or devices % product):
+        terms = " x ".join(f"parallel.{axis}={n}" for axis, n in degrees.items() if n > 1) or "parallel.data=1"
+        makes = f"makes {product} devices, not the {devices} there are"
+        what = makes if "data" in degrees else f"does not divide {devices} devices"
+        yield f"{terms} {what}; every device must be used. Use {_layouts(degrees, devices)}."
+        return
+    shards = parallel.replica * (devices // others)
+    rows, rest = divmod(train.batch, parallel.microbatches)
+    if rest == 0 and rows % shards:  # with a rest, microbatches_divide_batch has said so
+        fits = [n for n in divisors(train.batch) if train.batch // n % shards == 0]
+        smaller = f"{_nearest('parallel.microbatches', parallel.microbatches, fits)}, or " if fits else ""
+        batches = multiples(train.batch, parallel.microbatches * shards)
+        yield (
+            f"train.batch={train.batch} in parallel.microbatches={parallel.microbatches} gives {rows} sequences, "
+            f"not divisible by parallel.replica={parallel.replica} x data={shards // parallel.replica}. "
+            f"Use {smaller}{_nearest('train.batch', train.batch, batches)}."
+        )
+
+
+def _layouts(degrees: dict[str, int], devices: int) -> str:
+    """For each axis, the nearest degree that would mend the layout alone."""
+    ways = []
+    exact = "data" in degrees  # else data takes what the others leave
+    for axis, degree in degrees.items():
+        rest = math.prod(degrees.values()) // degree
+        fits = [n for n in divisors(devices) if devices % (rest * n) == 0 and (rest * n == devices or not exact)]
+        if fits and (degree > 1 or axis == "data"):
+            ways.append(_nearest(f"parallel.{axis}", degree, fits) + (" or -1" if axis == "data" else ""))
+    return ", or ".join(ways) or f"degrees whose product divides {devices}, with parallel.data=-1"
+
+
+def _fills(parallel: Parallel, model: int, devices: int) -> bool:
+    """Whether this degree of `model` would leave a whole number of devices to `data`; unknown devices do not object."""
+    return devices % (parallel.pipe * parallel.replica * model) == 0
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def multiples(n: int, step: int) -> list[int]:
+    """The multiples of `step` on either side of `n`."""
+    return [m for m in (n // step * step, n // step * step + step) if m]
+
+
+def _nearest(key: str, value: int, choices: Iterable[int]) -> str:
+    """The two choices nearest to `value`, as in 'parallel.model=4 or 6'."""
+    return f"{key}=" + " or ".join(map(str, sorted(sorted(choices, key=lambda n: (abs(n - value), n))[:2])))

@@ -1,0 +1,207 @@
+"""From a YAML file, the files it builds on and `section.key=value` overrides to one checked RunConfig.
+
+A configuration is a pile of layers, each a mapping of sections with its origin: the root of the `base:` chain first,
+the command line last.  All that is wrong is told at once, each problem with the layer that set the key: unknown keys
+are set aside, sections are validated apart, and every check runs whose sections are sound."""
+
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from spmd_lm.config import checks, messages, syntax
+from spmd_lm.config.schema import RunConfig, Section
+from spmd_lm.errors import ConfigError
+
+COMMAND_LINE = "command line"
+FIELDS = RunConfig.model_fields
+
+
+@dataclass(frozen=True)
+class Layer:
+    origin: str
+    tree: dict[str, Any]
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The configuration in the file at `path`, changed by `overrides`.
+
+    Raises ConfigError with one line per problem: `origin: section.key: what. How to mend it.`"""
+    command, problems = _command(overrides)
+    layers = _chain(path, problems)
+    if not layers:  # nothing to judge keys against
+        raise ConfigError(*problems)
+    layers.append(command)
+
+    tree = functools.reduce(_lay, (layer.tree for layer in layers))
+    sections: dict[str, Section] = {}
+    for name in (name for name in tree if name not in FIELDS):
+        problems.append(f"{_origin(layers, name)}: {messages.unknown_section(name)}")
+    for name in FIELDS:
+        section = tree.get(name, {})
+        if isinstance(section, dict):
+            section = _set_aside(name, section, layers, problems)
+        _validate(name, section, layers, problems, sections)
+    for message in checks.problems(sections):
+        problems.append(f"{_origins(layers, checks.subjects(message))}: {message}")
+
+    if problems:
+        raise ConfigError(*problems)
+    return RunConfig(**sections)  # type: ignore[arg-type]
+
+
+def dump(config: RunConfig) -> str:
+    """YAML that `load` reads back as an equal configuration."""
+    return syntax.write(config.model_dump(by_alias=True))
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def _chain(path: str | Path, problems: list[str]) -> list[Layer]:
+    """The layers of a file and its bases, root first; none if one of them cannot be read."""
+    layers: list[Layer] = []
+    seen: list[str] = []
+    name, said_by = os.path.normpath(path), ""
+    while True:
+        if name in seen:
+            problems.append(
+                f"{seen[-1]}: base: goes round in a circle: {' -> '.join([*seen, name])}. Remove one of them."
+            )
+            return []
+        seen.append(name)
+        tree = _read(name, said_by, problems)
+        if tree is None:
+            return []
+        base = tree.pop("base", None)
+        layers.insert(0, Layer(name, tree))
+        if base is None:
+            return layers
+        if not isinstance(base, str):
+            problems.append(
+                f"{name}: base: expected the name of one file, got {base!r}. Chain files by a base in each."
+            )
+            return []
+        said_by, name = name, os.path.normpath(os.path.join(os.path.dirname(name), base))
+
+
+def _read(name: str, said_by: str, problems: list[str]) -> dict[str, Any] | None:
+    """One file's sections, `base` among them."""
+    origin = f"{said_by}: base: {name}" if said_by else name
+    try:
+        text = Path(name).read_text("utf-8")
+    except FileNotFoundError:
+        problems.append(f"{origin}: no such file.{_neighbour(name)}")
+    except UnicodeDecodeError as error:
+        problems.append(f"{origin}: byte {error.start} is not UTF-8. Save the file as UTF-8 text.")
+    except OSError as error:
+        problems.append(f"{origin}: cannot be read: {error.strerror}. Give the path of a YAML file.")
+    else:
+        value, faults = syntax.read(text)
+        problems += [f"{name}: {fault}." for fault in faults]
+        if value is None:
+            return None if faults else {}
+        if isinstance(value, dict):
+            return _sections(value)
+        problems.append(f"{name}: expected sections of keys, got {value!r:.40}. Known: {', '.join(FIELDS)}.")
+    return None
+
+
+def _neighbour(name: str) -> str:
+    here = Path(name).parent
+    files = [str(file) for file in here.glob("*.y*ml")] if here.is_dir() else []
+    near = messages.did_you_mean(name, files)
+    return f" Did you mean {near}?" if near else f" YAML files in {here}: {', '.join(sorted(files)) or 'none'}."
+
+
+def _command(overrides: Iterable[str]) -> tuple[Layer, list[str]]:
+    """All overrides as one layer, so that the order of `data.source=text data.path=x` does not matter."""
+    tree: dict[str, Any] = {}
+    problems = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.split(".")
+        value, faults = syntax.read(text)
+        if not equals or not all(keys):
+            problems.append(f"{COMMAND_LINE}: '{override}' is not an override. Write section.key=value.")
+        elif faults:
+            problems += [f"{COMMAND_LINE}: {path}: {fault}." for fault in faults]
+        else:
+            tree = _merge(tree, functools.reduce(lambda inner, key: {key: inner}, reversed(keys), value))
+    return Layer(COMMAND_LINE, _sections(tree)), problems
+
+
+def _sections(tree: dict) -> dict[str, Any]:
+    """A section whose keys are all commented out is read as null; it is an empty section."""
+    return {str(name): {} if section is None and name in FIELDS else section for name, section in tree.items()}
+
+
+def _merge(under: dict, over: dict) -> dict:
+    merged = dict(under)
+    for key, value in over.items():
+        nested = isinstance(value, dict) and isinstance(under.get(key), dict)
+        merged[key] = _merge(under[key], value) if nested else value
+    return merged
+
+
+def _lay(under: dict, over: dict) -> dict:
+    """`over` merged onto `under`; a section whose variant changes is replaced, its old keys being the old variant's."""
+    pairs = {name: (_variant(name, under.get(name)), _variant(name, over.get(name))) for name in FIELDS}
+    replaced = {name for name, (old, new) in pairs.items() if old and new and old != new}
+    return _merge({name: section for name, section in under.items() if name not in replaced}, over)
+
+
+def _variant(name: str, section: Any) -> str:
+    """What the section's discriminator says; '' where it says nothing, or there is none."""
+    value = section.get(FIELDS[name].discriminator) if isinstance(section, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _origin(layers: Sequence[Layer], *path: str) -> str:
+    """The last layer that sets the key at `path`; for a key that is nowhere, the file that was asked for."""
+    for layer in reversed(layers):
+        node: Any = layer.tree
+        for key in path:
+            node = node.get(key, ...) if isinstance(node, dict) else ...
+        if node is not ...:
+            return layer.origin
+    return layers[-2].origin
+
+
+def _origins(layers: Sequence[Layer], subjects: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(dict.fromkeys(_origin(layers, *subject) for subject in subjects))
+
+
+# --- sections ---------------------------------------------------------------------------------------------------------
+
+
+def _set_aside(name: str, section: dict, layers: Sequence[Layer], problems: list[str]) -> dict:
+    """The section without the keys that its type does not have, each of which is a problem."""
+    types = messages.variants(name)
+    variant = _variant(name, section)
+    owners = [types[variant]] if variant in types else types.values()
+    known = {key for owner in owners for key in messages.keys(owner)}
+    for key in (key for key in section if key not in known):
+        problems.append(f"{_origin(layers, name, key)}: {messages.unknown_key(name, str(key), variant)}")
+    return {key: value for key, value in section.items() if key in known}
+
+
+def _validate(name: str, section: Any, layers: Sequence[Layer], problems: list[str], sound: dict[str, Section]) -> None:
+    try:
+        kind: Any = Annotated[FIELDS[name].annotation, FIELDS[name]]
+        sound[name] = TypeAdapter(kind).validate_python(section)
+    except ValidationError as error:
+        if not isinstance(section, dict):
+            problems.append(f"{_origin(layers, name)}: {name}: expected a mapping of keys, got {section!r:.40}.")
+            return
+        depth = 1 if FIELDS[name].discriminator else 0  # pydantic puts the variant before the key
+        found: dict[str, list] = {}
+        for each in error.errors():
+            key = each["loc"][depth] if len(each["loc"]) > depth else FIELDS[name].discriminator
+            found.setdefault(str(key), []).append(each)
+        for key, errors in found.items():
+            problems.append(f"{_origin(layers, name, key)}: {messages.wrong_value(name, key, errors)}")

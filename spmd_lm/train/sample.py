@@ -1,0 +1,151 @@
+"""Text from a trained model: prompts in a batch, one cache of keys and values, laid out over devices as the model is.
+
+A row's draws depend on (seed, row, how many tokens it has drawn) alone, so that a layout or a neighbour in the batch
+never changes them."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from spmd_lm.axes import BATCH_AXES, constrain
+from spmd_lm.data import tokenizer as tokenizers
+from spmd_lm.errors import ConfigError
+from spmd_lm.parallel.plan import Tree
+from spmd_lm.train.program import Program
+from spmd_lm.train.step import pin
+
+ROWS = P(BATCH_AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """tokens: how many to add.  temperature 0, or greedy, takes the likeliest.  top_k 0 and top_p 1 keep every
+    token."""
+
+    tokens: int = 200
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    greedy: bool = False
+
+    def __post_init__(self):
+        problems = []
+        if self.tokens < 1:
+            problems.append(f"tokens={self.tokens}: ask for at least one")
+        if self.temperature < 0:
+            problems.append(f"temperature={self.temperature}: use 0 for the likeliest token, or more for variety")
+        if self.top_k < 0:
+            problems.append(f"top_k={self.top_k}: use 0 to keep every token, or how many to keep")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p={self.top_p}: use a share of the probability in (0, 1]")
+        if problems:
+            raise ConfigError(*problems)
+
+
+def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
+    """logits [batch, vocab] with -inf where a token is not among the `top_k` likeliest, or not needed to reach
+    `top_p`."""
+    if not top_k and top_p >= 1:
+        return logits
+    ranked = jnp.sort(logits, axis=-1, descending=True)
+    floor = ranked[:, min(top_k or logits.shape[-1], logits.shape[-1]) - 1, None]
+    if top_p < 1:
+        kept = jnp.where(ranked >= floor, ranked, -jnp.inf)
+        share = jax.nn.softmax(kept, axis=-1)
+        needed = jnp.cumsum(share, axis=-1) - share < top_p  # the first always is
+        floor = jnp.min(jnp.where(needed, ranked, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= floor, logits, -jnp.inf)
+
+
+def draw_token(logits: jax.Array, row: jax.Array, drawn: jax.Array, sampling: Sampling) -> jax.Array:
+    """The next token of each row, int32 [batch].  row: each one's number, int32 [batch]; drawn: tokens drawn so far."""
+    if sampling.greedy or sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = filter_logits(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+    key = jax.random.fold_in(jax.random.key(sampling.seed), drawn)
+    draw = lambda logits, row: jax.random.categorical(jax.random.fold_in(key, row), logits)  # noqa: E731
+    return jax.vmap(draw)(logits, row).astype(jnp.int32)
+
+
+class Generator:
+    """A model, ready to read and write text in batches of `rows` sequences."""
+
+    def __init__(self, program: Program, rows: int, sampling: Sampling):
+        shards = program.plan.layout.batch_shards
+        self.program, self.sampling = program, sampling
+        self.rows = -(-rows // shards) * shards
+
+    @functools.cached_property
+    def _write(self):
+        """(params, tokens [rows, context], lengths [rows], row [rows], drawn, count) -> tokens with `count` more in
+        each row."""
+        program, sampling = self.program, self.sampling
+        plan, model, dtype = program.plan, program.model, program.config.precision.compute
+
+        def body(params: Tree, tokens, lengths, row, drawn, count):
+            low = jax.tree.map(lambda p: p.astype(dtype), pin(plan, params))
+            here = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+            read = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+            whole = lambda logits: constrain(logits, "batch", None)  # noqa: E731
+            logits, cache = model.extend(low, model.empty_cache(tokens.shape[0], dtype), tokens, read, lengths - 1)
+
+            def more(i, carry):
+                tokens, logits, cache = carry
+                new = draw_token(whole(logits), row, drawn + i, sampling)
+                at = lengths + i
+                tokens = tokens.at[here, at].set(new)
+                return tokens, *model.extend(low, cache, new[:, None], at[:, None], jnp.zeros_like(at))
+
+            # The last token drawn is never read: nothing is asked after it.
+            tokens, logits, _ = jax.lax.fori_loop(0, count - 1, more, (tokens, whole(logits), cache))
+            last = draw_token(whole(logits), row, drawn + count - 1, sampling)
+            return tokens.at[here, lengths + count - 1].set(last)
+
+        return jax.jit(plan.manual(body, (plan.specs, ROWS, ROWS, ROWS, P(), P()), ROWS))
+
+    def extend(self, params: Tree, prompts: list[np.ndarray]) -> list[np.ndarray]:
+        """Each prompt (token ids, at least one) with `sampling.tokens` more.
+
+        Where the context is full the model goes on from its later half: positions are learned, so a cache cannot
+        slide."""
+        context = self.program.config.model.context
+        texts = [np.asarray(p, np.int32) for p in prompts]
+        put = lambda x, spec: jax.device_put(x, self.program.plan.sharding(spec))  # noqa: E731
+        drawn = 0
+        while drawn < self.sampling.tokens:
+            window = [t[-(context // 2 or 1) :] if len(t) >= context else t for t in texts]
+            count = min(self.sampling.tokens - drawn, context - max(map(len, window)))
+            tokens, lengths = np.zeros((self.rows, context), np.int32), np.ones(self.rows, np.int32)
+            for i, t in enumerate(window):
+                tokens[i, : len(t)], lengths[i] = t, len(t)
+            row = np.arange(self.rows, dtype=np.int32)
+            out = self._write(
+                params,
+                *(put(x, ROWS) for x in (tokens, lengths, row)),
+                *(put(np.int32(x), P()) for x in (drawn, count)),
+            )
+            out = np.asarray(out)
+            new = [out[i, len(t) : len(t) + count] for i, t in enumerate(window)]
+            texts = [np.concatenate(pair) for pair in zip(texts, new, strict=True)]
+            drawn += count
+        return texts
+
+
+def sample_text(program: Program, params: Tree, prompts: Sequence[str], sampling: Sampling = Sampling()) -> list[str]:
+    """Each prompt and what the model adds to it, up to the end of a document.  An empty prompt begins a document."""
+    tokenizer = tokenizers.make(program.config.data)
+    start = np.array([tokenizer.end or 0], np.int32)
+    ids = [np.concatenate([start, np.asarray(tokenizer.encode(p), np.int32)]) for p in prompts]
+    written = Generator(program, len(ids), sampling).extend(params, ids)
+
+    def text(ids: np.ndarray, prompt: np.ndarray) -> str:
+        ends = np.flatnonzero(ids[len(prompt) :] == tokenizer.end)
+        return tokenizer.decode(ids[1 : len(prompt) + ends[0]] if len(ends) else ids[1:])
+
+    return [text(*pair) for pair in zip(written, ids, strict=True)]

@@ -1,0 +1,190 @@
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_lm.config.checks import check_devices
+from spmd_lm.config.load import load
+from spmd_lm.errors import ConfigError
+
+DEBUG = Path(__file__).parents[2] / "configs" / "debug.yaml"  # 4 layers, 8 heads, width 64, context 64, batch 16
+
+
+def problems(*overrides: str) -> list[str]:
+    """What the checks say of debug.yaml so changed, without the origins."""
+    try:
+        load(DEBUG, overrides)
+    except ConfigError as error:
+        return [problem.split(": ", 1)[1] for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "use"),
+    [
+        (
+            "model.heads=10",
+            "model.width=64 is not divisible by model.heads=10",
+            "model.heads=4 or 8, or model.width=60 or 70",
+        ),
+        (
+            "model.width=192 model.heads=12 parallel.model=8",
+            "model.heads=12 is not divisible by parallel.model=8 (attention query, dim 'heads')",
+            "parallel.model=4 or 6, or model.heads=16",
+        ),
+        (
+            "model.hidden=100 parallel.model=8",
+            "model.hidden=100 is not divisible by parallel.model=8 (MLP, dim 'mlp')",
+            "parallel.model=2 or 4, or model.hidden=96 or 104",
+        ),
+        (
+            "parallel.microbatches=3",
+            "train.batch=16 is not divisible by parallel.microbatches=3",
+            "parallel.microbatches=2 or 4, or train.batch=15 or 18",
+        ),
+        (
+            "parallel.data=0",
+            "parallel.data=0 is no number of devices",
+            "parallel.data=-1 for all that the other axes leave",
+        ),
+        (
+            "model.vocab=100",
+            "model.vocab=100 is less than the 256 tokens of data.tokenizer=bytes",
+            "model.vocab=256",
+        ),
+        (
+            "data.source=synthetic model.vocab=3",
+            "data.branching=4 is more than model.vocab=3",
+            "data.branching=3",
+        ),
+        (
+            "optim.min_lr=0.1",
+            "optim.min_lr=0.1 is more than optim.lr=0.001",
+            "optim.min_lr=0.0001 or less",
+        ),
+        (
+            "optim.warmup=30 optim.decay_steps=null",
+            "optim.warmup=30 is longer than train.steps=20, where the decay ends",
+            "optim.warmup=2, or optim.decay_steps=300",
+        ),
+        (
+            "optim.warmup=8 optim.decay_steps=7",
+            "optim.warmup=8 is longer than optim.decay_steps=7, where the decay ends",
+            "optim.warmup=0, or optim.decay_steps=80",
+        ),
+        (
+            "precision.params=bfloat16",
+            "precision.params=bfloat16 is narrower than precision.compute=float32",
+            "precision.params=float32, or precision.compute=bfloat16",
+        ),
+        (
+            "model.attention=splash",
+            "model.attention=splash with model.attention_dropout=0.1: these kernels have no such dropout",
+            "model.attention=xla, or model.attention_dropout=0",
+        ),
+    ],
+)
+def test_what_sections_disagree_on_is_told_with_the_nearest_that_would_do(overrides, what, use):
+    assert problems(*overrides.split()) == [f"{what}. Use {use}."]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asked", "use"),
+    [
+        ("parallel.pipe=2", "parallel.pipe=2", "parallel.pipe=1"),
+        ("parallel.zero=1", "parallel.zero=1", "parallel.zero=0"),
+        ("parallel.sequence=true parallel.model=2", "parallel.sequence=true", "parallel.sequence=false"),
+        ("parallel.chunks=2", "parallel.chunks=2", "parallel.chunks=1"),
+        ("parallel.reduce_once=true", "parallel.reduce_once=true", "parallel.reduce_once=false"),
+        ("precision.loss_scale=dynamic", "precision.loss_scale=dynamic", "precision.loss_scale=none"),
+        ("precision.compute=float16", "precision.compute=float16", "precision.compute=bfloat16"),
+    ],
+)
+def test_what_this_version_does_not_do_is_refused(overrides, asked, use):
+    assert problems(*overrides.split()) == [f"{asked} is not in this version. Use {use}."]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "parallel.sequence=true",  # over one device of `model`, nothing changes
+        "parallel.zero=3 parallel.data=1",
+        "parallel.zero=3 run.simulate_devices=4 parallel.model=4",
+        "optim.warmup=30 optim.decay=constant",
+        "precision.params=float64 precision.compute=float32",
+        "model.attention=splash model.attention_dropout=0",
+        "data.source=synthetic model.vocab=16",
+        "run.simulate_devices=8 parallel.model=2 parallel.replica=2 parallel.microbatches=4",
+    ],
+)
+def test_what_is_legal_passes(overrides):
+    assert problems(*overrides.split()) == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides", "what", "use"),
+    [
+        (
+            8,
+            "parallel.model=4 parallel.data=4",
+            "parallel.data=4 x parallel.model=4 makes 16 devices, not the 8 there are; every device must be used",
+            "parallel.data=2 or -1, or parallel.model=2",
+        ),
+        (
+            8,
+            "parallel.data=1",
+            "parallel.data=1 makes 1 devices, not the 8 there are; every device must be used",
+            "parallel.data=8 or -1",
+        ),
+        (
+            6,
+            "parallel.model=4",
+            "parallel.model=4 does not divide 6 devices; every device must be used",
+            "parallel.model=2 or 3",
+        ),
+        (
+            8,
+            "train.batch=12",
+            "train.batch=12 in parallel.microbatches=1 gives 12 sequences, "
+            "not divisible by parallel.replica=1 x data=8",
+            "train.batch=8 or 16",
+        ),
+        (
+            4,
+            "parallel.microbatches=8",
+            "train.batch=16 in parallel.microbatches=8 gives 2 sequences, not divisible by parallel.replica=1 x data=4",
+            "parallel.microbatches=2 or 4, or train.batch=32",
+        ),
+    ],
+)
+def test_a_layout_uses_every_device(devices, overrides, what, use):
+    message = f"{what}. Use {use}."
+    assert check_devices(load(DEBUG, overrides.split()), devices) == [message]
+    assert message in problems(*overrides.split(), f"run.simulate_devices={devices}")  # at once, where they are known
+
+
+degrees = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
+
+
+@given(
+    heads=degrees, model=degrees, hidden=st.integers(1, 40), batch=st.integers(1, 40), micro=degrees, devices=degrees
+)
+def test_every_setting_that_a_message_offers_mends_it(heads, model, hidden, batch, micro, devices):
+    """Each offer on its own, whatever other problems there are."""
+    setting = [
+        *("model.width=48", f"model.heads={heads}", f"model.hidden={hidden}", f"parallel.model={model}"),
+        *(f"train.batch={batch}", f"parallel.microbatches={micro}", f"run.simulate_devices={devices}"),
+    ]
+    for problem in problems(*setting):
+        offers = problem.split(". Use ")[1]
+        for key, values in re.findall(r"([a-z]+\.\w+)=(-?\d+(?: or -?\d+)*)", offers):
+            for value in values.split(" or "):
+                mended = problems(*setting, f"{key}={value}")
+                assert kind(problem) not in map(kind, mended), (problem, key, value)
+
+
+def kind(problem: str) -> str:
+    """What a problem is, whatever the numbers."""
+    return re.sub(r"\d+", "N", problem.split(". Use ")[0])

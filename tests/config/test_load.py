@@ -1,0 +1,203 @@
+from pathlib import Path
+
+import pytest
+
+from spmd_lm.config.load import dump, load
+from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
+from spmd_lm.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+TINY = """
+model: {layers: 2, width: 64, heads: 8, context: 32, vocab: 256}
+data: {source: python-stdlib}
+optim: {lr: 3e-4}
+train: {steps: 20, batch: 16}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes files by name where the test runs."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**files: str) -> None:
+        for name, text in files.items():
+            (tmp_path / f"{name}.yaml").write_text(text)
+
+    return write
+
+
+def problems(path: str, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return caught.value.problems
+
+
+# --- what is sound ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_configuration_loads_and_reads_back_equal(path, tmp_path):
+    config = load(path)
+    written = tmp_path / "config.yaml"
+    written.write_text(dump(config))
+    assert load(written) == config
+    assert list(config.model_dump()) == [line[:-1] for line in dump(config).splitlines() if line[0] != " "]
+
+
+def test_overrides_are_yaml_on_the_same_paths(write):
+    write(a=TINY)
+    config = load(
+        "a.yaml", ["optim.lr=1e-3", "train.steps=5", "run.name=no", "checkpoint.async=false", "model={heads: 4}"]
+    )
+    assert (config.optim.lr, config.train.steps, config.run.name) == (1e-3, 5, "no")
+    assert config.checkpoint.asynchronous is False
+    assert (config.model.heads, config.model.width) == (4, 64)
+
+
+def test_a_base_is_relative_to_the_file_that_says_it(write, tmp_path):
+    (tmp_path / "deep").mkdir()
+    write(root=TINY)
+    (tmp_path / "deep" / "middle.yaml").write_text("base: ../root.yaml\nmodel: {heads: 4}\n")
+    write(top="base: deep/middle.yaml\nmodel: {layers: 3}\nremat:\n")
+    model = load("top.yaml").model
+    assert (model.layers, model.heads, model.width) == (3, 4, 64)
+
+
+@pytest.mark.parametrize("overrides", [("data.source=text", "data.path=x"), ("data.path=x", "data.source=text")])
+def test_a_new_variant_drops_the_keys_of_the_old_one(write, overrides):
+    write(a=TINY.replace("{source: python-stdlib}", "{source: synthetic, branching: 8}"))
+    assert load("a.yaml", overrides).data == Text(source="text", path="x")
+    write(b="base: a.yaml\ndata: {source: python-stdlib}")
+    assert load("b.yaml").data == PythonStdlib(source="python-stdlib")
+    assert load("b.yaml", ["data.source=synthetic"]).data == Synthetic(
+        source="synthetic"
+    )  # not the 8 of two files below
+
+
+def test_the_same_variant_keeps_its_keys(write):
+    write(a=TINY.replace("{source: python-stdlib}", "{source: text, path: x, validation: 0.2}"))
+    assert load("a.yaml", ["data.source=text", "data.validation=0.3"]).data == Text(
+        source="text", path="x", validation=0.3
+    )
+
+
+# --- what is not ------------------------------------------------------------------------------------------------------
+
+
+def test_all_problems_are_told_at_once_each_with_its_origin(write):
+    write(
+        root=TINY + "optm: {}\nparallel: {tensr: 4}\n",
+        top="base: root.yaml\nmodel: {widht: 3, heads: 12}\ndata: {source: texts}\ncheckpoint: {every: no}\n",
+    )
+    assert problems("top.yaml", "train.steps=12x", "parallel.model=8", "nonsense", "optim.warmup=30.0") == (
+        "command line: 'nonsense' is not an override. Write section.key=value.",
+        "root.yaml: unknown section 'optm'. Did you mean 'optim'?",
+        "top.yaml: model: unknown key 'widht'. Did you mean 'width'?",
+        "top.yaml: data.source: expected python-stdlib, text or synthetic, got 'texts'. Did you mean 'text'?",
+        "root.yaml: parallel: unknown key 'tensr'. Did you mean 'model'?",
+        "command line: optim.warmup: expected a whole number, got 30.0. Write 30.",
+        "command line: train.steps: expected a whole number, got '12x'.",
+        "top.yaml: checkpoint.every: expected a whole number, got 'no'. The default is 0.",
+        # Neither the unknown keys nor the unsound sections keep the checks of the others from running:
+        "root.yaml, top.yaml: model.width=64 is not divisible by model.heads=12. "
+        "Use model.heads=8 or 16, or model.width=60 or 72.",
+        "top.yaml, command line: model.heads=12 is not divisible by parallel.model=8 (attention query, dim 'heads'). "
+        "Use parallel.model=2 or 4, or model.heads=16.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.scan=yes", "model.scan: expected true or false, got 'yes'. Write true."),
+        ("run.name=3", 'run.name: expected text, got 3. Quote it: "3".'),
+        ("optim.lr=fast", "optim.lr: expected a number, got 'fast'."),
+        ("optim.lr=-1", "optim.lr: must be more than 0, got -1."),
+        ("optim.lr='1e-3'", "optim.lr: expected a number, got '1e-3'. Write 1e-3, without quotes."),
+        ("model.dropout=1.5", "model.dropout: must be less than 1, got 1.5. The default is 0.1."),
+        ("parallel.zero=4", "parallel.zero: must be at most 3, got 4. The default is 0."),
+        ("train.batch=0", "train.batch: must be at least 1, got 0."),
+        ("train.batch=true", "train.batch: expected a whole number, got true."),
+        ("train.batch=", "train.batch: expected a whole number, got nothing."),
+        ("train=3", "train: expected a mapping of keys, got 3."),
+        ("train.batch.size=3", "train.batch: expected a whole number, got a mapping."),
+        (
+            "data.source=[text]",
+            "data.source: expected python-stdlib, text or synthetic, got ['text']. Did you mean 'text'?",
+        ),
+        (
+            "precision.compute=bf16",
+            "precision.compute: expected bfloat16, float16, float32 or float64, got 'bf16'. Did you mean 'bfloat16'?",
+        ),
+        ("train.learning_rate=3", "train: unknown key 'learning_rate'. Did you mean 'optim.lr'?"),
+        ("model.n_layer=3", "model: unknown key 'n_layer'. Did you mean 'layers'?"),
+        ("remat.xyz=3", "remat: unknown key 'xyz'. Known: policy."),
+        ("checkpoint.asynchronous=true", "checkpoint: unknown key 'asynchronous'. Did you mean 'async'?"),
+        (
+            "data.path=x",
+            "data: 'path' belongs to data.source=text, not python-stdlib. Remove it, or set data.source=text.",
+        ),
+        ("model..width=3", "'model..width=3' is not an override. Write section.key=value."),
+        ("base=other.yaml", "unknown section 'base'."),
+    ],
+)
+def test_a_wrong_key_or_value_is_told_with_its_mending(write, override, message):
+    write(a=TINY)
+    (problem,) = problems("a.yaml", override)
+    assert problem.startswith(f"command line: {message}")
+
+
+def test_a_value_of_several_types_is_one_problem(write):
+    write(a=TINY.replace("python-stdlib", "text"))
+    assert problems("a.yaml", "data.path=3") == (
+        'command line: data.path: expected text or a list, got 3. Quote it: "3".',
+    )
+
+
+def test_what_is_missing_is_asked_for_in_the_file_that_was_given(write):
+    write(root="model: {layers: 2, width: 64, heads: 8, context: 32, vocab: 256}", top="base: root.yaml\ntrain:\n")
+    assert problems("top.yaml") == (
+        "top.yaml: data.source: missing. Choose python-stdlib, text or synthetic.",
+        "top.yaml: optim.lr: missing. Set it in the file, or as optim.lr=... on the command line.",
+        "top.yaml: train.steps: missing. Set it in the file, or as train.steps=... on the command line.",
+        "top.yaml: train.batch: missing. Set it in the file, or as train.batch=... on the command line.",
+    )
+
+
+def test_a_text_source_needs_a_path(write):
+    write(a=TINY)
+    assert "data.path: missing" in problems("a.yaml", "data.source=text")[0]
+    assert "names no file" in problems("a.yaml", "data.source=text", "data.path=[]")[0]
+
+
+def test_equal_keys_do_not_hide_other_problems(write):
+    write(a=TINY + "train: {steps: 20, batch: 16x}\n")
+    assert problems("a.yaml") == (
+        "a.yaml: line 6: key 'train' is there already, on line 5. Remove one.",
+        "a.yaml: train.batch: expected a whole number, got '16x'.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: d.yaml", "a.yaml: base: d.yaml: no such file. Did you mean c.yaml?"),
+        ("base: [c.yaml]", "a.yaml: base: expected the name of one file"),
+        ("base: c.yaml", "c.yaml: base: goes round in a circle: a.yaml -> c.yaml -> a.yaml."),
+        ("base: a.yaml", "a.yaml: base: goes round in a circle: a.yaml -> a.yaml."),
+        ("base: .", "a.yaml: base: .: cannot be read: Is a directory."),
+        ("- model", "a.yaml: expected sections of keys, got ['model']."),
+        ("model: [", "a.yaml: line 1: not YAML:"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told(write, text, message):
+    write(a=text, c="base: a.yaml")
+    (problem,) = problems("a.yaml")
+    assert problem.startswith(message)
+
+
+def test_a_file_that_is_not_text_is_told(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"run: {name: \xff}")
+    assert problems(path)[0] == f"{path}: byte 12 is not UTF-8. Save the file as UTF-8 text."

@@ -1,0 +1,73 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_lm.config import syntax
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3e-4", 3e-4),
+        ("1E5", 1e5),
+        ("-.5", -0.5),
+        ("2.", 2.0),
+        (".inf", math.inf),
+        ("010", 10),
+        ("-7", -7),
+        ("true", True),
+        ("False", False),
+        ("no", "no"),
+        ("on", "on"),
+        ("y", "y"),
+        ("1:30", "1:30"),
+        ("1_000", "1_000"),
+        ("0x10", "0x10"),
+        ("2024-01-02", "2024-01-02"),
+        ("~", None),
+        ("", None),
+        ("'3'", "3"),
+        ("{no: on}", {"no": "on"}),
+    ],
+)
+def test_a_scalar_is_what_it_looks_like(text, value):
+    read, problems = syntax.read(text)
+    assert (read, type(read), problems) == (value, type(value), [])
+
+
+def test_equal_keys_are_all_reported_with_their_lines():
+    value, problems = syntax.read("a: 1\nb:\n  c: 1\n  c: 2\na: 3\n")
+    assert value == {"a": 3, "b": {"c": 2}}
+    assert [problem[:32] for problem in problems] == [
+        "line 5: key 'a' is there already",
+        "line 4: key 'c' is there already",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: [1", "a: b: c", "\ta: 1", "a: *b", "a: 1\n---\nb: 2", "!!python/name:os.system x", "!!int twelve", "a: \x00"],
+)
+def test_what_is_not_plain_yaml_is_told_and_not_raised(text):
+    value, problems = syntax.read(text)
+    assert value is None and len(problems) == 1 and "not YAML: " in problems[0]
+
+
+def test_an_alias_inside_its_own_anchor_is_an_error():
+    assert syntax.read("a: &x {b: *x}")[1]
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+@given(st.dictionaries(st.text(), scalars | st.lists(scalars) | st.dictionaries(st.text(), scalars)))
+def test_what_is_written_reads_back_equal(tree):
+    read, problems = syntax.read(syntax.write(tree))
+    assert read == tree and not problems
+
+
+@pytest.mark.parametrize("text", ["3e-4", "no", "010", "1:30", "1_000", "true", "null", "~", "2024-01-02"])
+def test_text_that_looks_like_something_else_stays_text(text):
+    assert syntax.read(syntax.write({"name": text})) == ({"name": text}, [])

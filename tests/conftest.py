@@ -1,0 +1,34 @@
+"""The suite runs on 8 simulated CPU devices; `-m gpu` alone takes the machine's own."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from spmd_lm.runtime.devices import quiet, simulate
+
+DEVICES = 8
+CACHE = Path(__file__).parent.parent / ".cache"
+
+# The same examples every time: a failure on one machine is a failure on all.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module, and so jax, is imported.  Processes that tests start inherit all of it."""
+    quiet()
+    if config.option.markexpr != "gpu":
+        simulate(DEVICES)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+
+@pytest.fixture
+def x64():
+    """float64, for comparisons to rounding; only in the tests that ask for it."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield

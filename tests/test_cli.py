@@ -1,0 +1,163 @@
+import json
+import resource
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+from spmd_lm.cli import VERBS, main
+from spmd_lm.config.load import dump, load
+from spmd_lm.errors import CheckpointError, Exit
+from spmd_lm.generate import Sampling
+
+DEBUG = str(Path(__file__).parents[1] / "configs" / "debug.yaml")
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Puts a function in the place of a verb's work, which the verb then imports; its calls are kept."""
+    calls = []
+
+    def work(module: str, name: str, result, **others):
+        def fake(*arguments):
+            calls.append(arguments)
+            if isinstance(result, BaseException):
+                raise result
+            return result(*arguments) if callable(result) else result
+
+        stand_in = types.ModuleType(module)
+        vars(stand_in).update({name: fake, **others})
+        monkeypatch.setitem(sys.modules, module, stand_in)
+        return calls
+
+    return work
+
+
+def errors(capsys) -> list[str]:
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err.splitlines()
+
+
+def test_config_prints_yaml_that_runs(capsys, tmp_path):
+    assert main(["config", DEBUG, "train.steps=7"]) == 0
+    path = tmp_path / "config.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert load(path) == load(DEBUG, ["train.steps=7"])
+
+
+def test_options_and_overrides_come_in_any_order(capsys):
+    devices = jax.device_count()  # these are running already: any other number would be refused
+    assert main(["config", "--devices", str(devices), DEBUG, "train.steps=7", "--json", "-", "model.heads=4"]) == 0
+    config = json.loads(capsys.readouterr().out)
+    assert (config["run"]["simulate_devices"], config["train"]["steps"], config["model"]["heads"]) == (devices, 7, 4)
+    assert config["checkpoint"]["async"] is True
+
+
+def test_json_goes_to_a_file_and_the_text_to_the_screen(capsys, tmp_path, work):
+    calls = work("spmd_lm.train.plan", "describe", {"devices": 8}, render=str)
+    assert main(["plan", DEBUG, "--json", str(tmp_path / "plan.json")]) == 0
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"devices": 8}
+    assert capsys.readouterr().out == "{'devices': 8}\n"
+    assert main(["plan", DEBUG, "--json", str(tmp_path / "missing" / "plan.json")]) == Exit.CONFIG
+    assert len(calls) == 1  # refused before the work
+    assert "cannot be written" in errors(capsys)[0]
+
+
+def test_train_hands_on_the_exit_code_of_the_loop(capsys, work):
+    calls = work("spmd_lm.train.loop", "train", Exit.PREEMPTED)
+    assert main(["train", DEBUG, "train.steps=7"]) == Exit.PREEMPTED
+    assert calls == [(load(DEBUG, ["train.steps=7"]),)]
+
+
+def test_train_leaves_standard_output_to_json(capsys, work):
+    work("spmd_lm.train.loop", "train", lambda config: print("step 1") or Exit.DONE)
+    assert main(["train", DEBUG, "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out), err) == ({"directory": "runs/debug", "exit_code": 0}, "step 1\n")
+
+
+def test_a_run_is_read_from_its_directory_wherever_that_is_now(work, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(dump(load(DEBUG, ["run.dir=elsewhere"])))
+    calls = work("spmd_lm.train.evaluate", "evaluate_run", {"eval_loss": 1.25, "tokens": 81920})
+    assert main(["eval", str(tmp_path), "train.eval_batches=8"]) == 0
+    assert calls[0][0].run.directory == tmp_path
+    assert capsys.readouterr().out == "eval_loss       1.25\ntokens          81,920\n"
+    (tmp_path / "config.yaml").unlink()
+    assert main(["eval", str(tmp_path)]) == Exit.CONFIG
+    assert "no config.yaml" in errors(capsys)[0]
+
+
+def test_generate_takes_prompts_and_sampling(capsys, work):
+    calls = work("spmd_lm.generate", "generate_run", ["def f", "class C"], Sampling=Sampling)
+    prompts = ["--prompt", "def", "--prompt", "class"]
+    assert main(["generate", DEBUG, *prompts, "--tokens", "5", "--top-k", "3", "--greedy", "--json", "-"]) == 0
+    assert calls[0][1:] == (["def", "class"], Sampling(tokens=5, top_k=3, greedy=True))
+    assert json.loads(capsys.readouterr().out)[1] == {"prompt": "class", "text": "class C"}
+
+
+def test_bench_takes_steps_and_warmup(work, capsys):
+    calls = work("spmd_lm.bench", "bench", {"tokens_per_second": 3}, render=str)
+    assert main(["bench", DEBUG, "--steps", "4", "--warmup", "1"]) == 0
+    assert calls[0][1:] == (4, 1)
+    assert capsys.readouterr().out == "{'tokens_per_second': 3}\n"
+
+
+def test_every_problem_is_a_line_of_its_own_and_no_traceback(capsys):
+    assert main(["train", DEBUG, "model.heds=3", "train.steps=x"]) == Exit.CONFIG
+    first, second = errors(capsys)
+    assert first == "error: command line: model: unknown key 'heds'. Did you mean 'heads'?"
+    assert second == "error: command line: train.steps: expected a whole number, got 'x'."
+
+
+def test_an_error_of_the_work_is_told_with_its_exit_code(capsys, work):
+    work("spmd_lm.train.loop", "train", CheckpointError("runs/debug: of another model"))
+    assert main(["train", DEBUG]) == Exit.CHECKPOINT
+    assert errors(capsys) == ["error: runs/debug: of another model"]
+
+
+def test_a_second_interrupt_ends_quietly(capsys, work):
+    work("spmd_lm.train.loop", "train", KeyboardInterrupt())
+    assert main(["train", DEBUG]) == Exit.INTERRUPTED
+    assert errors(capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["trian", DEBUG], "no verb 'trian'. Did you mean train?"),
+        (["fly"], f"no verb 'fly'. Verbs: {', '.join(VERBS)}."),
+        (["train"], "spmd-lm train: no CONFIG given"),
+        (["train", DEBUG, "--devcies", "8"], "unrecognized arguments: --devcies 8. Did you mean --devices?"),
+        (["train", DEBUG, "--steps", "8"], "unrecognized arguments: --steps 8. See spmd-lm train --help."),
+        (["train", DEBUG, "--devices", "many"], "run.simulate_devices: expected a whole number, got 'many'."),
+        (["train", DEBUG, "--devices"], "expected one argument"),
+        (["train", "debug.yml"], "debug.yml: no such file."),
+        (["bench", DEBUG, "--steps", "0"], "expected a whole number of at least 1, got '0'"),
+        (["generate", DEBUG, "--top-p", "2"], "top_p=2.0: "),
+    ],
+)
+def test_a_wrong_line_is_told_with_its_mending(capsys, line, message):
+    assert main(line) == Exit.CONFIG
+    (error,) = errors(capsys)
+    assert error.startswith("error: ") and message in error
+
+
+@pytest.mark.parametrize("line", [["--help"], *([verb, "--help"] for verb in VERBS)])
+def test_help_is_there_for_every_verb(line, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(line)
+    assert "usage: spmd-lm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("line", "code", "seconds"), [(["--help"], 0, 0.5), (["train", DEBUG, "train.steps=x"], 2, 2)])
+def test_help_and_refusals_do_not_keep_one_waiting(line, code, seconds):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-m", "spmd_lm", *line], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    # Of the processor, since a clock would also measure what else the machine does.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds

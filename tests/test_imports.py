@@ -1,0 +1,63 @@
+"""Imports point down only, and what has to be quick stays clear of jax."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "spmd_lm"
+
+# From the bottom up.  A part may import what stands below it; parts on one line do not know each other.
+LAYERS = (
+    {"errors", "axes"},
+    {"config"},
+    {"ops"},
+    {"models", "parallel", "data", "runtime"},
+    {"analysis"},
+    {"train"},
+    {"bench", "generate"},
+    {"cli"},
+    {"__main__"},
+)
+KNOW = {"axes": set(), "config": {"errors"}, "ops": {"axes", "errors"}}  # these, no more than this
+
+
+def imports(path: Path) -> set[str]:
+    """The parts of the package that a file imports, wherever in it."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports by a relative name"
+            names += [f"{node.module}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.Import):
+            names += [each.name for each in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("spmd_lm.") and name != "spmd_lm.__version__"}
+
+
+def height(name: str) -> int:
+    (level,) = [level for level, parts in enumerate(LAYERS) if name in parts]
+    return level
+
+
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    others = imports(path) - {own}
+    assert not {name for name in others if height(name) >= height(own)}
+    assert others <= KNOW.get(own, others)
+
+
+def test_no_package_does_work_on_import():
+    for path in PACKAGE.rglob("__init__.py"):
+        body = ast.parse(path.read_text()).body
+        assert all(isinstance(node, ast.Expr | ast.Assign | ast.ImportFrom) for node in body), path
+
+
+def test_configuration_and_command_import_no_jax():
+    code = "import sys, spmd_lm.cli; print(sorted({'jax', 'numpy', 'flax', 'orbax'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
