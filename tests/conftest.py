@@ -1,6 +1,7 @@
 """The suite runs on 8 simulated CPU devices; `-m gpu` alone takes the machine's own."""
 
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -23,6 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
         simulate(DEVICES)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+
+@pytest.fixture(autouse=True)
+def narrow():
+    """A float64 run switches float64 on for its process, as it should; the next test is another run."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_enable_x64", False)
 
 
 @pytest.fixture

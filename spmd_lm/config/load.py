@@ -190,10 +190,15 @@ def _set_aside(name: str, section: dict, layers: Sequence[Layer], problems: list
     return {key: value for key, value in section.items() if key in known}
 
 
+@functools.cache
+def _validator(name: str) -> TypeAdapter:
+    kind: Any = Annotated[FIELDS[name].annotation, FIELDS[name]]
+    return TypeAdapter(kind)
+
+
 def _validate(name: str, section: Any, layers: Sequence[Layer], problems: list[str], sound: dict[str, Section]) -> None:
     try:
-        kind: Any = Annotated[FIELDS[name].annotation, FIELDS[name]]
-        sound[name] = TypeAdapter(kind).validate_python(section)
+        sound[name] = _validator(name).validate_python(section)
     except ValidationError as error:
         if not isinstance(section, dict):
             problems.append(f"{_origin(layers, name)}: {name}: expected a mapping of keys, got {section!r:.40}.")

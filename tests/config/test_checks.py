@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_lm.config.checks import check_devices
@@ -33,6 +33,11 @@ def problems(*overrides: str) -> list[str]:
             "model.width=192 model.heads=12 parallel.model=8",
             "model.heads=12 is not divisible by parallel.model=8 (attention query, dim 'heads')",
             "parallel.model=4 or 6, or model.heads=16",
+        ),
+        (  # 6 would leave no whole number of 8 devices to `data`
+            "model.width=192 model.heads=12 parallel.model=8 run.simulate_devices=8",
+            "model.heads=12 is not divisible by parallel.model=8 (attention query, dim 'heads')",
+            "parallel.model=2 or 4, or model.heads=16",
         ),
         (
             "model.hidden=100 parallel.model=8",
@@ -168,20 +173,33 @@ def test_a_layout_uses_every_device(devices, overrides, what, use):
 degrees = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 
 
-@given(
-    heads=degrees, model=degrees, hidden=st.integers(1, 40), batch=st.integers(1, 40), micro=degrees, devices=degrees
-)
-def test_every_setting_that_a_message_offers_mends_it(heads, model, hidden, batch, micro, devices):
-    """Each offer on its own, whatever other problems there are."""
-    setting = [
+sizes = {"heads": degrees, "model": degrees, "hidden": st.integers(1, 40), "batch": st.integers(1, 40)}
+
+
+def setting(heads: int, model: int, hidden: int, batch: int, micro: int, devices: int) -> list[str]:
+    return [
         *("model.width=48", f"model.heads={heads}", f"model.hidden={hidden}", f"parallel.model={model}"),
         *(f"train.batch={batch}", f"parallel.microbatches={micro}", f"run.simulate_devices={devices}"),
     ]
-    for problem in problems(*setting):
+
+
+@given(**sizes, micro=degrees, devices=degrees)
+def test_passes_exactly_what_divides(heads, model, hidden, batch, micro, devices):
+    divides = devices % model == heads % model == hidden % model == 48 % heads == batch % micro == 0
+    divides = divides and batch // micro % (devices // model) == 0
+    assert (problems(*setting(heads, model, hidden, batch, micro, devices)) == []) == divides
+
+
+@settings(max_examples=50)
+@given(**sizes, micro=degrees, devices=degrees)
+def test_every_setting_that_a_message_offers_mends_it(heads, model, hidden, batch, micro, devices):
+    """Each offer on its own, whatever other problems there are."""
+    given = setting(heads, model, hidden, batch, micro, devices)
+    for problem in problems(*given):
         offers = problem.split(". Use ")[1]
         for key, values in re.findall(r"([a-z]+\.\w+)=(-?\d+(?: or -?\d+)*)", offers):
             for value in values.split(" or "):
-                mended = problems(*setting, f"{key}={value}")
+                mended = problems(*given, f"{key}={value}")
                 assert kind(problem) not in map(kind, mended), (problem, key, value)
 
 

@@ -1,0 +1,53 @@
+import jax
+import numpy as np
+import pytest
+
+from spmd_lm.analysis.flops import forward_per_sequence, parameters, train_step
+from spmd_lm.models.gpt import GPT
+from tests import reference
+from tests.helpers import make_config
+
+MODELS = {
+    "gpt2": {},
+    "plain": {"biases": False, "tie_embeddings": False},
+    "untied": {"tie_embeddings": False, "layers": 3},
+    "narrow": {"biases": False, "hidden": 40, "width": 24, "heads": 3},
+}
+
+
+@pytest.fixture(params=MODELS)
+def config(request):
+    return make_config(model=MODELS[request.param])
+
+
+def make_shapes(config):
+    return GPT(config.model, "float32", "xla").shapes
+
+
+def test_parameters_are_those_of_the_model(config):
+    assert parameters(config.model) == sum(leaf.size for leaf in jax.tree.leaves(make_shapes(config)))
+
+
+def product_flops(jaxpr) -> int:
+    """2 for each multiply-add of every matrix product in a jaxpr."""
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            found += 2 * equation.outvars[0].aval.size * int(np.prod([shape[d] for d in contracted]))
+        found += sum(product_flops(p.jaxpr) for p in equation.params.values() if hasattr(p, "jaxpr"))
+    return found
+
+
+def test_flops_are_those_of_the_products(config):
+    tokens = jax.ShapeDtypeStruct((1, config.model.context), np.int32)
+    forward = lambda params, tokens: reference.logits(params, config.model, tokens)  # noqa: E731
+    counted = product_flops(jax.make_jaxpr(forward)(make_shapes(config), tokens).jaxpr)
+    assert forward_per_sequence(config.model) == counted
+    assert train_step(config) == 3 * config.train.batch * counted
+
+
+def test_gpt2_has_the_published_number_of_parameters():
+    small = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50257}
+    assert parameters(make_config(model=small).model) == 124_439_808

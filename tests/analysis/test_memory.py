@@ -1,0 +1,54 @@
+import jax
+import pytest
+
+from spmd_lm.analysis import memory
+from spmd_lm.train.program import abstract_plan
+from tests.helpers import FLOAT32, device_batch, make_config, program, run_of, shard_bytes
+
+
+def table(config, devices=8):
+    return memory.table(config, abstract_plan(config, devices, "cpu"), "xla")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [("data8", 2, "unrolled"), ("data4-model2",), ("model8", 1, "unrolled", "full")],
+    ids=["data8", "data4-model2", "model8"],
+)
+def test_state_is_what_the_compiled_step_takes(run, x64):
+    """The batch and the 4 bytes of the step's number aside."""
+    p = program(run_of(*run))
+    taken = p.compiled.memory_analysis().argument_size_in_bytes - shard_bytes(device_batch(p, 0))
+    assert sum(table(p.config)[row] for row in memory.STATE) == taken - 4
+    assert table(p.config)["parameters"] == shard_bytes(p.init().params)
+
+
+def test_dtypes_and_accumulation_decide_the_rest():
+    low = FLOAT32 | {"compute": "bfloat16", "reduce": "bfloat16"}
+    narrow, wide, parts = (
+        table(run_of("data4-model2", n, precision=dtypes)) for n, dtypes in ((1, low), (1, FLOAT32), (2, low))
+    )
+    assert narrow["compute copy"] == narrow["parameters"] / 2 == wide["parameters"] / 2 and not wide["compute copy"]
+    assert narrow["gradients"] == narrow["parameters"] / 2  # in the dtype they are reduced in
+    assert parts["gradients"] == parts["parameters"]  # added up in the parameters' own
+    assert parts["activations"] == narrow["activations"] / 2 == wide["activations"] / 4
+
+
+def test_remat_keeps_less(x64):
+    kept = {remat: table(run_of("data4-model2", remat=remat))["activations"] for remat in ("none", "selective", "full")}
+    assert kept["none"] > kept["selective"] > kept["full"]
+    c = make_config()
+    assert kept["full"] == c.train.batch // 4 * c.model.context * c.model.layers * c.model.width * 8  # blocks' inputs
+
+
+def test_logits_are_held_a_chunk_at_a_time(x64):
+    big = {"vocab": 2**20, "context": 1024}
+    assert table(run_of("data4-model2", model=big))["logits"] == 2**27
+    assert table(run_of("data4-model2"))["logits"] == 4 * 16 * 31 * 4
+
+
+def test_bytes_of_every_leaf_add_up(x64):
+    plan = abstract_plan(make_config(parallel={"data": 4, "model": 2}), 8, "cpu")
+    whole = memory.per_device(plan, plan.placed_shapes, plan.specs, "float32")
+    leaves = zip(jax.tree.leaves(plan.placed_shapes), jax.tree.leaves(plan.specs), strict=True)
+    assert whole == sum(memory.per_device(plan, *leaf, "float32") for leaf in leaves)

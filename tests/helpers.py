@@ -1,0 +1,180 @@
+"""Small runs of the whole program, each layout compiled once per process, and how their results are compared."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_lm import axes
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.batch import Batch
+from spmd_lm.parallel.mesh import Layout, make_mesh
+from spmd_lm.train.program import Program
+from spmd_lm.train.state import TrainState
+from tests import reference
+
+Tree = Any
+
+# 61 tokens: no degree of `model` divides them.  The gradients' norm is 0.9 and more, so that clip cuts every step.
+TREE = {
+    "model": {"layers": 2, "width": 32, "heads": 8, "context": 16, "vocab": 61, "dropout": 0.2},
+    "data": {"source": "synthetic"},
+    "parallel": {"data": 1},
+    "precision": {"params": "float64", "compute": "float64", "reduce": "float64"},
+    "optim": {"lr": 1e-2, "min_lr": 1e-3, "warmup": 2, "clip": 0.5},
+    "train": {"steps": 10, "batch": 16, "seed": 3},
+}
+FLOAT32 = dict.fromkeys(("params", "compute", "reduce"), "float32")
+
+
+def make_config(**sections: dict) -> RunConfig:
+    """The run of TREE with these keys of these sections changed; float64, on one device, unless they say otherwise."""
+    return RunConfig.model_validate({name: TREE.get(name, {}) | sections.get(name, {}) for name in TREE | sections})
+
+
+LAYOUTS = {
+    "one": {"data": 1},
+    "data8": {"data": 8},
+    "data4-model2": {"data": 4, "model": 2},
+    "data2-model4": {"data": 2, "model": 4},
+    "model8": {"data": 1, "model": 8},
+    "replica2-data2-model2": {"replica": 2, "data": 2, "model": 2},
+}
+
+
+def run_of(layout: str, microbatches: int = 1, form: str = "scan", remat: str = "none", **sections: dict) -> RunConfig:
+    """The run of TREE under a layout, its layers in one of the forms 'scan' and 'unrolled'."""
+    model = {"scan": form == "scan"} | sections.pop("model", {})
+    parallel = LAYOUTS[layout] | {"microbatches": microbatches}
+    return make_config(parallel=parallel, model=model, remat={"policy": remat}, **sections)
+
+
+def degrees(config: RunConfig) -> Layout:
+    p = config.parallel
+    return Layout(p.pipe, p.replica, p.data, p.model)
+
+
+@functools.cache
+def program(config: RunConfig) -> Program:
+    """On as many devices as the layout needs.  Float64 programs want the fixture x64 wherever they are used."""
+    return Program(config, jax.devices()[: degrees(config).devices])
+
+
+def host_batch(config: RunConfig, step: int) -> Batch:
+    """Random tokens of uneven weights, a fifth of them 0; leaves [rows, time]."""
+    rows, time, r = config.train.batch, config.model.context, np.random.default_rng(step)
+    tokens = r.integers(0, config.model.vocab, (rows, time + 1), dtype=np.int32)
+    weights = np.maximum(r.uniform(-0.25, 1, (rows, time)), 0).astype(np.float32)
+    positions = np.broadcast_to(np.arange(time, dtype=np.int32), (rows, time))
+    return Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, None, np.arange(rows, dtype=np.int32))
+
+
+def device_batch(p: Program, step: int) -> Batch:
+    microbatches = p.config.parallel.microbatches
+    fold = lambda x: x.reshape(microbatches, -1, *x.shape[1:])  # noqa: E731
+    return jax.tree.map(jax.device_put, jax.tree.map(fold, host_batch(p.config, step)), p.batch_shardings)
+
+
+def canonical(p: Program, state: TrainState) -> TrainState:
+    """On the host, without padding; nothing of ours cuts it."""
+    cut = lambda x, to: np.asarray(x)[tuple(map(slice, to.shape))]  # noqa: E731
+    return jax.tree.map(np.asarray, state).map_params(lambda tree: jax.tree.map(cut, tree, p.plan.shapes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """first, last: canonical states on the host.  losses, norms, rates: of each step."""
+
+    first: TrainState
+    last: TrainState
+    losses: np.ndarray
+    norms: np.ndarray
+    rates: np.ndarray
+
+
+STEPS = 3
+
+
+@functools.cache
+def trained(config: RunConfig) -> Outcome:
+    p = program(config)
+    state = p.init()
+    first, metrics = canonical(p, state), []
+    for step in range(STEPS):
+        state, figures = p.step(state, device_batch(p, step))
+        metrics.append([float(figures[name]) for name in ("loss", "grad_norm", "lr")])
+    return Outcome(first, canonical(p, state), *np.transpose(metrics))
+
+
+@functools.cache
+def trained_reference(config: RunConfig) -> Outcome:
+    """The same from the reference, in float64: only the first weights are the package's, and they are one device's."""
+    one = config.model_copy(update={"parallel": make_config().parallel})
+    first = canonical(program(one), program(one).init())
+    params, mu, nu = (jax.tree.map(np.float64, tree) for tree in (first.params, first.mu, first.nu))
+    metrics = []
+
+    @jax.jit
+    def gradients(params, step, b: Batch):
+        draw = reference.Draw((config.train.seed, step), b.samples)
+        weights = b.weights.astype(np.float64)
+        return jax.value_and_grad(reference.loss)(params, config.model, b.tokens, b.targets, weights, draw)
+
+    for step in range(STEPS):
+        loss, grads = gradients(params, step, host_batch(config, step))
+        params, mu, nu, norm = reference.adamw(config.optim, config.train.steps, step, params, mu, nu, grads)
+        metrics.append([float(loss), norm, reference.learning_rate(config.optim, config.train.steps, step)])
+    return Outcome(first, TrainState(np.int32(STEPS), params, mu, nu), *np.transpose(metrics))
+
+
+def assert_close(got: Tree, want: Tree, tolerance: float) -> None:
+    """Leaf by leaf, relative to the leaf's largest entry.
+
+    A leaf below 1e-6 of its tree's largest is rounding (the gradient of a key's bias is zero in exact arithmetic): it
+    must be so small on both sides."""
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        size, name = np.abs(b).max(), jax.tree_util.keystr(path)
+        if size > 1e-6 * largest:
+            assert np.abs(a - b).max() <= tolerance * size, name
+        else:
+            assert np.abs(a).max() <= 1e-6 * largest, name
+
+
+def assert_equal(got: Tree, want: Tree) -> None:
+    """Bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def over_model(f, model: int):
+    """`f`, compiled for `model` devices between which heads, mlp and vocab are split."""
+    if model == 1:
+        return jax.jit(lambda *args: f(*args))  # a new function: jit does not see the placement it was traced under
+    names = ("layers", "batch", "sequence", "position", "width", "heads", "mlp", "vocab")
+    split = {name: (axes.MODEL,) if name in ("heads", "mlp", "vocab") else () for name in names}
+    mesh = make_mesh(Layout(model=model), jax.devices()[:model])
+
+    def run(*args):
+        with jax.set_mesh(mesh), axes.placed(axes.Placement(split, Layout(model=model).sizes)):
+            return jax.jit(lambda *args: f(*args))(*args)
+
+    return run
+
+
+def relative(a, b) -> float:
+    """The largest difference of two arrays, as a share of the second's largest entry."""
+    return float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max())
+
+
+def shard_bytes(tree: Tree) -> int:
+    """Bytes that the first device really holds of a tree of arrays."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def shard_elements(tree: Tree) -> int:
+    """Entries that each device holds of a tree of arrays, or of descriptions of them."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))

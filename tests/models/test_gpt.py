@@ -1,0 +1,129 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_lm.axes import is_names
+from spmd_lm.models.gpt import GPT
+from tests import reference
+from tests.helpers import make_config, relative
+
+L, D, M, V, T = 2, 32, 128, 61, 16  # layers, width, MLP, vocabulary, context
+NAMED = {
+    "embedding.tokens": ((V, D), ("vocab", "width")),
+    "embedding.positions": ((T, D), ("position", "width")),
+    "blocks.attention.query": ((L, D, D), ("layers", "width", "heads")),
+    "blocks.attention.key": ((L, D, D), ("layers", "width", "heads")),
+    "blocks.attention.value": ((L, D, D), ("layers", "width", "heads")),
+    "blocks.attention.out": ((L, D, D), ("layers", "width", "heads")),
+    "blocks.attention.query_bias": ((L, D), ("layers", "heads")),
+    "blocks.attention.key_bias": ((L, D), ("layers", "heads")),
+    "blocks.attention.value_bias": ((L, D), ("layers", "heads")),
+    "blocks.attention.out_bias": ((L, D), ("layers", "width")),
+    "blocks.mlp.up": ((L, D, M), ("layers", "width", "mlp")),
+    "blocks.mlp.up_bias": ((L, M), ("layers", "mlp")),
+    "blocks.mlp.down": ((L, D, M), ("layers", "width", "mlp")),
+    "blocks.mlp.down_bias": ((L, D), ("layers", "width")),
+    "blocks.norm1.scale": ((L, D), ("layers", "width")),
+    "blocks.norm1.bias": ((L, D), ("layers", "width")),
+    "blocks.norm2.scale": ((L, D), ("layers", "width")),
+    "blocks.norm2.bias": ((L, D), ("layers", "width")),
+    "head.norm.scale": ((D,), ("width",)),
+    "head.norm.bias": ((D,), ("width",)),
+}
+PLAIN = {"biases": False, "tie_embeddings": False}
+
+
+@functools.cache
+def model(**changes) -> GPT:
+    return GPT(make_config(model=changes).model, "float32", "xla")
+
+
+@functools.cache
+def weights(seed=0, **changes):
+    return jax.jit(lambda: model(**changes).init(seed))()
+
+
+def flat(tree, **kind):
+    """Leaves by dotted path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, **kind)
+    return {".".join(key.key for key in path): leaf for path, leaf in leaves}
+
+
+def test_parameters_have_these_names_and_shapes():
+    names, shapes = flat(model().names, is_leaf=is_names), flat(model().shapes)
+    assert {name: (shapes[name].shape, names[name]) for name in shapes} == NAMED
+
+
+def test_a_model_without_ties_and_biases_has_a_head_and_no_vectors_but_scales():
+    kept = {name: named for name, named in NAMED.items() if "bias" not in name}
+    names, shapes = flat(model(**PLAIN).names, is_leaf=is_names), flat(model(**PLAIN).shapes)
+    assert {name: (shapes[name].shape, names[name]) for name in shapes} == kept | {
+        "head.tokens": ((V, D), ("vocab", "width"))
+    }
+
+
+def test_weights_are_drawn_as_gpt2_s():
+    """0.02; behind a residual branch less by sqrt(2 x layers).  Five sigma of each estimate."""
+    big = {"width": 64, "layers": 3, "vocab": 512}
+    for name, leaf in flat(weights(**big)).items():
+        x = np.asarray(leaf)
+        if "bias" in name or "scale" in name:
+            assert (x == ("scale" in name)).all(), name
+            continue
+        std = 0.02 / np.sqrt(6) if name.endswith(("out", "down")) else 0.02
+        each = x.reshape(-1, *x.shape[-2:])  # every layer for itself
+        assert np.abs(each.std((1, 2)) / std - 1).max() < 5 / np.sqrt(2 * each[0].size), name
+        assert np.abs(each.mean((1, 2)) / std).max() < 5 / np.sqrt(each[0].size), name
+
+
+def test_no_two_matrices_or_layers_or_seeds_are_alike():
+    matrices = [m for leaf in jax.tree.leaves(weights()) if leaf.ndim == 3 for m in np.asarray(leaf)]
+    matrices += [m for leaf in jax.tree.leaves(weights(1)) if leaf.ndim == 3 for m in np.asarray(leaf)]
+    firsts = [m[0, 0] for m in matrices]
+    assert len(set(firsts)) == len(firsts) == 2 * 6 * L
+
+
+def forward(model, params, tokens, positions, segments=None):
+    x = model.embed(params, tokens, positions, None)
+    for layer in range(model.c.layers):
+        own = jax.tree.map(lambda p, layer=layer: p[layer], params["blocks"])
+        x, losses = model.train_block(own, x, None, segments)
+        assert losses == {}
+    return model.logits(params, x)
+
+
+TOKENS = np.random.default_rng(0).integers(0, V, (2, T), dtype=np.int32)
+PLACES = np.broadcast_to(np.arange(T, dtype=np.int32), (2, T))
+
+
+def loud(params):
+    """Weights at which every part of the model matters to its result."""
+    r = np.random.default_rng(0)
+    return jax.tree.map(lambda p: np.asarray(p, np.float64) * 8 + 0.1 * r.normal(size=p.shape), params)
+
+
+@pytest.mark.parametrize("changes", [{}, PLAIN | {"activation": "gelu"}], ids=["gpt2", "plain"])
+def test_logits_are_the_reference_s(changes, x64):
+    params = loud(weights(**changes))
+    got = jax.jit(lambda params: forward(model(**changes), params, TOKENS, PLACES))(params)
+    want = jax.jit(lambda params: reference.logits(params, model(**changes).c, TOKENS))(params)
+    assert relative(got, want) < 1e-13
+
+
+def test_documents_packed_into_a_row_do_not_see_each_other(x64):
+    params, cut = loud(weights()), 6
+    segments = (PLACES >= cut).astype(np.int32)
+    packed = jax.jit(lambda p: forward(model(), p, TOKENS, PLACES - cut * segments, segments))(params)
+    alone = jax.jit(lambda p: [reference.logits(p, model().c, part) for part in np.split(TOKENS, [cut], axis=1)])(params)
+    assert relative(packed, np.concatenate(alone, axis=1)) < 1e-13
+
+
+def test_padding_of_the_vocabulary_is_never_likely(x64):
+    params = loud(weights())
+    params["embedding"]["tokens"] = np.pad(params["embedding"]["tokens"], [(0, 3), (0, 0)], constant_values=1e3)
+    z = model().logits(params, jnp.ones((1, 1, D)))
+    assert z.shape == (1, 1, V + 3)
+    assert np.isneginf(z[..., V:]).all() and np.isfinite(z[..., :V]).all()

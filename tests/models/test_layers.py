@@ -1,0 +1,38 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_lm.models.layers import dense, layer_norm
+from tests import reference
+from tests.helpers import assert_close
+
+R = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_dense_and_its_gradients(back, x64):
+    w, bias = R.normal(size=(6, 10)), R.normal(size=6 if back else 10)
+    x, g = R.normal(size=(2, 3, 10 if back else 6)), R.normal(size=(2, 3, 6 if back else 10))
+    ours = lambda x, w, bias: dense(x, w, bias, back=back)  # noqa: E731
+    plain = lambda x, w, bias: jnp.einsum("bti,oi->bto" if back else "bti,io->bto", x, w) + bias  # noqa: E731
+    got, want = ((y, *back(g)) for y, back in (jax.vjp(f, x, w, bias) for f in (ours, plain)))
+    assert_close([*map(np.asarray, got)], [*map(np.asarray, want)], 1e-14)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm_and_its_gradients(bias, x64):
+    x, g = 5 * R.normal(size=(3, 32)) + 2, R.normal(size=(3, 32))
+    p = {"scale": R.normal(size=32)} | ({"bias": R.normal(size=32)} if bias else {})
+    got, want = (
+        (y, back(g))
+        for y, back in (jax.vjp(f, x, p) for f in (lambda x, p: layer_norm(x, **p), lambda x, p: reference.norm(x, p)))
+    )
+    assert_close(*(jax.tree.map(np.asarray, pair) for pair in (got, want)), 1e-13)
+
+
+def test_layer_norm_of_bfloat16_takes_its_statistics_in_float32():
+    x = (R.normal(size=(4, 4096)) + 8).astype(jnp.bfloat16)  # a bfloat16 sum of these is off by percents
+    got, want = layer_norm(x, jnp.ones(4096, jnp.bfloat16)), reference.norm(x.astype(np.float32), {"scale": 1})
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(np.float32), want, rtol=2**-8, atol=1e-3)

@@ -1,0 +1,150 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_lm.ops.attention import KERNELS, attention, attention_with_cache, choose, splash_interpreted
+from spmd_lm.ops.dropout import Draw
+from tests import reference
+from tests.helpers import over_model, relative
+
+HEADS, WIDTH = 8, 32
+
+
+def inputs(time, rows=2, width=WIDTH):
+    return np.random.default_rng(0).normal(size=(4, rows, time, width))
+
+
+def documents(time, rows=2):
+    """Segment ids, int32 [rows, time]; every row is cut elsewhere."""
+    cuts = np.random.default_rng(1).integers(0, 5, (rows, time)) == 0
+    return np.cumsum(cuts, axis=1, dtype=np.int32)
+
+
+def with_gradients(f):
+    """(q, k, v, g) -> f(q, k, v) and its product with g from the left, by q, k and v."""
+
+    def run(q, k, v, g):
+        out, back = jax.vjp(f, q, k, v)
+        return out, *back(g)
+
+    return run
+
+
+def check(got, want, tolerance=1e-13):
+    """Relative to the largest of all: at a single position the gradients of q and k are zero."""
+    got, want = (np.stack(list(map(np.asarray, xs))) for xs in (got, want))
+    assert relative(got, want) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("time", "packed"), [(1, False), (7, True), (126, False), (128, False), (128, True), (129, False), (130, True)]
+)
+def test_xla_attention_is_the_naive_one(time, packed, x64):
+    """From 128 on, an even number of positions is done in two blocks."""
+    segments = documents(time) if packed else None
+    ours = lambda q, k, v: attention(q, k, v, heads=HEADS, kernel="xla", segments=segments)  # noqa: E731
+    naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments)  # noqa: E731
+    check(*(jax.jit(with_gradients(f))(*inputs(time)) for f in (ours, naive)))
+
+
+@pytest.mark.parametrize("model", [1, 2, 8])
+@pytest.mark.parametrize("time", [16, 128])
+def test_dropout_is_keyed_by_head_and_position_however_heads_are_split(time, model, x64):
+    samples, segments = np.array([3, 9]), documents(time)
+    draw = Draw(jnp.uint32(5), jnp.int32(7), jnp.asarray(samples, jnp.int32), 2)
+    ours = lambda q, k, v: attention(  # noqa: E731
+        q, k, v, heads=HEADS, kernel="xla", rate=0.25, draw=draw, segments=segments
+    )
+    drop = lambda p: reference.Draw((5, 7), samples).probabilities(p, 0.25, 2)  # noqa: E731
+    naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, drop)  # noqa: E731
+    check(over_model(with_gradients(ours), model)(*inputs(time)), jax.jit(with_gradients(naive))(*inputs(time)))
+
+
+def test_no_draw_is_no_dropout(x64):
+    q, k, v, _ = inputs(8)
+    with_rate, without = (attention(q, k, v, heads=HEADS, kernel="xla", rate=rate) for rate in (0.5, 0.0))
+    np.testing.assert_array_equal(with_rate, without)
+
+
+def test_softmax_of_bfloat16_is_float32():
+    q, k, v, _ = (x.astype(jnp.bfloat16) for x in inputs(64))
+    got = attention(q, k, v, heads=HEADS, kernel="xla")
+    wide = reference.attention(*(x.astype(np.float32) for x in (q, k, v)), HEADS)
+    assert got.dtype == jnp.bfloat16
+    assert relative(got.astype(np.float32), wide) < 2**-7
+    jaxpr = str(jax.make_jaxpr(lambda q, k, v: attention(q, k, v, heads=HEADS, kernel="xla"))(q, k, v))
+    assert " exp " in jaxpr and "bf16[2,8,64,64] = exp" not in jaxpr
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_splash_is_the_xla_attention(width, packed):
+    """The kernel that TPUs run, here by an interpreter, in float32."""
+    shape, segments = (1, 128, 2, width), documents(128, 1) if packed else None
+    q, k, v, g = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
+    run = lambda kernel: with_gradients(lambda q, k, v: kernel(q, k, v, segments, 0.0, None))(q, k, v, g)  # noqa: E731
+    check(run(splash_interpreted), run(KERNELS["xla"]), 2e-6)
+
+
+@pytest.mark.parametrize("model", [1, 4])
+def test_a_cache_filled_token_by_token_gives_full_attention(model, x64):
+    """Rows are read at different places: the second runs two tokens behind, and only rewrites them at the end."""
+    time, room = 6, 9
+    q, k, v, _ = inputs(time)
+    q, k, v = (x[:1].repeat(2, axis=0) for x in (q, k, v))
+    want = np.asarray(reference.attention(q, k, v, HEADS))
+    step = over_model(
+        lambda q, k, v, cache, positions: attention_with_cache(q, k, v, cache, heads=HEADS, positions=positions), model
+    )
+    cache = (np.full((2, room, WIDTH), 1e3),) * 2  # what lies beyond a row's position is never looked at
+    for i in range(time + 2):
+        at = np.array([min(i, time - 1), max(i - 2, 0)], np.int32)
+        rows = np.arange(2)
+        out, cache = step(*(x[rows, at][:, None] for x in (q, k, v)), cache, at[:, None])
+        np.testing.assert_allclose(out[:, 0], want[rows, at], rtol=0, atol=1e-13)
+    for kept, new in zip(cache, (k, v), strict=True):
+        np.testing.assert_array_equal(kept[:, :time], new)
+        assert (np.asarray(kept)[:, time:] == 1e3).all()
+
+
+def test_a_cache_takes_several_tokens_at_once(x64):
+    q, k, v, _ = inputs(6)
+    cache, at = (jnp.zeros((2, 9, WIDTH)),) * 2, np.broadcast_to(np.arange(6, dtype=np.int32), (2, 6))
+    out, _ = attention_with_cache(q, k, v, cache, heads=HEADS, positions=at)
+    assert relative(out, reference.attention(q, k, v, HEADS)) < 1e-13
+
+
+GPU, TPU = ("gpu", "bfloat16"), ("tpu", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("asked", "where", "rate", "time", "packed", "kernel", "why"),
+    [
+        ("auto", ("cpu", "bfloat16"), 0.0, 1024, False, "xla", "no fused kernel for cpu"),
+        ("auto", GPU, 0.0, 1024, False, "cudnn", "fused"),
+        ("auto", GPU, 0.1, 1024, False, "xla", "attention_dropout=0.1"),
+        ("auto", GPU, 0.0, 1024, True, "xla", "segment ids"),
+        ("auto", ("gpu", "float16"), 0.0, 1000, False, "cudnn", "fused"),
+        ("auto", ("gpu", "float32"), 0.0, 1024, False, "xla", "float32"),
+        ("auto", TPU, 0.0, 1024, True, "splash", "fused"),
+        ("auto", ("tpu", "float32"), 0.0, 128, False, "splash", "fused"),
+        ("auto", TPU, 0.1, 1024, False, "xla", "attention_dropout=0.1"),
+        ("auto", TPU, 0.0, 1000, False, "xla", "multiples of 128"),
+        ("xla", TPU, 0.0, 1024, False, "xla", "as configured"),
+        ("splash", ("cpu", "float32"), 0.0, 128, False, "splash", "as configured"),
+    ],
+)
+def test_the_kernel_and_why(asked, where, rate, time, packed, kernel, why):
+    platform, dtype = where
+    chosen, reason = choose(asked, platform, rate=rate, dtype=dtype, time=time, packed=packed)
+    assert chosen == kernel and why in reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_cudnn_is_the_xla_attention(width):
+    q, k, v, g = (x.astype(jnp.bfloat16) for x in inputs(256, width=4 * width))
+    run = lambda kernel: with_gradients(lambda q, k, v: attention(q, k, v, heads=4, kernel=kernel))(q, k, v, g)  # noqa: E731
+    cudnn, xla = ([x.astype(np.float32) for x in run(kernel)] for kernel in ("cudnn", "xla"))
+    check(cudnn, xla, 2**-6)

@@ -1,0 +1,84 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_lm.ops import cross_entropy as module
+from spmd_lm.ops.cross_entropy import cross_entropy
+from tests.helpers import assert_equal, over_model, relative
+
+VOCAB, PADDED, WIDTH, ROWS, TIME = 61, 64, 12, 3, 20
+R = np.random.default_rng(0)
+H, TABLE = R.normal(size=(ROWS, TIME, WIDTH)), R.normal(size=(PADDED, WIDTH))
+TARGETS = R.integers(0, VOCAB, (ROWS, TIME), dtype=np.int32)
+WEIGHTS = np.maximum(R.uniform(-0.5, 2, (ROWS, TIME)), 0)
+
+
+def plain(h, table, targets, weights):
+    every = jax.nn.log_softmax(h @ table[:VOCAB].T)
+    return -(weights * jnp.take_along_axis(every, targets[..., None], -1)[..., 0]).sum()
+
+
+def gradients(f):
+    """Value and gradients of 3 f, so that what comes from above counts."""
+    return lambda *args: jax.value_and_grad(lambda *a: 3 * f(*a), (0, 1))(*args)
+
+
+@pytest.fixture
+def want(x64):
+    return gradients(plain)(H, TABLE, TARGETS, WEIGHTS)
+
+
+def check(got, want, tolerance=1e-13):
+    (value, (d_h, d_table)), (value_, (d_h_, d_table_)) = got, want
+    assert float(value) == pytest.approx(float(value_), rel=tolerance)
+    assert relative(d_h, d_h_) < tolerance and relative(d_table, d_table_) < tolerance
+
+
+def ours(h, table, targets, weights):
+    return cross_entropy(h, table, targets, weights, VOCAB)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, ROWS * TIME], ids="{} rows at a time".format)
+@pytest.mark.parametrize("model", [1, 2, 4, 8])
+def test_value_and_gradients(model, chunk_rows, want, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_rows * PADDED // model * 8)
+    got = over_model(gradients(ours), model)(H, TABLE, TARGETS, WEIGHTS)
+    check(got, want)
+    assert not np.asarray(got[1][1])[VOCAB:].any()
+
+
+@pytest.mark.parametrize("model", [1, 8])
+def test_padding_takes_no_probability(model, x64):
+    """Whatever stands in it."""
+    huge = np.concatenate([TABLE[:VOCAB], np.full((PADDED - VOCAB, WIDTH), 1e6)])
+    got = [over_model(gradients(ours), model)(H, table, TARGETS, WEIGHTS) for table in (huge, TABLE)]
+    assert_equal(*got)
+
+
+def test_the_value_without_gradients_is_the_same(want):
+    """It is another program."""
+    got = over_model(ours, 4)(H, TABLE, TARGETS, WEIGHTS)
+    assert 3 * float(got) == pytest.approx(float(want[0]), rel=1e-14)
+
+
+@pytest.mark.parametrize(("tokens", "rows", "most"), [(60, 7, 7), (64, 16, 16), (61, 10, 1), (8, 100, 8)])
+def test_chunks_are_equal_and_as_large_as_they_may_be(tokens, rows, most, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", rows * 1000)
+    n = module._chunks(tokens, 1000)
+    assert tokens % n == 0 and tokens // n == max(d for d in range(1, most + 1) if tokens % d == 0)
+
+
+def test_large_logits_do_not_overflow(x64):
+    got = over_model(gradients(ours), 2)(H * 1e4, TABLE, TARGETS, WEIGHTS)
+    check(got, gradients(plain)(H * 1e4, TABLE, TARGETS, WEIGHTS), 1e-12)
+
+
+def test_bfloat16_matrices_give_float32_losses(x64):
+    h, table = H.astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16)
+    value, (d_h, d_table) = gradients(ours)(h, table, TARGETS, WEIGHTS.astype(np.float32))
+    assert (value.dtype, d_h.dtype, d_table.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    want = gradients(plain)(h.astype(np.float64), table.astype(np.float64), TARGETS, WEIGHTS)
+    assert float(value) == pytest.approx(float(want[0]), rel=1e-6)  # products are exact in float32, sums nearly
+    assert relative(d_h.astype(np.float64), want[1][0]) < 2**-7
+    assert relative(d_table.astype(np.float64), want[1][1]) < 2**-7

@@ -1,0 +1,29 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_lm.ops.embedding import lookup
+from tests.helpers import over_model
+
+VOCAB, WIDTH = 64, 6
+R = np.random.default_rng(0)
+TABLE, TOKENS, G = R.normal(size=(VOCAB, WIDTH)), R.integers(0, VOCAB, (3, 40)), R.normal(size=(3, 40, WIDTH))
+
+
+@pytest.mark.parametrize("model", [1, 2, 4, 8])
+def test_lookup_and_its_gradient(model, x64):
+    def f(table, tokens, g):
+        out, back = jax.vjp(lambda table: lookup(table, tokens), table)
+        return out, back(g)[0]
+
+    out, gradient = over_model(f, model)(TABLE, TOKENS.astype(np.int32), G)
+    np.testing.assert_array_equal(out, TABLE[TOKENS])
+    want = np.zeros_like(TABLE)
+    np.add.at(want, TOKENS, G)
+    np.testing.assert_allclose(gradient, want, rtol=0, atol=1e-14)
+
+
+def test_a_gradient_has_the_table_s_dtype():
+    gradient = jax.grad(lambda table: lookup(table, jnp.zeros((1, 2), jnp.int32)).astype(jnp.float32).sum())
+    assert gradient(jnp.ones((4, 2), jnp.bfloat16)).dtype == jnp.bfloat16

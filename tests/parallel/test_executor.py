@@ -1,0 +1,35 @@
+"""The executor on a stack of layers that are numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_lm.parallel.pipeline.executor import Pieces, forward, run_layers
+
+STACK = {"w": jnp.array([2.0, 3.0, 5.0])}
+PARAMS = {"blocks": STACK, "start": jnp.array(7.0)}
+
+
+def block(p, x, part, layer):
+    return x * p["w"] + layer, {"balance": p["w"] * part, "size": x}
+
+
+def pieces(scan):
+    return Pieces(lambda params, part: params["start"] * part, block, lambda params, x, part: 10 * x, scan)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_layers_run_in_order_and_know_their_number(scan):
+    x, losses = run_layers(lambda p, x, layer: block(p, x, 1.0, layer), STACK, jnp.array(7.0), scan)
+    inputs = [7.0, 7 * 2.0, (7 * 2) * 3.0 + 1]
+    assert float(x) == inputs[2] * 5 + 2
+    assert {name: float(loss) for name, loss in losses.items()} == {"balance": 10.0, "size": sum(inputs)}
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_auxiliary_losses_join_the_loss_and_reach_the_gradients(scan):
+    loss, grads = jax.value_and_grad(lambda p: forward(pieces(scan), p, 1.0))(PARAMS)
+    assert float(loss) == 10 * (43 * 5 + 2) + 10 + (7 + 14 + 43)
+    assert float(grads["start"]) == 10 * 30 + 1 + 2 + 6
+    np.testing.assert_allclose(grads["blocks"]["w"], [10 * 7 * 15 + 1 + 7 + 21, 10 * 14 * 5 + 1 + 14, 10 * 43 + 1])

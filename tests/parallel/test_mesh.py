@@ -1,0 +1,74 @@
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_lm.axes import MESH_AXES
+from spmd_lm.errors import LayoutError
+from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
+from tests.helpers import make_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    process_index: int
+    id: int
+    platform: str = "gpu"
+    device_kind: str = "none"
+
+
+CLUSTER = [Device(host, 100 * host + i) for host in range(4) for i in range(4)]
+
+
+@pytest.mark.parametrize("sizes", [d for d in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(d) == 8])
+def test_every_device_is_used_once(sizes):
+    mesh = make_mesh(Layout(replica=sizes[0], data=sizes[1], model=sizes[2]), jax.devices())
+    assert mesh.axis_names == MESH_AXES and mesh.devices.shape == (1, *sizes)
+    assert sorted(d.id for d in mesh.devices.flat) == [d.id for d in jax.devices()]
+
+
+def test_model_is_innermost_and_replicas_outermost():
+    """Four hosts of four devices, told in any order."""
+    shuffled = [CLUSTER[i] for i in np.random.default_rng(0).permutation(16)]
+    devices = make_mesh(Layout(replica=2, data=2, model=4), shuffled).devices[0]
+    hosts = np.vectorize(lambda d: d.process_index)(devices)
+    assert hosts.tolist() == [[[0] * 4, [1] * 4], [[2] * 4, [3] * 4]]
+    assert [d.id for d in devices.flat] == [d.id for d in CLUSTER]
+
+
+def test_pipe_lies_between_model_and_data():
+    ids = np.vectorize(CLUSTER.index)(make_mesh(Layout(pipe=2, replica=2, data=2, model=2), CLUSTER).devices)
+    assert [int(ids[step] - ids[0, 0, 0, 0]) for step in ((0, 0, 0, 1), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0))] == [
+        1,
+        2,
+        4,
+        8,
+    ]
+
+
+def test_a_mesh_that_would_leave_devices_idle_is_not_made():
+    with pytest.raises(AssertionError):
+        make_mesh(Layout(data=3, model=2), jax.devices())
+
+
+def test_data_takes_the_devices_that_are_left():
+    config = make_config(parallel={"data": -1, "replica": 2, "model": 2})
+    layout = resolve(config, 8)
+    assert layout == Layout(replica=2, data=2, model=2)
+    assert (layout.devices, layout.batch_shards, str(layout)) == (8, 4, "pipe 1 x replica 2 x data 2 x model 2")
+    assert abstract_mesh(layout).shape == layout.sizes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"data": 3, "model": 2}, "makes 6 devices, not the 8"),
+        ({"data": -1, "model": 3}, "does not divide 8 devices"),
+        ({"data": 8, "microbatches": 4}, "gives 4 sequences, not divisible by"),
+    ],
+)
+def test_what_does_not_divide_is_refused(parallel, said):
+    with pytest.raises(LayoutError, match=said):
+        resolve(make_config(parallel=parallel), 8)

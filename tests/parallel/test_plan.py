@@ -1,0 +1,96 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from spmd_lm.errors import LayoutError
+from spmd_lm.parallel.mesh import Layout, abstract_mesh
+from spmd_lm.parallel.plan import Plan, padded_vocab
+from tests.helpers import assert_equal
+
+NAMES = {"table": ("vocab", "width"), "blocks": {"up": ("layers", "width", "mlp"), "bias": ("layers", "mlp")}}
+
+
+def tree(vocab=61, mlp=16):
+    shapes = {"table": (vocab, 6), "blocks": {"up": (3, 6, mlp), "bias": (3, mlp)}}
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=is_shape)
+
+
+def plan(layout, **sizes) -> Plan:
+    return Plan(layout, abstract_mesh(layout), "cpu", NAMES, tree(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "model", "padded"),
+    [
+        (61, 1, 61),
+        (61, 2, 62),
+        (61, 8, 64),
+        (64, 8, 64),
+        (1023, 1, 1023),  # a full tile would cost an eighth or more
+        (1024, 1, 1024),
+        (1025, 1, 1152),
+        (50257, 1, 50304),
+        (50257, 8, 51200),
+        (50257, 64, 50304),
+    ],
+)
+def test_a_vocabulary_is_padded_to_full_tiles_where_that_is_cheap(vocab, model, padded):
+    assert padded_vocab(vocab, model) == padded
+
+
+def test_padding_is_an_eighth_at_most_or_less_than_one_row_per_device():
+    for vocab in range(1, 5000, 7):
+        for model in (1, 2, 3, 4, 8, 16):
+            more = padded_vocab(vocab, model) - vocab
+            assert padded_vocab(vocab, model) % model == 0
+            assert 0 <= more < max(model, vocab / 8 + 1)
+
+
+def test_a_plan_needs_no_devices():
+    made = plan(Layout(data=512, model=8))
+    assert made.placed_shapes["table"].shape == (64, 6)
+    assert made.specs == {
+        "table": P(("model",), None),
+        "blocks": {"up": P(("pipe",), None, ("model",)), "bias": P(("pipe",), ("model",))},
+    }
+    assert made.sharding(made.specs)["blocks"]["up"].shard_shape((3, 6, 16)) == (3, 6, 2)
+    assert made.live("replica", "data", "model") == ("data", "model")
+
+
+@pytest.mark.parametrize("model", [1, 2, 4, 8])
+def test_placing_and_taking_back_changes_no_bit(model):
+    made, r = plan(Layout(model=model)), np.random.default_rng(0)
+    params = jax.tree.map(lambda s: jnp.asarray(r.normal(size=s.shape), s.dtype), tree())
+    placed = made.place(params)
+    assert jax.tree.map(jnp.shape, placed) == jax.tree.map(lambda s: s.shape, made.placed_shapes)
+    assert_equal(made.canonical(placed), params)
+    assert not np.asarray(placed["table"])[61:].any()
+    assert_equal(made.place(made.canonical(placed)), placed)
+
+
+def test_what_does_not_divide_is_refused_all_at_once():
+    with pytest.raises(LayoutError) as error:
+        plan(Layout(pipe=2, model=8), mlp=20)
+    assert error.value.problems == (
+        "blocks.bias: dimension 'layers' of size 3 is not divisible by pipe = 2",
+        "blocks.bias: dimension 'mlp' of size 20 is not divisible by model = 8",
+        "blocks.up: dimension 'layers' of size 3 is not divisible by pipe = 2",
+        "blocks.up: dimension 'mlp' of size 20 is not divisible by model = 8",
+    )
+
+
+def test_canonical_arrays_are_split_where_their_own_size_divides():
+    made = plan(Layout(model=8))
+    assert made.canonical_specs == made.specs | {"table": P(None, None)}
+    assert plan(Layout(model=8), vocab=64).canonical_specs == made.specs
+
+
+def test_a_model_sees_the_axes_that_are_left_to_xla():
+    placement = plan(Layout(data=4, model=2)).placement
+    assert placement.spec("batch", "sequence", "heads") == P(None, None, ("model",))
+    assert placement.spec("layers", None, "vocab") == P(None, None, ("model",))
+    with pytest.raises(KeyError):
+        placement.spec("haeds")

@@ -1,0 +1,132 @@
+"""Whole runs through the command, in processes of their own: layouts, a SIGTERM, a resume on another mesh."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spmd_lm.errors import Exit
+
+ROOT = Path(__file__).parents[1]
+FLOAT64 = [f"precision.{key}=float64" for key in ("params", "compute", "reduce")]
+SMALL = ["model.layers=2", "model.dropout=0.1", "model.attention_dropout=0.1", "train.log_every=1"]
+
+
+def command(directory: Path, devices: int, *overrides: str) -> list[str]:
+    line = ["train", str(ROOT / "configs/debug.yaml"), "--devices", str(devices), f"run.dir={directory}"]
+    return [sys.executable, "-m", "spmd_lm", *line, *SMALL, *overrides]
+
+
+def run(directory: Path, devices: int, *overrides: str, code: Exit = Exit.DONE) -> dict[int, dict]:
+    """The records of metrics.jsonl by step, once the command has ended with this exit code."""
+    done = subprocess.run(command(directory, devices, *overrides), capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return records(directory)
+
+
+def records(directory: Path) -> dict[int, dict]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(1, len(steps) + 1))  # each step once, resumes included
+    return dict(zip(steps, lines, strict=True))
+
+
+def worst(got: dict[int, dict], want: dict[int, dict]) -> float:
+    """The largest relative difference of a loss or a gradient norm."""
+    assert got.keys() == want.keys()
+    return max(abs(got[s][key] / want[s][key] - 1) for s in want for key in ("loss", "grad_norm"))
+
+
+def figures(of: dict[int, dict]) -> list[tuple]:
+    return [(step, r["loss"], r["grad_norm"], r["lr"], r["tokens"]) for step, r in of.items()]
+
+
+LAYOUTS = [
+    ["parallel.data=8"],
+    ["parallel.data=4", "parallel.model=2"],
+    ["parallel.data=2", "parallel.model=4", "parallel.microbatches=4"],
+    ["parallel.data=1", "parallel.model=8", "parallel.microbatches=2"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-9), ("float32", 2e-5)])
+def test_every_layout_logs_the_run_of_one_device(tmp_path, dtype, tolerance):
+    precision = [f"precision.{key}={dtype}" for key in ("params", "compute", "reduce")]
+    one = run(tmp_path / "one", 1, "train.steps=5", *precision)
+    for number, layout in enumerate(LAYOUTS):
+        assert worst(run(tmp_path / str(number), 8, "train.steps=5", *precision, *layout), one) <= tolerance, layout
+
+
+@pytest.mark.slow
+def test_a_terminated_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    """Bit for bit on its own mesh; to rounding on another.  Slow steps, so that the signal finds the run under way."""
+    layout = ["parallel.data=4", "parallel.model=2", "train.steps=20", "train.batch=64", *FLOAT64]
+    whole = run(tmp_path / "whole", 8, *layout)
+
+    stopped = tmp_path / "stopped"
+    process = subprocess.Popen(command(stopped, 8, *layout), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 7/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    process.communicate(timeout=120)
+    assert process.returncode == Exit.PREEMPTED
+    at = json.loads((stopped / "status.json").read_text())
+    assert at["state"] == "preempted" and 7 <= at["step"] < 20
+
+    other = tmp_path / "other"
+    subprocess.run(["cp", "-r", str(stopped), str(other)], check=True)
+    assert figures(run(stopped, 8, *layout)) == figures(whole)
+    moved = run(other, 8, *layout, "parallel.data=2", "parallel.model=4", "parallel.microbatches=2")
+    assert worst(moved, whole) <= 1e-9
+    assert json.loads((other / "status.json").read_text())["restarts"] == 1
+
+
+@pytest.mark.slow
+def test_text_is_learned_and_read_back(tmp_path):
+    """From the standard library to a checkpoint, an evaluation and a continuation, on a mesh."""
+    directory, start = tmp_path / "run", time.perf_counter()
+    overrides = ["parallel.model=4", "train.steps=60", "train.eval_every=30", "checkpoint.every=30", "optim.lr=3e-3"]
+    losses = [record["loss"] for record in run(directory, 8, *overrides, "train.log_every=1").values()]
+    assert losses[0] > 5 and losses[-1] < 3.6, time.perf_counter() - start
+
+    def verb(*line: str) -> str:
+        done = subprocess.run([sys.executable, "-m", "spmd_lm", *line], capture_output=True, text=True, check=False)
+        assert done.returncode == Exit.DONE, done.stderr
+        return done.stdout
+
+    evaluated = json.loads(verb("eval", str(directory), "--json", "-"))
+    logged = records(directory)[60]
+    assert evaluated["step"] == 60 and evaluated["eval_loss"] == pytest.approx(logged["eval_loss"], rel=1e-6)
+    text = verb("generate", str(directory), "--prompt", "import ", "--tokens", "100", "--seed", "1")
+    assert text.startswith("import ") and text == verb(
+        "generate", str(directory), "parallel.model=1", "--prompt", "import ", "--tokens", "100", "--seed", "1"
+    )
+    for name in ("config.yaml", "metrics.jsonl", "status.json", "samples.txt", "loss.png", "tensorboard"):
+        assert (directory / name).exists()
+
+
+@pytest.mark.slow
+def test_the_published_loss_on_tinyshakespeare(tmp_path):
+    """nanoGPT's small CPU setting, published at 1.88 (of 20 random batches; here the whole validation text)."""
+    if "SPMD_LM_DATA" not in os.environ:
+        pytest.skip("SPMD_LM_DATA is not set: tinyshakespeare.txt is looked for there")
+    text = Path(os.environ["SPMD_LM_DATA"]) / "tinyshakespeare.txt"
+    line = [
+        "train",
+        str(ROOT / "configs/tinyshakespeare.yaml"),
+        "--devices",
+        "1",
+        f"data.path={text}",
+        f"run.dir={tmp_path}",
+    ]
+    subprocess.run([sys.executable, "-m", "spmd_lm", *line, "train.log_every=1000"], check=True, capture_output=True)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 2000 and last["eval_loss"] <= 1.90

@@ -1,0 +1,143 @@
+"""The matrix: one run, every layout, against the reference, in float64.
+
+1e-12 for sums, 1e-11 for leaves of the state: three steps of Adam divide what rounding has touched by its own size."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.helpers import (
+    FLOAT32,
+    LAYOUTS,
+    assert_close,
+    assert_equal,
+    degrees,
+    device_batch,
+    make_config,
+    program,
+    run_of,
+    shard_bytes,
+    trained,
+    trained_reference,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+QUICK = [
+    ("data8", 2, "unrolled", "none"),
+    ("data4-model2", 1, "scan", "none"),
+    ("data4-model2", 1, "scan", "full"),
+    ("data4-model2", 4, "scan", "selective"),
+    ("data2-model4", 2, "unrolled", "selective"),
+    ("model8", 1, "unrolled", "full"),
+    ("replica2-data2-model2", 2, "scan", "none"),
+]
+REMAT = ("none", "full", "selective")
+
+
+def matrix():
+    """The quick cases, and a third of the others: every two values of different columns meet in some case."""
+    for layout, microbatches, form, remat in itertools.product(LAYOUTS, (1, 2, 4), ("scan", "unrolled"), REMAT):
+        case = layout, microbatches, form, remat
+        diagonal = (list(LAYOUTS).index(layout) + microbatches + (form == "scan") + REMAT.index(remat)) % 3
+        rows = 16 // microbatches
+        if case in QUICK:
+            yield pytest.param(*case)
+        elif diagonal == 0 and rows % degrees(run_of(layout)).batch_shards == 0:
+            yield pytest.param(*case, marks=pytest.mark.slow)
+
+
+def lowered(config) -> str:
+    p = program(config)
+    return p.train_step.lower(p.abstract_state(), p.abstract_batch()).as_text()
+
+
+def assert_same_run(got, want):
+    for figures in ("losses", "norms", "rates"):
+        assert getattr(got, figures) == pytest.approx(getattr(want, figures), rel=1e-12), figures
+    for tree in ("params", "mu", "nu"):
+        assert_close(getattr(got.last, tree), getattr(want.last, tree), 1e-11)
+
+
+@pytest.mark.parametrize(("layout", "microbatches", "form", "remat"), [*matrix()])
+def test_every_layout_computes_the_reference(layout, microbatches, form, remat):
+    config = run_of(layout, microbatches, form, remat)
+    got, want = trained(config), trained_reference(make_config())
+    assert want.norms.min() > config.optim.clip > 0
+    assert_equal(got.first, want.first)
+    assert_same_run(got, want)
+
+
+CERTAIN = {"dropout": 0.0, "attention_dropout": 0.0}
+OTHER = {
+    "model": CERTAIN | {"tie_embeddings": False, "biases": False, "activation": "gelu", "hidden": 48, "vocab": 59},
+    "optim": {"clip": 0.0, "decay": "linear", "warmup": 1, "weight_decay": 0.01},
+}
+
+
+def test_a_model_without_ties_biases_and_dropout_computes_the_reference():
+    got, want = trained(run_of("data4-model2", 2, **OTHER)), trained_reference(make_config(**OTHER))
+    assert "tokens" in got.last.params["head"] and "bias" not in got.last.params["head"]["norm"]
+    assert_same_run(got, want)
+
+
+def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
+    config = run_of("data4-model2", 2, **OTHER)
+    p = program(config)
+    total, weight = p.evaluate(p.init().params, device_batch(p, 0))
+    assert float(weight) == pytest.approx(np.asarray(device_batch(p, 0).weights, np.float64).sum(), rel=1e-12)
+    assert float(total / weight) == pytest.approx(trained(config).losses[0], rel=1e-14)
+
+
+def test_an_evaluation_has_no_dropout():
+    config = run_of("data4-model2")
+    p = program(config)
+    total, weight = p.evaluate(p.init().params, device_batch(p, 0))
+    without = trained_reference(make_config(model=CERTAIN))
+    assert float(total / weight) == pytest.approx(without.losses[0], rel=1e-12)
+    assert trained(config).losses[0] != pytest.approx(without.losses[0], rel=1e-4)
+
+
+def test_what_is_computed_again_is_the_same_bit_for_bit():
+    none, full = (trained(run_of("data4-model2", remat=remat)) for remat in ("none", "full"))
+    assert none.losses[0] == full.losses[0]
+
+
+@pytest.mark.parametrize(("form", "blocks"), [("scan", 1), ("unrolled", 2)])
+def test_remat_computes_again_what_it_says(form, blocks):
+    """Counted in what XLA is given: of a block's eight products all but the last, or the scores alone."""
+    none, selective, full = (
+        lowered(run_of("one", 1, form, remat, precision=FLOAT32, model=CERTAIN)) for remat in ("none", "selective", "full")
+    )
+    assert selective.count("dot_general") - none.count("dot_general") == 1 * blocks
+    assert full.count("dot_general") - none.count("dot_general") == 7 * blocks
+    for text in (selective, full):  # without barriers XLA would merge the second time with the first
+        assert ("optimization_barrier" in text) == (form == "unrolled")
+
+
+def test_a_step_takes_the_memory_of_the_state_it_is_given():
+    p = program(run_of("data4-model2"))
+    state = p.init()
+    assert p.compiled.memory_analysis().alias_size_in_bytes == shard_bytes(state)
+    p.step(state, device_batch(p, 0))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_float32_follows_float64():
+    config = run_of("data4-model2", precision=FLOAT32)
+    got, want = trained(config), trained_reference(config)
+    assert_equal(got.first, want.first)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got.last)} == {np.dtype("int32"), np.dtype("float32")}
+    assert got.losses == pytest.approx(want.losses, rel=2e-5)
+    assert got.norms == pytest.approx(want.norms, rel=2e-5)
+    assert_close(got.last.mu, want.last.mu, 2e-5)
+
+
+def test_bfloat16_is_near_and_keeps_its_state_wide():
+    config = run_of("data4-model2", precision=FLOAT32 | {"compute": "bfloat16"})
+    got, want = trained(config), trained_reference(config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got.last)} == {np.dtype("int32"), np.dtype("float32")}
+    assert got.losses == pytest.approx(want.losses, rel=2e-3)
+    assert got.norms == pytest.approx(want.norms, rel=2e-2)
