@@ -2,6 +2,8 @@
 
 step 120/400  loss 2.3104  31k tok/s  MFU 12%  ETA 1m12s"""
 
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +16,20 @@ from rich.text import Text
 from spmd_lm.runtime.metrics import Record
 
 
+class Screen(Console):
+    """A console whose reader may leave: `spmd-lm train ... | head` goes on training, in silence."""
+
+    def on_broken_pipe(self) -> None:  # rich's own ends the process
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Progress:
     """Narrates a run of `steps` steps.  `quiet` for the processes of a job that have no one watching."""
 
     def __init__(self, steps: int, console: Console | None = None, quiet: bool = False):
         self.steps = steps
-        self._console = console or Console(highlight=False, quiet=quiet)
+        self._console = console or Screen(highlight=False, quiet=quiet)
         self._live: Live | None = None
         self._tail = ""  # what the last record said, kept on the live line between records
         self._pace: tuple[int, float] | None = None  # step and time of the first one seen
