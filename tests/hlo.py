@@ -41,4 +41,3 @@ def collectives(text: str) -> list[Collective]:
             elements = sum(math.prod(map(int, filter(None, size.split(",")))) for size in sizes)
             found.append(Collective(match["kind"], elements, _groups(match["rest"]), not entry))
     return found
-

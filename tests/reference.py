@@ -107,7 +107,7 @@ def learning_rate(o: AdamW, steps: int, step: int) -> float:
 
 
 def adamw(o: AdamW, steps: int, step: int, params, mu, nu, grads):
-    """One update of trees whose vectors are called ...bias or scale; the new params, mu, nu, and the gradients' norm."""
+    """One update of trees whose vectors are called ...bias or scale: the new params, mu, nu; the gradients' norm."""
     size = math.sqrt(sum(float((np.asarray(g) ** 2).sum()) for g in jax.tree.leaves(grads)))
     shrink = min(1.0, o.clip / size) if o.clip else 1.0
     rate, n = learning_rate(o, steps, step), step + 1

@@ -1,7 +1,6 @@
 """Text from a trained model: prompts in a batch, one cache of keys and values, laid out over devices as the model is.
 
-A row's draws depend on (seed, row, how many tokens it has drawn) alone, so that a layout or a neighbour in the batch
-never changes them."""
+A row's text depends on (prompt, seed, row) alone: a layout or a neighbour in the batch never changes it."""
 
 import dataclasses
 import functools
@@ -73,6 +72,15 @@ def draw_token(logits: jax.Array, row: jax.Array, drawn: jax.Array, sampling: Sa
     return jax.vmap(draw)(logits, row).astype(jnp.int32)
 
 
+def window(length: int, context: int) -> int:
+    """How many tokens, counted from its end, the model reads of a text of `length` tokens.
+
+    All of them up to `context`; then it goes on from the later half, because positions are learned and a cache cannot
+    slide."""
+    half = context // 2 or 1
+    return length if length <= context else half + (length - context - 1) % (context + 1 - half)
+
+
 class Generator:
     """A model, ready to read and write text in batches of `rows` sequences."""
 
@@ -83,7 +91,7 @@ class Generator:
 
     @functools.cached_property
     def _write(self):
-        """(params, tokens [rows, context], lengths [rows], row [rows], drawn, count) -> tokens with `count` more in
+        """(params, tokens [rows, context + 1], lengths [rows], row [rows], drawn, count) -> tokens with `count` more in
         each row."""
         program, sampling = self.program, self.sampling
         plan, model, dtype = program.plan, program.model, program.config.precision.compute
@@ -91,9 +99,10 @@ class Generator:
         def body(params: Tree, tokens, lengths, row, drawn, count):
             low = jax.tree.map(lambda p: p.astype(dtype), pin(plan, params))
             here = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-            read = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+            start = tokens[:, :-1]
+            places = jnp.broadcast_to(jnp.arange(start.shape[1], dtype=jnp.int32), start.shape)
             whole = lambda logits: constrain(logits, "batch", None)  # noqa: E731
-            logits, cache = model.extend(low, model.empty_cache(tokens.shape[0], dtype), tokens, read, lengths - 1)
+            logits, cache = model.extend(low, model.empty_cache(start.shape[0], dtype), start, places, lengths - 1)
 
             def more(i, carry):
                 tokens, logits, cache = carry
@@ -110,19 +119,16 @@ class Generator:
         return jax.jit(plan.manual(body, (plan.specs, ROWS, ROWS, ROWS, P(), P()), ROWS))
 
     def extend(self, params: Tree, prompts: list[np.ndarray]) -> list[np.ndarray]:
-        """Each prompt (token ids, at least one) with `sampling.tokens` more.
-
-        Where the context is full the model goes on from its later half: positions are learned, so a cache cannot
-        slide."""
+        """Each prompt (token ids, at least one) with `sampling.tokens` more."""
         context = self.program.config.model.context
         texts = [np.asarray(p, np.int32) for p in prompts]
         put = lambda x, spec: jax.device_put(x, self.program.plan.sharding(spec))  # noqa: E731
         drawn = 0
         while drawn < self.sampling.tokens:
-            window = [t[-(context // 2 or 1) :] if len(t) >= context else t for t in texts]
-            count = min(self.sampling.tokens - drawn, context - max(map(len, window)))
-            tokens, lengths = np.zeros((self.rows, context), np.int32), np.ones(self.rows, np.int32)
-            for i, t in enumerate(window):
+            ends = [t[-window(len(t), context) :] for t in texts]
+            count = min(self.sampling.tokens - drawn, context + 1 - max(map(len, ends)))
+            tokens, lengths = np.zeros((self.rows, context + 1), np.int32), np.ones(self.rows, np.int32)
+            for i, t in enumerate(ends):
                 tokens[i, : len(t)], lengths[i] = t, len(t)
             row = np.arange(self.rows, dtype=np.int32)
             out = self._write(
@@ -131,7 +137,7 @@ class Generator:
                 *(put(np.int32(x), P()) for x in (drawn, count)),
             )
             out = np.asarray(out)
-            new = [out[i, len(t) : len(t) + count] for i, t in enumerate(window)]
+            new = [out[i, len(t) : len(t) + count] for i, t in enumerate(ends)]
             texts = [np.concatenate(pair) for pair in zip(texts, new, strict=True)]
             drawn += count
         return texts

@@ -115,10 +115,10 @@ def test_logits_are_the_reference_s(changes, x64):
 
 def test_documents_packed_into_a_row_do_not_see_each_other(x64):
     params, cut = loud(weights()), 6
-    segments = (PLACES >= cut).astype(np.int32)
+    segments = np.int32(cut <= PLACES)
     packed = jax.jit(lambda p: forward(model(), p, TOKENS, PLACES - cut * segments, segments))(params)
-    alone = jax.jit(lambda p: [reference.logits(p, model().c, part) for part in np.split(TOKENS, [cut], axis=1)])(params)
-    assert relative(packed, np.concatenate(alone, axis=1)) < 1e-13
+    each = lambda p: [reference.logits(p, model().c, part) for part in np.split(TOKENS, [cut], axis=1)]  # noqa: E731
+    assert relative(packed, np.concatenate(jax.jit(each)(params), axis=1)) < 1e-13
 
 
 def test_padding_of_the_vocabulary_is_never_likely(x64):

@@ -39,13 +39,10 @@ def test_model_is_innermost_and_replicas_outermost():
 
 
 def test_pipe_lies_between_model_and_data():
-    ids = np.vectorize(CLUSTER.index)(make_mesh(Layout(pipe=2, replica=2, data=2, model=2), CLUSTER).devices)
-    assert [int(ids[step] - ids[0, 0, 0, 0]) for step in ((0, 0, 0, 1), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0))] == [
-        1,
-        2,
-        4,
-        8,
-    ]
+    devices = make_mesh(Layout(pipe=2, replica=2, data=2, model=2), CLUSTER).devices
+    strides = {"model": devices[0, 0, 0, 1], "pipe": devices[1, 0, 0, 0], "data": devices[0, 0, 1, 0]}
+    strides["replica"] = devices[0, 1, 0, 0]
+    assert {axis: CLUSTER.index(d) for axis, d in strides.items()} == {"model": 1, "pipe": 2, "data": 4, "replica": 8}
 
 
 def test_a_mesh_that_would_leave_devices_idle_is_not_made():

@@ -109,7 +109,8 @@ def test_what_is_computed_again_is_the_same_bit_for_bit():
 def test_remat_computes_again_what_it_says(form, blocks):
     """Counted in what XLA is given: of a block's eight products all but the last, or the scores alone."""
     none, selective, full = (
-        lowered(run_of("one", 1, form, remat, precision=FLOAT32, model=CERTAIN)) for remat in ("none", "selective", "full")
+        lowered(run_of("one", 1, form, remat, precision=FLOAT32, model=CERTAIN))
+        for remat in ("none", "selective", "full")
     )
     assert selective.count("dot_general") - none.count("dot_general") == 1 * blocks
     assert full.count("dot_general") - none.count("dot_general") == 7 * blocks

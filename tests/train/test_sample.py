@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_lm import generate
 from spmd_lm.errors import ConfigError
-from spmd_lm.generate import Generator, Sampling, draw_token, filter_logits, sample_text
+from spmd_lm.train.sample import Generator, Sampling, draw_token, filter_logits, sample_text, window
 from tests import reference
 from tests.helpers import FLOAT32, canonical, make_config, program, run_of
 
@@ -41,24 +40,16 @@ def write(layout, prompts, **sampling):
 def likeliest():
     """Text [1, context] and its length -> the token that the reference finds likeliest next."""
     p = program(run_of("one"))
-    weights, c = loud(canonical(p, p.init()).params), p.config.model
+    weights, c = jax.tree.map(jnp.asarray, loud(canonical(p, p.init()).params)), p.config.model
     return jax.jit(lambda text, length: jnp.argmax(reference.logits(weights, c, text)[0, length - 1]))
 
 
 def by_hand(prompt, tokens):
-    """Reads the whole window again for every token; a full one goes on from its later half."""
-    text, window = list(prompt), list(prompt)
-    if len(prompt) >= CONTEXT:
-        half = CONTEXT // 2
-        window = window[-(half + (len(prompt) - CONTEXT) % half) :]
+    """Reads all that the model may see again for every token."""
+    text = list(prompt)
     for _ in range(tokens):
-        row = np.zeros((1, CONTEXT), np.int32)
-        row[0, : len(window)] = window
-        new = int(likeliest()(row, len(window)))
-        text.append(new)
-        window.append(new)
-        if len(window) == CONTEXT:
-            window = window[CONTEXT // 2 :]
+        end = text[-window(len(text), CONTEXT) :]
+        text.append(int(likeliest()(np.array([end + [0] * (CONTEXT - len(end))], np.int32), len(end))))
     return text
 
 
@@ -95,9 +86,12 @@ def test_rows_are_filled_up_to_the_layout_s(x64):
     assert generator("data4-model2", len(PROMPTS), tokens=40, greedy=True).rows == 8
 
 
-def test_a_model_of_one_position_is_refused(x64):
-    with pytest.raises(ConfigError, match="model.context=1"):
-        Generator(program(make_config(model={"context": 1})), 1, Sampling())
+@pytest.mark.parametrize("context", [1, 2, 3, 16, 17])
+def test_a_window_grows_to_the_context_and_goes_on_from_its_half(context):
+    assert [window(n, context) for n in range(1, context + 1)] == [*range(1, context + 1)]
+    for n in range(context, 6 * context):
+        full = window(n, context) == context
+        assert window(n + 1, context) == ((context // 2 or 1) if full else window(n, context) + 1)
 
 
 LOGITS = R.normal(size=(4, 50)).astype(np.float32) * 3
@@ -114,7 +108,9 @@ def kept_by_hand(z, top_k, top_p):
     return z >= z[last]
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (1, 1.0), (5, 1.0), (0, 0.7), (10, 0.5), (100, 0.99), (0, 1e-9)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (1, 1.0), (5, 1.0), (0, 0.7), (10, 0.5), (100, 0.99), (0, 1e-9)]
+)
 def test_filters_keep_what_a_sorted_walk_keeps(top_k, top_p):
     got = np.asarray(filter_logits(jnp.asarray(LOGITS), top_k, top_p))
     for row, z in zip(got, LOGITS, strict=True):
@@ -160,7 +156,7 @@ def test_a_text_ends_where_its_document_does(monkeypatch):
         assert [p.tolist() for p in prompts] == [[0, *b"hel"], [0, *"ä".encode()], [0]]
         return [np.concatenate([p, list(new)]) for p, new in zip(prompts, added, strict=True)]
 
-    monkeypatch.setattr(generate.Generator, "extend", extend)
+    monkeypatch.setattr(Generator, "extend", extend)
     text = make_config(data={"source": "python-stdlib"}, model={"vocab": 256}, precision=FLOAT32)
     assert sample_text(program(text), None, ["hel", "ä", ""], Sampling()) == ["hello", "ä is all", ""]
 
