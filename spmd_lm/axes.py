@@ -35,13 +35,12 @@ def is_names(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which mesh axes hold each name, and what they are made of.
+    """Which mesh axes hold each name, and how many devices lie along each.
 
     `rules` lists every name that a model may use; a name that is not in it is a mistake, not a whole dimension."""
 
     rules: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
-    platform: str = "cpu"
 
     def axes(self, name: str | None) -> tuple[str, ...]:
         return () if name is None else tuple(self.rules[name])
@@ -50,8 +49,7 @@ class Placement:
         return P(*(self.axes(name) or None for name in names))
 
 
-WHOLE = None
-_placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("placement", default=WHOLE)
+_placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("placement", default=None)
 
 
 @contextlib.contextmanager
@@ -62,12 +60,6 @@ def placed(placement: Placement | None):
         yield
     finally:
         _placement.reset(token)
-
-
-def platform() -> str:
-    """What the program is compiled for: 'cpu', 'gpu' or 'tpu'.  Not always what it is compiled on."""
-    placement = _placement.get()
-    return jax.default_backend() if placement is None else placement.platform
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

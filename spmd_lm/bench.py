@@ -63,8 +63,8 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
         "step_seconds": {"median": median, "min": min(seconds), "max": max(seconds)},
         "tokens_per_second": program.tokens_per_step / median,
         "model_flops_per_second": program.flops_per_step / median,
-        "mfu": program.flops_per_step / median / program.peak_flops,
-        "mfu_basis": program.peak.source,
+        "mfu": program.flops_per_step / median / peak_flops if (peak_flops := program.peak_flops) else None,
+        "mfu_basis": program.peak.source if program.peak else "a peak that nobody publishes",
         "compile_seconds": compile_seconds,
         "peak_memory_bytes": peak_bytes,
         "peak_memory_source": source,
@@ -75,12 +75,13 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
 def render(result: dict[str, Any]) -> str:
     r, seconds = result, result["step_seconds"]
     low, median, high = (f"{seconds[key] * 1e3:.1f}" for key in ("min", "median", "max"))
+    mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
     tera, peak = r["model_flops_per_second"] / 1e12, r["peak_memory_bytes"] / 2**30
     return "\n".join(
         (
             f"step     {median} ms, median of {r['steps']} ({low} to {high})",
             f"speed    {r['tokens_per_second']:,.0f} tokens/s, {tera:.3g} model TFLOP/s",
-            f"MFU      {r['mfu']:.1%} of {r['devices']} x {r['mfu_basis']}",
+            f"MFU      {mfu} of {r['devices']} x {r['mfu_basis']}",
             f"compile  {r['compile_seconds']:.1f} s",
             f"memory   {peak:.2f} GiB at the peak of one device ({r['peak_memory_source']})",
         )

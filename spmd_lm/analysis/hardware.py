@@ -16,6 +16,8 @@ PEAK_BF16 = {
     "tpu v6 lite": 918e12,
     "nvidia a100": 312e12,
     "nvidia h100": 989e12,
+    "nvidia h100 pcie": 756e12,
+    "nvidia h100 nvl": 835e12,
     "nvidia h200": 989e12,
     "nvidia b200": 2250e12,
 }
@@ -29,16 +31,20 @@ class Peak:
     source: str
 
 
-def peak(device: jax.Device, dtype: str, share: int = 1) -> Peak:
-    """The most matrix FLOP/s of `device` in `dtype`.  share: simulated devices that share one CPU."""
+def peak(device: jax.Device, dtype: str, share: int = 1) -> Peak | None:
+    """The most matrix FLOP/s of `device` in `dtype`; None for an accelerator or a type without a published figure.
+
+    share: simulated devices that share one CPU."""
+    if device.platform == "cpu":
+        return Peak(_measured(device, dtype) / share, f"a share of the CPU's measured matrix product in {dtype}")
     kind = device.device_kind.lower()
     known = [name for name in PEAK_BF16 if kind.startswith(name)]
-    if known:
-        name = max(known, key=len)
-        # float32 inputs run as bfloat16 passes by default on TPU, and as TF32, at half the rate, on GPU
-        half = dtype == "float32" and device.platform == "gpu"
-        return Peak(PEAK_BF16[name] / (2 if half else 1), f"{name}, published, {'tf32' if half else 'bfloat16'}")
-    return Peak(_measured(device, dtype) / share, f"{device.device_kind}, measured matrix product in {dtype}")
+    if not known or dtype == "float64":
+        return None
+    name = max(known, key=len)
+    # float32 inputs run as bfloat16 passes by default on TPU, and as TF32, at half the rate, on GPU
+    half = dtype == "float32" and device.platform == "gpu"
+    return Peak(PEAK_BF16[name] / (2 if half else 1), f"{name}, published, {'tf32' if half else 'bfloat16'}")
 
 
 @functools.cache

@@ -6,12 +6,11 @@ in the dtypes and with the kernels of this program); the compiler may do a littl
 import math
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.ops import cross_entropy
-from spmd_lm.parallel.plan import Plan, Tree
+from spmd_lm.parallel.plan import Plan, Tree, padded_vocab
 
 
 def bytes_of(dtype: str) -> int:
@@ -30,9 +29,8 @@ def block_elements(config: RunConfig, plan: Plan, kernel: str) -> float:
     if config.remat.policy == "full":
         return m.width  # the block's input
     whole = 4 * m.width  # its input, both norms' results and the stream between the branches
-    split = (
-        4 * m.width + 2 * m.mlp_width
-    ) / t  # q, k, v, what attention gives; the MLP's hidden layer on both sides of GELU
+    # q, k, v, and what attention gives; the MLP's hidden layer on both sides of GELU
+    split = (4 * m.width + 2 * m.mlp_width) / t
     causal = 0.75  # two blocks of queries: the first sees half of the keys
     scores = 0 if kernel != "xla" or config.remat.policy == "selective" else 2 * causal * m.heads * m.context / t
     return whole + split + scores
@@ -45,14 +43,17 @@ def table(config: RunConfig, plan: Plan, kernel: str) -> dict[str, int]:
     rows = c.train.batch // c.parallel.microbatches // plan.layout.batch_shards
     tokens = rows * c.model.context
     layers = c.model.layers // plan.layout.pipe
-    logits_row = np.ceil(c.model.vocab / plan.layout.model) * bytes_of("float32")
+    wide = max(bytes_of("float32"), bytes_of(p.compute))
+    vocab = padded_vocab(c.model.vocab, plan.layout.model) // plan.layout.model
+    accumulated = c.parallel.microbatches > 1
     return {
         "parameters": state(p.params),
         "adam moments": 2 * state(p.params),
-        "gradients": state(p.params if c.parallel.microbatches > 1 else p.reduce),
+        "gradients": state(p.reduce) + (state(p.params) if accumulated else 0),  # a microbatch's, and their sum
         "compute copy": 0 if p.compute == p.params else state(p.compute),
         "activations": int(tokens * layers * block_elements(config, plan, kernel) * bytes_of(p.compute)),
-        "logits": int(min(tokens * logits_row, cross_entropy.CHUNK_BYTES)),
+        # a chunk of them, and the gradient of the table that they add up to
+        "logits": min(tokens * vocab * wide, cross_entropy.CHUNK_BYTES) + vocab * c.model.width * wide,
     }
 
 

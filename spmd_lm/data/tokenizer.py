@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
+from spmd_lm.errors import DataError
 
 
 class Tokenizer(Protocol):
@@ -47,7 +48,10 @@ class NumberTokenizer:
     end: int | None = None
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        return np.array([int(word) for word in text.split()], np.uint32)
+        try:
+            return np.array([int(word) for word in text.split()], np.uint32)
+        except (ValueError, OverflowError):
+            raise DataError(f"prompt {text!r:.60}: a synthetic run reads numbers, as in --prompt '3 1 4'.") from None
 
     def decode(self, ids: ArrayLike) -> str:
         return " ".join(str(token) for token in np.asarray(ids).tolist())

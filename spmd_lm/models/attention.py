@@ -8,7 +8,7 @@ from flax import nnx
 
 from spmd_lm.axes import constrain
 from spmd_lm.config.schema import Model
-from spmd_lm.models.layers import constant, dense, normal
+from spmd_lm.models.layers import add_bias, constant, dense, normal
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """What attention does with q, k, v [batch, time, heads x head width]: train on the row, or read a cache."""
@@ -23,14 +23,12 @@ class Attention(nnx.Module):
         self.out_bias = vector("width")
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
-        def project(w, bias):
-            return constrain(dense(x, w[...], None if bias is None else bias[...]), "batch", None, "heads")
+        def project(w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+            return constrain(add_bias(dense(x, w[...]), bias), "batch", None, "heads")
 
-        q, k, v = (
-            project(self.query, self.query_bias),
-            project(self.key, self.key_bias),
-            project(self.value, self.value_bias),
-        )
+        q = project(self.query, self.query_bias)
+        k = project(self.key, self.key_bias)
+        v = project(self.value, self.value_bias)
         a = constrain(attend(q, k, v), "batch", None, "heads")
-        y = constrain(dense(a, self.out[...], back=True), "batch", "sequence", None)
-        return y if self.out_bias is None else y + self.out_bias[...]
+        y = constrain(dense(a, self.out[...], transpose=True), "batch", "sequence", None)
+        return add_bias(y, self.out_bias)

@@ -92,7 +92,7 @@ class GPT:
         """tokens, positions: int32 [batch, time] -> [batch, time, width]."""
         table = params["embedding"]
         x = constrain(lookup(table["tokens"], tokens), "batch", "sequence", None)
-        x = x + constrain(table["positions"][positions], "batch", "sequence", None)
+        x = x + constrain(lookup(table["positions"], positions, "position"), "batch", "sequence", None)
         x = residual_dropout(x, self.c.dropout, draw, AFTER_EMBEDDING)
         return constrain(x, "batch", "sequence", None)
 

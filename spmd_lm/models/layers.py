@@ -35,11 +35,31 @@ def _matmul_backward(saved, g):
 _matmul.defvjp(lambda x, w: (_matmul(x, w), (x, w)), _matmul_backward)
 
 
-def dense(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, *, back: bool = False) -> jax.Array:
-    """x [..., width] times w [width, other]; with `back`, x [..., other] times w transposed.  Every product of a model
-    with a matrix of parameters goes through here: what a backend or a quantizer wants of it has one home."""
-    y = _matmul(x, w.T if back else w)
-    return y if bias is None else y + bias
+@jax.custom_vjp
+def _plus(y: jax.Array, bias: jax.Array) -> jax.Array:
+    return y + bias
+
+
+def _plus_backward(saved, g):
+    (bias,) = saved
+    wide = jnp.promote_types(g.dtype, jnp.float32)  # as many addends as there are tokens: too many for bfloat16
+    return g, g.sum(tuple(range(g.ndim - 1)), dtype=wide).astype(bias.dtype)
+
+
+_plus.defvjp(lambda y, bias: (_plus(y, bias), (bias,)), _plus_backward)
+
+
+def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    """y [..., width] plus bias [width], if there is one."""
+    return y if bias is None else _plus(y, bias[...])
+
+
+def dense(x: jax.Array, w: jax.Array, *, transpose: bool = False) -> jax.Array:
+    """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.
+
+    Every product of a block with a matrix of parameters goes through here: what a backend or a quantizer wants of it
+    has one home."""
+    return _matmul(x, w.T if transpose else w)
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, eps: float = 1e-5) -> jax.Array:

@@ -9,7 +9,7 @@ from flax import nnx
 from spmd_lm.axes import constrain
 from spmd_lm.config.schema import Model
 from spmd_lm.models.attention import Attend, Attention
-from spmd_lm.models.layers import INIT_STD, LayerNorm, constant, dense, normal
+from spmd_lm.models.layers import INIT_STD, LayerNorm, add_bias, constant, dense, normal
 from spmd_lm.ops.dropout import Draw, dropout
 
 AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING = 1, 2, 3
@@ -42,10 +42,9 @@ class MLP(nnx.Module):
         self.activation = c.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        h = constrain(dense(x, self.up[...], None if self.up_bias is None else self.up_bias[...]), "batch", None, "mlp")
-        y = dense(ACTIVATIONS[self.activation](h), self.down[...], back=True)
-        y = constrain(y, "batch", "sequence", None)
-        return y if self.down_bias is None else y + self.down_bias[...]
+        h = constrain(add_bias(dense(x, self.up[...]), self.up_bias), "batch", None, "mlp")
+        y = dense(ACTIVATIONS[self.activation](h), self.down[...], transpose=True)
+        return add_bias(constrain(y, "batch", "sequence", None), self.down_bias)
 
 
 class Block(nnx.Module):

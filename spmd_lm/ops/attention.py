@@ -4,12 +4,11 @@ Each device attends with its own heads, inside `per_shard`, because XLA cannot p
 batch, T time, S keys' time, H heads, K head width.  Softmax is float32 or wider.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from spmd_lm import axes
+from spmd_lm.errors import ConfigError
 from spmd_lm.ops.dropout import Draw, dropout
 
 SITE = 0
@@ -18,23 +17,33 @@ SITE = 0
 HEADS, SEGMENTS = ("batch", None, "heads"), ("batch", None)
 
 
-def choose(kernel: str, platform: str, *, rate: float, dtype: str, time: int, packed: bool) -> tuple[str, str]:
-    """The kernel that `kernel` ('auto' or a name) means here, and why.
+def choose(
+    kernel: str, platform: str, *, rate: float, dtype: str, time: int, head_width: int, packed: bool
+) -> tuple[str, str]:
+    """The kernel that `kernel` ('auto' or a name) means here, and why.  ConfigError for one that cannot run.
 
     rate: dropout of the probabilities; time: sequence length; packed: rows hold several documents."""
-    if kernel != "auto":
-        return kernel, "as configured"
-    if platform not in ("gpu", "tpu"):
-        return "xla", f"no fused kernel for {platform}"
-    if rate > 0:
-        return "xla", f"attention_dropout={rate}: fused kernels have no dropout that every layout repeats"
-    if platform == "gpu":
-        if dtype not in ("bfloat16", "float16"):
-            return "xla", f"cuDNN takes 16-bit types, not {dtype}"
-        return ("xla", "cuDNN takes no segment ids") if packed else ("cudnn", "fused, on gpu")
-    if time % 128:
-        return "xla", f"splash takes multiples of 128 positions, not {time}"
-    return "splash", "fused, on tpu"
+    fused = {"gpu": "cudnn", "tpu": "splash"}.get(platform)
+    wanted = fused if kernel == "auto" else kernel
+    if wanted is None or wanted == "xla":
+        return "xla", f"no fused kernel for {platform}" if kernel == "auto" else "as configured"
+    cudnn = wanted == "cudnn"
+    obstacles = {
+        f"{wanted} does not run on {platform}": wanted != fused,
+        f"attention_dropout={rate}: fused kernels have no dropout that every layout repeats": rate > 0,
+        f"cuDNN takes 16-bit types, not {dtype}": cudnn and dtype not in ("bfloat16", "float16"),
+        f"cuDNN takes heads of a multiple of 8, up to 128 wide, not {head_width}": (
+            cudnn and (head_width % 8 > 0 or head_width > 128)
+        ),
+        "cuDNN takes no segment ids": cudnn and packed,
+        f"splash takes multiples of 128 positions, not {time}": not cudnn and time % 128 > 0,
+    }
+    found = [what for what, is_so in obstacles.items() if is_so]
+    if not found:
+        return wanted, f"fused, on {platform}" if kernel == "auto" else "as configured"
+    if kernel == "auto":
+        return "xla", found[0]
+    raise ConfigError(f"model.attention={kernel}: {'; '.join(found)}. Use model.attention=auto or xla.")
 
 
 def _softmax_attention(q, k, v, mask, rate, keys, row):
@@ -131,7 +140,3 @@ def attention_with_cache(q, k, v, cache: Cache, *, heads: int, positions: jax.Ar
 
     ins, outs = (HEADS, HEADS, HEADS, (HEADS, HEADS), SEGMENTS), (HEADS, (HEADS, HEADS))
     return axes.per_shard(local, ins, outs)(q, k, v, cache, positions)
-
-
-splash_interpreted = functools.partial(_splash, interpret=True)
-"""The TPU kernel, run by an interpreter on any machine: slow, for tests."""

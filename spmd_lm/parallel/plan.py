@@ -36,6 +36,12 @@ def padded_vocab(vocab: int, model: int) -> int:
     return -(-vocab // tile) * tile
 
 
+def fit(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x`, padded with zeros or cut at the end of each dimension to `shape`."""
+    grow = [(0, to - size, 0) for size, to in zip(x.shape, shape, strict=True)]
+    return lax.pad(x, jnp.zeros((), x.dtype), grow)
+
+
 def _manual_part(spec: P) -> P:
     """`spec` as a manual body knows it: without the axes that are left to XLA."""
     axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()  # noqa: E731
@@ -81,7 +87,7 @@ class Plan:
     def placement(self) -> Placement:
         """What a model may see inside the step: the mesh axes that are left to XLA."""
         rules = {name: tuple(a for a in on if a not in MANUAL) for name, on in self.activations.table.items()}
-        return Placement(rules, self.layout.sizes, self.platform)
+        return Placement(rules, self.layout.sizes)
 
     @functools.cached_property
     def specs(self) -> Tree:
@@ -111,12 +117,11 @@ class Plan:
 
     def place(self, params: Tree) -> Tree:
         """Pad with zeros to the placed shapes."""
-        grow = lambda x, to: jnp.pad(x, [(0, t - s) for s, t in zip(x.shape, to.shape, strict=True)])  # noqa: E731
-        return jax.tree.map(grow, params, self.placed_shapes)
+        return jax.tree.map(lambda x, to: fit(x, to.shape), params, self.placed_shapes)
 
     def canonical(self, params: Tree) -> Tree:
         """Take the padding off."""
-        return jax.tree.map(lambda x, to: lax.slice(x, (0,) * x.ndim, to.shape), params, self.shapes)
+        return jax.tree.map(lambda x, to: fit(x, to.shape), params, self.shapes)
 
     # ---- running
 

@@ -49,7 +49,7 @@ def _parameter(plan: Plan, config: RunConfig, path, names) -> dict:
         "name": ".".join(key.key for key in path),
         "shape": list(leaf.shape),
         "names": list(names),
-        "spec": ["+".join((e,) if isinstance(e, str) else e) if e else None for e in spec],
+        "spec": [list((e,) if isinstance(e, str) else e or ()) for e in spec],
         "bytes_per_device": memory.per_device(plan, leaf, spec, config.precision.params),
     }
 
@@ -94,10 +94,9 @@ def render(description: dict) -> str:
     parameters = [("parameter", "shape", "dimensions", "lies on", "per device")]
     for p in description["parameters"]:
         shape, names = (str(tuple(p[key])).replace("'", "") for key in ("shape", "names"))
-        split = {
-            n: axis for n, axis in zip(p["names"], p["spec"], strict=True) if axis and description["mesh"][axis] > 1
-        }
-        lies = ", ".join(f"{name}: {axis}" for name, axis in split.items()) or "whole everywhere"
+        placed = zip(p["names"], p["spec"], strict=True)
+        live = ((name, [axis for axis in on if description["mesh"][axis] > 1]) for name, on in placed)
+        lies = ", ".join(f"{name}: {' x '.join(on)}" for name, on in live if on) or "whole everywhere"
         parameters.append((p["name"], shape, names, lies, human(p["bytes_per_device"])))
     table = [("memory per device", "")]
     table += [(row, human(size)) for row, size in description["memory"].items()]

@@ -5,7 +5,7 @@ import time
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd_lm.analysis import flops, hardware
 from spmd_lm.config.schema import RunConfig
@@ -13,7 +13,7 @@ from spmd_lm.data.batch import Batch
 from spmd_lm.models.gpt import GPT
 from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
-from spmd_lm.parallel.plan import Plan, Tree
+from spmd_lm.parallel.plan import Plan, Tree, fit
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
 from spmd_lm.train.step import batch_specs, make_eval_step, make_train_step, state_specs
@@ -22,7 +22,8 @@ from spmd_lm.train.step import batch_specs, make_eval_step, make_train_step, sta
 def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
     """The attention kernel that this run trains with on `platform`, and why."""
     m, dtype = config.model, config.precision.compute
-    return choose(m.attention, platform, rate=m.attention_dropout, dtype=dtype, time=m.context, packed=False)
+    sizes = {"time": m.context, "head_width": m.head_width}
+    return choose(m.attention, platform, rate=m.attention_dropout, dtype=dtype, packed=False, **sizes)
 
 
 def make_model(config: RunConfig, platform: str) -> GPT:
@@ -54,6 +55,16 @@ def enable_wide_types(config: RunConfig) -> None:
         jax.config.update("jax_enable_x64", True)
 
 
+@functools.cache
+def _refitted(shape: tuple[int, ...], sharding: NamedSharding):
+    return jax.jit(lambda x: fit(x, shape), out_shardings=sharding)
+
+
+def _refit(state: TrainState, to: TrainState) -> TrainState:
+    """`state` in the shapes and shardings of `to`."""
+    return jax.tree.map(lambda x, t: x if x.shape == t.shape else _refitted(t.shape, t.sharding)(x), state, to)
+
+
 class Program:
     """One config, bound to devices (default: all there are)."""
 
@@ -80,14 +91,14 @@ class Program:
         return flops.train_step(self.config)
 
     @functools.cached_property
-    def peak_flops(self) -> float:
-        """Of the whole job, per second, in the compute dtype."""
-        return self.peak.flops * self.plan.layout.devices
-
-    @functools.cached_property
-    def peak(self) -> hardware.Peak:
-        """Of one device."""
+    def peak(self) -> hardware.Peak | None:
+        """Of one device; None where nobody publishes one."""
         return hardware.peak(self.device, self.config.precision.compute, self.plan.layout.devices)
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Of the whole job, per second, in the compute dtype."""
+        return self.peak.flops * self.plan.layout.devices if self.peak else None
 
     # ---- state
 
@@ -128,15 +139,13 @@ class Program:
         with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
         return jax.tree.map(with_sharding, whole, shardings)
 
-    @functools.cached_property
-    def canonical(self):
-        """TrainState as devices hold it -> canonical: without padding, as checkpoints hold it."""
-        return jax.jit(lambda state: state.map_params(self.plan.canonical), out_shardings=self._canonical_shardings)
+    def canonical(self, state: TrainState) -> TrainState:
+        """`state` without padding, as checkpoints hold it.  What has none stays the same array, uncopied."""
+        return _refit(state, self.abstract_canonical())
 
-    @functools.cached_property
-    def place(self):
-        """Canonical TrainState -> padded and laid out for the step."""
-        return jax.jit(lambda state: state.map_params(self.plan.place), out_shardings=self.state_shardings)
+    def place(self, canonical: TrainState) -> TrainState:
+        """A canonical state, padded and laid out for the step."""
+        return _refit(canonical, self.abstract_state())
 
     # ---- steps
 

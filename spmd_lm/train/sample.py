@@ -4,6 +4,7 @@ A row's text depends on (prompt, seed, row) alone: a layout or a neighbour in th
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.axes import BATCH_AXES, constrain
 from spmd_lm.data import tokenizer as tokenizers
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.train.program import Program
 from spmd_lm.train.step import pin
@@ -37,7 +38,7 @@ class Sampling:
         problems = []
         if self.tokens < 1:
             problems.append(f"tokens={self.tokens}: ask for at least one")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             problems.append(f"temperature={self.temperature}: use 0 for the likeliest token, or more for variety")
         if self.top_k < 0:
             problems.append(f"top_k={self.top_k}: use 0 to keep every token, or how many to keep")
@@ -148,6 +149,10 @@ def sample_text(program: Program, params: Tree, prompts: Sequence[str], sampling
     tokenizer = tokenizers.make(program.config.data)
     start = np.array([tokenizer.end or 0], np.int32)
     ids = [np.concatenate([start, np.asarray(tokenizer.encode(p), np.int32)]) for p in prompts]
+    vocab = program.config.model.vocab
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if tokens.max() >= vocab:
+            raise DataError(f"prompt {prompt!r:.60}: token {tokens.max()} is not below model.vocab={vocab}.")
     written = Generator(program, len(ids), sampling).extend(params, ids)
 
     def text(ids: np.ndarray, prompt: np.ndarray) -> str:

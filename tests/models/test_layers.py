@@ -2,8 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from spmd_lm.models.layers import dense, layer_norm
+from spmd_lm.models.layers import add_bias, dense, layer_norm
 from tests import reference
 from tests.helpers import assert_close
 
@@ -14,7 +15,7 @@ R = np.random.default_rng(0)
 def test_dense_and_its_gradients(back, x64):
     w, bias = R.normal(size=(6, 10)), R.normal(size=6 if back else 10)
     x, g = R.normal(size=(2, 3, 10 if back else 6)), R.normal(size=(2, 3, 6 if back else 10))
-    ours = lambda x, w, bias: dense(x, w, bias, back=back)  # noqa: E731
+    ours = lambda x, w, bias: add_bias(dense(x, w, transpose=back), nnx.Param(bias))  # noqa: E731
     plain = lambda x, w, bias: jnp.einsum("bti,oi->bto" if back else "bti,io->bto", x, w) + bias  # noqa: E731
     got, want = ((y, *back(g)) for y, back in (jax.vjp(f, x, w, bias) for f in (ours, plain)))
     assert_close([*map(np.asarray, got)], [*map(np.asarray, want)], 1e-14)
@@ -36,3 +37,10 @@ def test_layer_norm_of_bfloat16_takes_its_statistics_in_float32():
     got, want = layer_norm(x, jnp.ones(4096, jnp.bfloat16)), reference.norm(x.astype(np.float32), {"scale": 1})
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(np.float32), want, rtol=2**-8, atol=1e-3)
+
+
+def test_a_bias_of_bfloat16_adds_its_gradients_up_in_float32():
+    """One by one in bfloat16 they would stop at 256."""
+    bias = jnp.zeros(2, jnp.bfloat16)
+    _, back = jax.vjp(lambda b: add_bias(jnp.zeros((4, 1024, 2), jnp.bfloat16), nnx.Param(b)), bias)
+    assert back(jnp.ones((4, 1024, 2), jnp.bfloat16))[0].tolist() == [4096, 4096]

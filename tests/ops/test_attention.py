@@ -1,9 +1,12 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_lm.ops.attention import KERNELS, attention, attention_with_cache, choose, splash_interpreted
+from spmd_lm.errors import ConfigError
+from spmd_lm.ops.attention import KERNELS, attention, attention_with_cache, choose
 from spmd_lm.ops.dropout import Draw
 from tests import reference
 from tests.helpers import over_model, relative
@@ -84,7 +87,7 @@ def test_splash_is_the_xla_attention(width, packed):
     shape, segments = (1, 128, 2, width), documents(128, 1) if packed else None
     q, k, v, g = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
     run = lambda kernel: with_gradients(lambda q, k, v: kernel(q, k, v, segments, 0.0, None))(q, k, v, g)  # noqa: E731
-    check(run(splash_interpreted), run(KERNELS["xla"]), 2e-6)
+    check(run(functools.partial(KERNELS["splash"], interpret=True)), run(KERNELS["xla"]), 2e-6)
 
 
 @pytest.mark.parametrize("model", [1, 4])
@@ -132,13 +135,27 @@ GPU, TPU = ("gpu", "bfloat16"), ("tpu", "bfloat16")
         ("auto", TPU, 0.1, 1024, False, "xla", "attention_dropout=0.1"),
         ("auto", TPU, 0.0, 1000, False, "xla", "multiples of 128"),
         ("xla", TPU, 0.0, 1024, False, "xla", "as configured"),
-        ("splash", ("cpu", "float32"), 0.0, 128, False, "splash", "as configured"),
+        ("splash", TPU, 0.0, 128, False, "splash", "as configured"),
     ],
 )
 def test_the_kernel_and_why(asked, where, rate, time, packed, kernel, why):
     platform, dtype = where
-    chosen, reason = choose(asked, platform, rate=rate, dtype=dtype, time=time, packed=packed)
+    chosen, reason = choose(asked, platform, rate=rate, dtype=dtype, time=time, head_width=64, packed=packed)
     assert chosen == kernel and why in reason
+
+
+@pytest.mark.parametrize(
+    ("kernel", "platform", "dtype", "head_width", "why"),
+    [
+        ("splash", "cpu", "bfloat16", 64, "does not run on cpu"),
+        ("cudnn", "tpu", "bfloat16", 64, "does not run on tpu"),
+        ("cudnn", "gpu", "float32", 64, "16-bit types"),
+        ("cudnn", "gpu", "bfloat16", 100, "multiple of 8"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused(kernel, platform, dtype, head_width, why):
+    with pytest.raises(ConfigError, match=f"model.attention={kernel}.*{why}"):
+        choose(kernel, platform, rate=0.0, dtype=dtype, time=128, head_width=head_width, packed=False)
 
 
 @pytest.mark.gpu

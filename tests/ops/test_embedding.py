@@ -27,3 +27,10 @@ def test_lookup_and_its_gradient(model, x64):
 def test_a_gradient_has_the_table_s_dtype():
     gradient = jax.grad(lambda table: lookup(table, jnp.zeros((1, 2), jnp.int32)).astype(jnp.float32).sum())
     assert gradient(jnp.ones((4, 2), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_a_row_of_bfloat16_adds_its_gradients_up_in_float32():
+    """One by one in bfloat16 they would stop at 256."""
+    tokens, table = jnp.zeros((4, 1024), jnp.int32), jnp.zeros((3, 2), jnp.bfloat16)
+    _, back = jax.vjp(lambda table: lookup(table, tokens), table)
+    assert back(jnp.ones((4, 1024, 2), jnp.bfloat16))[0][0].tolist() == [4096, 4096]
