@@ -1,3 +1,3 @@
-"""SPMD training of GPT and BERT on a JAX device mesh.  Start at docs/tour.md."""
+"""SPMD training of GPTs on a JAX device mesh.  Start at docs/tour.md."""
 
 __version__ = "0.1.0"

@@ -2,7 +2,7 @@
 to know.
 
 nnx defines the modules and their names; here, at the edge, they become trees of arrays.  Layers are stacked along a
-leading dimension, `layers`.  Nothing here knows a mesh, a rank or a padded size.
+leading dimension, `layers`.  Nothing here knows a mesh or a rank.
 """
 
 import dataclasses

@@ -1,0 +1,71 @@
+"""What every program of the benchmark trains: sizes, first weights, one batch, and how it is asked for a step.
+
+A program ends in `serve(step)`: it reports its first losses, then makes one step for each line that it is sent."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+LR, B1, B2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
+WARMUP = 3
+"""Steps before the clock starts.  Their losses must agree; later ones drift apart by rounding alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    layers: int = 6
+    width: int = 384
+    heads: int = 6
+    context: int = 256
+    batch: int = 12
+    vocab: int = 50_304
+
+    @property
+    def matmul_flops(self) -> int:
+        """Of one step, forward and backward, with attention counted whole."""
+        tokens, w = self.batch * self.context, self.width
+        layer = 12 * w * w + 2 * self.context * w
+        return 6 * tokens * (self.layers * layer + self.vocab * w)
+
+
+SIZES = {
+    "gpt-50k": Sizes(),
+    "gpt-256": Sizes(vocab=256),
+    "tiny": Sizes(layers=2, width=64, heads=2, context=128, batch=2, vocab=256),
+}
+
+
+def matrices(s: Sizes) -> dict[str, np.ndarray]:
+    """The weights that are drawn, [layers, in, out] where they belong to layers; norms start at one, biases at zero."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "tokens": (s.vocab, s.width),
+        "positions": (s.context, s.width),
+        **dict.fromkeys(("query", "key", "value", "out"), (s.layers, s.width, s.width)),
+        "up": (s.layers, s.width, 4 * s.width),
+        "down": (s.layers, 4 * s.width, s.width),
+    }
+    last = {"out", "down"}  # they end a residual branch
+    std = {name: 0.02 / (2 * s.layers) ** 0.5 if name in last else 0.02 for name in shapes}
+    return {name: rng.standard_normal(shape, np.float32) * np.float32(std[name]) for name, shape in shapes.items()}
+
+
+def tokens(s: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets, int32 [batch, context]: the same at every step."""
+    text = np.random.default_rng(1).integers(0, s.vocab, (s.batch, s.context + 1), np.int32)
+    return text[:, :-1], text[:, 1:]
+
+
+def serve(step: Callable[[], float]) -> None:
+    """Answer the one who started this program.  step: one update, waited for; its loss."""
+    start = time.perf_counter()
+    losses = [step() for _ in range(WARMUP)]
+    print(json.dumps({"losses": losses, "seconds": time.perf_counter() - start}), flush=True)
+    for _ in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        step()
+        print(json.dumps({"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}), flush=True)

@@ -1,0 +1,34 @@
+"""What the pages point to is there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted(
+    path for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.md")
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in t]
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_the_tour_passes_every_file_it_names():
+    tour = (ROOT / "docs/tour.md").read_text()
+    named = re.findall(r"`((?:spmd_lm/)?[a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", tour)
+    places = [ROOT, ROOT / "spmd_lm", *(path for path in (ROOT / "spmd_lm").iterdir() if path.is_dir())]
+    assert len(named) > 20 and not [name for name in named if not any((place / name).exists() for place in places)]
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs():
+    """Its smallest size, for its agreement on the losses; times are for people to judge."""
+    line = [sys.executable, ROOT / "benchmarks/cpu_step.py", "tiny", "--rounds", "1", "--bar", "1000"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "hand-written" in done.stdout, done.stdout + done.stderr
