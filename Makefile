@@ -43,7 +43,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-latest .cache build dist
+	rm -rf .venv .venv-latest .cache .hypothesis build dist
 
 $(MADE):
 	$(PYTHON) -m venv --clear $(VENV)

@@ -6,6 +6,7 @@ refusals never wait for jax."""
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ from typing import Any, NoReturn
 from spmd_lm.config.load import dump, load
 from spmd_lm.config.messages import did_you_mean
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.errors import ConfigError, Exit, UserError
+from spmd_lm.errors import ConfigError, Exit, NonFiniteError, UserError
 from spmd_lm.runtime.devices import quiet, simulate
+from spmd_lm.runtime.signals import StopSignals
 
 Arguments = argparse.Namespace
 
@@ -140,22 +142,33 @@ def configuration(arguments: Arguments) -> RunConfig:
 
 def deliver(arguments: Arguments, result: Any, text: str) -> int:
     """Hands over a verb's result: as JSON where --json says, as text on standard output unless JSON went there."""
-    if arguments.json == "-":
-        print(json.dumps(result, indent=2))
-        return Exit.DONE
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+        as_json = json.dumps(finite(result), indent=2, allow_nan=False)
+        if arguments.json == "-":
+            print(as_json)
+            return Exit.DONE
+        Path(arguments.json).write_text(as_json + "\n")
     if text:
         print(text)
     return Exit.DONE
 
 
-def train(arguments: Arguments) -> int:
-    config = configuration(arguments)
-    from spmd_lm.train.loop import train
+def finite(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
-        code = train(config)
+
+def train(arguments: Arguments) -> int:
+    with StopSignals() as signals:  # from here on: the import below takes seconds
+        config = configuration(arguments)
+        from spmd_lm.train.loop import train
+
+        with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
+            code = train(config, signals)
     if arguments.json:
         deliver(arguments, {"directory": str(config.run.directory), "exit_code": int(code)}, "")
     return code
@@ -166,7 +179,13 @@ def evaluate(arguments: Arguments) -> int:
     from spmd_lm.train.evaluate import evaluate_run
 
     result = evaluate_run(config)
-    return deliver(arguments, result, "\n".join(f"{key:<16}{value:,.10g}" for key, value in result.items()))
+    code = deliver(arguments, result, "\n".join(f"{key:<16}{value:,.10g}" for key, value in result.items()))
+    if not math.isfinite(result["eval_loss"]):
+        raise NonFiniteError(
+            f"{config.run.directory}: at step {result['step']} eval_loss is {result['eval_loss']:g}. Lower optim.lr, "
+            "lengthen optim.warmup, or set precision.compute=float32, and train again in a new run.dir."
+        )
+    return code
 
 
 def generate(arguments: Arguments) -> int:
@@ -207,7 +226,7 @@ VERBS = {
     "train": Verb("trains, or resumes the run in run.dir", train),
     "eval": Verb("perplexity of a run's newest checkpoint on its validation text", evaluate),
     "generate": Verb("samples text from a run's newest checkpoint", generate, generate_options),
-    "plan": Verb("prints mesh, shardings, memory and communication, and trains nothing", plan),
+    "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan),
     "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench, bench_options),
     "config": Verb("prints the resolved YAML", show),
 }

@@ -15,6 +15,7 @@ CACHE = Path(__file__).parent.parent / ".cache"
 # The same examples every time: a failure on one machine is a failure on all.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("suite")
+hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,5 +1,8 @@
 import json
+import math
+import os
 import resource
+import signal
 import subprocess
 import sys
 import types
@@ -12,6 +15,7 @@ from spmd_lm.cli import VERBS, main
 from spmd_lm.config.load import dump, load
 from spmd_lm.errors import CheckpointError, Exit
 from spmd_lm.generate import Sampling
+from spmd_lm.runtime.signals import StopSignals
 
 DEBUG = str(Path(__file__).parents[1] / "configs" / "debug.yaml")
 
@@ -70,11 +74,30 @@ def test_json_goes_to_a_file_and_the_text_to_the_screen(capsys, tmp_path, work):
 def test_train_hands_on_the_exit_code_of_the_loop(capsys, work):
     calls = work("spmd_lm.train.loop", "train", Exit.PREEMPTED)
     assert main(["train", DEBUG, "train.steps=7"]) == Exit.PREEMPTED
-    assert calls == [(load(DEBUG, ["train.steps=7"]),)]
+    ((config, signals),) = calls
+    assert config == load(DEBUG, ["train.steps=7"]) and isinstance(signals, StopSignals)
+
+
+def test_a_signal_that_comes_while_the_loop_is_imported_is_the_loops(work):
+    caught = []
+    before = signal.signal(signal.SIGTERM, lambda *_: caught.append("by nobody"))
+
+    def imported(name: str):
+        if name != "train":
+            raise AttributeError(name)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return lambda config, signals: caught.append(signals.received) or Exit.PREEMPTED
+
+    try:
+        work("spmd_lm.train.loop", "main", None, __getattr__=imported)
+        assert main(["train", DEBUG]) == Exit.PREEMPTED
+        assert caught == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_train_leaves_standard_output_to_json(capsys, work):
-    work("spmd_lm.train.loop", "train", lambda config: print("step 1") or Exit.DONE)
+    work("spmd_lm.train.loop", "train", lambda config, signals: print("step 1") or Exit.DONE)
     assert main(["train", DEBUG, "--json", "-"]) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out), err) == ({"directory": "runs/debug", "exit_code": 0}, "step 1\n")
@@ -89,6 +112,20 @@ def test_a_run_is_read_from_its_directory_wherever_that_is_now(work, tmp_path, c
     (tmp_path / "config.yaml").unlink()
     assert main(["eval", str(tmp_path)]) == Exit.CONFIG
     assert "no config.yaml" in errors(capsys)[0]
+
+
+def test_a_loss_that_is_no_number_ends_an_evaluation_with_its_exit_code(work, tmp_path, capsys):
+    work("spmd_lm.train.evaluate", "evaluate_run", {"step": 7, "eval_loss": math.nan, "eval_perplexity": math.inf})
+    target = tmp_path / "eval.json"
+    assert main(["eval", DEBUG, "--json", str(target)]) == Exit.NON_FINITE
+    assert json.loads(target.read_text()) == {"step": 7, "eval_loss": None, "eval_perplexity": None}
+    assert capsys.readouterr().err.startswith("error: runs/debug: at step 7 eval_loss is nan. Lower optim.lr, ")
+
+
+def test_json_has_null_where_there_is_no_number(work, capsys):
+    work("spmd_lm.bench", "bench", {"mfu": -math.inf, "seconds": {"all": [1.5, math.nan]}}, render=str)
+    assert main(["bench", DEBUG, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"mfu": None, "seconds": {"all": [1.5, None]}}
 
 
 def test_generate_takes_prompts_and_sampling(capsys, work):

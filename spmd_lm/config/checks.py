@@ -102,7 +102,7 @@ def schedule_descends(optim: AdamW, train: Train) -> Messages:
 
 
 def parameters_hold_compute(precision: Precision) -> Messages:
-    if BITS[precision.params] < BITS[precision.compute]:
+    if 16 < BITS[precision.params] < BITS[precision.compute]:  # 16: not_in_this_version says so
         yield (
             f"precision.params={precision.params} is narrower than precision.compute={precision.compute}. "
             f"Use precision.params={precision.compute}, or precision.compute={precision.params}."
@@ -117,23 +117,56 @@ def kernel_has_dropout(model: Model) -> Messages:
         )
 
 
-def not_in_this_version(parallel: Parallel, precision: Precision, run: Run) -> Messages:
+def kernel_takes_shapes(model: Model, precision: Precision) -> Messages:
+    """What an explicit choice would meet as a traceback; `auto` chooses by what is there."""
+    asked, otherwise = f"model.attention={model.attention}", "model.attention=xla"
+    if model.attention == "cudnn" and BITS[precision.compute] != 16:
+        yield (
+            f"{asked} with precision.compute={precision.compute}: cuDNN takes 16-bit types. "
+            f"Use precision.compute=bfloat16, or {otherwise}."
+        )
+    fits = [n for n in divisors(model.width) if _cudnn_takes(model.width // n)]
+    if model.attention == "cudnn" and model.width % model.heads == 0 and not _cudnn_takes(model.head_width):
+        heads = f"{_nearest('model.heads', model.heads, fits)}, or " if fits else ""
+        yield (
+            f"{asked} with model.width={model.width} and model.heads={model.heads}: heads are {model.head_width} wide, "
+            f"and cuDNN takes multiples of 8 up to 128. Use {heads}{otherwise}."
+        )
+    if model.attention == "splash" and model.context % 128:
+        contexts = _nearest("model.context", model.context, multiples(model.context, 128))
+        yield (
+            f"{asked} with model.context={model.context}: splash takes multiples of 128 positions. "
+            f"Use {contexts}, or {otherwise}."
+        )
+
+
+def _cudnn_takes(head_width: int) -> bool:
+    return head_width % 8 == 0 and head_width <= 128  # from Hopper on 256, but a configuration knows no device
+
+
+def not_in_this_version(parallel: Parallel, precision: Precision) -> Messages:
     """Refused, since a key that is read and then ignored would be a lie."""
-    others = parallel.pipe * parallel.replica * parallel.model
-    data = parallel.data if parallel.data > 0 else run.simulate_devices / others  # 0: open until the devices are known
     refused = [
         ("parallel.pipe", parallel.pipe, parallel.pipe > 1, 1),
-        ("parallel.zero", parallel.zero, parallel.zero > 0 and data != 1, 0),
-        ("parallel.sequence", "true", parallel.sequence and parallel.model > 1, "false"),
         ("parallel.chunks", parallel.chunks, parallel.chunks > 1, 1),
         ("parallel.reduce_once", "true", parallel.reduce_once, "false"),
         ("precision.loss_scale", precision.loss_scale, precision.loss_scale == "dynamic", "none"),
     ]
-    for key in ("params", "compute", "reduce"):  # its range needs a loss scale
+    for key in ("compute", "reduce"):  # its range needs a loss scale
         refused.append((f"precision.{key}", "float16", getattr(precision, key) == "float16", "bfloat16"))
     for name, value, asked, instead in refused:
         if asked:
             yield f"{name}={value} is not in this version. Use {name}={instead}."
+    if BITS[precision.params] == 16:
+        yield (
+            f"precision.params={precision.params} is not in this version: moments and accumulated gradients would be "
+            "16-bit. Use precision.params=float32."
+        )
+
+
+def sharding_not_in_this_version(parallel: Parallel, run: Run) -> Messages:
+    """Of `zero` and `sequence`, which change nothing over one device."""
+    yield from _not_sharded(parallel, run.simulate_devices)
 
 
 CHECKS: tuple[Callable[..., Messages], ...] = (
@@ -147,7 +180,9 @@ CHECKS: tuple[Callable[..., Messages], ...] = (
     schedule_descends,
     parameters_hold_compute,
     kernel_has_dropout,
+    kernel_takes_shapes,
     not_in_this_version,
+    sharding_not_in_this_version,
 )
 
 
@@ -168,7 +203,22 @@ def subjects(message: str) -> list[tuple[str, str]]:
 
 def check_devices(config: RunConfig, devices: int) -> list[str]:
     """What keeps `config` from running on exactly this many devices."""
-    return list(_layout(config.parallel, config.train, devices))
+    return [*_layout(config.parallel, config.train, devices), *_not_sharded(config.parallel, devices)]
+
+
+def _not_sharded(parallel: Parallel, devices: int) -> Messages:
+    """devices: 0 where they are not known yet.  A degree of `data` that is open, or that no layout has, counts as 1."""
+    filled, rest = divmod(devices, parallel.pipe * parallel.replica * parallel.model)
+    data = parallel.data if parallel.data > 0 else 1 if rest else max(filled, 1)
+    for key, value, axis, degree, instead in (
+        ("zero", str(parallel.zero), "data", parallel.replica * data, "0"),
+        ("sequence", "true", "model", parallel.model, "false"),
+    ):
+        if getattr(parallel, key) and degree > 1:
+            yield (
+                f"parallel.{key}={value} is not in this version, and {axis} parallelism is of degree {degree}. "
+                f"Use parallel.{key}={instead}."
+            )
 
 
 def _layout(parallel: Parallel, train: Train, devices: int) -> Messages:

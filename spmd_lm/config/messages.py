@@ -51,6 +51,7 @@ TYPES = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_pattern_mismatch": "letters, digits, '.', '_' or '-', not beginning with '.'",  # run.name alone
     "list_type": "a list",
     "model_type": "a mapping of keys",
     "model_attributes_type": "a mapping of keys",
@@ -102,7 +103,7 @@ def wrong_value(section: str, key: str, errors: list[dict[str, Any]]) -> str:
     kind, got, context = errors[0]["type"], errors[0]["input"], errors[0].get("ctx", {})
     if kind.startswith("union_tag") or kind in ("missing", "literal_error"):
         return f"{section}.{key}: " + _choose(section, key, kind, errors[0])
-    bound = next((f"{words} {context[name]:g}" for name, words in BOUNDS.items() if name in context), None)
+    bound = next((f"{words} {context[name]:.15g}" for name, words in BOUNDS.items() if name in context), None)
     if bound:
         what = f"must be {bound}, got {_show(got)}"
     elif all(error["type"] in TYPES for error in errors):
@@ -159,6 +160,8 @@ def _mend(kind: str, got: Any) -> str:
         return f" Write {int(got)}."
     if kind == "string_type" and isinstance(got, bool | int | float):
         return f' Quote it: "{got}".'
+    if kind == "string_pattern_mismatch" and (fitting := re.sub(r"[^\w.-]+", "-", got).strip(".-")):
+        return f" Write {fitting}."
     if kind in ("int_type", "float_type") and isinstance(got, str) and re.fullmatch(r"[-+.eE\d]+", got):
         return f" Write {got}, without quotes."
     return ""

@@ -24,7 +24,7 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    name: str = "run"
+    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")] = "run"  # a directory under runs/
     dir: str | None = None  # default: runs/<name>
     simulate_devices: Natural = 0  # CPU devices to pretend to have; 0 takes what is there
 
@@ -64,6 +64,7 @@ class CausalLM(Section):
 
 
 class Data(Section):
+    source: str  # which of the classes below; stands first in what is written
     tokenizer: Literal["bytes"] = "bytes"
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the documents; of a single document, its end
 
@@ -138,7 +139,7 @@ class Remat(Section):
 class Train(Section):
     steps: Count
     batch: Count  # sequences per step, over all devices
-    seed: Natural = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # one word of the dropout generator's key
     log_every: Count = 10
     eval_every: Natural = 0  # 0: never
     eval_batches: Count = 8  # batches of validation sequences in one evaluation

@@ -9,6 +9,7 @@ from spmd_lm.config.checks import check_devices
 from spmd_lm.config.load import load
 from spmd_lm.errors import ConfigError
 
+CUDNN = "model.attention=cudnn model.attention_dropout=0 precision.compute=bfloat16"
 DEBUG = Path(__file__).parents[2] / "configs" / "debug.yaml"  # 4 layers, 8 heads, width 64, context 64, batch 16
 
 
@@ -80,12 +81,50 @@ def problems(*overrides: str) -> list[str]:
             "optim.warmup=0, or optim.decay_steps=80",
         ),
         (
-            "precision.params=bfloat16",
-            "precision.params=bfloat16 is narrower than precision.compute=float32",
-            "precision.params=float32, or precision.compute=bfloat16",
+            "precision.compute=float64",
+            "precision.params=float32 is narrower than precision.compute=float64",
+            "precision.params=float64, or precision.compute=float32",
         ),
         (
-            "model.attention=splash",
+            "precision.params=bfloat16",
+            "precision.params=bfloat16 is not in this version: moments and accumulated gradients would be 16-bit",
+            "precision.params=float32",
+        ),
+        (
+            "precision.params=float16 precision.compute=bfloat16",
+            "precision.params=float16 is not in this version: moments and accumulated gradients would be 16-bit",
+            "precision.params=float32",
+        ),
+        (
+            "model.attention=cudnn model.attention_dropout=0",
+            "model.attention=cudnn with precision.compute=float32: cuDNN takes 16-bit types",
+            "precision.compute=bfloat16, or model.attention=xla",
+        ),
+        (
+            f"{CUDNN} model.width=1024 model.heads=4",
+            "model.attention=cudnn with model.width=1024 and model.heads=4: heads are 256 wide, "
+            "and cuDNN takes multiples of 8 up to 128",
+            "model.heads=8 or 16, or model.attention=xla",
+        ),
+        (
+            f"{CUDNN} model.width=96 model.heads=8",
+            "model.attention=cudnn with model.width=96 and model.heads=8: heads are 12 wide, "
+            "and cuDNN takes multiples of 8 up to 128",
+            "model.heads=4 or 6, or model.attention=xla",
+        ),
+        (
+            f"{CUDNN} model.width=60 model.heads=4",
+            "model.attention=cudnn with model.width=60 and model.heads=4: heads are 15 wide, "
+            "and cuDNN takes multiples of 8 up to 128",
+            "model.attention=xla",
+        ),
+        (
+            "model.attention=splash model.attention_dropout=0 model.context=200",
+            "model.attention=splash with model.context=200: splash takes multiples of 128 positions",
+            "model.context=128 or 256, or model.attention=xla",
+        ),
+        (
+            "model.attention=splash model.context=128",
             "model.attention=splash with model.attention_dropout=0.1: these kernels have no such dropout",
             "model.attention=xla, or model.attention_dropout=0",
         ),
@@ -99,8 +138,6 @@ def test_what_sections_disagree_on_is_told_with_the_nearest_that_would_do(overri
     ("overrides", "asked", "use"),
     [
         ("parallel.pipe=2", "parallel.pipe=2", "parallel.pipe=1"),
-        ("parallel.zero=1", "parallel.zero=1", "parallel.zero=0"),
-        ("parallel.sequence=true parallel.model=2", "parallel.sequence=true", "parallel.sequence=false"),
         ("parallel.chunks=2", "parallel.chunks=2", "parallel.chunks=1"),
         ("parallel.reduce_once=true", "parallel.reduce_once=true", "parallel.reduce_once=false"),
         ("precision.loss_scale=dynamic", "precision.loss_scale=dynamic", "precision.loss_scale=none"),
@@ -112,14 +149,47 @@ def test_what_this_version_does_not_do_is_refused(overrides, asked, use):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "axis", "degree", "setting"),
+    [
+        ("parallel.zero=1 parallel.data=2", "data", 2, "parallel.zero=1"),
+        ("parallel.zero=2 parallel.replica=2", "data", 2, "parallel.zero=2"),
+        ("parallel.zero=3 parallel.data=1 parallel.replica=2", "data", 2, "parallel.zero=3"),
+        ("parallel.zero=1 parallel.model=2 run.simulate_devices=8", "data", 4, "parallel.zero=1"),
+        ("parallel.sequence=true parallel.model=2", "model", 2, "parallel.sequence=true"),
+    ],
+)
+def test_what_would_be_sharded_over_more_than_one_device_is_refused(overrides, axis, degree, setting):
+    use = setting.replace("true", "false") if "true" in setting else "parallel.zero=0"
+    what = f"{setting} is not in this version, and {axis} parallelism is of degree {degree}"
+    assert problems(*overrides.split()) == [f"{what}. Use {use}."]
+
+
+def test_zero_is_refused_once_the_devices_are_known():
+    config = load(DEBUG, ["parallel.zero=1", "parallel.model=2"])
+    assert check_devices(config, 2) == []
+    assert check_devices(config, 8) == [
+        "parallel.zero=1 is not in this version, and data parallelism is of degree 4. Use parallel.zero=0."
+    ]
+
+
+@pytest.mark.parametrize("devices", [4, 12])
+def test_zero_is_not_blamed_for_a_layout_that_there_is_not(devices):
+    (problem,) = problems("parallel.zero=1", "parallel.model=8", f"run.simulate_devices={devices}")
+    assert problem.startswith(f"parallel.model=8 does not divide {devices} devices")
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
+        "parallel.zero=1",  # on one device, as it may turn out
         "parallel.sequence=true",  # over one device of `model`, nothing changes
         "parallel.zero=3 parallel.data=1",
         "parallel.zero=3 run.simulate_devices=4 parallel.model=4",
         "optim.warmup=30 optim.decay=constant",
         "precision.params=float64 precision.compute=float32",
-        "model.attention=splash model.attention_dropout=0",
+        "model.attention=splash model.attention_dropout=0 model.context=128",
+        CUDNN,  # heads of 8
+        f"{CUDNN} model.width=1024",  # of 128
         "data.source=synthetic model.vocab=16",
         "run.simulate_devices=8 parallel.model=2 parallel.replica=2 parallel.microbatches=4",
     ],

@@ -1,12 +1,14 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
 from spmd_lm.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+NAME = "run.name: expected letters, digits, '.', '_' or '-', not beginning with '.'"
 TINY = """
 model: {layers: 2, width: 64, heads: 8, context: 32, vocab: 256}
 data: {source: python-stdlib}
@@ -43,6 +45,26 @@ def test_every_shipped_configuration_loads_and_reads_back_equal(path, tmp_path):
     written.write_text(dump(config))
     assert load(written) == config
     assert list(config.model_dump()) == [line[:-1] for line in dump(config).splitlines() if line[0] != " "]
+
+
+@pytest.mark.parametrize("source", ["python-stdlib", "text", "synthetic"])
+def test_what_a_section_is_stands_before_its_keys(source, write):
+    write(a=TINY)
+    path = ["data.path=x"] if source == "text" else []
+    written = yaml.safe_load(dump(load("a.yaml", [f"data.source={source}", *path])))
+    firsts = {name: next(iter(section)) for name, section in written.items()}
+    assert {name: firsts[name] for name in ("model", "objective", "data", "optim")} == {
+        "model": "kind",
+        "objective": "kind",
+        "data": "source",
+        "optim": "kind",
+    }
+
+
+@pytest.mark.parametrize("name", ["a", "gpt2-124m_v1.5", "_", "-x", "été"])
+def test_a_run_may_be_called(name, write):
+    write(a=TINY)
+    assert load("a.yaml", [f"run.name={name}"]).run.directory == Path("runs", name)
 
 
 def test_overrides_are_yaml_on_the_same_paths(write):
@@ -113,6 +135,15 @@ def test_all_problems_are_told_at_once_each_with_its_origin(write):
         ("model.scan=yes", "model.scan: expected true or false, got 'yes'. Write true."),
         ("run.name=3", 'run.name: expected text, got 3. Quote it: "3".'),
         ("optim.lr=fast", "optim.lr: expected a number, got 'fast'."),
+        ("run.name=a/b c", f"{NAME}, got 'a/b c'. Write a-b-c."),
+        ("run.name=..", f"{NAME}, got '..'. The default is 'run'."),
+        ("run.name=.hidden", f"{NAME}, got '.hidden'. Write hidden."),
+        ("run.name=''", f"{NAME}, got ''. The default is 'run'."),
+        ('run.name="a\\n"', f"{NAME}, got 'a\\n'. Write a."),
+        ("train.seed=4294967296", "train.seed: must be less than 4294967296, got 4294967296. The default is 0."),
+        ("train.seed=-1", "train.seed: must be at least 0, got -1."),
+        ("optim.lr=.inf", "optim.lr: expected a finite number, got inf."),
+        ("optim.clip=.nan", "optim.clip: expected a finite number, got nan. The default is 1.0."),
         ("optim.lr=-1", "optim.lr: must be more than 0, got -1."),
         ("optim.lr='1e-3'", "optim.lr: expected a number, got '1e-3'. Write 1e-3, without quotes."),
         ("model.dropout=1.5", "model.dropout: must be less than 1, got 1.5. The default is 0.1."),
