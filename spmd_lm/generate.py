@@ -6,6 +6,6 @@ from spmd_lm.train.sample import Sampling, sample_text
 
 
 def generate_run(config: RunConfig, prompts: list[str], sampling: Sampling) -> list[str]:
-    """Each prompt and what the model adds to it; with no prompt, a document of its own."""
-    program, state = open_run(config)
-    return sample_text(program, state.params, prompts or [""], sampling)
+    """Each prompt and what the model adds to it; an empty one begins a document."""
+    program, params, _ = open_run(config)
+    return sample_text(program, params, prompts, sampling)

@@ -21,14 +21,20 @@ class Collective:
 
 
 def _groups(text: str) -> frozenset[frozenset[int]]:
-    """From {{0,1},{2,3}}, or from [groups,size]<=[dims]T(order), short for a reshaped and transposed range."""
-    if written := re.search(r"replica_groups=\{(\{.*?\})\}", text):
-        return frozenset(frozenset(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", written[1]))
-    short = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    assert short, text
-    shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in short.groups())
-    rows = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape)
-    return frozenset(frozenset(row) for row in rows.tolist())
+    """In XLA's ways to write them: in full; as a range, reshaped and transposed; as axes of a mesh (jax 0.12)."""
+    if full := re.search(r"replica_groups=\{(\{.*?\})\}", text):
+        rows = [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", full[1])]
+    elif cut := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in cut.groups())
+        rows = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape).tolist()
+    else:
+        meshed = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text)
+        assert meshed, text
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", meshed[1])}
+        within = [list(sizes).index(axis) for axis in re.findall(r"'(\w+)'", meshed[2])]
+        ids = np.moveaxis(np.arange(math.prod(sizes.values())).reshape(*sizes.values()), within, range(-len(within), 0))
+        rows = ids.reshape(-1, math.prod(ids.shape[-len(within) :])).tolist()
+    return frozenset(map(frozenset, rows))
 
 
 def collectives(text: str) -> list[Collective]:

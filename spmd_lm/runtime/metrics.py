@@ -37,13 +37,31 @@ def read_records(path: Path) -> list[Record]:
     """The records of a metrics.jsonl, less a last line that a crash cut short; none where there is no file."""
     if not path.exists():
         return []
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")  # what follows the last newline was never finished
     try:
-        return [json.loads(line) for line in lines]
+        *lines, _ = path.read_bytes().split(b"\n")  # what follows the last newline was never finished
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Move it away.") from error
+    return [_record(line, f"{path}: line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _record(line: bytes, where: str) -> Record:
+    try:
+        record = json.loads(line.decode("utf-8"))
+        _expect(record, {"step": int})
     except ValueError as error:
         raise CheckpointError(
-            f"{path}: a line is not JSON ({error}). Mend that line, or move the file away."
+            f"{where} is not a step's record ({error}). Mend that line, or move the file away."
         ) from error
+    return record
+
+
+def _expect(value: Any, kinds: dict[str, type]) -> None:
+    """Raises ValueError unless it is a JSON object with these keys of these types."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, got {value!r:.40}")
+    for key, kind in kinds.items():
+        if type(value.get(key)) is not kind:
+            raise ValueError(f"'{key}' is {value.get(key, 'missing')!r:.40}")
 
 
 class MetricsLog:
@@ -94,8 +112,10 @@ class Status:
         if not os.path.exists(path):  # unlike Path.exists, false where it may not look
             return None
         try:
-            return cls(path, **json.loads(path.read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            _expect(fields, {"state": str, "step": int, "restarts": int, "goodput": dict})
+            return cls(path, **fields)
+        except (OSError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: not a status that we wrote ({error}). Move the file away.") from error
 
     def write(self, **changes: Any) -> None:

@@ -15,11 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
+from pydantic import ValidationError
 
 import spmd_lm
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
 
 Tree = Any  # a pytree, here a TrainState: canonical shapes, any sharding
+Config = dict[str, Any]  # a RunConfig as JSON
 Meta = dict[str, Any]  # JSON: config, data, versions
 
 # Orbax writes this file last: before the rename, or instead of it on a file system that has none.
@@ -27,11 +30,11 @@ COMMITTED = "commit_success.txt"
 
 # Differences in these make another model, for which a saved state is meaningless.
 IDENTITY = ("model", "objective", "precision.params")
-# ... except how a layer is computed, which may change from one machine to the next.
-MEANS = ("model.scan", "model.attention")
+# ... except how a layer is computed and how it is regularized: the saved arrays mean the same.
+NOT_IDENTITY = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout")
 
 
-def make_meta(config: Meta, samples: int, fingerprint: str) -> Meta:
+def make_meta(config: Config, samples: int, fingerprint: str) -> Meta:
     """What stands beside a state: the resolved config, the position in the data, and who wrote it."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint")
     versions = {"spmd_lm": spmd_lm.__version__} | {name: version(name) for name in packages}
@@ -67,15 +70,11 @@ class Checkpointer:
 
         Raises CheckpointError, before any array is read, for a leaf too many or too few, or of another shape or dtype.
         """
-        with self._reading(step) as path:
-            saved = ocp.metadata(path, "state").metadata
-            if saved is None:  # orbax tells the reason to its log alone
-                raise ValueError("the description of its arrays is missing or damaged")
-        if problems := _differences(_leaves(saved), _leaves(abstract_state)):
-            raise CheckpointError("\n".join([f"{path} holds another state than this configuration makes:", *problems]))
-        with self._reading(step) as path:
-            state = ocp.load_checkpointables(path, {"state": abstract_state})["state"]
-        return state, self.meta(step)
+        return self._load(step, abstract_state), self.meta(step)
+
+    def restore_params(self, step: int, abstract_params: Tree) -> Tree:
+        """The parameters of `step` alone, a third of the state, as `restore` would give them."""
+        return self._load(step, {"params": abstract_params}, part=True)["params"]
 
     def save(self, step: int, state: Tree, meta: Meta) -> None:
         """Saves, in the background if asynchronous; raises CheckpointError if this save or the one before it failed."""
@@ -105,6 +104,21 @@ class Checkpointer:
         if writer is not None:
             with self._writing():
                 writer.close()
+
+    def _load(self, step: int, abstract: Tree, part: bool = False) -> Tree:
+        """The saved state; if `part`, only those of its fields that `abstract` has."""
+        with self._reading(step) as path:
+            saved = ocp.metadata(path, "state").metadata
+            if saved is None:  # orbax tells the reason to its log alone
+                raise ValueError("the description of its arrays is missing or damaged")
+        if part:
+            saved = {name: field for name, field in saved.items() if name in abstract}
+        if problems := _differences(_leaves(saved), _leaves(abstract)):
+            raise CheckpointError("\n".join([f"{path} holds another state than this configuration makes:", *problems]))
+        context = ocp.Context()
+        context.pytree.loading.partial_load = part
+        with self._reading(step) as path, context:
+            return ocp.load_checkpointables(path, {"state": abstract})["state"]
 
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
@@ -175,22 +189,30 @@ def _differences(old: dict, new: dict) -> list[str]:
     ]
 
 
-def check_same_run(saved: Meta, config: Meta, directory: Path) -> list[str]:
-    """What differs between a checkpoint's config and today's, a line each, if a run may go on in spite of it.
+def check_same_run(saved: Config, config: Config, directory: Path) -> list[str]:
+    """What differs between a run's saved config and today's, a line each, if it may go on in spite of it.
 
     Raises CheckpointError where the difference makes another model."""
-    old, new = dict(_flatten(saved)), dict(_flatten(config))
+    old, new = dict(_flatten(_with_defaults(saved))), dict(_flatten(config))
     changed = {
         key: f"  {key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     }
-    if other := [line for key, line in changed.items() if _under(key, IDENTITY) and not _under(key, MEANS)]:
-        lines = [f"{directory} holds checkpoints of another model (saved -> asked for):", *other]
+    if other := [line for key, line in changed.items() if _under(key, IDENTITY) and not _under(key, NOT_IDENTITY)]:
+        lines = [f"{directory} holds a run of another model (saved -> asked for):", *other]
         raise CheckpointError(
             "\n".join([*lines, "Choose another run.dir, or put these values back. Nothing was changed."])
         )
     return [line for key, line in changed.items() if not _under(key, ("run",))]
+
+
+def _with_defaults(saved: Config) -> Config:
+    """A key added since it was saved stood at its default; where the schema moved on further, what was saved."""
+    try:
+        return RunConfig.model_validate(saved).model_dump(by_alias=True)
+    except ValidationError:
+        return saved
 
 
 def _under(key: str, sections: tuple[str, ...]) -> bool:

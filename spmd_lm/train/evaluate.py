@@ -9,7 +9,6 @@ from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.train.checkpoint import Checkpointer, check_same_run
 from spmd_lm.train.program import Program
-from spmd_lm.train.state import TrainState
 
 
 def validation_loader(config: RunConfig, corpus: Corpus) -> ValidationLoader:
@@ -30,22 +29,22 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf  # exp(709.8) is the last finite one
 
 
-def open_run(config: RunConfig) -> tuple[Program, TrainState]:
-    """A run's newest checkpoint, laid out as `config` says.  CheckpointError if there is none, or it is of another
-    model."""
+def open_run(config: RunConfig) -> tuple[Program, Tree, int]:
+    """A run's newest parameters, laid out as `config` says, and their step.  CheckpointError if there are none, or they
+    are of another model."""
     saves = Checkpointer(config.run.directory / "checkpoints")
     newest = saves.latest()
     if newest is None:
         raise CheckpointError(f"{saves.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
     check_same_run(saves.meta(newest)["config"], config.model_dump(by_alias=True), saves.directory)
     program = Program(config)
-    state, _ = saves.restore(newest, program.abstract_canonical())
-    return program, program.place(state)
+    params = saves.restore_params(newest, program.abstract_canonical().params)
+    return program, program.place_params(params), newest
 
 
 def evaluate_run(config: RunConfig) -> dict:
     """`spmd-lm eval`: loss and perplexity of a run's newest checkpoint on its validation text."""
-    program, state = open_run(config)
+    program, params, step = open_run(config)
     corpus = load(config.data, config.train.seed, config.model.vocab)
-    loss, tokens = validation_loss(program, state.params, validation_loader(config, corpus))
-    return {"step": int(state.step), "eval_loss": loss, "eval_perplexity": perplexity(loss), "tokens": int(tokens)}
+    loss, tokens = validation_loss(program, params, validation_loader(config, corpus))
+    return {"step": step, "eval_loss": loss, "eval_perplexity": perplexity(loss), "tokens": int(tokens)}

@@ -4,19 +4,20 @@ Step k + 1 follows from the state after step k and the config alone, so that a r
 newest checkpoint as if it had not."""
 
 import signal
-import stat
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from spmd_lm.config.load import dump
+from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import RunConfig, Synthetic
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.sources import Corpus, load
-from spmd_lm.errors import ConfigError, Exit, UserError
+from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
+from spmd_lm.runtime.claim import claimed
 from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, plot_loss, read_records, write_atomically
 from spmd_lm.runtime.progress import Progress, describe, duration
 from spmd_lm.runtime.signals import StopSignals
@@ -34,46 +35,54 @@ STOPPED = {signal.SIGTERM: Exit.PREEMPTED, signal.SIGINT: Exit.INTERRUPTED}
 PROMPTS = ["", "The ", "def "]  # of samples.txt
 
 
-def train(config: RunConfig) -> Exit:
+def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
     """Trains the run in run.dir up to train.steps, from its newest checkpoint if it has one.
 
-    Raises ConfigError for a layout that is impossible or a directory that cannot be written, CheckpointError for
-    checkpoints of another model, damaged or not saved, DataError, and NonFiniteError; none harms what was saved before.
+    signals: those that the caller watches already; none: watched from here on.
+    Raises ConfigError for a layout that is impossible or a directory that cannot be written or is in use,
+    CheckpointError for a run of another model or checkpoints damaged or not saved, DataError, and NonFiniteError; none
+    harms what was saved before.
     """
     directory = config.run.directory
     progress = Progress(config.train.steps, quiet=jax.process_index() > 0)
     saves = Checkpointer(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
-    with StopSignals() as signals, closing(saves):
-        changes = changes_since(saves, config)
+    watched: AbstractContextManager[StopSignals] = nullcontext(signals) if signals else StopSignals()
+    with watched as signals, closing(saves):
         before = Status.read(directory)
+        notices = check_model(config, saves, before)
         if before and before.state == "done" and before.step >= config.train.steps:
             progress.say(f"{directory} has its {before.step} steps: nothing to do. Raise train.steps to go on.")
             return Exit.DONE
+        check_position(config, saves, before)
 
         status = next_life(directory, before, saves.latest() or 0)
         clock = Clock(status.goodput)
         with clock.time("init"):
             program = Program(config)
             progress.say(plans.summary(plans.describe(config, program.plan)))
-            claim(directory)
-            corpus = load(config.data, config.train.seed, config.model.vocab)
-            loader = training_loader(config, corpus)
-            progress.say(corpus.describe())
-            for change in changes:
-                progress.say(change)
-        with recorded(config, status, clock) as log:
+        with claimed(directory, progress.say), failure_told(status, clock):
             with clock.time("init"):
+                corpus = load(config.data, config.train.seed, config.model.vocab)
+                loader = training_loader(config, corpus)
+                for line in (corpus.describe(), *notices):
+                    progress.say(line)
                 state, step = first_state(program, saves, corpus, progress)
-            run = Run(config, program, corpus, saves, status, clock, log, progress, state, step)
-            hooks: list[Hook] = [Evaluate(run), Log(run), Save(run)]
-            with progress.compiling(usually=status.compile_seconds), clock.time("compile"):
-                status.compile_seconds = program.compile()
-            run.publish()
-            take_steps(run, loader, hooks, signals)
-            if run.step >= config.train.steps:
-                return finish(run)
-            assert signals.received is not None
-            return stop(run, STOPPED[signals.received])
+            with open_files(config, status) as log:
+                run = Run(config, program, corpus, saves, status, clock, log, progress, state, step)
+                return carry_out(run, loader, signals)
+
+
+def carry_out(run: Run, loader: Loader, signals: StopSignals) -> Exit:
+    """Compiles, takes the steps, and ends in good order."""
+    hooks: list[Hook] = [Evaluate(run), Log(run), Save(run)]
+    with run.progress.compiling(usually=run.status.compile_seconds), run.clock.time("compile"):
+        run.status.compile_seconds = run.program.compile()
+    run.publish()
+    take_steps(run, loader, hooks, signals)
+    if run.step >= run.config.train.steps:
+        return finish(run)
+    assert signals.received is not None
+    return stop(run, STOPPED[signals.received])
 
 
 def training_loader(config: RunConfig, corpus: Corpus) -> Loader:
@@ -140,22 +149,63 @@ def stop(run: Run, code: Exit) -> Exit:
             run.save()
             run.checkpoints.wait()
     run.publish(state="preempted", exit_code=int(code))
-    run.progress.say(
-        f"stopped after step {run.step} of {run.config.train.steps}, saved. The same command goes on from here."
-    )
+    if run.step == 0:
+        run.progress.say("stopped before the first step: nothing was done, so nothing was saved. Start it again.")
+    else:
+        here = f"stopped after step {run.step} of {run.config.train.steps}, saved"
+        run.progress.say(f"{here}. The same command goes on from here.")
     return code
 
 
-# --- the run's directory ------------------------------------------------------------------------------------
+# --- what a run was before ----------------------------------------------------------------------------------
 
 
-def changes_since(saves: Checkpointer, config: RunConfig) -> list[str]:
-    """What the newest checkpoint was told otherwise, a line each; CheckpointError if it is of another model."""
+def check_model(config: RunConfig, saves: Checkpointer, before: Status | None) -> list[str]:
+    """What is otherwise than in the run's life before, for its reader; CheckpointError if that was another model's."""
     newest = saves.latest()
-    if newest is None:
+    if newest is not None:
+        saved, since = saves.meta(newest)["config"], f"since step {newest} was saved"
+        notices = []
+    elif before is not None:
+        saved, since = saved_config(config.run.directory), "since then"
+        notices = [f"{config.run.directory} was begun before, but saved no checkpoint: starting again from step 0."]
+    else:
         return []
-    lines = check_same_run(saves.meta(newest)["config"], config.model_dump(by_alias=True), saves.directory)
-    return [f"Changed since step {newest} was saved (then -> now):", *lines] if lines else []
+    lines = check_same_run(saved, config.model_dump(by_alias=True), config.run.directory)
+    return [*notices, f"Changed {since} (then -> now):", *lines] if lines else notices
+
+
+def saved_config(directory: Path) -> dict[str, Any]:
+    """The run's config.yaml: without a checkpoint, the only word on its model."""
+    try:
+        return load_config(directory / "config.yaml").model_dump(by_alias=True)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{directory} has a run without a checkpoint, of which the config.yaml does not say the model:\n{error}\n"
+            f"Mend that file, choose another run.dir, or delete this one."
+        ) from error
+
+
+def check_position(config: RunConfig, saves: Checkpointer, before: Status | None) -> None:
+    """Raises CheckpointError where training cannot go on: no state to go on from, or no such place in the data."""
+    directory, newest, batch = config.run.directory, saves.latest(), config.train.batch
+    if newest is None:
+        if before and before.state == "done":
+            raise CheckpointError(
+                f"{directory} finished its {before.step} steps and kept no checkpoint (checkpoint.every=0), nothing to "
+                f"go on from. Choose another run.dir, or delete this one."
+            )
+        return
+    then = saves.meta(newest)["data"]["samples"] // newest
+    if then != batch:
+        raise CheckpointError(
+            f"{directory} was trained on batches of train.batch={then}, not {batch}: the position in the data is "
+            f"counted in batches, and another batch would skip or repeat text. Put train.batch={then} back, or choose "
+            f"another run.dir."
+        )
+
+
+# --- the run's directory ------------------------------------------------------------------------------------
 
 
 def next_life(directory: Path, before: Status | None, step: int) -> Status:
@@ -167,45 +217,28 @@ def next_life(directory: Path, before: Status | None, step: int) -> Status:
     return status
 
 
-def claim(directory: Path) -> None:
-    """Makes sure, before minutes go into compiling, that the run can write there.  Raises ConfigError."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for place in (directory, directory / "checkpoints"):
-            if place.exists():
-                with tempfile.TemporaryFile(dir=place):
-                    pass
-    except OSError as error:
-        there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-        raise ConfigError(
-            f"run.dir={directory}: cannot be written: {error.strerror}. {there} belongs to {owner(there)} "
-            f"({stat.filemode(there.stat().st_mode)}). Choose another run.dir, or have it given to you."
-        ) from error
-
-
-def owner(path: Path) -> str:
-    try:
-        return path.owner()
-    except (KeyError, NotImplementedError):  # a user without a name, a system without users
-        return f"user {path.stat().st_uid}"
+def open_files(config: RunConfig, status: Status) -> AbstractContextManager[MetricsLog | None]:
+    """The files of a run that has its first state, written by the first process alone."""
+    if jax.process_index() > 0:
+        return nullcontext()
+    directory = config.run.directory
+    log = MetricsLog(directory, after=status.step)  # first: it may refuse what it finds
+    write_atomically(directory / "config.yaml", dump(config))
+    status.write()
+    return closing(log)
 
 
 @contextmanager
-def recorded(config: RunConfig, status: Status, clock: Clock) -> Iterator[MetricsLog | None]:
-    """The run's files while it lives, written by the first process alone; status.json tells what ended it early."""
-    if jax.process_index() > 0:
-        yield None
-        return
-    directory = config.run.directory
-    write_atomically(directory / "config.yaml", dump(config))
-    status.write()
-    with closing(MetricsLog(directory, after=status.step)) as log:
-        try:
-            yield log
-        except BaseException as error:
-            clock.book()
-            status.write(state="failed", exit_code=exit_code(error))
-            raise
+def failure_told(status: Status, clock: Clock) -> Iterator[None]:
+    """What ends a run early is told by its status.json, if it has one yet."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):  # a full disk must not hide the error that we came with
+            if jax.process_index() == 0 and status.path.exists():
+                clock.book()
+                status.write(state="failed", exit_code=exit_code(error))
+        raise
 
 
 def exit_code(error: BaseException) -> int:

@@ -60,9 +60,9 @@ def _refitted(shape: tuple[int, ...], sharding: NamedSharding):
     return jax.jit(lambda x: fit(x, shape), out_shardings=sharding)
 
 
-def _refit(state: TrainState, to: TrainState) -> TrainState:
-    """`state` in the shapes and shardings of `to`."""
-    return jax.tree.map(lambda x, t: x if x.shape == t.shape else _refitted(t.shape, t.sharding)(x), state, to)
+def _refit(tree: Tree, to: Tree) -> Tree:
+    """`tree` in the shapes and shardings of `to`."""
+    return jax.tree.map(lambda x, t: x if x.shape == t.shape else _refitted(t.shape, t.sharding)(x), tree, to)
 
 
 class Program:
@@ -146,6 +146,10 @@ class Program:
     def place(self, canonical: TrainState) -> TrainState:
         """A canonical state, padded and laid out for the step."""
         return _refit(canonical, self.abstract_state())
+
+    def place_params(self, canonical: Tree) -> Tree:
+        """The same of the parameters alone."""
+        return _refit(canonical, self.abstract_state().params)
 
     # ---- steps
 

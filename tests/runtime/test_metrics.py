@@ -32,12 +32,13 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):
     assert logged(tmp_path, [3], after=2) == [1, 2, 3]
 
 
-def test_a_broken_line_is_named_and_nothing_is_dropped(tmp_path):
-    text = 'oops\n{"step": 2}\n'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(CheckpointError, match=r"metrics.jsonl: a line is not JSON .*Mend"):
+@pytest.mark.parametrize("line", [b"oops", b"\xff", b"[]", b"3", b'{"loss": 1.0}', b'{"step": null}'])
+def test_a_broken_line_is_named_and_nothing_is_dropped(tmp_path, line):
+    text = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: line 2 is not a step's record .*Mend.*away"):
         MetricsLog(tmp_path, after=1)
-    assert (tmp_path / "metrics.jsonl").read_text() == text
+    assert (tmp_path / "metrics.jsonl").read_bytes() == text
 
 
 def test_floats_keep_every_bit_and_json_stays_json(tmp_path):
@@ -76,9 +77,25 @@ def test_status_reads_back(tmp_path):
     assert json.loads(status.path.read_text())["state"] == "preempted"
 
 
-@pytest.mark.parametrize("text", ["{", '{"colour": 1}', "[]"])
+OURS = b'{"state": "done", "step": 3, "restarts": 0, "goodput": {}'
+
+
+@pytest.mark.parametrize(
+    "text", [b"{", b"[]", b"3", b"\xff", b"{}", b'{"state": "done"}', OURS + b', "colour": 1}', OURS[:-2] + b"3}"]
+)
 def test_a_status_that_is_not_ours_is_refused(tmp_path, text):
-    (tmp_path / "status.json").write_text(text)
+    (tmp_path / "status.json").write_bytes(OURS + b"}")
+    assert Status.read(tmp_path).step == 3
+    (tmp_path / "status.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"status\.json: not a status .*away"):
+        Status.read(tmp_path)
+
+
+def test_what_is_no_file_is_refused_by_name(tmp_path):
+    for name in ("metrics.jsonl", "status.json"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be read"):
+        read_records(tmp_path / "metrics.jsonl")
     with pytest.raises(CheckpointError, match=r"status\.json: not a status"):
         Status.read(tmp_path)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
 from spmd_lm.train.checkpoint import Checkpointer, check_same_run, make_meta
 
@@ -77,6 +78,9 @@ def test_restores_the_same_bits_on_another_mesh(tmp_path, sizes):
     assert_same_bits(restored, state)
     assert meta == META
     assert restored.params["embedding"].sharding == shardings(state, mesh).params["embedding"]
+    params = Checkpointer(tmp_path).restore_params(7, abstract(state, mesh).params)
+    assert_same_bits(params, state.params)
+    assert params["embedding"].sharding == restored.params["embedding"].sharding
 
 
 def test_keeps_the_newest_and_ignores_what_is_not_a_checkpoint(tmp_path):
@@ -145,6 +149,9 @@ def test_another_state_is_refused_by_name(tmp_path, change, complaint):
     other = State(state.step, change(state.params), state.mu, state.frozen)
     with pytest.raises(CheckpointError, match="another state") as error:
         saver.restore(1, abstract(other, make_mesh(4, 2)))
+    assert complaint in str(error.value)
+    with pytest.raises(CheckpointError, match="another state") as error:
+        saver.restore_params(1, abstract(other, make_mesh(4, 2)).params)
     assert complaint in str(error.value)
 
 
@@ -241,11 +248,31 @@ def test_another_model_is_refused_with_old_and_new(tmp_path, path, value):
 
 
 @pytest.mark.parametrize(
-    "path, value", [("parallel.model", 4), ("precision.compute", "float32"), ("model.scan", False)]
+    "path, value",
+    [
+        ("parallel.model", 4),
+        ("precision.compute", "float32"),
+        ("model.scan", False),
+        ("model.dropout", 0.0),
+        ("model.attention_dropout", 0.0),
+    ],
 )
 def test_other_differences_are_told(tmp_path, path, value):
     (notice,) = check_same_run(CONFIG, changed(path, value), tmp_path)
     assert path in notice and str(value) in notice
+
+
+def test_a_key_added_since_makes_no_other_model(tmp_path):
+    model = {"layers": 1, "width": 8, "heads": 1, "context": 8, "vocab": 16}
+    tree = {"model": model, "data": {"source": "synthetic"}, "optim": {"lr": 0.1}, "train": {"steps": 12, "batch": 4}}
+    config = RunConfig.model_validate(tree).model_dump(by_alias=True)
+    saved = json.loads(json.dumps(config))
+    for section, key in [("model", "activation"), ("model", "scan"), ("checkpoint", "async"), ("remat", "policy")]:
+        del saved[section][key]
+    assert check_same_run(saved, config, tmp_path) == []
+    config["model"]["activation"] = "gelu"
+    with pytest.raises(CheckpointError, match=r"model\.activation: gelu_tanh -> gelu"):
+        check_same_run(saved, config, tmp_path)
 
 
 def test_a_run_may_move(tmp_path):

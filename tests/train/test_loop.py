@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -158,6 +157,7 @@ def test_losses_are_written_to_the_last_bit(reference):
 
 
 def test_a_finished_run_is_left_alone(reference, capsys):
+    (reference / ".lock").unlink(missing_ok=True)
     before = snapshot(reference)
     assert loop.train(make_config(reference)) is Exit.DONE
     assert snapshot(reference) == before
@@ -191,9 +191,10 @@ def test_an_exception_and_resuming_from_before_it_equals_never_having_stopped(tm
     assert figures(tmp_path / "run") == figures(reference)
 
 
-def test_a_signal_while_compiling_stops_before_the_first_step(tmp_path):
+def test_a_signal_while_compiling_stops_before_the_first_step(tmp_path, capsys):
     kill_at("compile", signal.SIGTERM)
     assert loop.train(make_config(tmp_path)) is Exit.PREEMPTED
+    assert "nothing was done, so nothing was saved" in capsys.readouterr().out
     assert status(tmp_path)["step"] == 0
     assert records(tmp_path) == []
     FakeProgram.at = {}
@@ -259,6 +260,114 @@ def test_a_finished_run_goes_on_when_asked_for_more_and_says_what_changed(tmp_pa
     assert [r["step"] for r in records(reference)] == [2, 4, 6, 8, 10, 12, 14]
 
 
+def cut_short(directory):
+    """A run that failed before its first save."""
+    FakeProgram.at = {3: lambda: 1 / 0}
+    with pytest.raises(ZeroDivisionError):
+        loop.train(make_config(directory))
+    FakeProgram.at = {}
+    return directory
+
+
+def finished_without_checkpoints(directory):
+    assert loop.train(make_config(directory, checkpoint__every=0)) is Exit.DONE
+    return directory
+
+
+@pytest.mark.parametrize("run", [cut_short, finished_without_checkpoints])
+def test_without_a_checkpoint_the_saved_config_tells_the_model(tmp_path, run):
+    directory = run(tmp_path / "run")
+    before = snapshot(directory)
+    with pytest.raises(CheckpointError, match=r"model\.width: 8 -> 16"):
+        loop.train(make_config(directory, model__width=16))
+    assert snapshot(directory) == before
+    (directory / "config.yaml").write_bytes(b"model: \xff")
+    with pytest.raises(CheckpointError, match=r"does not say the model:\n.*config\.yaml.*\nMend"):
+        loop.train(make_config(directory))
+
+
+def test_a_run_cut_short_before_its_first_save_starts_again_and_says_so(tmp_path, reference, capsys):
+    directory = cut_short(tmp_path / "run")
+    assert loop.train(make_config(directory)) is Exit.DONE
+    assert "saved no checkpoint: starting again from step 0" in capsys.readouterr().out
+    assert figures(directory) == figures(reference)
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
+    directory = finished_without_checkpoints(tmp_path / "run")
+    before = snapshot(directory)
+    with pytest.raises(CheckpointError, match=r"finished its 12 steps and kept no checkpoint"):
+        loop.train(make_config(directory, checkpoint__every=0, train__steps=20))
+    assert snapshot(directory) == before
+
+
+def test_another_batch_would_lose_the_place_in_the_data(tmp_path):
+    kill_at(7, signal.SIGTERM)
+    loop.train(make_config(tmp_path))
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match=r"train\.batch=4, not 8: .* Put train\.batch=4 back"):
+        loop.train(make_config(tmp_path, train__batch=8))
+    assert snapshot(tmp_path) == before
+
+
+def test_a_second_run_in_the_directory_is_refused_and_harms_nothing(tmp_path):
+    before = {}
+
+    def intrude():
+        before.update(snapshot(tmp_path))
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on \S+ is training there"):
+            loop.train(make_config(tmp_path, train__steps=20))
+        assert snapshot(tmp_path) == before
+        return 1
+
+    FakeProgram.at = {7: intrude}
+    assert loop.train(make_config(tmp_path, checkpoint__every=0)) is Exit.DONE  # no save writes meanwhile
+    assert before
+
+
+def test_a_state_that_cannot_be_restored_leaves_the_files_of_the_run(tmp_path, monkeypatch):
+    kill_at(7, signal.SIGTERM)
+    loop.train(make_config(tmp_path))
+    files = [tmp_path / "config.yaml", tmp_path / "metrics.jsonl"]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n')  # beyond the checkpoint: the next life drops it
+    before = [path.read_bytes() for path in files]
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="another state"):
+        patch.setattr(FakeProgram, "abstract_canonical", lambda self: {"w": jax.ShapeDtypeStruct((1,), "int32")})
+        loop.train(make_config(tmp_path, train__log_every=3))
+    assert [path.read_bytes() for path in files] == before
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 5)
+
+
+def test_damaged_metrics_are_refused_before_the_config_is_written(tmp_path):
+    kill_at(7, signal.SIGTERM)
+    loop.train(make_config(tmp_path))
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
+    before = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: line 1"):
+        loop.train(make_config(tmp_path, train__log_every=3))
+    assert (tmp_path / "config.yaml").read_bytes() == before
+    assert status(tmp_path)["state"] == "failed"
+
+
+def test_a_full_disk_does_not_hide_the_error_that_ended_the_run(tmp_path, monkeypatch):
+    def full(self, **changes):
+        raise OSError(28, "No space left on device")
+
+    def fail():
+        monkeypatch.setattr(loop.Status, "write", full)
+        raise ZeroDivisionError
+
+    FakeProgram.at = {3: fail}
+    with pytest.raises(ZeroDivisionError):
+        loop.train(make_config(tmp_path, train__log_every=100, train__eval_every=0))
+
+
+def test_without_a_published_peak_there_is_no_mfu(tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeProgram, "peak_flops", None)
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+    assert {record["mfu"] for record in records(tmp_path)} == {None}
+
+
 @pytest.mark.parametrize("place", ["a file in the way", "no such place"])
 def test_an_unwritable_directory_is_refused_before_compiling(tmp_path, place):
     (tmp_path / "file").write_text("")
@@ -297,11 +406,7 @@ def test_without_evaluation_no_held_out_text_is_needed(tmp_path, monkeypatch):
 
 
 def test_text_runs_leave_samples(tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        sys.modules,
-        "spmd_lm.generate",
-        SimpleNamespace(Sampling=dict, sample_text=lambda program, params, prompts, sampling: ["one", "two"]),
-    )
+    monkeypatch.setattr(loop, "sample_text", lambda program, params, prompts, sampling: ["one", "two"])
     config = with_text(make_config(tmp_path / "run"), tmp_path / "text", "to be or not to be, " * 50)
     assert loop.train(config) is Exit.DONE
     assert (tmp_path / "run" / "samples.txt").read_text().splitlines() == ["one", "-" * 80, "two"]
