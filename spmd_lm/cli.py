@@ -1,7 +1,7 @@
 """The command `spmd-lm VERB CONFIG [section.key=value ...]`: parsing, and nothing else.
 
-A verb's work is imported when it runs, after its configuration is sound and its devices are simulated: help and
-refusals never wait for jax."""
+A verb's work is imported when it runs, after its configuration is sound and its devices are simulated: help waits for
+nothing, and a refusal never for jax."""
 
 import argparse
 import contextlib
@@ -9,17 +9,17 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from spmd_lm.config.load import dump, load
-from spmd_lm.config.messages import did_you_mean
-from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, Exit, NonFiniteError, UserError
 from spmd_lm.runtime.devices import quiet, simulate
 from spmd_lm.runtime.signals import StopSignals
+
+if TYPE_CHECKING:
+    from spmd_lm.config.schema import RunConfig
 
 Arguments = argparse.Namespace
 
@@ -49,13 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- parsing ----------------------------------------------------------------------------------------------------------
 
 
+def nearest(wrong: str, right: Iterable[str]) -> str | None:
+    from spmd_lm.config.messages import did_you_mean
+
+    return did_you_mean(wrong, right)
+
+
 class Parser(argparse.ArgumentParser):
     """Options may stand anywhere; what is unknown is answered with what is near."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         options = {option.strip("-"): option for option in self._option_string_actions}
-        near = did_you_mean(unknown.split()[0].strip("-"), options) if unknown != message else None
+        near = nearest(unknown.split()[0].strip("-"), options) if unknown != message else None
         mending = f"Did you mean {options[near]}?" if near else f"See {self.prog} --help."
         raise ConfigError(f"{self.prog}: {message}. {mending}")
 
@@ -67,7 +73,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         raise SystemExit(0 if argv else int(Exit.CONFIG))
     name, *rest = argv
     if name not in VERBS:
-        near = did_you_mean(name, VERBS)
+        near = nearest(name, VERBS)
         mending = f"Did you mean {near}?" if near else f"Verbs: {', '.join(VERBS)}."
         raise ConfigError(f"spmd-lm: no verb '{name}'. {mending}")
 
@@ -118,7 +124,7 @@ def at_least(low: int) -> Callable[[str], int]:
 # --- verbs ------------------------------------------------------------------------------------------------------------
 
 
-def configuration(arguments: Arguments) -> RunConfig:
+def configuration(arguments: Arguments) -> "RunConfig":
     """What CONFIG and the overrides say, with the devices that they simulate in place."""
     path, overrides = Path(arguments.config), arguments.overrides
     if path.is_dir():
@@ -130,6 +136,8 @@ def configuration(arguments: Arguments) -> RunConfig:
             )
     if arguments.devices is not None:
         overrides = [*overrides, f"run.simulate_devices={arguments.devices}"]
+    from spmd_lm.config.load import load
+
     config = load(path, overrides)
     if arguments.json not in (None, "-"):  # told before the work rather than after it
         target = Path(arguments.json)
@@ -219,6 +227,8 @@ def bench(arguments: Arguments) -> int:
 
 def show(arguments: Arguments) -> int:
     config = configuration(arguments)
+    from spmd_lm.config.load import dump
+
     return deliver(arguments, config.model_dump(by_alias=True), dump(config).rstrip())
 
 
