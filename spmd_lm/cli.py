@@ -211,7 +211,7 @@ def generate(arguments: Arguments) -> int:
 
 def plan(arguments: Arguments) -> int:
     config = configuration(arguments)
-    from spmd_lm.train.plan import describe, render
+    from spmd_lm.train.describe import describe, render
 
     result = describe(config)
     return deliver(arguments, result, render(result))

@@ -61,7 +61,7 @@ def test_options_and_overrides_come_in_any_order(capsys):
 
 
 def test_json_goes_to_a_file_and_the_text_to_the_screen(capsys, tmp_path, work):
-    calls = work("spmd_lm.train.plan", "describe", {"devices": 8}, render=str)
+    calls = work("spmd_lm.train.describe", "describe", {"devices": 8}, render=str)
     assert main(["plan", DEBUG, "--json", str(tmp_path / "plan.json")]) == 0
     assert json.loads((tmp_path / "plan.json").read_text()) == {"devices": 8}
     assert capsys.readouterr().out == "{'devices': 8}\n"

@@ -22,10 +22,12 @@ CHUNK_BYTES = 2**27
 """Most bytes of logits that one device holds at a time.  Below about 32 MiB a CPU loses time to short products."""
 
 
-def _chunks(tokens: int, row_bytes: int) -> int:
-    """The fewest equal parts of `tokens` whose logits stay within CHUNK_BYTES."""
-    least = max(1, -(-tokens * row_bytes // CHUNK_BYTES))
-    return next(n for n in range(least, tokens + 1) if tokens % n == 0)
+def chunks(tokens: int, row_bytes: int) -> tuple[int, int]:
+    """(number, tokens in each) of the fewest equal chunks that hold `tokens` with logits within CHUNK_BYTES.
+
+    Together they may hold a few tokens more: those have weight 0."""
+    number = min(tokens, -(-tokens * row_bytes // CHUNK_BYTES))
+    return number, -(-tokens // number)
 
 
 def _wide(x: jax.Array) -> jnp.dtype:
@@ -36,8 +38,12 @@ def _local(h, table, targets, weights, vocab: int, differentiate: bool):
     """What one device does: sum of weight x nll over its tokens and, if asked, the gradients of that sum."""
     b, t, width = h.shape
     rows, wide = table.shape[0], _wide(h)
-    n = _chunks(b * t, rows * wide.itemsize)
-    cut = lambda a: a.reshape(n, b * t // n, *a.shape[2:])  # noqa: E731
+    n, size = chunks(b * t, rows * wide.itemsize)
+
+    def cut(a):
+        flat = a.reshape(b * t, *a.shape[2:])
+        return jnp.pad(flat, [(0, n * size - b * t)] + [(0, 0)] * (flat.ndim - 1)).reshape(n, size, *a.shape[2:])
+
     column = axes.index("vocab") * rows + jnp.arange(rows, dtype=jnp.int32)
 
     def chunk(carry, part):
@@ -62,7 +68,8 @@ def _local(h, table, targets, weights, vocab: int, differentiate: bool):
     done, d_h = lax.scan(chunk, start, (cut(h), cut(targets), cut(weights.astype(wide))))
     if not differentiate:
         return done[0]
-    return done[0], axes.total(d_h.reshape(b, t, width), "vocab"), done[1].astype(table.dtype)
+    d_h = axes.total(d_h.reshape(n * size, width)[: b * t].reshape(b, t, width), "vocab")
+    return done[0], d_h, done[1].astype(table.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -21,7 +21,7 @@ from spmd_lm.runtime.claim import claimed
 from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, plot_loss, read_records, write_atomically
 from spmd_lm.runtime.progress import Progress, describe, duration
 from spmd_lm.runtime.signals import StopSignals
-from spmd_lm.train import plan as plans
+from spmd_lm.train import describe as plans
 from spmd_lm.train.checkpoint import Checkpointer, check_same_run
 from spmd_lm.train.hooks import Evaluate, Log, Run, Save
 from spmd_lm.train.program import Program
@@ -75,9 +75,10 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
 def carry_out(run: Run, loader: Loader, signals: StopSignals) -> Exit:
     """Compiles, takes the steps, and ends in good order."""
     hooks: list[Hook] = [Evaluate(run), Log(run), Save(run)]
-    with run.progress.compiling(usually=run.status.compile_seconds), run.clock.time("compile"):
-        run.status.compile_seconds = run.program.compile()
-    run.publish()
+    if signals.received is None:  # a compile may outlast the grace that a preempted job is given
+        with run.progress.compiling(usually=run.status.compile_seconds), run.clock.time("compile"):
+            run.status.compile_seconds = run.program.compile()
+        run.publish()
     take_steps(run, loader, hooks, signals)
     if run.step >= run.config.train.steps:
         return finish(run)

@@ -6,7 +6,7 @@ import pytest
 
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.train.plan import describe
+from spmd_lm.train.describe import describe
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 PARAMETERS = {"gpt2_124m": 124_439_808}  # as published

@@ -62,11 +62,14 @@ def test_the_value_without_gradients_is_the_same(want):
     assert 3 * float(got) == pytest.approx(float(want[0]), rel=1e-14)
 
 
-@pytest.mark.parametrize(("tokens", "rows", "most"), [(60, 7, 7), (64, 16, 16), (61, 10, 1), (8, 100, 8)])
-def test_chunks_are_equal_and_as_large_as_they_may_be(tokens, rows, most, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", rows * 1000)
-    n = module._chunks(tokens, 1000)
-    assert tokens % n == 0 and tokens // n == max(d for d in range(1, most + 1) if tokens % d == 0)
+@pytest.mark.parametrize(
+    ("tokens", "most", "number", "size"),
+    [(60, 7, 9, 7), (64, 16, 4, 16), (61, 10, 7, 9), (8, 100, 1, 8), (3, 0.5, 3, 1)],
+)
+def test_chunks_are_few_and_equal(tokens, most, number, size, monkeypatch):
+    """A prime number of tokens costs no more than its neighbours."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", most * 1000)
+    assert module.chunks(tokens, 1000) == (number, size)
 
 
 def test_large_logits_do_not_overflow(x64):

@@ -201,6 +201,14 @@ def test_a_signal_while_compiling_stops_before_the_first_step(tmp_path, capsys):
     assert loop.train(make_config(tmp_path)) is Exit.DONE
 
 
+def test_a_signal_before_compiling_does_not_wait_for_it(tmp_path, monkeypatch):
+    first_state, compiled = FakeProgram.init, []
+    monkeypatch.setattr(FakeProgram, "init", lambda self: [first_state(self), os.kill(os.getpid(), signal.SIGTERM)][0])
+    FakeProgram.at = {"compile": lambda: compiled.append(True)}
+    assert loop.train(make_config(tmp_path)) is Exit.PREEMPTED
+    assert not compiled and status(tmp_path)["state"] == "preempted"
+
+
 def test_a_second_interrupt_ends_at_once_without_a_save(tmp_path):
     FakeProgram.at = {7: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]}
     with pytest.raises(KeyboardInterrupt):

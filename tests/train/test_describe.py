@@ -5,7 +5,7 @@ import jax
 import pytest
 
 from spmd_lm.analysis import flops
-from spmd_lm.train.plan import describe, human, render, summary
+from spmd_lm.train.describe import describe, human, render, summary
 from tests.helpers import FLOAT32, make_config, program, run_of, shard_bytes
 
 RUNS = [("data8", 2, "unrolled"), ("data4-model2",), ("model8", 1, "unrolled", "full")]
