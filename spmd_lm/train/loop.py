@@ -6,6 +6,7 @@ newest checkpoint as if it had not."""
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, plot_los
 from spmd_lm.runtime.progress import Progress, describe, duration
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.train import describe as plans
-from spmd_lm.train.checkpoint import Checkpointer, check_same_run
+from spmd_lm.train.checkpoint import Checkpointer, Meta, check_same_run
 from spmd_lm.train.hooks import Evaluate, Log, Run, Save
 from spmd_lm.train.program import Program
 from spmd_lm.train.sample import Sampling, sample_text
@@ -47,28 +48,28 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
     progress = Progress(config.train.steps, quiet=jax.process_index() > 0)
     saves = Checkpointer(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     watched: AbstractContextManager[StopSignals] = nullcontext(signals) if signals else StopSignals()
-    with watched as signals, closing(saves):
-        before = Status.read(directory)
-        notices = check_model(config, saves, before)
-        if before and before.state == "done" and before.step >= config.train.steps:
-            progress.say(f"{directory} has its {before.step} steps: nothing to do. Raise train.steps to go on.")
+    with watched as signals, claimed(directory, progress.say), closing(saves):
+        past = read_past(directory, saves)
+        notices = check_model(config, past)
+        if past.done and past.done >= config.train.steps:
+            progress.say(f"{directory} has its {past.done} steps: nothing to do. Raise train.steps to go on.")
             return Exit.DONE
-        check_position(config, saves, before)
+        check_position(config, past)
 
-        status = next_life(directory, before, saves.latest() or 0)
+        status = next_life(directory, past)
         clock = Clock(status.goodput)
         with clock.time("init"):
             program = Program(config)
             progress.say(plans.summary(plans.describe(config, program.plan)))
-        with claimed(directory, progress.say), failure_told(status, clock):
+        with failure_told(status, clock):
             with clock.time("init"):
                 corpus = load(config.data, config.train.seed, config.model.vocab)
                 loader = training_loader(config, corpus)
                 for line in (corpus.describe(), *notices):
                     progress.say(line)
-                state, step = first_state(program, saves, corpus, progress)
+                state = first_state(program, saves, past.saved, corpus, progress)
             with open_files(config, status) as log:
-                run = Run(config, program, corpus, saves, status, clock, log, progress, state, step)
+                run = Run(config, program, corpus, saves, status, clock, log, progress, state, status.step)
                 return carry_out(run, loader, signals)
 
 
@@ -91,17 +92,18 @@ def training_loader(config: RunConfig, corpus: Corpus) -> Loader:
     return Loader(corpus.train, config.model.context, t.batch, config.parallel.microbatches, t.seed)
 
 
-def first_state(program: Program, saves: Checkpointer, corpus: Corpus, progress: Progress) -> tuple[TrainState, int]:
-    """The newest saved state or the initial one, on devices, and its step."""
-    newest = saves.latest()
-    if newest is None:
+def first_state(
+    program: Program, saves: Checkpointer, saved: int | None, corpus: Corpus, progress: Progress
+) -> TrainState:
+    """The saved state of a step, or the initial one, on devices."""
+    if saved is None:
         progress.say(f"starting, {progress.steps} steps to go")
-        return program.init(), 0
-    progress.say(f"resuming after step {newest} of {progress.steps}")
-    canonical, meta = saves.restore(newest, program.abstract_canonical())
+        return program.init()
+    progress.say(f"resuming after step {saved} of {progress.steps}")
+    canonical, meta = saves.restore(saved, program.abstract_canonical())
     if meta["data"]["fingerprint"] != corpus.fingerprint:
         progress.say("The text is not the one that this run was trained on so far: other batches from here on.")
-    return program.place(canonical), newest
+    return program.place(canonical)
 
 
 def take_steps(run: Run, loader: Loader, hooks: list[Hook], signals: StopSignals) -> None:
@@ -161,13 +163,32 @@ def stop(run: Run, code: Exit) -> Exit:
 # --- what a run was before ----------------------------------------------------------------------------------
 
 
-def check_model(config: RunConfig, saves: Checkpointer, before: Status | None) -> list[str]:
+@dataclass(frozen=True)
+class Past:
+    """What a directory tells of a run's lives before; all None where there was none."""
+
+    status: Status | None
+    saved: int | None  # the step of the newest checkpoint
+    meta: Meta | None  # what stands beside it
+
+    @property
+    def done(self) -> int | None:
+        """The steps of a run that is finished."""
+        return self.status.step if self.status and self.status.state == "done" else None
+
+
+def read_past(directory: Path, saves: Checkpointer) -> Past:
+    """To be read under the lock, once: what follows must not change in between."""
+    status, saved = Status.read(directory), saves.latest()
+    return Past(status, saved, None if saved is None else saves.meta(saved))
+
+
+def check_model(config: RunConfig, past: Past) -> list[str]:
     """What is otherwise than in the run's life before, for its reader; CheckpointError if that was another model's."""
-    newest = saves.latest()
-    if newest is not None:
-        saved, since = saves.meta(newest)["config"], f"since step {newest} was saved"
+    if past.meta is not None:
+        saved, since = past.meta["config"], f"since step {past.saved} was saved"
         notices = []
-    elif before is not None:
+    elif past.status is not None:
         saved, since = saved_config(config.run.directory), "since then"
         notices = [f"{config.run.directory} was begun before, but saved no checkpoint: starting again from step 0."]
     else:
@@ -187,17 +208,17 @@ def saved_config(directory: Path) -> dict[str, Any]:
         ) from error
 
 
-def check_position(config: RunConfig, saves: Checkpointer, before: Status | None) -> None:
+def check_position(config: RunConfig, past: Past) -> None:
     """Raises CheckpointError where training cannot go on: no state to go on from, or no such place in the data."""
-    directory, newest, batch = config.run.directory, saves.latest(), config.train.batch
-    if newest is None:
-        if before and before.state == "done":
+    directory, batch = config.run.directory, config.train.batch
+    if past.saved is None or past.meta is None:
+        if past.done is not None:
             raise CheckpointError(
-                f"{directory} finished its {before.step} steps and kept no checkpoint (checkpoint.every=0), nothing to "
+                f"{directory} finished its {past.done} steps and kept no checkpoint (checkpoint.every=0), nothing to "
                 f"go on from. Choose another run.dir, or delete this one."
             )
         return
-    then = saves.meta(newest)["data"]["samples"] // newest
+    then = past.meta["data"]["samples"] // past.saved
     if then != batch:
         raise CheckpointError(
             f"{directory} was trained on batches of train.batch={then}, not {batch}: the position in the data is "
@@ -209,9 +230,9 @@ def check_position(config: RunConfig, saves: Checkpointer, before: Status | None
 # --- the run's directory ------------------------------------------------------------------------------------
 
 
-def next_life(directory: Path, before: Status | None, step: int) -> Status:
-    status = Status(directory / "status.json", step=step)
-    if before:
+def next_life(directory: Path, past: Past) -> Status:
+    status = Status(directory / "status.json", step=past.saved or 0)
+    if before := past.status:
         status.restarts = before.restarts + 1
         status.compile_seconds = before.compile_seconds
         status.goodput = dict.fromkeys(BUCKETS, 0.0) | before.goodput

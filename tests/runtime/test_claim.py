@@ -43,6 +43,33 @@ def test_a_claim_ends_with_its_block(tmp_path):
             pass
 
 
+def test_what_was_made_for_a_claim_goes_with_it(tmp_path):
+    directory = tmp_path / "runs" / "new"
+    with claimed(directory, silent):
+        assert (directory / ".lock").exists()
+    assert list(tmp_path.iterdir()) == []
+    with claimed(directory, silent):
+        (directory / "config.yaml").write_text("")
+    assert [path.name for path in directory.iterdir()] == ["config.yaml"]
+
+
+def test_a_lock_on_a_file_that_its_holder_took_away_is_none(tmp_path, monkeypatch):
+    flock = claim.fcntl.flock
+
+    def late(file, how):  # between our opening the file and our locking it, its holder ends and removes it
+        monkeypatch.setattr(claim.fcntl, "flock", flock)
+        (tmp_path / ".lock").unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(claim.fcntl, "flock", late)
+    with (
+        claimed(tmp_path, silent),
+        pytest.raises(ConfigError, match="is training there"),
+        claimed(tmp_path, silent),
+    ):
+        pytest.fail("two at once")
+
+
 def test_only_the_first_process_of_a_job_locks(tmp_path, monkeypatch):
     with claimed(tmp_path, silent):
         monkeypatch.setattr(claim.jax, "process_index", lambda: 1)

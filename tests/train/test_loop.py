@@ -14,7 +14,7 @@ import pytest
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.batch import Batch
-from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, NonFiniteError
+from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
 from spmd_lm.train import loop
 from spmd_lm.train.state import TrainState
 
@@ -157,7 +157,6 @@ def test_losses_are_written_to_the_last_bit(reference):
 
 
 def test_a_finished_run_is_left_alone(reference, capsys):
-    (reference / ".lock").unlink(missing_ok=True)
     before = snapshot(reference)
     assert loop.train(make_config(reference)) is Exit.DONE
     assert snapshot(reference) == before
@@ -331,6 +330,35 @@ def test_a_second_run_in_the_directory_is_refused_and_harms_nothing(tmp_path):
     FakeProgram.at = {7: intrude}
     assert loop.train(make_config(tmp_path, checkpoint__every=0)) is Exit.DONE  # no save writes meanwhile
     assert before
+
+
+def test_where_a_run_stands_is_read_once_no_other_can_move_it(tmp_path, monkeypatch, capsys):
+    """Another run of the directory, from start to end, in the moment before this one has claimed it."""
+    claimed = loop.claimed
+
+    def late(*arguments):
+        monkeypatch.setattr(loop, "claimed", claimed)
+        assert loop.train(make_config(tmp_path)) is Exit.DONE
+        before.update(snapshot(tmp_path))
+        return claimed(*arguments)
+
+    before = {}
+    monkeypatch.setattr(loop, "claimed", late)
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+    assert before and snapshot(tmp_path) == before
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_refusal_leaves_no_trace(tmp_path, monkeypatch):
+    def impossible(self, config):
+        raise LayoutError("no such layout")
+
+    with pytest.raises(DataError):
+        loop.train(with_text(make_config(tmp_path / "runs" / "a"), tmp_path / "text", "short"))
+    monkeypatch.setattr(FakeProgram, "__init__", impossible)
+    with pytest.raises(LayoutError):
+        loop.train(make_config(tmp_path / "runs" / "b"))
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 def test_a_state_that_cannot_be_restored_leaves_the_files_of_the_run(tmp_path, monkeypatch):
