@@ -51,6 +51,6 @@ class CheckpointError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or the gradient norm is no longer a number."""
+    """A loss, a gradient norm or a state to be saved is no longer a number."""
 
     code = Exit.NON_FINITE

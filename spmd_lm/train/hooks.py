@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.sources import Corpus
@@ -21,6 +22,12 @@ from spmd_lm.train.program import Program
 from spmd_lm.train.state import TrainState
 
 IN_FLIGHT = 2  # steps sent to the devices and not waited for; each holds a batch, and none can be taken back
+
+
+@jax.jit
+def all_finite(state: TrainState) -> jax.Array:
+    """Whether every number in it is one: a bool, on devices."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]).all()
 
 
 @dataclass
@@ -68,22 +75,30 @@ class Run:
         self.metrics = {name: float(arrays[name]) for name in sorted(arrays, key=lambda name: name != "loss")}
         if not all(map(math.isfinite, self.metrics.values())):
             figures = ", ".join(f"{name} {value:g}" for name, value in self.metrics.items())
-            raise self.lost(f"step {step}: {figures}")
+            raise self.lost(f"step {step}: {figures}", after=step - 1)
 
-    def lost(self, what: str) -> NonFiniteError:
+    def lost(self, what: str, after: int) -> NonFiniteError:
+        """What to say and do about `what`, which comes from the state after step `after`."""
         with suppress(CheckpointError):
             self.checkpoints.wait()
-        newest = self.checkpoints.latest()
+        saved, advice = self.checkpoints.steps(), ""
+        if saved and saved[-1] == after:  # it would end in the same way each time
+            saved.pop()
+            advice = f"Move {self.checkpoints.directory / str(after)} away: what was saved there is lost already. "
         return NonFiniteError(
-            f"{what}. Training cannot go on from here. Lower optim.lr, lengthen optim.warmup, or set "
+            f"{what}. Training cannot go on from here. {advice}Lower optim.lr, lengthen optim.warmup, or set "
             f"precision.compute=float32, and train again: it will start from "
-            f"{'the beginning' if newest is None else f'step {newest}, which was saved before'}."
+            f"{f'step {saved[-1]}, which was saved before' if saved else 'the beginning'}."
         )
 
     def save(self) -> None:
-        """Saves this step.  A state whose loss was not finite is never saved."""
+        """Saves this step.  Raises NonFiniteError rather than push out a good save with a state that is lost.
+
+        A step's loss is of the state before its update: it does not vouch for the one that is saved."""
         self.settle()
         with self.clock.time("checkpoint"):
+            if not all_finite(self.state):
+                raise self.lost(f"the state after step {self.step} is not finite", after=self.step)
             meta = make_meta(
                 self.config.model_dump(by_alias=True), self.step * self.config.train.batch, self.corpus.fingerprint
             )
@@ -110,7 +125,7 @@ class Evaluate:
         with run.clock.time("eval"):
             loss, _ = validation_loss(run.program, run.state.params, self.loader)
         if not math.isfinite(loss):
-            raise run.lost(f"evaluation after step {run.step}: loss {loss:g}")
+            raise run.lost(f"evaluation after step {run.step}: loss {loss:g}", after=run.step)
         run.record |= {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
 
 

@@ -1,5 +1,6 @@
 """The loop's promises, on a program of one small vector: whatever stops a run, going on equals never having stopped."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.batch import Batch
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
 from spmd_lm.train import loop
+from spmd_lm.train.checkpoint import Checkpointer
 from spmd_lm.train.state import TrainState
 
 TREE = {
@@ -216,15 +218,62 @@ def test_a_second_interrupt_ends_at_once_without_a_save(tmp_path):
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 130)
 
 
-@pytest.mark.parametrize("step", [4, 5, 6])
+QUIET = {"train__log_every": 100, "train__eval_every": 0}  # nothing but the save at step 5 asks for figures early
+
+
+@pytest.mark.parametrize("step", [4, 5, 7])
 def test_a_state_whose_loss_is_not_finite_is_never_saved(tmp_path, step):
-    """Nothing but the save at step 5 asks for figures early."""
     FakeProgram.at = {step: lambda: float("nan")}
     with pytest.raises(NonFiniteError, match=f"step {step}: loss nan") as error:
-        loop.train(make_config(tmp_path, train__log_every=100, train__eval_every=0))
-    assert (tmp_path / "checkpoints" / "5").exists() == (step == 6)
-    assert ("step 5, which was saved" if step == 6 else "from the beginning") in str(error.value)
+        loop.train(make_config(tmp_path, **QUIET))
+    assert (tmp_path / "checkpoints" / "5").exists() == (step == 7)
+    assert ("step 5, which was saved" if step == 7 else "from the beginning") in str(error.value)
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 6)
+
+
+def blow_up(monkeypatch, step, tree):
+    """The update of this step leaves a state with an infinity in it; its loss is of the state before."""
+    take = FakeProgram.step
+
+    def update(self, state, batch):
+        after, metrics = take(self, state, batch)
+        if after.step == step:
+            after = dataclasses.replace(after, **{tree: {"w": after.params["w"].at[3].set(jnp.inf)}})
+        return after, metrics
+
+    monkeypatch.setattr(FakeProgram, "step", update)
+
+
+@pytest.mark.parametrize("tree", ["params", "mu", "nu"])
+@pytest.mark.parametrize("step, last", [(5, "from the beginning"), (10, "from step 5, which was saved before")])
+def test_a_state_that_its_own_update_destroyed_is_never_saved(tmp_path, monkeypatch, tree, step, last):
+    blow_up(monkeypatch, step, tree)
+    with pytest.raises(NonFiniteError, match=rf"state after step {step} is not finite. .*{last}"):
+        loop.train(make_config(tmp_path, **QUIET, checkpoint__keep=1))
+    assert Checkpointer(tmp_path / "checkpoints").steps() == ([] if step == 5 else [5])
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 6)
+
+
+def test_a_signal_does_not_save_a_destroyed_state(tmp_path, monkeypatch):
+    blow_up(monkeypatch, 7, "params")
+    kill_at(7, signal.SIGTERM)
+    with pytest.raises(NonFiniteError, match="state after step 7 is not finite"):
+        loop.train(make_config(tmp_path))
+    assert saved(tmp_path) == [5]
+
+
+def test_the_advice_for_a_saved_state_that_gives_no_finite_loss_is_an_older_one(tmp_path):
+    """It is lost already: to start again from there, at whatever rate, would fail the same way."""
+    kill_at(7, signal.SIGTERM)
+    loop.train(make_config(tmp_path))
+    FakeProgram.at = {8: lambda: float("nan")}
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match="step 8: loss nan") as error:
+            loop.train(make_config(tmp_path))
+        assert f"Move {tmp_path}/checkpoints/7 away" in str(error.value) and "from step 5" in str(error.value)
+    shutil.rmtree(tmp_path / "checkpoints" / "5")
+    with pytest.raises(NonFiniteError, match=r"checkpoints/7 away.*from the beginning"):
+        loop.train(make_config(tmp_path))
 
 
 def test_the_host_runs_at_most_two_steps_ahead(tmp_path, monkeypatch):
