@@ -50,6 +50,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
     watched: AbstractContextManager[StopSignals] = nullcontext(signals) if signals else StopSignals()
     with watched as signals, claimed(directory, progress.say), closing(saves):
         past = read_past(directory, saves)
+        check_files(config, past)
         notices = check_model(config, past)
         if past.done and past.done >= config.train.steps:
             progress.say(f"{directory} has its {past.done} steps: nothing to do. Raise train.steps to go on.")
@@ -181,6 +182,20 @@ def read_past(directory: Path, saves: Checkpointer) -> Past:
     """To be read under the lock, once: what follows must not change in between."""
     status, saved = Status.read(directory), saves.latest()
     return Past(status, saved, None if saved is None else saves.meta(saved))
+
+
+def check_files(config: RunConfig, past: Past) -> None:
+    """Raises ConfigError where a run would write over what is not its own."""
+    if past.status is not None or past.saved is not None:
+        return
+    directory = config.run.directory
+    for name, harmless in (("config.yaml", dump(config)), ("metrics.jsonl", "")):
+        path = directory / name
+        if path.is_file() and path.read_bytes() != harmless.encode():
+            raise ConfigError(
+                f"run.dir={directory}: training would write over {name}, which is of no run: there is neither a "
+                f"status.json nor a checkpoint beside it. Move it out of there, or choose another run.dir."
+            )
 
 
 def check_model(config: RunConfig, past: Past) -> list[str]:

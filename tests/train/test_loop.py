@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_lm.config.load import load
+from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.batch import Batch
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
@@ -396,6 +396,31 @@ def test_where_a_run_stands_is_read_once_no_other_can_move_it(tmp_path, monkeypa
     assert loop.train(make_config(tmp_path)) is Exit.DONE
     assert before and snapshot(tmp_path) == before
     assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, text", [("config.yaml", "base: ../mine.yaml  # by hand\n"), ("metrics.jsonl", '{"step": 1}\n')]
+)
+def test_files_of_something_else_are_not_written_over(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path}: .*{name}.* of no run.*Move it .*another run\.dir"):
+        loop.train(make_config(tmp_path))
+    assert snapshot(tmp_path) == before
+
+
+def test_files_that_hold_nothing_of_their_own_are_in_nobodys_way(tmp_path):
+    """A disk that was full when the run began leaves no more than this."""
+    (tmp_path / "config.yaml").write_text(dump(make_config(tmp_path)))
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+
+
+def test_a_checkpoint_makes_a_run_whatever_else_is_lost(tmp_path, reference):
+    directory = shutil.copytree(reference, tmp_path / "run")
+    (directory / "status.json").unlink()
+    assert loop.train(make_config(directory, train__steps=14)) is Exit.DONE
+    assert records(directory)[-1]["step"] == 14
 
 
 def test_a_refusal_leaves_no_trace(tmp_path, monkeypatch):
