@@ -8,7 +8,8 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 Count = Annotated[int, Field(ge=1)]
@@ -23,9 +24,22 @@ class Section(BaseModel):
     )
 
 
+def possible_path(path: str) -> str:
+    """The path, if a file system could have it; whether it may be written is found out when it is."""
+    try:
+        parts = Path(path).expanduser().parts
+    except RuntimeError:
+        raise PydanticCustomError("path_home", "expected ~ or the ~name of a user of this machine") from None
+    if "\0" in path:
+        raise PydanticCustomError("path_nul", "expected a path without NUL characters")
+    if any(len(part.encode()) > 255 for part in parts):
+        raise PydanticCustomError("path_length", "expected names of at most 255 bytes between slashes")
+    return path
+
+
 class Run(Section):
-    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")] = "run"  # a directory under runs/
-    dir: str | None = None  # default: runs/<name>
+    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$"), AfterValidator(possible_path)] = "run"  # under runs/
+    dir: Annotated[str, AfterValidator(possible_path)] | None = None  # default: runs/<name>
     simulate_devices: Natural = 0  # CPU devices to pretend to have; 0 takes what is there
 
     @property

@@ -114,6 +114,9 @@ class Status:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             _expect(fields, {"state": str, "step": int, "restarts": int, "goodput": dict})
+            for seconds in (*fields["goodput"].values(), fields.get("compile_seconds") or 0.0):
+                if type(seconds) not in (int, float) or not math.isfinite(seconds):
+                    raise ValueError(f"{seconds!r:.40} is no number of seconds")
             return cls(path, **fields)
         except (OSError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: not a status that we wrote ({error}). Move the file away.") from error

@@ -3,6 +3,7 @@
 Step k + 1 follows from the state after step k and the config alone, so that a run may stop anywhere and go on from its
 newest checkpoint as if it had not."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
@@ -45,6 +46,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
     harms what was saved before.
     """
     directory = config.run.directory
+    check_places(directory)
     progress = Progress(config.train.steps, quiet=jax.process_index() > 0)
     saves = Checkpointer(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     watched: AbstractContextManager[StopSignals] = nullcontext(signals) if signals else StopSignals()
@@ -182,6 +184,15 @@ def read_past(directory: Path, saves: Checkpointer) -> Past:
     """To be read under the lock, once: what follows must not change in between."""
     status, saved = Status.read(directory), saves.latest()
     return Past(status, saved, None if saved is None else saves.meta(saved))
+
+
+def check_places(directory: Path) -> None:
+    """Raises ConfigError for a directory where a run keeps a file, or the other way round."""
+    files, folders = ("config.yaml", "loss.png", "samples.txt", ".lock"), ("tensorboard", "checkpoints")
+    wrong = [f"{name} is a directory, and a run keeps a file" for name in files if os.path.isdir(directory / name)]
+    wrong += [f"{name} is a file, and a run keeps a directory" for name in folders if os.path.isfile(directory / name)]
+    if wrong:
+        raise ConfigError(*(f"run.dir={directory}: {what} there. Move it away, or choose another." for what in wrong))
 
 
 def check_files(config: RunConfig, past: Past) -> None:

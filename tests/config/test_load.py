@@ -67,6 +67,28 @@ def test_a_run_may_be_called(name, write):
     assert load("a.yaml", [f"run.name={name}"]).run.directory == Path("runs", name)
 
 
+@pytest.mark.parametrize(
+    "directory, why",
+    [
+        ("~nouser/x", "expected ~ or the ~name of a user of this machine"),
+        ("é" * 128, "expected names of at most 255 bytes between slashes"),
+        ("runs/" + "a" * 256 + "/b", "expected names of at most 255 bytes between slashes"),
+        ('"a\\0b"', "expected a path without NUL characters"),
+    ],
+)
+def test_a_directory_that_cannot_be_is_refused(directory, why, write):
+    write(a=TINY)
+    (problem,) = problems("a.yaml", f"run.dir={directory}")
+    assert problem.startswith(f"command line: run.dir: {why}, got '")
+
+
+def test_a_run_s_name_is_that_of_a_directory(write):
+    write(a=TINY)
+    assert load("a.yaml", [f"run.name={'a' * 255}"]).run.directory == Path("runs", "a" * 255)
+    (problem,) = problems("a.yaml", f"run.name={'a' * 256}")
+    assert "run.name: " in problem and "255" in problem
+
+
 def test_overrides_are_yaml_on_the_same_paths(write):
     write(a=TINY)
     config = load(

@@ -81,7 +81,12 @@ OURS = b'{"state": "done", "step": 3, "restarts": 0, "goodput": {}'
 
 
 @pytest.mark.parametrize(
-    "text", [b"{", b"[]", b"3", b"\xff", b"{}", b'{"state": "done"}', OURS + b', "colour": 1}', OURS[:-2] + b"3}"]
+    "text",
+    [
+        *(b"{", b"[]", b"3", b"\xff", b"{}", b'{"state": "done"}', OURS + b', "colour": 1}', OURS[:-2] + b"3}"),
+        *(OURS[:-1] + b'"init": %s}}' % seconds for seconds in (b"null", b'"1"', b"true", b"[]", b"NaN")),
+        *(OURS + b', "compile_seconds": %s}' % seconds for seconds in (b'"1"', b"[1]", b"true")),
+    ],
 )
 def test_a_status_that_is_not_ours_is_refused(tmp_path, text):
     (tmp_path / "status.json").write_bytes(OURS + b"}")

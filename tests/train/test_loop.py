@@ -409,6 +409,24 @@ def test_files_of_something_else_are_not_written_over(tmp_path, name, text):
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "loss.png", "samples.txt", ".lock"])
+def test_a_directory_where_a_file_belongs_is_refused_before_compiling(tmp_path, name):
+    (tmp_path / name).mkdir()
+    FakeProgram.at = {"compile": lambda: pytest.fail("compiled")}
+    with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path}: {name} is a directory.*Move it"):
+        loop.train(make_config(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "checkpoints"])
+def test_a_file_where_a_directory_belongs_is_refused_before_compiling(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    FakeProgram.at = {"compile": lambda: pytest.fail("compiled")}
+    with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path}: {name} is a file.*Move it"):
+        loop.train(make_config(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_files_that_hold_nothing_of_their_own_are_in_nobodys_way(tmp_path):
     """A disk that was full when the run began leaves no more than this."""
     (tmp_path / "config.yaml").write_text(dump(make_config(tmp_path)))
