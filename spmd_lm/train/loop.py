@@ -55,7 +55,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
         check_files(config, past)
         notices = check_model(config, past)
         if past.done and past.done >= config.train.steps:
-            progress.say(f"{directory} has its {past.done} steps: nothing to do. Raise train.steps to go on.")
+            progress.say(f"{directory} has its {past.done} steps: nothing to do. {way_on(past)}")
             return Exit.DONE
         check_position(config, past)
 
@@ -134,6 +134,9 @@ def finish(run: Run) -> Exit:
             write_atomically(run.directory / "samples.txt", texts)
         last = describe(records[-1]) if records else ""
         run.progress.say(f"done: step {run.step}{last}  in {duration(sum(run.status.goodput.values()))}")
+    if (saved := run.checkpoints.latest()) != run.step:
+        nothing = "Nothing was saved" if saved is None else f"Nothing was saved since step {saved}"
+        run.progress.say(f"{nothing} (checkpoint.every=0): set it, to evaluate, generate or go on from the end.")
     run.publish(state="done", exit_code=int(Exit.DONE))
     return Exit.DONE
 
@@ -184,6 +187,13 @@ def read_past(directory: Path, saves: Checkpointer) -> Past:
     """To be read under the lock, once: what follows must not change in between."""
     status, saved = Status.read(directory), saves.latest()
     return Past(status, saved, None if saved is None else saves.meta(saved))
+
+
+def way_on(past: Past) -> str:
+    """How a finished run is trained further."""
+    if past.saved is None:
+        return "It kept no checkpoint: to go on, train in another run.dir, with checkpoint.every set."
+    return f"Raise train.steps to go on{'' if past.saved == past.done else f', from step {past.saved}'}."
 
 
 def check_places(directory: Path) -> None:

@@ -34,3 +34,9 @@ def test_it_is_planned_over_eight_devices(path):
     _, plan = planned(path, "run.simulate_devices=8", "parallel.data=2", "parallel.model=4")
     assert (plan["devices"], plan["mesh"]) == (8, {"pipe": 1, "replica": 1, "data": 2, "model": 4})
     assert plan["parameter_count"] == PARAMETERS.get(path.stem, plan["parameter_count"]) > 0
+
+
+@shipped
+def test_its_last_state_is_kept(path):
+    """For eval and generate, which come next."""
+    assert load(path).checkpoint.every > 0

@@ -289,14 +289,32 @@ def test_the_host_runs_at_most_two_steps_ahead(tmp_path, monkeypatch):
     assert landed == [0, 0, *range(1, 11)]
 
 
-def test_without_periodic_saves_only_a_signal_saves(tmp_path):
+def test_without_periodic_saves_only_a_signal_saves(tmp_path, capsys):
     config = make_config(tmp_path / "a", checkpoint__every=0)
     assert loop.train(config) is Exit.DONE
     assert not (tmp_path / "a" / "checkpoints").exists()
+    assert "Nothing was saved (checkpoint.every=0)" in capsys.readouterr().out
     config = make_config(tmp_path / "b", checkpoint__every=0)
     kill_at(7, signal.SIGTERM)
     assert loop.train(config) is Exit.PREEMPTED
     assert saved(tmp_path / "b") == [7]
+    FakeProgram.at = {}
+    capsys.readouterr()
+    assert loop.train(config) is Exit.DONE
+    assert "Nothing was saved since step 7 (checkpoint.every=0)" in capsys.readouterr().out
+    assert loop.train(config) is Exit.DONE
+    assert "Raise train.steps to go on, from step 7." in capsys.readouterr().out
+
+
+def test_a_finished_run_says_whether_more_steps_can_follow(tmp_path, reference, capsys):
+    assert loop.train(make_config(reference)) is Exit.DONE
+    assert "nothing to do. Raise train.steps to go on.\n" in capsys.readouterr().out
+    directory = finished_without_checkpoints(tmp_path / "run")
+    assert "Nothing was saved" not in capsys.readouterr().out.split("done:")[0]
+    assert loop.train(make_config(directory)) is Exit.DONE
+    out = capsys.readouterr().out
+    assert "nothing to do" in out and "Raise train.steps" not in out
+    assert "kept no checkpoint" in out and "another run.dir, with checkpoint.every" in out
 
 
 def test_another_model_is_refused_and_nothing_changes(reference):
