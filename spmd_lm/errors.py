@@ -11,13 +11,13 @@ class Exit(enum.IntEnum):
     DONE = 0
     CHECK_FAILED = 1
     CONFIG = 2
-    PREEMPTED = 3  # saved; start me again
+    PREEMPTED = 3  # what was done is saved; start me again
     DATA = 4
     CHECKPOINT = 5
     NON_FINITE = 6
     HANG = 7
     PEER_LOST = 8
-    INTERRUPTED = 130  # Ctrl-C; saved
+    INTERRUPTED = 130  # Ctrl-C; saved, unless it was pressed twice
 
 
 class UserError(ValueError):

@@ -11,6 +11,11 @@ from types import FrameType
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT)
 
+# What Ctrl-C is answered, by when it comes: there is nothing to save before the first step.
+BEFORE = "Stopping before the next step. Ctrl-C again stops at once."
+DURING = "Stopping after this step and saving. Ctrl-C again stops at once, without saving."
+AFTER = "Ending: no more steps. Ctrl-C again stops at once."
+
 
 class StopSignals:
     """Within the `with` block, `received` is the first signal that asked to stop.
@@ -20,6 +25,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._interrupts = 0
+        self._answer = BEFORE
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -36,8 +42,10 @@ class StopSignals:
         """`steps`, ended before the next one once a signal has come."""
         for step in steps:
             if self.received is not None:
-                return
+                break
+            self._answer = DURING
             yield step
+        self._answer = AFTER
 
     def _take_note(self, number: int, _: FrameType | None) -> None:
         self._interrupts += number == signal.SIGINT
@@ -46,4 +54,4 @@ class StopSignals:
         self.received = self.received or signal.Signals(number)
         if number == signal.SIGINT:
             # os.write: print() is not reentrant, and a handler may run within one.
-            os.write(2, b"\nStopping after this step and saving. Ctrl-C again stops at once, without saving.\n")
+            os.write(2, f"\n{self._answer}\n".encode())

@@ -50,7 +50,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
     progress = Progress(config.train.steps, quiet=jax.process_index() > 0)
     saves = Checkpointer(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     watched: AbstractContextManager[StopSignals] = nullcontext(signals) if signals else StopSignals()
-    with watched as signals, claimed(directory, progress.say), closing(saves):
+    with watched as signals, claimed(directory, progress.say), closing(saves), interrupt_told(progress, saves):
         past = read_past(directory, saves)
         check_files(config, past)
         notices = check_model(config, past)
@@ -296,6 +296,22 @@ def failure_told(status: Status, clock: Clock) -> Iterator[None]:
             if jax.process_index() == 0 and status.path.exists():
                 clock.book()
                 status.write(state="failed", exit_code=exit_code(error))
+        raise
+
+
+@contextmanager
+def interrupt_told(progress: Progress, saves: Checkpointer) -> Iterator[None]:
+    """Who stops a run at once, by a second Ctrl-C, is told what is left of it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(CheckpointError):
+            saves.wait()
+        saved = saves.latest()
+        if saved is None:
+            progress.say("stopped at once: nothing was saved.")
+        else:
+            progress.say(f"stopped at once: nothing since step {saved} was saved. The same command goes on from there.")
         raise
 
 

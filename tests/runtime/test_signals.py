@@ -27,6 +27,26 @@ def test_the_first_signal_is_the_one_remembered():
     assert signals.received is signal.SIGTERM
 
 
+def test_what_is_promised_is_what_will_happen(capfd):
+    """A save before the first step there is nothing to save, and after the last one it is under way."""
+    promises = []
+    for when in ("before", "during", "after"):
+        with StopSignals() as signals:
+            if when == "before":
+                signal.raise_signal(signal.SIGINT)
+            for _ in signals.until_received([1]):
+                if when == "during":
+                    signal.raise_signal(signal.SIGINT)
+            if when == "after":
+                signal.raise_signal(signal.SIGINT)
+        promises.append(capfd.readouterr().err.strip())
+    assert promises == [
+        "Stopping before the next step. Ctrl-C again stops at once.",
+        "Stopping after this step and saving. Ctrl-C again stops at once, without saving.",
+        "Ending: no more steps. Ctrl-C again stops at once.",
+    ]
+
+
 def test_a_second_interrupt_raises_at_once():
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGINT)

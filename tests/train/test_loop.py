@@ -210,11 +210,16 @@ def test_a_signal_before_compiling_does_not_wait_for_it(tmp_path, monkeypatch):
     assert not compiled and status(tmp_path)["state"] == "preempted"
 
 
-def test_a_second_interrupt_ends_at_once_without_a_save(tmp_path):
-    FakeProgram.at = {7: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]}
+@pytest.mark.parametrize(
+    "step, kept, words",
+    [("compile", [], "nothing was saved."), (3, [], "nothing was saved."), (7, [5], "nothing since step 5 was saved.")],
+)
+def test_a_second_interrupt_ends_at_once_without_a_save_and_says_so(tmp_path, capsys, step, kept, words):
+    FakeProgram.at = {step: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]}
     with pytest.raises(KeyboardInterrupt):
         loop.train(make_config(tmp_path))
-    assert saved(tmp_path) == [5]
+    assert Checkpointer(tmp_path / "checkpoints").steps() == kept
+    assert f"stopped at once: {words}" in capsys.readouterr().out
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 130)
 
 
