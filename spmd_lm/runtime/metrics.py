@@ -71,10 +71,17 @@ class MetricsLog:
 
     def __init__(self, directory: Path, after: int = 0):
         self.path = directory / "metrics.jsonl"
+        self._after = after
         kept = [record for record in read_records(self.path) if record["step"] <= after]
+        self._last = max((record["step"] for record in kept), default=0)
         write_atomically(self.path, "".join(map(_line, kept)))
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=after + 1)
+
+    def missing(self, every: int) -> tuple[int, int] | None:
+        """First and last of the steps up to `after` that a file with a record `every` so many steps lacks."""
+        due = self._last + every - self._last % every
+        return (due, self._after) if due <= self._after else None
 
     def write(self, record: Record) -> None:
         self._file.write(_line(record))

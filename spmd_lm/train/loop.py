@@ -71,7 +71,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
                 for line in (corpus.describe(), *notices):
                     progress.say(line)
                 state = first_state(program, saves, past.saved, corpus, progress)
-            with open_files(config, status) as log:
+            with open_files(config, past, status, progress) as log:
                 run = Run(config, program, corpus, saves, status, clock, log, progress, state, status.step)
                 return carry_out(run, loader, signals)
 
@@ -275,12 +275,16 @@ def next_life(directory: Path, past: Past) -> Status:
     return status
 
 
-def open_files(config: RunConfig, status: Status) -> AbstractContextManager[MetricsLog | None]:
+def open_files(
+    config: RunConfig, past: Past, status: Status, progress: Progress
+) -> AbstractContextManager[MetricsLog | None]:
     """The files of a run that has its first state, written by the first process alone."""
     if jax.process_index() > 0:
         return nullcontext()
     directory = config.run.directory
     log = MetricsLog(directory, after=status.step)  # first: it may refuse what it finds
+    if past.meta and (gap := log.missing(past.meta["config"]["train"]["log_every"])):
+        progress.say(f"{log.path} lacks the records of steps {gap[0]} to {gap[1]}, which were taken before.")
     write_atomically(directory / "config.yaml", dump(config))
     status.write()
     return closing(log)

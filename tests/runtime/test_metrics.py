@@ -25,6 +25,17 @@ def test_resuming_drops_what_lies_beyond_the_checkpoint(tmp_path):
     assert logged(tmp_path, [], after=0) == []
 
 
+@pytest.mark.parametrize(
+    "every, until, gap",
+    [(2, 9, (8, 9)), (2, 7, None), (2, 6, None), (10, 9, None), (1, 7, (7, 7)), (3, 1, None), (1, 1, (1, 1))],
+)
+def test_what_a_cut_file_lacks(tmp_path, every, until, gap):
+    logged(tmp_path, [2, 4, 6, 20])
+    log = MetricsLog(tmp_path, after=until)
+    log.close()
+    assert log.missing(every) == gap
+
+
 def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):
     logged(tmp_path, [1, 2])
     with open(tmp_path / "metrics.jsonl", "a") as file:

@@ -339,6 +339,18 @@ def test_a_finished_run_goes_on_when_asked_for_more_and_says_what_changed(tmp_pa
     assert [r["step"] for r in records(reference)] == [2, 4, 6, 8, 10, 12, 14]
 
 
+@pytest.mark.parametrize("kept, told", [(3, "8 to 11"), (0, "2 to 11"), (5, None)])
+def test_metrics_that_were_lost_before_the_checkpoint_are_told(tmp_path, capsys, kept, told):
+    kill_at(11, signal.SIGTERM)
+    loop.train(make_config(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": 2 * n + 2}) + "\n" for n in range(kept)))
+    FakeProgram.at = {}
+    capsys.readouterr()
+    assert loop.train(make_config(tmp_path, train__log_every=1)) is Exit.DONE  # every step, but only from here on
+    out = capsys.readouterr().out
+    assert (f"{tmp_path}/metrics.jsonl lacks the records of steps {told}" in out) if told else ("lacks" not in out)
+
+
 def cut_short(directory):
     """A run that failed before its first save."""
     FakeProgram.at = {3: lambda: 1 / 0}
