@@ -139,6 +139,7 @@ class Clock:
 
     def __init__(self, seconds: dict[str, float]):
         self.seconds = seconds
+        self._before = sum(seconds.values())
         self._open = ["other"]
         self._since = time.perf_counter()
 
@@ -147,6 +148,14 @@ class Clock:
         now = time.perf_counter()
         self.seconds[self._open[-1]] += now - self._since
         self._since = now
+
+    def total(self) -> float:
+        """Seconds up to now, those that were booked before this clock was made among them."""
+        self.book()
+        return sum(self.seconds.values())
+
+    def this_life(self) -> float:
+        return self.total() - self._before
 
     @contextmanager
     def time(self, bucket: str) -> Iterator[None]:

@@ -127,18 +127,25 @@ def finish(run: Run) -> Exit:
         run.checkpoints.wait()
     texts = sample(run)  # on every process: the parameters are sharded over them
     if run.log is not None:
-        run.clock.book()
         records = read_records(run.log.path)
         plot_loss(records, run.directory / "loss.png", f"{run.config.run.name}: {run.corpus.name}")
         if texts:
             write_atomically(run.directory / "samples.txt", texts)
         last = describe(records[-1]) if records else ""
-        run.progress.say(f"done: step {run.step}{last}  in {duration(sum(run.status.goodput.values()))}")
+        run.progress.say(f"done: step {run.step}{last}  in {time_taken(run)}")
     if (saved := run.checkpoints.latest()) != run.step:
         nothing = "Nothing was saved" if saved is None else f"Nothing was saved since step {saved}"
         run.progress.say(f"{nothing} (checkpoint.every=0): set it, to evaluate, generate or go on from the end.")
     run.publish(state="done", exit_code=int(Exit.DONE))
     return Exit.DONE
+
+
+def time_taken(run: Run) -> str:
+    """`29s`; after a resume `29s, 3m07s over 3 lives`."""
+    lives = run.status.restarts + 1
+    return duration(run.clock.this_life()) + (
+        f", {duration(run.clock.total())} over {lives} lives" if lives > 1 else ""
+    )
 
 
 def sample(run: Run) -> str:

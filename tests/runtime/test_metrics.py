@@ -130,6 +130,10 @@ def test_the_clock_books_each_second_once(monkeypatch):
     now += 16  # other
     clock.book()
     assert seconds == dict.fromkeys(BUCKETS, 0.0) | {"other": 17, "checkpoint": 10, "step": 4}
+    assert clock.total() == 31
+    later = Clock(seconds)
+    now += 2
+    assert (later.this_life(), later.total()) == (2, 33)
 
 
 @pytest.mark.parametrize(

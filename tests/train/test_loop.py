@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 from types import SimpleNamespace
@@ -349,6 +350,16 @@ def test_metrics_that_were_lost_before_the_checkpoint_are_told(tmp_path, capsys,
     assert loop.train(make_config(tmp_path, train__log_every=1)) is Exit.DONE  # every step, but only from here on
     out = capsys.readouterr().out
     assert (f"{tmp_path}/metrics.jsonl lacks the records of steps {told}" in out) if told else ("lacks" not in out)
+
+
+def test_the_time_of_a_run_is_told_by_lives(tmp_path, capsys):
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+    assert re.search(r"^done: step 12 .*  in [\d.]+s$", capsys.readouterr().out, re.MULTILINE)
+    text = json.loads((tmp_path / "status.json").read_text())
+    text["goodput"]["step"] += 7200
+    (tmp_path / "status.json").write_text(json.dumps(text))
+    assert loop.train(make_config(tmp_path, train__steps=14)) is Exit.DONE
+    assert re.search(r"^done: step 14 .*  in [\d.]+s, 2h00m over 2 lives$", capsys.readouterr().out, re.MULTILINE)
 
 
 def cut_short(directory):
