@@ -25,6 +25,7 @@ from spmd_lm.runtime.progress import Progress, describe, duration
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.train import describe as plans
 from spmd_lm.train.checkpoint import Checkpointer, Meta, check_same_run
+from spmd_lm.train.evaluate import validation_loader
 from spmd_lm.train.hooks import Evaluate, Log, Run, Save
 from spmd_lm.train.program import Program
 from spmd_lm.train.sample import Sampling, sample_text
@@ -68,6 +69,8 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
             with clock.time("init"):
                 corpus = load(config.data, config.train.seed, config.model.vocab)
                 loader = training_loader(config, corpus)
+                if config.train.eval_every:
+                    validation_loader(config, corpus)  # refuses too little text before there are files to leave behind
                 for line in (corpus.describe(), *notices):
                     progress.say(line)
                 state = first_state(program, saves, past.saved, corpus, progress)

@@ -493,6 +493,8 @@ def test_a_refusal_leaves_no_trace(tmp_path, monkeypatch):
 
     with pytest.raises(DataError):
         loop.train(with_text(make_config(tmp_path / "runs" / "a"), tmp_path / "text", "short"))
+    with pytest.raises(DataError, match="validation text"):
+        loop.train(with_text(make_config(tmp_path / "runs" / "a"), tmp_path / "text", "long enough " * 5))
     monkeypatch.setattr(FakeProgram, "__init__", impossible)
     with pytest.raises(LayoutError):
         loop.train(make_config(tmp_path / "runs" / "b"))
