@@ -65,11 +65,14 @@ class Parser(argparse.ArgumentParser):
         mending = f"Did you mean {options[near]}?" if near else f"See {self.prog} --help."
         raise ConfigError(f"{self.prog}: {message}. {mending}")
 
+    def print_help(self, file: object = None) -> None:
+        put(self.format_help().rstrip())
+
 
 def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     """The verb and its arguments; exits after --help."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(overview())
+        put(overview())
         raise SystemExit(0 if argv else int(Exit.CONFIG))
     name, *rest = argv
     if name not in VERBS:
@@ -152,13 +155,25 @@ def deliver(arguments: Arguments, result: Any, text: str) -> int:
     """Hands over a verb's result: as JSON where --json says, as text on standard output unless JSON went there."""
     if arguments.json:
         as_json = json.dumps(finite(result), indent=2, allow_nan=False)
-        if arguments.json == "-":
-            print(as_json)
-            return Exit.DONE
-        Path(arguments.json).write_text(as_json + "\n")
-    if text:
-        print(text)
+        put(as_json, arguments.json)
+    if text and arguments.json != "-":
+        put(text)
     return Exit.DONE
+
+
+def put(text: str, path: str = "-") -> None:
+    """Writes text to a file, or to standard output for `-`.  A reader that leaves, as `head` does, is no error."""
+    try:
+        if path == "-":
+            print(text, flush=True)
+        else:
+            Path(path).write_text(text + "\n")
+    except OSError as error:
+        if path == "-":  # what is left in the buffer would fail once more as Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            where = "standard output" if path == "-" else f"--json {path}"
+            raise UserError(f"{where}: cannot be written: {error.strerror}. Make room, or write elsewhere.") from error
 
 
 def finite(value: Any) -> Any:

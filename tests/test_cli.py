@@ -182,6 +182,46 @@ def test_a_wrong_line_is_told_with_its_mending(capsys, line, message):
     assert error.startswith("error: ") and message in error
 
 
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
+    """What bash makes of a line in which `spmd-lm` is this command."""
+    line = f"set -o pipefail; {line}".replace("spmd-lm", f"{sys.executable} -m spmd_lm")
+    return subprocess.run(
+        ["bash", "-c", line], env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "line", [f"spmd-lm config {DEBUG}", f"spmd-lm config {DEBUG} --json -", "spmd-lm --help", "spmd-lm plan --help"]
+)
+def test_a_reader_that_leaves_is_no_error(line):
+    done = shell(f"({line}; echo $? >&2) | true")
+    assert (done.returncode, done.stderr) == (0, "0\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        (f"spmd-lm config {DEBUG} > /dev/full", "standard output"),
+        (f"spmd-lm config {DEBUG} --json - > /dev/full", "standard output"),
+        (f"spmd-lm config {DEBUG} --json /dev/full", "--json /dev/full"),
+    ],
+)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_told_in_a_line(line, where):
+    done = shell(line)
+    told = f"error: {where}: cannot be written: No space left on device. Make room, or write elsewhere.\n"
+    assert (done.returncode, done.stderr) == (Exit.CONFIG, told)
+
+
+def test_a_reader_that_leaves_does_not_change_the_exit_code(work, capsys, monkeypatch):
+    work("spmd_lm.train.loop", "train", Exit.PREEMPTED)
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["train", DEBUG, "--json", "-"]) == Exit.PREEMPTED
+
+
 @pytest.mark.parametrize("line", [["--help"], *([verb, "--help"] for verb in VERBS)])
 def test_help_is_there_for_every_verb(line, capsys):
     with pytest.raises(SystemExit, match="0"):
