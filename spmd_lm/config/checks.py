@@ -266,7 +266,9 @@ def _fills(parallel: Parallel, model: int, devices: int) -> bool:
 
 
 def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    """In order; all of them up to n = 2**32.  Beyond, where no run is, not those between 65,536 and n / 65,536: looking
+    for them would take minutes."""
+    small = [d for d in range(1, min(math.isqrt(n), 2**16) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 

@@ -21,6 +21,13 @@ SCHEMA = (  # tag, what is written, the first characters by which PyYAML looks a
 )
 
 
+DIGITS = 18  # of a whole number, at most: what fits 64 bits, and more than any key means
+
+
+class Unfit(yaml.YAMLError):
+    """YAML, but nothing that a configuration holds."""
+
+
 class Reader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's registry, one for each class
 
@@ -39,6 +46,12 @@ class Reader(yaml.SafeLoader):
         return self.construct_mapping(node, deep=True)  # deep: an alias inside its own anchor is then an error
 
     def decimal(self, node: yaml.ScalarNode) -> int:
+        digits = len(node.value.lstrip("+-0"))
+        if digits > DIGITS:
+            line = node.start_mark.line + 1
+            raise Unfit(
+                f"line {line}: a whole number of {digits} digits; {DIGITS} are the most. Quote it if it is text"
+            )
         return int(node.value)
 
 
@@ -65,6 +78,10 @@ def read(text: str) -> tuple[Any, list[str]]:
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         return None, [f"{line}not YAML: {error.problem}. Quote text that has : # * & @ or % in it; indent with spaces"]
+    except Unfit as error:
+        return None, [str(error)]
+    except RecursionError:
+        return None, ["nested too deep. A value is a scalar or a list of them"]
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an explicit tag, as in `!!int twelve`
         return None, [f"not YAML: {' '.join(str(error).split())}. Save it as UTF-8 text"]
     finally:

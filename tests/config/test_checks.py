@@ -1,11 +1,12 @@
 import re
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_lm.config.checks import check_devices
+from spmd_lm.config.checks import check_devices, divisors
 from spmd_lm.config.load import load
 from spmd_lm.errors import ConfigError
 
@@ -238,6 +239,20 @@ def test_a_layout_uses_every_device(devices, overrides, what, use):
     message = f"{what}. Use {use}."
     assert check_devices(load(DEBUG, overrides.split()), devices) == [message]
     assert message in problems(*overrides.split(), f"run.simulate_devices={devices}")  # at once, where they are known
+
+
+@given(st.integers(1, 10**5))
+@settings(max_examples=50)
+def test_divisors_are_all_there_are(n):
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+@pytest.mark.parametrize("size", ["999999999999999989", "999999999999999999"])  # a prime, and a number of many divisors
+def test_a_size_beyond_all_measure_keeps_no_one_waiting(size):
+    started = time.process_time()
+    assert problems(f"model.width={size}", "model.heads=8")[0].startswith(f"model.width={size} is not divisible by ")
+    assert problems(f"train.batch={size}", "parallel.microbatches=2", f"run.simulate_devices={size}")
+    assert time.process_time() - started < 1  # 0.1 s; by trying every number, half a minute
 
 
 degrees = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])

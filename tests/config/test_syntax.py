@@ -59,7 +59,7 @@ def test_an_alias_inside_its_own_anchor_is_an_error():
     assert syntax.read("a: &x {b: *x}")[1]
 
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+scalars = st.none() | st.booleans() | st.integers(1 - 10**18, 10**18 - 1) | st.floats(allow_nan=False) | st.text()
 
 
 @given(st.dictionaries(st.text(), scalars | st.lists(scalars) | st.dictionaries(st.text(), scalars)))
@@ -71,3 +71,23 @@ def test_what_is_written_reads_back_equal(tree):
 @pytest.mark.parametrize("text", ["3e-4", "no", "010", "1:30", "1_000", "true", "null", "~", "2024-01-02"])
 def test_text_that_looks_like_something_else_stays_text(text):
     assert syntax.read(syntax.write({"name": text})) == ({"name": text}, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "a: 1\nb: 1234567890123456789",
+            "line 2: a whole number of 19 digits; 18 are the most. Quote it if it is text",
+        ),
+        ("-" + "9" * 5000, "line 1: a whole number of 5000 digits; 18 are the most. Quote it if it is text"),
+        ("[" * 3000, "nested too deep. A value is a scalar or a list of them"),
+        ("{a: " * 3000 + "1" + "}" * 3000, "nested too deep. A value is a scalar or a list of them"),
+    ],
+)
+def test_what_no_key_takes_is_told_and_not_read(text, problem):
+    assert syntax.read(text) == (None, [problem])
+
+
+def test_the_longest_whole_number():
+    assert syntax.read("-" + "0" * 30 + "9" * 18) == (-(10**18 - 1), [])
