@@ -128,7 +128,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
 
 def configuration(arguments: Arguments) -> "RunConfig":
-    """What CONFIG and the overrides say, with the devices that they simulate in place."""
+    """What CONFIG and the overrides say."""
     path, overrides = Path(arguments.config), arguments.overrides
     if path.is_dir():
         overrides = [f"run.dir={json.dumps(str(path), ensure_ascii=False)}", *overrides]  # a run may have been moved
@@ -146,6 +146,11 @@ def configuration(arguments: Arguments) -> "RunConfig":
         target = Path(arguments.json)
         if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
             raise ConfigError(f"--json {target}: cannot be written. Give a file in a directory that can be.")
+    return config
+
+
+def on_devices(config: "RunConfig") -> "RunConfig":
+    """The same, with the devices that it simulates in place: for the verbs that compute."""
     if config.run.simulate_devices:
         simulate(config.run.simulate_devices)
     return config
@@ -187,7 +192,7 @@ def finite(value: Any) -> Any:
 
 def train(arguments: Arguments) -> int:
     with StopSignals() as signals:  # from here on: the import below takes seconds
-        config = configuration(arguments)
+        config = on_devices(configuration(arguments))
         from spmd_lm.train.loop import train
 
         with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
@@ -198,7 +203,7 @@ def train(arguments: Arguments) -> int:
 
 
 def evaluate(arguments: Arguments) -> int:
-    config = configuration(arguments)
+    config = on_devices(configuration(arguments))
     from spmd_lm.train.evaluate import evaluate_run
 
     result = evaluate_run(config)
@@ -212,7 +217,7 @@ def evaluate(arguments: Arguments) -> int:
 
 
 def generate(arguments: Arguments) -> int:
-    config = configuration(arguments)
+    config = on_devices(configuration(arguments))
     from spmd_lm.generate import generate_run
     from spmd_lm.train.sample import Sampling
 
@@ -233,7 +238,7 @@ def plan(arguments: Arguments) -> int:
 
 
 def bench(arguments: Arguments) -> int:
-    config = configuration(arguments)
+    config = on_devices(configuration(arguments))
     from spmd_lm.bench import bench, render
 
     result = bench(config, arguments.steps, arguments.warmup)

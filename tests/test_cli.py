@@ -7,7 +7,6 @@ import sys
 import types
 from pathlib import Path
 
-import jax
 import pytest
 
 from spmd_lm.cli import VERBS, main
@@ -53,10 +52,9 @@ def test_config_prints_yaml_that_runs(capsys, tmp_path):
 
 
 def test_options_and_overrides_come_in_any_order(capsys):
-    devices = jax.device_count()  # these are running already: any other number would be refused
-    assert main(["config", "--devices", str(devices), DEBUG, "train.steps=7", "--json", "-", "model.heads=4"]) == 0
+    assert main(["config", "--devices", "16", DEBUG, "train.steps=7", "--json", "-", "model.heads=4"]) == 0
     config = json.loads(capsys.readouterr().out)
-    assert (config["run"]["simulate_devices"], config["train"]["steps"], config["model"]["heads"]) == (devices, 7, 4)
+    assert (config["run"]["simulate_devices"], config["train"]["steps"], config["model"]["heads"]) == (16, 7, 4)
     assert config["checkpoint"]["async"] is True
 
 
@@ -68,6 +66,19 @@ def test_json_goes_to_a_file_and_the_text_to_the_screen(capsys, tmp_path, work):
     assert main(["plan", DEBUG, "--json", str(tmp_path / "missing" / "plan.json")]) == Exit.CONFIG
     assert len(calls) == 1  # refused before the work
     assert "cannot be written" in errors(capsys)[0]
+
+
+def test_a_plan_starts_no_devices(tmp_path):
+    """Of as many devices as are named, on the CPU that simulates them."""
+    program = (
+        "import sys; from spmd_lm.cli import main; code = main(sys.argv[1:]); from jax._src import xla_bridge; "
+        "sys.exit(code or xla_bridge.backends_are_initialized())"
+    )
+    line = ["plan", DEBUG, "--devices", "5000", "train.batch=5000", "--json", str(tmp_path / "plan.json")]
+    environment = os.environ | {"JAX_PLATFORMS": "none such"}
+    subprocess.run([sys.executable, "-c", program, *line], env=environment, timeout=60, check=True)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["devices"], plan["platform"]) == (5000, "cpu")
 
 
 def test_train_hands_on_the_exit_code_of_the_loop(capsys, work):

@@ -13,8 +13,12 @@ from spmd_lm.train.program import abstract_plan, choose_kernel
 
 
 def describe(config: RunConfig, plan: Plan | None = None) -> dict:
-    """The plan as plain data.  With no plan given: on as many devices as are simulated, or else as are there."""
-    plan = plan or abstract_plan(config, config.run.simulate_devices or jax.device_count(), jax.default_backend())
+    """The plan as plain data.  With no plan given: on as many devices as are simulated, which starts none of them, or
+    else as are there."""
+    if plan is None:
+        simulated = config.run.simulate_devices
+        devices, platform = (simulated, "cpu") if simulated else (jax.device_count(), jax.default_backend())
+        plan = abstract_plan(config, devices, platform)
     m, layout = config.model, plan.layout
     kernel, why = choose_kernel(config, plan.platform)
     rows = config.train.batch // config.parallel.microbatches
