@@ -8,8 +8,10 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -36,14 +38,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     quiet()
     try:
-        name, arguments = parse(argv)
-        return int(VERBS[name].run(arguments))
+        with interruptible():
+            name, arguments = parse(argv)
+            return int(VERBS[name].run(arguments))
     except UserError as error:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print(f"error: {problem}", file=sys.stderr)
         return int(error.code)
     except KeyboardInterrupt:
         return int(Exit.INTERRUPTED)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Within, Ctrl-C ends the process at once, in silence; a shell calls that 130.  For where nothing has to be saved.
+
+    A KeyboardInterrupt would come too late, or never: XLA holds it up, and extension modules that are being imported
+    swallow it or make an ImportError of it."""
+    before = signal.getsignal(signal.SIGINT)
+    ours = threading.current_thread() is threading.main_thread() and before not in (signal.SIG_IGN, None)
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 # --- parsing ----------------------------------------------------------------------------------------------------------
@@ -192,8 +212,9 @@ def finite(value: Any) -> Any:
 
 def train(arguments: Arguments) -> int:
     with StopSignals() as signals:  # from here on: the import below takes seconds
-        config = on_devices(configuration(arguments))
-        from spmd_lm.train.loop import train
+        with interruptible():
+            config = on_devices(configuration(arguments))
+            from spmd_lm.train.loop import train
 
         with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
             code = train(config, signals)

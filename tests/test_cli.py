@@ -146,6 +146,35 @@ def test_generate_takes_prompts_and_sampling(capsys, work):
     assert json.loads(capsys.readouterr().out)[1] == {"prompt": "class", "text": "class C"}
 
 
+@pytest.mark.parametrize("verb", ["plan", "eval", "generate", "bench", "train"])
+def test_an_interrupt_during_an_import_ends_at_once(verb):
+    """Extension modules swallow a KeyboardInterrupt, or make an ImportError of it.  A signal that is not Python's ends
+    the process; a shell calls that 130."""
+    program = (
+        "import os, signal, sys, spmd_lm.cli\n"
+        "class Swallow:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name.startswith(('jax', 'numpy')):\n"
+        "            try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "            except KeyboardInterrupt: print('swallowed', file=sys.stderr)\n"
+        "sys.meta_path.insert(0, Swallow())\n"
+        "sys.exit(spmd_lm.cli.main(sys.argv[1:]))"
+    )
+    line = [sys.executable, "-c", program, verb, DEBUG]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_who_ignores_interrupts_goes_on_ignoring_them(work):
+    work("spmd_lm.train.describe", "describe", lambda config: os.kill(os.getpid(), signal.SIGINT), render=str)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what is in the background
+    try:
+        assert main(["plan", DEBUG]) == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_bench_takes_steps_and_warmup(work, capsys):
     calls = work("spmd_lm.bench", "bench", {"tokens_per_second": 3}, render=str)
     assert main(["bench", DEBUG, "--steps", "4", "--warmup", "1"]) == 0
