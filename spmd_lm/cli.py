@@ -5,6 +5,7 @@ nothing, and a refusal never for jax."""
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one command line."""
     argv = sys.argv[1:] if argv is None else argv
     quiet()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # text must not be lost to a terminal without letters for it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with interruptible():
             name, arguments = parse(argv)

@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import os
@@ -144,6 +145,15 @@ def test_generate_takes_prompts_and_sampling(capsys, work):
     assert main(["generate", DEBUG, *prompts, "--tokens", "5", "--top-k", "3", "--greedy", "--json", "-"]) == 0
     assert calls[0][1:] == (["def", "class"], Sampling(tokens=5, top_k=3, greedy=True))
     assert json.loads(capsys.readouterr().out)[1] == {"prompt": "class", "text": "class C"}
+
+
+def test_text_that_the_terminal_has_no_letters_for_is_not_lost(work, monkeypatch):
+    """As in a container whose locale is none."""
+    work("spmd_lm.generate", "generate_run", ["caf\xe9 \U0001f600"])
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["generate", DEBUG]) == 0
+        assert out.buffer.getvalue() == b"caf\\xe9 \\U0001f600\n"
 
 
 @pytest.mark.parametrize("verb", ["plan", "eval", "generate", "bench", "train"])
