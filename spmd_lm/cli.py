@@ -6,6 +6,7 @@ nothing, and a refusal never for jax."""
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from spmd_lm.errors import ConfigError, Exit, NonFiniteError, UserError
 from spmd_lm.runtime.devices import quiet, simulate
 from spmd_lm.runtime.signals import StopSignals
+from spmd_lm.train.sampling import Sampling
 
 if TYPE_CHECKING:
     from spmd_lm.config.schema import RunConfig
@@ -81,12 +83,20 @@ def nearest(wrong: str, right: Iterable[str]) -> str | None:
 class Parser(argparse.ArgumentParser):
     """Options may stand anywhere; what is unknown is answered with what is near."""
 
+    line: Sequence[str] = ()  # what is parsed
+
     def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}. {self.mending(message)}")
+
+    def mending(self, message: str) -> str:
+        known = self._option_string_actions
+        for option, value in itertools.pairwise(self.line):
+            if message == f"argument {option}: expected one argument" and value.startswith("-") and value not in known:
+                return f"Write {option}={value}."
         unknown = message.removeprefix("unrecognized arguments: ")
-        options = {option.strip("-"): option for option in self._option_string_actions}
+        options = {option.strip("-"): option for option in known}
         near = nearest(unknown.split()[0].strip("-"), options) if unknown != message else None
-        mending = f"Did you mean {options[near]}?" if near else f"See {self.prog} --help."
-        raise ConfigError(f"{self.prog}: {message}. {mending}")
+        return f"Did you mean {options[near]}?" if near else f"See {self.prog} --help."
 
     def print_help(self, file: object = None) -> None:
         put(self.format_help().rstrip())
@@ -109,6 +119,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
     parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
     VERBS[name].options(parser)
+    parser.line = rest
     arguments = parser.parse_intermixed_args(rest)
     if arguments.config is None:  # argparse alone would ask for the overrides as well
         parser.error("no CONFIG given: name a YAML file, or a run's directory")
@@ -125,11 +136,16 @@ def generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to continue; may be given again")
     # Sampling has the defaults; what is not given here is not set.
     sampling = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
-    sampling.add_argument("--tokens", type=int, metavar="N", help="how many to add")
-    sampling.add_argument("--temperature", type=float, metavar="X", help="0 takes the likeliest token")
-    sampling.add_argument("--top-k", type=int, metavar="N", help="keep the N likeliest tokens; 0 keeps all")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that sum to P")
-    sampling.add_argument("--seed", type=int, metavar="N")
+    for name, letter, help in (
+        ("tokens", "N", "how many to add"),
+        ("temperature", "X", "0 takes the likeliest token"),
+        ("top_k", "N", "keep the N likeliest tokens; 0 keeps all"),
+        ("top_p", "P", "keep the likeliest tokens that sum to P"),
+        ("seed", "N", "of what is drawn"),
+    ):
+        default = getattr(Sampling, name)
+        option = f"--{name.replace('_', '-')}"
+        sampling.add_argument(option, type=type(default), metavar=letter, help=f"{help} (default {default})")
     sampling.add_argument("--greedy", action="store_true", help="always take the likeliest token")
 
 
@@ -241,12 +257,11 @@ def evaluate(arguments: Arguments) -> int:
 
 
 def generate(arguments: Arguments) -> int:
-    config = on_devices(configuration(arguments))
-    from spmd_lm.generate import generate_run
-    from spmd_lm.train.sample import Sampling
-
     given = vars(arguments)
     sampling = Sampling(**{key.name: given[key.name] for key in fields(Sampling) if key.name in given})
+    config = on_devices(configuration(arguments))
+    from spmd_lm.generate import generate_run
+
     prompts = arguments.prompt or [""]
     texts = generate_run(config, prompts, sampling)
     pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]

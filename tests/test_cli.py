@@ -1,7 +1,9 @@
+import dataclasses
 import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +15,8 @@ import pytest
 from spmd_lm.cli import VERBS, main
 from spmd_lm.config.load import dump, load
 from spmd_lm.errors import CheckpointError, Exit
-from spmd_lm.generate import Sampling
 from spmd_lm.runtime.signals import StopSignals
+from spmd_lm.train.sampling import Sampling
 
 DEBUG = str(Path(__file__).parents[1] / "configs" / "debug.yaml")
 
@@ -140,7 +142,7 @@ def test_json_has_null_where_there_is_no_number(work, capsys):
 
 
 def test_generate_takes_prompts_and_sampling(capsys, work):
-    calls = work("spmd_lm.generate", "generate_run", ["def f", "class C"], Sampling=Sampling)
+    calls = work("spmd_lm.generate", "generate_run", ["def f", "class C"])
     prompts = ["--prompt", "def", "--prompt", "class"]
     assert main(["generate", DEBUG, *prompts, "--tokens", "5", "--top-k", "3", "--greedy", "--json", "-"]) == 0
     assert calls[0][1:] == (["def", "class"], Sampling(tokens=5, top_k=3, greedy=True))
@@ -185,6 +187,16 @@ def test_who_ignores_interrupts_goes_on_ignoring_them(work):
         signal.signal(signal.SIGINT, before)
 
 
+def test_help_tells_the_defaults_of_sampling(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", "--help"])
+    sampling = capsys.readouterr().out.split("sampling:")[1]
+    told = dict(re.findall(r"--([\w-]+) [NXP] .*\(default ([\d.]+)\)", sampling))
+    assert told == {
+        key.name.replace("_", "-"): str(key.default) for key in dataclasses.fields(Sampling) if key.name != "greedy"
+    }
+
+
 def test_bench_takes_steps_and_warmup(work, capsys):
     calls = work("spmd_lm.bench", "bench", {"tokens_per_second": 3}, render=str)
     assert main(["bench", DEBUG, "--steps", "4", "--warmup", "1"]) == 0
@@ -224,6 +236,9 @@ def test_a_second_interrupt_ends_quietly(capsys, work):
         (["train", "debug.yml"], "debug.yml: no such file."),
         (["bench", DEBUG, "--steps", "0"], "expected a whole number of at least 1, got '0'"),
         (["generate", DEBUG, "--top-p", "2"], "top_p=2.0: "),
+        (["generate", "absent.yaml", "--tokens", "-5"], "tokens=-5: ask for at least one"),  # before it looks for a run
+        (["generate", DEBUG, "--prompt", "-def"], "expected one argument. Write --prompt=-def."),
+        (["generate", DEBUG, "--prompt"], "expected one argument. See spmd-lm generate --help."),
     ],
 )
 def test_a_wrong_line_is_told_with_its_mending(capsys, line, message):
@@ -281,7 +296,11 @@ def test_help_is_there_for_every_verb(line, capsys):
 
 @pytest.mark.parametrize(
     ("line", "code", "heavy"),
-    [(["--help"], 0, "pydantic yaml jax numpy"), (["train", DEBUG, "train.steps=x"], 2, "jax numpy flax orbax")],
+    [
+        (["--help"], 0, "pydantic yaml jax numpy"),
+        (["train", DEBUG, "train.steps=x"], 2, "jax numpy flax orbax"),
+        (["generate", DEBUG, "--seed", "99999999999999999999"], 2, "jax numpy flax orbax"),
+    ],
 )
 def test_help_and_refusals_do_not_keep_one_waiting(line, code, heavy):
     """They import nothing that takes its time; seconds are for people to measure (README)."""

@@ -2,9 +2,7 @@
 
 A row's text depends on (prompt, seed, row) alone: a layout or a neighbour in the batch never changes it."""
 
-import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -14,38 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.axes import BATCH_AXES, constrain
 from spmd_lm.data import tokenizer as tokenizers
-from spmd_lm.errors import ConfigError, DataError
+from spmd_lm.errors import DataError
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.train.program import Program
+from spmd_lm.train.sampling import Sampling as Sampling
 from spmd_lm.train.step import pin
 
 ROWS = P(BATCH_AXES)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """tokens: how many to add.  temperature 0, or greedy, takes the likeliest.  top_k 0 and top_p 1 keep every
-    token."""
-
-    tokens: int = 200
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    greedy: bool = False
-
-    def __post_init__(self):
-        problems = []
-        if self.tokens < 1:
-            problems.append(f"tokens={self.tokens}: ask for at least one")
-        if not 0 <= self.temperature < math.inf:
-            problems.append(f"temperature={self.temperature}: use 0 for the likeliest token, or more for variety")
-        if self.top_k < 0:
-            problems.append(f"top_k={self.top_k}: use 0 to keep every token, or how many to keep")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"top_p={self.top_p}: use a share of the probability in (0, 1]")
-        if problems:
-            raise ConfigError(*problems)
+DEFAULT = Sampling()
 
 
 def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
@@ -58,8 +32,8 @@ def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
     if top_p < 1:
         kept = jnp.where(ranked >= floor, ranked, -jnp.inf)
         share = jax.nn.softmax(kept, axis=-1)
-        needed = jnp.cumsum(share, axis=-1) - share < top_p  # the first always is
-        floor = jnp.min(jnp.where(needed, ranked, jnp.inf), axis=-1, keepdims=True)
+        needed = jnp.cumsum(share, axis=-1) - share < top_p
+        floor = jnp.min(jnp.where(needed, ranked, ranked[:, :1]), axis=-1, keepdims=True)  # the first always is
     return jnp.where(logits >= floor, logits, -jnp.inf)
 
 
@@ -144,7 +118,7 @@ class Generator:
         return texts
 
 
-def sample_text(program: Program, params: Tree, prompts: Sequence[str], sampling: Sampling = Sampling()) -> list[str]:
+def sample_text(program: Program, params: Tree, prompts: Sequence[str], sampling: Sampling = DEFAULT) -> list[str]:
     """Each prompt and what the model adds to it, up to the end of a document.  An empty prompt begins a document."""
     tokenizer = tokenizers.make(program.config.data)
     start = np.array([tokenizer.end or 0], np.int32)

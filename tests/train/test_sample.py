@@ -109,7 +109,7 @@ def kept_by_hand(z, top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 1.0), (1, 1.0), (5, 1.0), (0, 0.7), (10, 0.5), (100, 0.99), (0, 1e-9)]
+    ("top_k", "top_p"), [(0, 1.0), (1, 1.0), (5, 1.0), (0, 0.7), (10, 0.5), (100, 0.99), (0, 1e-9), (0, 1e-50)]
 )
 def test_filters_keep_what_a_sorted_walk_keeps(top_k, top_p):
     got = np.asarray(filter_logits(jnp.asarray(LOGITS), top_k, top_p))
@@ -130,6 +130,7 @@ def draws(sampling, count=2000):
         Sampling(top_k=1),
         Sampling(top_p=1e-9),
         Sampling(temperature=1e-5),
+        Sampling(temperature=1e-6, top_k=5, top_p=0.9),
     ],
     ids=str,
 )
@@ -166,6 +167,9 @@ def test_a_text_ends_where_its_document_does(monkeypatch):
     [
         ({"tokens": 0}, "tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": 1e-50}, "temperature=1e-50"),  # 0 in float32: logits over it are not finite
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**32}, "seed=4294967296"),  # would be seed 0
         ({"top_k": -1}, "top_k=-1"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5, "tokens": 0}, "top_p=1.5"),
