@@ -21,6 +21,10 @@ INSTALLED = {"site-packages", "dist-packages"}
 PACKAGED_APART = {"test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils"}
 TABLES = {"encodings"}  # 1.4 MB that would flatter every loss
 
+UNPRINTABLE = bytes(
+    {*range(32)} - {*b"\a\b\t\n\v\f\r\x1b"}
+)  # no text has them, in whatever encoding of a byte a letter
+
 
 class Document(NamedTuple):
     name: str
@@ -64,7 +68,7 @@ def text_files(patterns: list[str]) -> list[Document]:
 def _find(pattern: str) -> list[tuple[str, Path]]:
     """Name and path of each file that one entry of data.path stands for."""
     where = f"data.path={pattern}"
-    path = Path(pattern).expanduser()
+    path = _expanded(pattern)
     try:
         if path.is_dir():
             if found := _walk(path, SUFFIXES):
@@ -85,8 +89,15 @@ def _find(pattern: str) -> list[tuple[str, Path]]:
     raise DataError(f"{where}: {what}. Give the path of a text file, a glob or a directory.")
 
 
+def _expanded(pattern: str) -> Path:
+    try:
+        return Path(pattern).expanduser()
+    except RuntimeError:
+        raise DataError(f"data.path={pattern}: there is no such home directory. Write the path in full.") from None
+
+
 def _glob(pattern: str) -> list[tuple[str, Path]]:
-    parts = Path(pattern).expanduser().parts
+    parts = _expanded(pattern).parts
     fixed = next(count for count, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
     matches = [path for match in glob.glob(str(Path(*parts)), recursive=True) if (path := Path(match)).is_file()]
@@ -129,13 +140,32 @@ def _unreadable(error: OSError, path: Path) -> DataError:
 def _utf8(path: Path) -> bytes:
     text = _read(path)
     if problem := _problem(text):
-        encoding = "utf-16" if text[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in text else "latin1"
-        source = shlex.quote(str(path))
-        raise DataError(
-            f"{path}: {problem}. Re-encode it, for example by `iconv -f {encoding} -t utf-8 {source} > text.txt`, "
-            "or leave it out of data.path."
-        )
+        raise DataError(f"{path}: {problem}. {_mending(text, shlex.quote(str(path)))}")
     return text
+
+
+def _mending(text: bytes, source: str) -> str:
+    """How to make a document of what is none; source: its path, as a shell reads it."""
+    if not (encoding := _wide(text)):
+        try:
+            text.decode()
+            return f"Drop it, for example by `tr -d '\\0' < {source} > text.txt`, or leave the file out of data.path."
+        except UnicodeDecodeError:
+            if len(text.translate(None, UNPRINTABLE)) < len(text):
+                return "It is no text: leave it out of data.path."
+            encoding = "latin1"
+    return (
+        f"Re-encode it, for example by `iconv -f {encoding} -t utf-8 {source} > text.txt`, "
+        "or leave it out of data.path."
+    )
+
+
+def _wide(text: bytes) -> str:
+    """Which UTF-16 `text` is in, by its mark or by where its NULs are; '' if in none."""
+    if text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "utf-16"
+    even, odd = (4 * text[start::2].count(0) > len(text) for start in (0, 1))  # of those, more than half
+    return "" if even == odd else "utf-16-be" if even else "utf-16-le"
 
 
 def _problem(text: bytes) -> str | None:

@@ -76,12 +76,31 @@ def test_what_is_not_utf8_is_named_with_its_offset_and_a_remedy(tmp_path):
     write(tmp_path, latin_txt="caf\xe9 au lait".encode("latin1"), wide_txt="abc".encode("utf-16"))
     message = fails(tmp_path / "latin.txt")
     assert f"{tmp_path}/latin.txt: not UTF-8: byte 0xe9 at offset 3" in message and "iconv -f latin1" in message
-    assert "iconv -f utf-16" in fails(tmp_path / "wide.txt")
+    assert "iconv -f utf-16 -t" in fails(tmp_path / "wide.txt")
 
 
 def test_a_separator_inside_a_text_is_refused(tmp_path):
     write(tmp_path, a_txt=b"ab\0c")
-    assert "NUL byte, which separates documents, at offset 2" in fails(tmp_path)
+    assert "NUL byte, which separates documents, at offset 2" in (message := fails(tmp_path))
+    assert f"Drop it, for example by `tr -d '\\0' < {tmp_path}/a.txt > text.txt`" in message
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_wide_text_without_a_mark_is_told_from_text_with_separators(tmp_path, encoding):
+    write(tmp_path, a_txt="The café opens at ten.".encode(encoding))
+    assert f"iconv -f {encoding} -t utf-8" in fails(tmp_path)
+
+
+@pytest.mark.parametrize("binary", [bytes(range(256)), b"\x89PNG\r\n\x1a\n\x01", b"\x1f\x8b\x08 zipped"])
+def test_what_is_no_text_is_not_to_be_encoded_anew(tmp_path, binary):
+    write(tmp_path, a_txt=binary)
+    message = fails(tmp_path)
+    assert message.endswith(". It is no text: leave it out of data.path.") and "iconv" not in message
+
+
+@pytest.mark.parametrize("pattern", ["~nouser/x", "~nouser/*.txt"])
+def test_a_home_that_is_not_there(pattern):
+    assert fails(pattern) == f"data.path={pattern}: there is no such home directory. Write the path in full."
 
 
 def test_what_is_not_a_regular_file(tmp_path):
