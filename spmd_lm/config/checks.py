@@ -249,7 +249,7 @@ def _layout(parallel: Parallel, train: Train, devices: int) -> Messages:
 
 
 def _layouts(degrees: dict[str, int], devices: int) -> str:
-    """For each axis, the nearest degree that would mend the layout alone."""
+    """For each axis, the nearest degree that would mend the layout alone; where none would, a layout over data only."""
     ways = []
     exact = "data" in degrees  # else data takes what the others leave
     for axis, degree in degrees.items():
@@ -257,7 +257,8 @@ def _layouts(degrees: dict[str, int], devices: int) -> str:
         fits = [n for n in divisors(devices) if devices % (rest * n) == 0 and (rest * n == devices or not exact)]
         if fits and (degree > 1 or axis == "data"):
             ways.append(_nearest(f"parallel.{axis}", degree, fits) + (" or -1" if axis == "data" else ""))
-    return ", or ".join(ways) or f"degrees whose product divides {devices}, with parallel.data=-1"
+    plain = {axis: devices if axis == "data" else 1 for axis, n in degrees.items() if n > 1 or axis == "data"}
+    return ", or ".join(ways) or " ".join(f"parallel.{axis}={n}" for axis, n in plain.items())
 
 
 def _fills(parallel: Parallel, model: int, devices: int) -> bool:

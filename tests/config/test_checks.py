@@ -214,6 +214,25 @@ def test_what_is_legal_passes(overrides):
             "parallel.data=1 makes 1 devices, not the 8 there are; every device must be used",
             "parallel.data=8 or -1",
         ),
+        (  # neither degree alone would mend it
+            1,
+            "parallel.data=4 parallel.model=2",
+            "parallel.data=4 x parallel.model=2 makes 8 devices, not the 1 there are; every device must be used",
+            "parallel.data=1 parallel.model=1",
+        ),
+        (
+            9,
+            "parallel.data=4 parallel.model=2 parallel.replica=2",
+            "parallel.replica=2 x parallel.data=4 x parallel.model=2 makes 16 devices, not the 9 there are; "
+            "every device must be used",
+            "parallel.replica=1 parallel.data=9 parallel.model=1",
+        ),
+        (
+            9,
+            "parallel.model=2 parallel.replica=2",
+            "parallel.replica=2 x parallel.model=2 does not divide 9 devices; every device must be used",
+            "parallel.replica=1 parallel.model=1",
+        ),
         (
             6,
             "parallel.model=4",
