@@ -40,7 +40,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     tree = functools.reduce(_lay, (layer.tree for layer in layers))
     sections: dict[str, Section] = {}
     for name in (name for name in tree if name not in FIELDS):
-        problems.append(f"{_origin(layers, name)}: {messages.unknown_section(name)}")
+        problems.append(f"{_origin(layers, name)}: {messages.unknown_section(name, tree[name])}")
     for name in FIELDS:
         section = tree.get(name, {})
         if isinstance(section, dict):
@@ -95,7 +95,7 @@ def _read(name: str, said_by: str, problems: list[str]) -> dict[str, Any] | None
     try:
         text = Path(name).read_text("utf-8")
     except FileNotFoundError:
-        problems.append(f"{origin}: no such file.{_neighbour(name)}")
+        problems.append(f"{origin}: no such file{_instead(name)}")
     except UnicodeDecodeError as error:
         problems.append(f"{origin}: byte {error.start} is not UTF-8. Save the file as UTF-8 text.")
     except OSError as error:
@@ -111,11 +111,17 @@ def _read(name: str, said_by: str, problems: list[str]) -> dict[str, Any] | None
     return None
 
 
-def _neighbour(name: str) -> str:
-    here = Path(name).parent
-    files = [str(file) for file in here.glob("*.y*ml")] if here.is_dir() else []
-    near = messages.did_you_mean(name, files)
-    return f" Did you mean {near}?" if near else f" YAML files in {here}: {', '.join(sorted(files)) or 'none'}."
+def _instead(name: str) -> str:
+    """Of a file that is not there: what it may have been meant for, a YAML file or a run's directory."""
+    here, what = Path(name).parent, "" if Path(name).suffix else " or run"
+    if not here.is_dir():
+        return f"{what}, and no directory {here} to look for one."
+    found = sorted([*here.glob("*.y*ml"), *(file.parent for file in here.glob("*/config.yaml"))])
+    there = {path.name: str(path) for path in found}
+    if near := messages.did_you_mean(Path(name).name, there):
+        return f"{what}. Did you mean {there[near]}?"
+    some = ", ".join([*there.values()][:6]) + (" and more" if len(there) > 6 else "")
+    return f"{what}. " + (f"There is {some}." if there else f"Nothing else in {here} is one.")
 
 
 def _command(overrides: Iterable[str]) -> tuple[Layer, list[str]]:

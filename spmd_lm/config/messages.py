@@ -80,7 +80,10 @@ def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | 
     return next(iter(difflib.get_close_matches(word, list(words), 1, cutoff)), None)
 
 
-def unknown_section(name: str) -> str:
+def unknown_section(name: str, value: Any) -> str:
+    if name == "base":  # a file's own is read before sections are
+        give = f", or give {value} as the CONFIG" if isinstance(value, str) else ""
+        return f"base: stands in a file only. Write it there{give}."
     near = did_you_mean(name, RunConfig.model_fields) or _elsewhere(name)
     return f"unknown section '{name}'. " + (f"Did you mean '{near}'?" if near else _known(RunConfig.model_fields))
 
@@ -100,6 +103,9 @@ def unknown_key(section: str, key: str, variant: str) -> str:
 
 def wrong_value(section: str, key: str, errors: list[dict[str, Any]]) -> str:
     """One key's errors, as pydantic lists them: several where the value may have one of several types."""
+    within = [error for error in errors if error["loc"] and isinstance(error["loc"][-1], int)]
+    if within:  # a list, as it may be; of other types nothing need be said
+        key, errors = f"{key}[{within[0]['loc'][-1]}]", within[:1]
     kind, got, context = errors[0]["type"], errors[0]["input"], errors[0].get("ctx", {})
     if kind.startswith("union_tag") or kind in ("missing", "literal_error"):
         return f"{section}.{key}: " + _choose(section, key, kind, errors[0])
@@ -154,9 +160,11 @@ def _or(words: Iterable[str]) -> str:
 
 
 def _mend(kind: str, got: Any) -> str:
+    if len(str(got)) > 40:  # not worth repeating
+        return ""
     if kind == "bool_type" and str(got).lower() in SWITCHES:
         return f" Write {SWITCHES[str(got).lower()]}."
-    if kind in ("int_type", "int_from_float") and isinstance(got, float) and got.is_integer():
+    if kind in ("int_type", "int_from_float") and isinstance(got, float) and got.is_integer() and abs(got) < 1e15:
         return f" Write {int(got)}."
     if kind == "string_type" and isinstance(got, bool | int | float):
         return f' Quote it: "{got}".'

@@ -67,18 +67,24 @@ def human(size: float) -> str:
     raise AssertionError
 
 
+def count(number: int, thing: str) -> str:
+    plural = "es" if thing.endswith("ch") else "s"
+    return f"{number} {thing}" + (plural if number != 1 else "")
+
+
 def summary(description: dict) -> str:
     """The plan in a few lines, as a run prints it at its start."""
     d, batch, vocab, attention = description, *(description[key] for key in ("batch", "vocab", "attention"))
     mesh = " x ".join(f"{axis} {size}" for axis, size in d["mesh"].items())
     padding = "" if vocab["padded"] == vocab["model"] else f", vocabulary {vocab['model']} padded to {vocab['padded']}"
     shards = d["mesh"]["replica"] * d["mesh"]["data"]
-    rows = f"{batch['microbatches']} microbatches x {shards} shards x {batch['sequences_per_device_and_microbatch']}"
+    parts = f"{count(batch['microbatches'], 'microbatch')} x {count(shards, 'shard')}"
+    rows = f"{parts} x {batch['sequences_per_device_and_microbatch']}"
     state, whole = sum(d["memory"][row] for row in memory.STATE), sum(d["memory"].values())
     flop = d["model_flops_per_step"]
     return "\n".join(
         (
-            f"mesh    {mesh} = {d['devices']} devices ({d['platform']})",
+            f"mesh    {mesh} = {count(d['devices'], 'device')} ({d['platform']})",
             f"model   {d['parameter_count']:,} parameters{padding}, remat {d['remat']}",
             f"kernel  attention {attention['kernel']} ({attention['why']}), compute {d['precision']['compute']}",
             f"batch   {batch['sequences']} sequences = {rows}",

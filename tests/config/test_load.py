@@ -192,13 +192,17 @@ def test_all_problems_are_told_at_once_each_with_its_origin(write):
             "data: 'path' belongs to data.source=text, not python-stdlib. Remove it, or set data.source=text.",
         ),
         ("model..width=3", "'model..width=3' is not an override. Write section.key=value."),
-        ("base=other.yaml", "unknown section 'base'."),
+        ("base=other.yaml", "base: stands in a file only. Write it there, or give other.yaml as the CONFIG."),
+        ("base=", "base: stands in a file only. Write it there."),
+        ("optim.lr='" + "1" * 400 + "'", "optim.lr: expected a number, got '11111111111111111111111111111111111 ..."),
+        ("train.steps=1e300", "train.steps: expected a whole number, got 1e+300."),
+        (f"run.name='{'a ' * 99}'", f"{NAME}, got '{'a ' * 17}a .... The default is 'run'."),
     ],
 )
 def test_a_wrong_key_or_value_is_told_with_its_mending(write, override, message):
     write(a=TINY)
     (problem,) = problems("a.yaml", override)
-    assert problem.startswith(f"command line: {message}")
+    assert problem.startswith(f"command line: {message}") and len(problem) < 200
 
 
 def test_a_value_of_several_types_is_one_problem(write):
@@ -206,6 +210,25 @@ def test_a_value_of_several_types_is_one_problem(write):
     assert problems("a.yaml", "data.path=3") == (
         'command line: data.path: expected text or a list, got 3. Quote it: "3".',
     )
+
+
+def test_what_is_wrong_within_a_list_is_pointed_at(write):
+    write(a=TINY.replace("python-stdlib", "text"))
+    assert problems("a.yaml", "data.path=[x, 2]") == (
+        'command line: data.path[1]: expected text, got 2. Quote it: "2".',
+    )
+
+
+def test_a_file_that_is_not_there_is_answered_with_what_is(write, tmp_path):
+    assert problems("runs/nope") == ("runs/nope: no such file or run, and no directory runs to look for one.",)
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    assert problems("runs/nope") == ("runs/nope: no such file or run. Nothing else in runs is one.",)
+    (tmp_path / "runs" / "quickstart" / "config.yaml").write_text(TINY)
+    assert problems("runs/nope") == ("runs/nope: no such file or run. There is runs/quickstart.",)
+    assert problems("runs/quickstrat") == ("runs/quickstrat: no such file or run. Did you mean runs/quickstart?",)
+    assert problems("x.yaml") == ("x.yaml: no such file. Nothing else in . is one.",)
+    write(**dict.fromkeys("klmnopqr", TINY))
+    assert problems("x")[0].endswith("There is k.yaml, l.yaml, m.yaml, n.yaml, o.yaml, p.yaml and more.")
 
 
 def test_what_is_missing_is_asked_for_in_the_file_that_was_given(write):

@@ -63,6 +63,14 @@ def test_the_text_has_a_line_for_every_parameter():
         assert any(line.startswith(row) and line.endswith(human(size)) for line in lines)
 
 
+def test_one_of_a_thing_is_one_thing():
+    one = summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32)))
+    assert "= 1 device (cpu)" in one and "= 1 microbatch x 1 shard x 16" in one
+    more = {"data": 2, "microbatches": 2}
+    several = summary(describe(make_config(run={"simulate_devices": 2}, parallel=more, precision=FLOAT32)))
+    assert "= 2 devices (cpu)" in several and "= 2 microbatches x 2 shards x 4" in several
+
+
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 1.5, "1.5 MiB"), (2**50, "1024.0 TiB")]
 )
