@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from spmd_lm import __version__
 from spmd_lm.errors import ConfigError, Exit, NonFiniteError, UserError
 from spmd_lm.runtime.devices import quiet, simulate
 from spmd_lm.runtime.signals import StopSignals
@@ -103,17 +104,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
-    """The verb and its arguments; exits after --help."""
+    """The verb and its arguments; exits after --help and --version."""
     if not argv or argv[0] in ("-h", "--help"):
         put(overview())
         raise SystemExit(0 if argv else int(Exit.CONFIG))
+    if argv[0] == "--version":
+        put(f"spmd-lm {__version__}")
+        raise SystemExit(0)
     name, *rest = argv
     if name not in VERBS:
         near = nearest(name, VERBS)
         mending = f"Did you mean {near}?" if near else f"Verbs: {', '.join(VERBS)}."
         raise ConfigError(f"spmd-lm: no verb '{name}'. {mending}")
 
-    parser = Parser(prog=f"spmd-lm {name}", description=VERBS[name].help, allow_abbrev=False)
+    usage = "%(prog)s CONFIG [section.key=value ...] [OPTION ...]"
+    parser = Parser(prog=f"spmd-lm {name}", usage=usage, description=VERBS[name].help, allow_abbrev=False)
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file, or a run's directory")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it; values are YAML")
     parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import spmd_lm
 from spmd_lm.cli import VERBS, main
 from spmd_lm.config.load import dump, load
 from spmd_lm.errors import CheckpointError, Exit
@@ -185,6 +186,18 @@ def test_who_ignores_interrupts_goes_on_ignoring_them(work):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_help_does_not_call_optional_what_is_required(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    assert capsys.readouterr().out.startswith("usage: spmd-lm plan CONFIG [section.key=value ...] [OPTION ...]\n")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"spmd-lm {spmd_lm.__version__}\n"
 
 
 def test_help_tells_the_defaults_of_sampling(capsys):
