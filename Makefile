@@ -1,6 +1,10 @@
-# make train        train a small GPT on real text over 8 simulated devices
-# make test         the suite, without what takes minutes          make test-all   that as well, and on the newest Python
-# make check        format, lint, types, then the suite            make format     mend what can be mended
+# make train        train a small GPT on real text over 8 simulated devices: 2 to 3 minutes on 2 cores
+# make test         the suite, without what takes minutes
+# make test-all     the slow tests, then the suite on the newest Python there is
+# make check        format, lint, types, then the suite
+# make format       mend what can be mended
+# make clean        remove environments and caches; runs stay
+# make help         these lines
 #
 # PYTHON=python3.12 picks another Python; a virtual environment made by a different one is made anew.
 
@@ -11,20 +15,22 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-by$(subst /,-,$(PYTHON))
 # --no-compile: Python compiles the modules it imports, a tenth of what is installed; 23 s instead of 71 s on 2 cores.
-INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --only-binary :all: -c constraints.txt
+INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --only-binary :all: \
+	-c constraints.txt
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: train test test-all test-latest check format clean
+.PHONY: train test test-all test-latest check format clean help
 
-# XLA gives its temporaries back to the system after each step, and faults every page in again. Kept, a step on 8 simulated
-# devices takes a third less time, for 0.9 GiB more memory. C libraries other than glibc ignore this.
+# XLA gives its temporaries back to the system after each step, and faults every page in again. Kept, a step on 8
+# simulated devices takes a third less time, for 0.9 GiB more memory. C libraries other than glibc ignore this.
 MALLOC := hugetlb=1 arena_max=1 mmap_threshold=4294967296 trim_threshold=17179869184 top_pad=268435456
 EMPTY :=
 KEEP_MEMORY := GLIBC_TUNABLES=$(subst $(EMPTY) $(EMPTY),:,$(addprefix glibc.malloc.,$(MALLOC)))
 
 train: $(VENV)/.runtime
 	@$(KEEP_MEMORY) $(BIN)/spmd-lm train configs/quickstart.yaml
-	@echo "loss curve: runs/quickstart/loss.png    samples: runs/quickstart/samples.txt"
+	@echo "loss curve: runs/quickstart/loss.png    samples: runs/quickstart/samples.txt, which ends:"
+	@echo; tail -n 12 runs/quickstart/samples.txt
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not gpu"
@@ -50,6 +56,9 @@ format: $(VENV)/.dev
 
 clean:
 	rm -rf .venv .venv-latest .cache .hypothesis build dist
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
 $(MADE):
 	$(PYTHON) -m venv --clear $(VENV)
