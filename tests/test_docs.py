@@ -19,6 +19,19 @@ def test_links_lead_somewhere(page):
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/tour.md", "docs/benchmarks.md", "Makefile"])
+def test_lines_fit_where_they_are_read(page):
+    """A table's row cannot be broken."""
+    lines = (ROOT / page).read_text().splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def test_make_help_names_every_target_that_is_for_people():
+    told = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    targets = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert not [each for each in targets[1].split() if each != "test-latest" and f"make {each} " not in told]
+
+
 def test_the_tour_passes_every_file_it_names():
     tour = (ROOT / "docs/tour.md").read_text()
     named = re.findall(r"`((?:spmd_lm/)?[a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", tour)
