@@ -186,6 +186,11 @@ def configuration(arguments: Arguments) -> "RunConfig":
     from spmd_lm.config.load import load
 
     config = load(path, overrides)
+    try:
+        config.run.directory  # noqa: B018 - asked for its error
+    except RuntimeError:
+        where = f"run.dir={config.run.dir}"
+        raise ConfigError(f"{where}: there is no such home directory. Write the path in full.") from None
     if arguments.json not in (None, "-"):  # told before the work rather than after it
         target = Path(arguments.json)
         if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):

@@ -247,6 +247,10 @@ def test_a_second_interrupt_ends_quietly(capsys, work):
         (["train", DEBUG, "--devices", "many"], "run.simulate_devices: expected a whole number, got 'many'."),
         (["train", DEBUG, "--devices"], "expected one argument"),
         (["train", "debug.yml"], "debug.yml: no such file."),
+        (
+            ["train", DEBUG, "run.dir=~nouser/x"],
+            "run.dir=~nouser/x: there is no such home directory. Write the path in full",
+        ),
         (["bench", DEBUG, "--steps", "0"], "expected a whole number of at least 1, got '0'"),
         (["generate", DEBUG, "--top-p", "2"], "top_p=2.0: "),
         (["generate", "absent.yaml", "--tokens", "-5"], "tokens=-5: ask for at least one"),  # before it looks for a run
