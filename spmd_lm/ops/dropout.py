@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 Key = tuple[jax.Array, jax.Array]
 
@@ -51,7 +52,9 @@ class Draw:
         layer."""
         run = threefry((_u32(self.seed), _u32(self.step)), _u32(self.layer), _u32(site))
         lane = _u32(lane)
-        return threefry(run, _u32(self.samples).reshape(-1, *(1,) * lane.ndim), lane)
+        # Computed before they are used: merged into the loops over entries, their rounds are repeated for each row, and
+        # LLVM's vectorizer, in jax 0.12, takes a time that is exponential in their number.
+        return lax.optimization_barrier(threefry(run, _u32(self.samples).reshape(-1, *(1,) * lane.ndim), lane))
 
 
 def dropout(x: jax.Array, rate: float, key: Key, row: jax.Array, column: jax.Array) -> jax.Array:
