@@ -1,19 +1,18 @@
 """The vocabulary: what dimensions and mesh axes are called, and all that a model may say about them.
 
-A model speaks of `heads` or `vocab`; a `Placement` says which mesh axes hold them.  Whoever traces a model says so
-once, with `placed(placement)`; inside it `constrain` pins an array, and `per_shard` runs a function on each device's
-own part, where `total`, `maximum` and `index` speak of the parts that other devices hold.  With no placement every
-array is whole, and the same code runs on one device without a mesh.
-
-The train step is already manual over pipe, replica and data, so what is placed here is placed on what is left to XLA:
-`model`.
+A step runs on every device on its own part of each array, and a model is written for one such part.  It speaks of
+names, `heads` or `vocab`, and never of devices: `shards` is how many parts a name has and `index` which of them is
+here; `enter` and `leave` begin and end a stretch whose matrices are split; `total`, `maximum` and `whole` put parts
+together.  A `Placement` says which mesh axes hold each name; whoever traces a model says so once, with
+`placed(placement)`.  With no placement every array is whole, and the same code runs on one device without a mesh.
 """
 
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,6 +25,9 @@ BATCH_AXES = (REPLICA, DATA)
 
 Names = tuple[str | None, ...]
 """The dimensions of one array, outermost first; None is a dimension that is never split."""
+
+SEQUENCE = "sequence"
+"""Dimension 1 of the residual stream, [batch, sequence, width]."""
 
 
 def is_names(x: Any) -> bool:
@@ -62,27 +64,6 @@ def placed(placement: Placement | None):
         _placement.reset(token)
 
 
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """`x`, placed as its names say."""
-    placement = _placement.get()
-    return x if placement is None else lax.with_sharding_constraint(x, placement.spec(*names))
-
-
-def per_shard(f: Callable, ins: Any, outs: Any) -> Callable:
-    """`f`, run by each device on its own part of the arguments.
-
-    `ins` and `outs` are trees of names, or prefixes of such trees; () is an array that every device holds whole.
-    Explicit collectives, and kernels that XLA cannot partition, live in one of these: outside, XLA would first gather
-    over `model`. Never differentiate through one that has whole floating-point arguments or results: write its
-    transpose."""
-    placement = _placement.get()
-    if placement is None:
-        return f
-    specs = lambda tree: jax.tree.map(lambda names: placement.spec(*names), tree, is_leaf=is_names)  # noqa: E731
-    manual = {axis for axes in placement.rules.values() for axis in axes}
-    return jax.shard_map(f, in_specs=specs(ins), out_specs=specs(outs), axis_names=manual, check_vma=False)
-
-
 def _live(name: str) -> tuple[str, ...]:
     """The axes that `name` is really split over.  A collective over one device is no collective."""
     placement = _placement.get()
@@ -96,18 +77,72 @@ def shards(name: str) -> int:
 
 
 def index(name: str) -> jax.Array:
-    """Inside `per_shard`: which part of `name` this device holds, int32."""
+    """Which part of `name` this device holds, int32."""
     axes = _live(name)
     return lax.axis_index(axes).astype(jnp.int32) if axes else jnp.zeros((), jnp.int32)
 
 
+def places(name: str, here: int) -> jax.Array:
+    """Where the `here` entries of this device stand in the whole dimension `name`, int32 [here]."""
+    return index(name) * here + jnp.arange(here, dtype=jnp.int32)
+
+
+def part(x: jax.Array, name: str, dim: int) -> jax.Array:
+    """This device's part of the dimension `dim` of x, called `name`, which every device holds whole."""
+    here = x.shape[dim] // shards(name)
+    return lax.dynamic_slice_in_dim(x, index(name) * here, here, dim) if _live(name) else x
+
+
 def total(x: Any, name: str) -> Any:
-    """Inside `per_shard`: the sum of `x` over the parts of `name`."""
+    """The sum of `x` over the parts of `name`.  Not to be differentiated through."""
     axes = _live(name)
     return lax.psum(x, axes) if axes else x
 
 
 def maximum(x: jax.Array, name: str) -> jax.Array:
-    """Inside `per_shard`: the maximum of `x` over the parts of `name`."""
+    """The maximum of `x` over the parts of `name`.  Not to be differentiated through."""
     axes = _live(name)
     return lax.pmax(x, axes) if axes else x
+
+
+def whole(x: jax.Array, name: str, dim: int) -> jax.Array:
+    """x with every device's part of the dimension `dim`, called `name`.  Not to be differentiated through."""
+    axes = _live(name)
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def gathered(x: jax.Array) -> jax.Array:
+    """x [batch, sequence, ...] with all of the sequence.  Not to be differentiated through."""
+    return whole(x, SEQUENCE, 1)
+
+
+def summed(x: jax.Array, name: str) -> jax.Array:
+    """The sum of x [batch, sequence, ...], whole, over the parts of `name`; of it this device's part of the sequence.
+
+    One reduce-scatter where the sequence is split, else an all-reduce.  Not to be differentiated through."""
+    if not (axes := _live(SEQUENCE)):
+        return total(x, name)
+    if not _live(name):
+        return part(x, SEQUENCE, 1)
+    assert axes == _live(name), (name, axes)
+    return lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def enter(x: jax.Array, name: str) -> jax.Array:
+    """x [batch, sequence, width] of the residual stream, whole, where it meets matrices that are split along `name`.
+
+    Megatron's f (arXiv:1909.08053, section 3): its gradient is the sum of what the parts make of it."""
+    return gathered(x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def leave(x: jax.Array, name: str) -> jax.Array:
+    """The residual stream's part of the sum of x [batch, whole sequence, width] over the parts of `name`.
+
+    Megatron's g: every part receives the same gradient."""
+    return summed(x, name)
+
+
+enter.defvjp(lambda x, name: (enter(x, name), None), lambda name, _, g: (summed(g, name),))
+leave.defvjp(lambda x, name: (leave(x, name), None), lambda name, _, g: (gathered(g),))

@@ -2,7 +2,8 @@
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.train.evaluate import open_run
-from spmd_lm.train.sample import Sampling, sample_text
+from spmd_lm.train.sample import sample_text
+from spmd_lm.train.sampling import Sampling
 
 
 def generate_run(config: RunConfig, prompts: list[str], sampling: Sampling) -> list[str]:

@@ -42,6 +42,17 @@ LAYOUTS = {
     "data2-model4": {"data": 2, "model": 4},
     "model8": {"data": 1, "model": 8},
     "replica2-data2-model2": {"replica": 2, "data": 2, "model": 2},
+    "data8-zero1": {"data": 8, "zero": 1},
+    "data8-zero3": {"data": 8, "zero": 3},
+    "data4-model2-zero2": {"data": 4, "model": 2, "zero": 2},
+    "data2-model4-zero3": {"data": 2, "model": 4, "zero": 3},
+    "replica2-data4-zero3": {"replica": 2, "data": 4, "zero": 3},
+    "data4-model2-sequence": {"data": 4, "model": 2, "sequence": True},
+    "model8-sequence": {"data": 1, "model": 8, "sequence": True},
+    "data2-model4-sequence-zero1": {"data": 2, "model": 4, "sequence": True, "zero": 1},
+    "replica2-data2-model2-sequence-zero3": {"replica": 2, "data": 2, "model": 2, "sequence": True, "zero": 3},
+    "data4-zero3-once": {"data": 4, "zero": 3, "reduce_once": True},
+    "data4-zero2-once": {"data": 4, "zero": 2, "reduce_once": True},
 }
 
 
@@ -150,19 +161,21 @@ def assert_equal(got: Tree, want: Tree) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def over_model(f, model: int):
-    """`f`, compiled for `model` devices between which heads, mlp and vocab are split."""
+def over_model(f, model: int, ins: Tree, outs: Tree):
+    """`f`, compiled for `model` devices between which heads, mlp and vocab are split.  ins, outs: trees of names."""
     if model == 1:
         return jax.jit(lambda *args: f(*args))  # a new function: jit does not see the placement it was traced under
-    names = ("layers", "batch", "sequence", "position", "width", "heads", "mlp", "vocab")
+    names = ("batch", "sequence", "position", "width", "heads", "mlp", "vocab")
     split = {name: (axes.MODEL,) if name in ("heads", "mlp", "vocab") else () for name in names}
-    mesh = make_mesh(Layout(model=model), jax.devices()[:model])
+    placement = axes.Placement(split, {axes.MODEL: model})
+    specs = lambda tree: jax.tree.map(lambda names: placement.spec(*names), tree, is_leaf=axes.is_names)  # noqa: E731
 
     def run(*args):
-        with jax.set_mesh(mesh), axes.placed(axes.Placement(split, Layout(model=model).sizes)):
-            return jax.jit(lambda *args: f(*args))(*args)
+        with axes.placed(placement):
+            return f(*args)
 
-    return run
+    mesh = make_mesh(Layout(model=model), jax.devices()[:model])
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs(ins), out_specs=specs(outs), check_vma=False))
 
 
 def relative(a, b) -> float:

@@ -56,6 +56,17 @@ def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Messa
         )
 
 
+def sequence_divides(model: Model, parallel: Parallel, run: Run) -> Messages:
+    degree = parallel.model
+    if parallel.sequence and model.context % degree:
+        fits = [n for n in divisors(model.context) if _fills(parallel, n, run.simulate_devices)]
+        yield (
+            f"model.context={model.context} is not divisible by parallel.model={degree}, over which "
+            f"parallel.sequence=true splits it. Use {_nearest('parallel.model', degree, fits)}, "
+            f"or {_nearest('model.context', model.context, multiples(model.context, degree))}."
+        )
+
+
 def microbatches_divide_batch(train: Train, parallel: Parallel) -> Messages:
     if train.batch % parallel.microbatches:
         yield (
@@ -146,10 +157,9 @@ def _cudnn_takes(head_width: int) -> bool:
 
 def not_in_this_version(parallel: Parallel, precision: Precision) -> Messages:
     """Refused, since a key that is read and then ignored would be a lie."""
-    refused = [
+    refused: list[tuple[str, object, bool, object]] = [
         ("parallel.pipe", parallel.pipe, parallel.pipe > 1, 1),
         ("parallel.chunks", parallel.chunks, parallel.chunks > 1, 1),
-        ("parallel.reduce_once", "true", parallel.reduce_once, "false"),
         ("precision.loss_scale", precision.loss_scale, precision.loss_scale == "dynamic", "none"),
     ]
     for key in ("compute", "reduce"):  # its range needs a loss scale
@@ -164,14 +174,10 @@ def not_in_this_version(parallel: Parallel, precision: Precision) -> Messages:
         )
 
 
-def sharding_not_in_this_version(parallel: Parallel, run: Run) -> Messages:
-    """Of `zero` and `sequence`, which change nothing over one device."""
-    yield from _not_sharded(parallel, run.simulate_devices)
-
-
 CHECKS: tuple[Callable[..., Messages], ...] = (
     heads_divide_width,
     tensor_parallel_divides,
+    sequence_divides,
     microbatches_divide_batch,
     data_is_a_degree,
     layout_fills_devices,
@@ -182,7 +188,6 @@ CHECKS: tuple[Callable[..., Messages], ...] = (
     kernel_has_dropout,
     kernel_takes_shapes,
     not_in_this_version,
-    sharding_not_in_this_version,
 )
 
 
@@ -203,22 +208,7 @@ def subjects(message: str) -> list[tuple[str, str]]:
 
 def check_devices(config: RunConfig, devices: int) -> list[str]:
     """What keeps `config` from running on exactly this many devices."""
-    return [*_layout(config.parallel, config.train, devices), *_not_sharded(config.parallel, devices)]
-
-
-def _not_sharded(parallel: Parallel, devices: int) -> Messages:
-    """devices: 0 where they are not known yet.  A degree of `data` that is open, or that no layout has, counts as 1."""
-    filled, rest = divmod(devices, parallel.pipe * parallel.replica * parallel.model)
-    data = parallel.data if parallel.data > 0 else 1 if rest else max(filled, 1)
-    for key, value, axis, degree, instead in (
-        ("zero", str(parallel.zero), "data", parallel.replica * data, "0"),
-        ("sequence", "true", "model", parallel.model, "false"),
-    ):
-        if getattr(parallel, key) and degree > 1:
-            yield (
-                f"parallel.{key}={value} is not in this version, and {axis} parallelism is of degree {degree}. "
-                f"Use parallel.{key}={instead}."
-            )
+    return [*_layout(config.parallel, config.train, devices)]
 
 
 def _layout(parallel: Parallel, train: Train, devices: int) -> Messages:

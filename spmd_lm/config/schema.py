@@ -147,7 +147,7 @@ class AdamW(Section):
 
 
 class Remat(Section):
-    policy: Literal["none", "full", "selective"] = "none"
+    policy: Literal["none", "selective", "residual", "full"] = "none"
 
 
 class Train(Section):

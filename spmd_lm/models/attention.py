@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from spmd_lm.axes import constrain
+from spmd_lm.axes import enter, leave
 from spmd_lm.config.schema import Model
 from spmd_lm.models.layers import add_bias, constant, dense, normal
 
@@ -23,12 +23,13 @@ class Attention(nnx.Module):
         self.out_bias = vector("width")
 
     def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
+        """x: [batch, sequence, width] of the residual stream."""
+        x = enter(x, "heads")
+
         def project(w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-            return constrain(add_bias(dense(x, w[...]), bias), "batch", None, "heads")
+            return add_bias(dense(x, w[...]), bias)
 
         q = project(self.query, self.query_bias)
         k = project(self.key, self.key_bias)
         v = project(self.value, self.value_bias)
-        a = constrain(attend(q, k, v), "batch", None, "heads")
-        y = constrain(dense(a, self.out[...], transpose=True), "batch", "sequence", None)
-        return add_bias(y, self.out_bias)
+        return add_bias(leave(dense(attend(q, k, v), self.out[...], transpose=True), "heads"), self.out_bias)

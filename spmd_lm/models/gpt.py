@@ -7,16 +7,17 @@ leading dimension, `layers`.  Nothing here knows a mesh or a rank.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd_lm.axes import constrain
+from spmd_lm import axes
 from spmd_lm.config.schema import Model
 from spmd_lm.models.attention import Attend
 from spmd_lm.models.layers import INIT_STD, LayerNorm, layer_norm, normal
-from spmd_lm.models.transformer import AFTER_EMBEDDING, Block, Losses, residual_dropout
+from spmd_lm.models.transformer import AFTER_EMBEDDING, RESIDUAL, Block, Losses, residual_dropout
 from spmd_lm.ops.attention import Cache, attention, attention_with_cache
 from spmd_lm.ops.cross_entropy import cross_entropy
 from spmd_lm.ops.dropout import Draw
@@ -58,7 +59,8 @@ def _abstract(make) -> tuple[nnx.GraphDef, nnx.State]:
 @dataclasses.dataclass(frozen=True)
 class GPT:
     """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, see ops.attention.choose.
-    remat: what the backward pass computes again, 'none', 'selective' (the attention core) or 'full' (each block)."""
+    remat: what the backward pass computes again, 'none', 'selective' (the attention core), 'full' (each block) or
+    'residual' (each block's two branches: no collective of theirs that sums is repeated)."""
 
     c: Model
     dtype: str
@@ -89,12 +91,10 @@ class GPT:
             return nnx.to_pure_dict(nnx.state(modules, nnx.Param))
 
     def embed(self, params: Params, tokens: jax.Array, positions: jax.Array, draw: Draw | None) -> jax.Array:
-        """tokens, positions: int32 [batch, time] -> [batch, time, width]."""
+        """tokens, positions: int32 [batch, time] -> [batch, sequence, width]."""
         table = params["embedding"]
-        x = constrain(lookup(table["tokens"], tokens), "batch", "sequence", None)
-        x = x + constrain(lookup(table["positions"], positions, "position"), "batch", "sequence", None)
-        x = residual_dropout(x, self.c.dropout, draw, AFTER_EMBEDDING)
-        return constrain(x, "batch", "sequence", None)
+        x = lookup(table["tokens"], tokens, "vocab") + lookup(table["positions"], positions, "position")
+        return residual_dropout(x, self.c.dropout, draw, AFTER_EMBEDDING)
 
     def block(self, layer: Params, x: jax.Array, draw: Draw | None, attend: Attend) -> tuple[jax.Array, Losses]:
         """One layer, given its own parameters."""
@@ -109,17 +109,18 @@ class GPT:
 
         # Inside a scan nothing outside the loop can be merged with what is computed again; unrolled, it can and must
         # not be.
-        again = functools.partial(jax.checkpoint, prevent_cse=not self.c.scan)
+        keep = jax.checkpoint_policies.save_only_these_names(RESIDUAL) if self.remat == "residual" else None
+        again = functools.partial(jax.checkpoint, prevent_cse=not self.c.scan, policy=keep)
         attend = again(attend) if self.remat == "selective" else attend
         run = lambda layer, x, draw, segments: self.block(  # noqa: E731
             layer, x, draw, lambda q, k, v: attend(q, k, v, draw, segments)
         )
-        return (again(run) if self.remat == "full" else run)(layer, x, draw, segments)
+        return (again(run) if self.remat in ("full", "residual") else run)(layer, x, draw, segments)
 
     def _head(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         head = params["head"]
         table = params["embedding"]["tokens"] if self.c.tie_embeddings else head["tokens"]
-        return constrain(layer_norm(x, **head["norm"]), "batch", None, None), table
+        return layer_norm(x, **head["norm"]), table
 
     def head(self, params: Params, x: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
         """Sum over tokens of weight x negative log-likelihood."""
@@ -128,22 +129,28 @@ class GPT:
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
         """[batch, time, padded vocab], float32 or wider; padding is -inf, so that it can never be drawn."""
         h, table = self._head(params, x)
+        h = axes.gathered(h)
         z = jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.promote_types(h.dtype, jnp.float32))
-        z = constrain(z, "batch", None, "vocab")
-        return jnp.where(jnp.arange(z.shape[-1], dtype=jnp.int32) < self.c.vocab, z, -jnp.inf)
+        z = jnp.where(axes.places("vocab", z.shape[-1]) < self.c.vocab, z, -jnp.inf)
+        return axes.whole(z, "vocab", 2)
 
     # ---- generation
 
-    def empty_cache(self, rows: int, dtype: str) -> Cache:
-        """Keys and values of `rows` sequences, [layers, rows, context, width] each."""
-        zeros = jnp.zeros((self.c.layers, rows, self.c.context, self.c.width), dtype)
-        return (constrain(zeros, "layers", "batch", None, "heads"),) * 2
+    def empty_cache(self, rows: int, dtype: jnp.dtype) -> Cache:
+        """Keys and values of `rows` sequences, [layers, rows, context, this device's heads x head width] each."""
+        return (jnp.zeros((self.c.layers, rows, self.c.context, self.c.width // axes.shards("heads")), dtype),) * 2
 
     def extend(
-        self, params: Params, cache: Cache, tokens: jax.Array, positions: jax.Array, last: jax.Array
+        self,
+        params: Params,
+        fetch: Callable[[Params], Params],
+        cache: Cache,
+        tokens: jax.Array,
+        positions: jax.Array,
+        last: jax.Array,
     ) -> tuple[jax.Array, Cache]:
         """Read `tokens` (int32 [batch, time], at `positions`) into the cache; logits [batch, padded vocab] after row
-        b's token last[b]."""
+        b's token last[b].  fetch: makes one layer's parameters, of the stack, whole."""
 
         def layer(x, part):
             weights, cache = part
@@ -154,7 +161,7 @@ class GPT:
                 grown.append(new)
                 return out
 
-            x, _ = self.block(weights, x, None, attend)
+            x, _ = self.block(fetch(weights), x, None, attend)
             return x, grown[0]
 
         x = self.embed(params, tokens, positions, None)

@@ -5,8 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from spmd_lm.axes import constrain
+from spmd_lm.axes import SEQUENCE, enter, leave, places
 from spmd_lm.config.schema import Model
 from spmd_lm.models.attention import Attend, Attention
 from spmd_lm.models.layers import INIT_STD, LayerNorm, add_bias, constant, dense, normal
@@ -14,6 +15,9 @@ from spmd_lm.ops.dropout import Draw, dropout
 
 AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING = 1, 2, 3
 """Dropout sites; 0 is attention's own."""
+
+RESIDUAL = "residual"
+"""What remat calls the stream between a block's two branches."""
 
 ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -25,11 +29,11 @@ Losses = dict[str, jax.Array]
 
 
 def residual_dropout(x: jax.Array, rate: float, draw: Draw | None, site: int) -> jax.Array:
-    """x: [batch, time, width].  The mask depends on each entry's sample, position and feature, never on its device."""
+    """x: [batch, sequence, width].  A mask depends on an entry's sample, position and feature, never on its device."""
     if draw is None or not rate:
         return x
     k0, k1 = (key[:, None, None] for key in draw.keys(site))
-    row, column = (jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:])
+    row, column = places(SEQUENCE, x.shape[1]).astype(jnp.uint32), jnp.arange(x.shape[2], dtype=jnp.uint32)
     return dropout(x, rate, (k0, k1), row[:, None], column)
 
 
@@ -42,9 +46,10 @@ class MLP(nnx.Module):
         self.activation = c.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        h = constrain(add_bias(dense(x, self.up[...]), self.up_bias), "batch", None, "mlp")
+        """x: [batch, sequence, width] of the residual stream."""
+        h = add_bias(dense(enter(x, "mlp"), self.up[...]), self.up_bias)
         y = dense(ACTIVATIONS[self.activation](h), self.down[...], transpose=True)
-        return add_bias(constrain(y, "batch", "sequence", None), self.down_bias)
+        return add_bias(leave(y, "mlp"), self.down_bias)
 
 
 class Block(nnx.Module):
@@ -57,10 +62,8 @@ class Block(nnx.Module):
         self.dropout = c.dropout
 
     def __call__(self, x: jax.Array, draw: Draw | None, attend: Attend) -> tuple[jax.Array, Losses]:
-        """x: [batch, time, width].  draw: where dropout falls; None for none."""
-        h = constrain(self.norm1(x), "batch", None, None)
-        y = self.attention(h, attend)
-        x = constrain(x + residual_dropout(y, self.dropout, draw, AFTER_ATTENTION), "batch", "sequence", None)
-        h = constrain(self.norm2(x), "batch", None, None)
-        y = self.mlp(h)
-        return constrain(x + residual_dropout(y, self.dropout, draw, AFTER_MLP), "batch", "sequence", None), {}
+        """x: [batch, sequence, width].  draw: where dropout falls; None for none."""
+        y = self.attention(self.norm1(x), attend)
+        x = checkpoint_name(x + residual_dropout(y, self.dropout, draw, AFTER_ATTENTION), RESIDUAL)
+        y = self.mlp(self.norm2(x))
+        return x + residual_dropout(y, self.dropout, draw, AFTER_MLP), {}

@@ -1,7 +1,7 @@
 """Attention, and the one place where its kernel is chosen: cuDNN on GPU, splash on TPU, XLA elsewhere.
 
-Each device attends with its own heads, inside `per_shard`, because XLA cannot partition the fused kernels.  Shapes: B
-batch, T time, S keys' time, H heads, K head width.  Softmax is float32 or wider.
+Each device attends with its own heads.  Shapes: B batch, T time, S keys' time, H heads here, K head width.  Softmax is
+float32 or wider.
 """
 
 import jax
@@ -13,8 +13,6 @@ from spmd_lm.ops.dropout import Draw, dropout
 
 SITE = 0
 """The dropout site of attention probabilities."""
-
-HEADS, SEGMENTS = ("batch", None, "heads"), ("batch", None)
 
 
 def choose(
@@ -104,24 +102,22 @@ def _split(x: jax.Array, heads: int) -> jax.Array:
 def attention(
     q, k, v, *, heads: int, kernel: str, rate: float = 0.0, draw: Draw | None = None, segments=None
 ) -> jax.Array:
-    """Causal self-attention.  q, k, v: [B, T, heads x K] -> the same.  segments: int32 [B, T], documents that do not
-    see each other.
+    """Causal self-attention.  q, k, v: [B, T, H x K] -> the same.  segments: int32 [B, T], documents that do not see
+    each other.
 
-    kernel: a key of KERNELS.  rate: dropout of the probabilities, applied when there is a `draw`."""
-    rate = rate if draw is not None else 0.0
-    mine = heads // axes.shards("heads")
-
-    def local(q, k, v, segments, draw):
-        lanes = axes.index("heads") * mine + jnp.arange(mine, dtype=jnp.int32)
-        keys = tuple(key[:, :, None, None] for key in draw.keys(SITE, lanes)) if rate else None
-        out = KERNELS[kernel](_split(q, mine), _split(k, mine), _split(v, mine), segments, rate, keys)
-        return out.reshape(q.shape)
-
-    return axes.per_shard(local, (HEADS, HEADS, HEADS, SEGMENTS, ()), HEADS)(q, k, v, segments, draw if rate else None)
+    heads: of all devices.  kernel: a key of KERNELS.  rate: dropout of the probabilities, applied when there is a
+    `draw`."""
+    rate, mine = rate if draw is not None else 0.0, heads // axes.shards("heads")
+    keys = None
+    if rate:
+        assert draw is not None
+        keys = tuple(key[:, :, None, None] for key in draw.keys(SITE, axes.places("heads", mine)))
+    out = KERNELS[kernel](_split(q, mine), _split(k, mine), _split(v, mine), segments, rate, keys)
+    return out.reshape(q.shape)
 
 
 Cache = tuple[jax.Array, jax.Array]
-"""Keys and values, [B, S, heads x K] each, by position."""
+"""Keys and values, [B, S, H x K] each, by position."""
 
 
 def attention_with_cache(q, k, v, cache: Cache, *, heads: int, positions: jax.Array) -> tuple[jax.Array, Cache]:
@@ -130,13 +126,8 @@ def attention_with_cache(q, k, v, cache: Cache, *, heads: int, positions: jax.Ar
 
     What a cache holds beyond a row's last position is never looked at."""
     mine = heads // axes.shards("heads")
-
-    def local(q, k, v, cache, positions):
-        row = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None]
-        k, v = (old.at[row, positions].set(new) for old, new in zip(cache, (k, v), strict=True))
-        mask = jnp.arange(k.shape[1], dtype=jnp.int32) <= positions[:, None, :, None]
-        out = _softmax_attention(_split(q, mine), _split(k, mine), _split(v, mine), mask, 0.0, None, None)
-        return out.reshape(q.shape), (k, v)
-
-    ins, outs = (HEADS, HEADS, HEADS, (HEADS, HEADS), SEGMENTS), (HEADS, (HEADS, HEADS))
-    return axes.per_shard(local, ins, outs)(q, k, v, cache, positions)
+    row = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None]
+    k, v = (old.at[row, positions].set(new) for old, new in zip(cache, (k, v), strict=True))
+    mask = jnp.arange(k.shape[1], dtype=jnp.int32) <= positions[:, None, :, None]
+    out = _softmax_attention(_split(q, mine), _split(k, mine), _split(v, mine), mask, 0.0, None, None)
+    return out.reshape(q.shape), (k, v)

@@ -16,8 +16,6 @@ from jax import lax
 from spmd_lm import axes
 from spmd_lm.ops.embedding import own_rows
 
-HIDDEN, TABLE, TOKENS = ("batch", None, None), ("vocab", None), ("batch", None)
-
 CHUNK_BYTES = 2**27
 """Most bytes of logits that one device holds at a time.  Below about 32 MiB a CPU loses time to short products."""
 
@@ -36,6 +34,7 @@ def _wide(x: jax.Array) -> jnp.dtype:
 
 def _local(h, table, targets, weights, vocab: int, differentiate: bool):
     """What one device does: sum of weight x nll over its tokens and, if asked, the gradients of that sum."""
+    h = axes.gathered(h)
     b, t, width = h.shape
     rows, wide = table.shape[0], _wide(h)
     n, size = chunks(b * t, rows * wide.itemsize)
@@ -44,7 +43,7 @@ def _local(h, table, targets, weights, vocab: int, differentiate: bool):
         flat = a.reshape(b * t, *a.shape[2:])
         return jnp.pad(flat, [(0, n * size - b * t)] + [(0, 0)] * (flat.ndim - 1)).reshape(n, size, *a.shape[2:])
 
-    column = axes.index("vocab") * rows + jnp.arange(rows, dtype=jnp.int32)
+    column = axes.places("vocab", rows)
 
     def chunk(carry, part):
         x, y, w = part
@@ -52,7 +51,7 @@ def _local(h, table, targets, weights, vocab: int, differentiate: bool):
         if vocab < rows * axes.shards("vocab"):
             z = jnp.where(column < vocab, z, -jnp.inf)
         top = axes.maximum(z.max(-1), "vocab")
-        own, mine = own_rows(y, rows)
+        own, mine = own_rows(y, rows, "vocab")
         own = jnp.where(mine, jnp.take_along_axis(z, own[:, None], 1)[:, 0], 0)
         e = jnp.exp(z - top[:, None])
         norm, own = axes.total((e.sum(-1), own), "vocab")
@@ -68,7 +67,7 @@ def _local(h, table, targets, weights, vocab: int, differentiate: bool):
     done, d_h = lax.scan(chunk, start, (cut(h), cut(targets), cut(weights.astype(wide))))
     if not differentiate:
         return done[0]
-    d_h = axes.total(d_h.reshape(n * size, width)[: b * t].reshape(b, t, width), "vocab")
+    d_h = axes.summed(d_h.reshape(n * size, width)[: b * t].reshape(b, t, width), "vocab")
     return done[0], d_h, done[1].astype(table.dtype)
 
 
@@ -76,16 +75,13 @@ def _local(h, table, targets, weights, vocab: int, differentiate: bool):
 def cross_entropy(h: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array, vocab: int) -> jax.Array:
     """Sum over tokens of weight x negative log-likelihood, in nats, float32 or wider.
 
-    h: [batch, time, width]; table: [padded vocab, width]; targets: int32 [batch, time]; weights: float [batch,
+    h: [batch, sequence, width]; table: [padded vocab here, width]; targets: int32 [batch, time]; weights: float [batch,
     time]."""
-    local = functools.partial(_local, vocab=vocab, differentiate=False)
-    return axes.per_shard(local, (HIDDEN, TABLE, TOKENS, TOKENS), ())(h, table, targets, weights)
+    return _local(h, table, targets, weights, vocab, differentiate=False)
 
 
 def _forward(h, table, targets, weights, vocab):
-    local = functools.partial(_local, vocab=vocab, differentiate=True)
-    ins, outs = (HIDDEN, TABLE, TOKENS, TOKENS), ((), HIDDEN, TABLE)
-    loss, d_h, d_table = axes.per_shard(local, ins, outs)(h, table, targets, weights)
+    loss, d_h, d_table = _local(h, table, targets, weights, vocab, differentiate=True)
     return loss, (d_h, d_table, weights)
 
 

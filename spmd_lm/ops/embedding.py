@@ -1,6 +1,7 @@
 """A table lookup with the vocabulary split over devices: each looks up the rows it holds, and the sum completes them.
 
-Megatron's parallel embedding (arXiv:1909.08053, section 3): one all-reduce forward, none backward."""
+Megatron's parallel embedding (arXiv:1909.08053, section 3): one all-reduce forward, none backward; where the sequence
+is split too, one reduce-scatter and one all-gather."""
 
 import functools
 
@@ -9,36 +10,33 @@ import jax.numpy as jnp
 
 from spmd_lm import axes
 
-IDS, OUT = ("batch", None), ("batch", None, None)
 
-
-def own_rows(ids: jax.Array, rows: int, name: str = "vocab") -> tuple[jax.Array, jax.Array]:
-    """Inside `per_shard`: `ids` as rows of this device's part of the dimension `name`, and whether they are in it."""
+def own_rows(ids: jax.Array, rows: int, name: str) -> tuple[jax.Array, jax.Array]:
+    """`ids` as rows of this device's part of the dimension `name`, and whether they are in it."""
     local = ids - axes.index(name) * rows
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def lookup(table: jax.Array, ids: jax.Array, name: str = "vocab") -> jax.Array:
-    """table: [rows, width], its rows called `name`; ids: int32 [batch, time] -> [batch, time, width]."""
+def lookup(table: jax.Array, ids: jax.Array, name: str) -> jax.Array:
+    """table: [rows here, width], its rows called `name`; ids: int32 [batch, time] -> [batch, sequence, width].
 
-    def local(table, ids):
-        rows, mine = own_rows(ids, table.shape[0], name)
-        return axes.total(jnp.where(mine[..., None], table[rows], 0).astype(table.dtype), name)
-
-    return axes.per_shard(local, ((name, None), IDS), OUT)(table, ids)
+    Of a whole table each device looks up its part of the sequence, and has gradients of no more."""
+    if axes.shards(name) == 1:
+        return table[axes.part(ids, axes.SEQUENCE, 1)]
+    rows, mine = own_rows(ids, table.shape[0], name)
+    return axes.summed(jnp.where(mine[..., None], table[rows], 0).astype(table.dtype), name)
 
 
 def _backward(name, saved, g):
     table, ids = saved
-
-    def local(table, ids, g):
+    if axes.shards(name) == 1:
+        rows = axes.part(ids, axes.SEQUENCE, 1)
+    else:
         rows, mine = own_rows(ids, table.shape[0], name)
-        wide = jnp.promote_types(table.dtype, jnp.float32)  # a sum in bfloat16 stalls at 256 equal addends
-        d_table = jnp.zeros(table.shape, wide).at[rows].add(jnp.where(mine[..., None], g, 0).astype(wide))
-        return d_table.astype(table.dtype)
-
-    return axes.per_shard(local, ((name, None), IDS, OUT), (name, None))(table, ids, g), None
+        g = jnp.where(mine[..., None], axes.gathered(g), 0)
+    wide = jnp.promote_types(table.dtype, jnp.float32)  # a sum in bfloat16 stalls at 256 equal addends
+    return jnp.zeros(table.shape, wide).at[rows].add(g.astype(wide)).astype(table.dtype), None
 
 
 lookup.defvjp(lambda table, ids, name: (lookup(table, ids, name), (table, ids)), _backward)

@@ -57,14 +57,59 @@ def abstract_mesh(layout: Layout) -> AbstractMesh:
 
 
 def make_mesh(layout: Layout, devices: list[jax.Device]) -> Mesh:
-    """A mesh of all `devices`, whose number must be the layout's."""
-    assert layout.devices == len(devices), (layout, len(devices))
-    shape = [layout.sizes[axis] for axis in OUTERMOST_FIRST]
-    if devices[0].platform == "tpu":
-        from jax.experimental import mesh_utils
+    """A mesh of all `devices`, whose number must be the layout's.
 
-        array = mesh_utils.create_device_mesh(shape, devices)  # axes along the torus
+    On a TPU `data` may become several axes, data0, data1, ..., each along dimensions of the torus: over one flat axis
+    that spans several, its compiler makes full all-reduces of gathers and scatters."""
+    assert layout.devices == len(devices), (layout, len(devices))
+    rings: tuple[int, ...] = (layout.data,)
+    if devices[0].platform == "tpu":
+        rings, array = _on_torus(layout, devices)
     else:
-        array = np.array(sorted(devices, key=lambda d: (d.process_index, d.id))).reshape(shape)
-    order = [OUTERMOST_FIRST.index(axis) for axis in MESH_AXES]
-    return Mesh(array.transpose(order), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+        array = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
+    names: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in MESH_AXES}
+    if len(rings) > 1:
+        names[DATA] = tuple(f"{DATA}{i}" for i in range(len(rings)))
+    outermost_first = [name for axis in OUTERMOST_FIRST for name in names[axis]]
+    array = array.reshape(_shape(layout, rings))
+    order = [name for axis in MESH_AXES for name in names[axis]]
+    array = array.transpose([outermost_first.index(name) for name in order])
+    return Mesh(array, tuple(order), axis_types=(AxisType.Auto,) * len(order))
+
+
+def _shape(layout: Layout, rings: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the mesh as OUTERMOST_FIRST."""
+    return (layout.replica, *rings, layout.pipe, layout.model)
+
+
+def _on_torus(layout: Layout, devices: list[jax.Device]) -> tuple[tuple[int, ...], np.ndarray]:
+    """(rings of `data`, devices in the order of OUTERMOST_FIRST): the first split of `data` that the torus takes."""
+    from jax.experimental import mesh_utils
+
+    slices = len({getattr(d, "slice_index", 0) or 0 for d in devices})
+    if layout.replica % slices:
+        raise LayoutError(
+            f"parallel.replica={layout.replica} is not a multiple of the {slices} slices, between which only replicas "
+            f"can be. Use parallel.replica={slices}."
+        )
+    for rings in _ring_choices(layout, devices):
+        replicas, *shape = _shape(layout, rings)
+        try:
+            if slices == 1:
+                return rings, mesh_utils.create_device_mesh((replicas, *shape), devices)
+            within, across = (replicas // slices, *shape), (slices, *[1] * len(shape))
+            return rings, mesh_utils.create_hybrid_device_mesh(within, across, devices)
+        except (NotImplementedError, ValueError):
+            continue  # no axis of this length lies along the torus
+    in_order = sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
+    return (layout.data,), np.array(in_order)
+
+
+def _ring_choices(layout: Layout, devices: list[jax.Device]) -> list[tuple[int, ...]]:
+    """Ways to split `data`, the best first: in two where it is longer than the torus in any dimension."""
+    corner = np.array([d.coords for d in devices])
+    torus = [int(n) for n in corner.max(0) - corner.min(0) + 1 if n > 1]
+    inner: list[int] = [n for n in sorted(set(torus)) if n < layout.data and layout.data % n == 0]
+    split: list[tuple[int, ...]] = [(layout.data // n, n) for n in inner]
+    flat: list[tuple[int, ...]] = [(layout.data,)]
+    return flat + split if layout.data <= max(torus, default=1) else split + flat

@@ -5,6 +5,7 @@ divides. `place` and `canonical` go between them, exactly."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +16,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm import axes
-from spmd_lm.axes import BATCH_AXES, MESH_AXES, MODEL, Names, Placement, is_names
+from spmd_lm.axes import BATCH_AXES, DATA, MODEL, REPLICA, Names, Placement, is_names
 from spmd_lm.errors import LayoutError
+from spmd_lm.parallel import zero
 from spmd_lm.parallel.mesh import Layout
-from spmd_lm.parallel.rules import ACTIVATIONS, PARAMETERS, Rules
+from spmd_lm.parallel.rules import PARAMETERS, Rules, activations
 
 Tree = Any
-
-MANUAL = frozenset(MESH_AXES) - {MODEL}
-"""The step is manual over these: their collectives are ours, explicit.  Over `model`, XLA inserts them."""
-
-BATCH = P(None, BATCH_AXES)
-"""Every array of a batch: microbatches, then rows."""
 
 
 def padded_vocab(vocab: int, model: int) -> int:
@@ -42,29 +38,24 @@ def fit(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), grow)
 
 
-def _manual_part(spec: P) -> P:
-    """`spec` as a manual body knows it: without the axes that are left to XLA."""
-    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()  # noqa: E731
-    return P(*(tuple(a for a in axes_of(entry) if a in MANUAL) or None for entry in spec))
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """names, shapes: trees of the parameters' names and canonical shapes.  mesh: abstract until devices bind."""
+    """names, shapes: trees of the parameters' names and canonical shapes.  mesh: abstract until devices bind.
+    zero: the stage.  sequence: whether the residual stream is split along it."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
     platform: str
     names: Tree
     shapes: Tree
-    parameters: Rules = PARAMETERS
-    activations: Rules = ACTIVATIONS
+    zero: int = 0
+    sequence: bool = False
 
     def __post_init__(self):
         problems = []
-        for path, names in jax.tree_util.tree_leaves_with_path(self.names, is_leaf=is_names):
-            shape = self._placed_shape(names, functools.reduce(lambda t, k: t[k.key], path, self.shapes))
-            for name, size in zip(names, shape, strict=True):
+        for path, names in jax.tree_util.tree_leaves_with_path(self.kept, is_leaf=is_names):
+            leaf = functools.reduce(lambda tree, key: tree[key.key], path, self.placed_shapes)
+            for name, size in zip(names, leaf.shape, strict=True):
                 parts = self._parts(name)
                 if size % parts:
                     where = ".".join(k.key for k in path)
@@ -73,32 +64,69 @@ class Plan:
         if problems:
             raise LayoutError(*problems)
 
+    # ---- the mesh
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis of the mesh, `data`'s rings one by one."""
+        return dict(self.mesh.shape)
+
+    @functools.cached_property
+    def rings(self) -> tuple[str, ...]:
+        """The axes of the mesh that together are `data`, outermost first."""
+        return tuple(axis for axis in self.mesh.axis_names if axis.startswith(DATA))
+
+    @functools.cached_property
+    def parameters(self) -> Rules:
+        return PARAMETERS.with_rings(self.rings)
+
+    @functools.cached_property
+    def activations(self) -> Rules:
+        return activations(self.sequence).with_rings(self.rings)
+
+    def live(self, *names: str) -> tuple[str, ...]:
+        """The axes of the mesh among `names` that have more than one device: a collective over one device is none."""
+        physical = [ring for name in names for ring in (self.rings if name == DATA else (name,))]
+        return tuple(axis for axis in physical if self.sizes[axis] > 1)
+
     # ---- where things lie
 
-    def _parts(self, name: str | None) -> int:
-        sizes = self.layout.sizes
-        return functools.reduce(lambda n, axis: n * sizes[axis], self.parameters.axes(name), 1)
+    @functools.cached_property
+    def kept(self) -> Tree:
+        """The names of the parameters as they are kept between steps, gradients and moments as well."""
+        return jax.tree.map(zero.cut, self.names, is_leaf=is_names) if self.zero else self.names
 
-    def _placed_shape(self, names: Names, leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-        pad = lambda name, size: padded_vocab(size, self.layout.model) if name == "vocab" else size  # noqa: E731
-        return tuple(pad(name, size) for name, size in zip(names, leaf.shape, strict=True))
+    def _parts(self, name: str | None) -> int:
+        return math.prod(self.sizes[axis] for axis in self.parameters.axes(name))
+
+    def _placed_size(self, name: str | None, size: int) -> int:
+        if name == "vocab":
+            return padded_vocab(size, self.layout.model)
+        return -(-size // self._parts(name)) * self._parts(name) if name == zero.SHARD else size
+
+    def _placed_shape(self, kept: Names, leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+        return tuple(map(self._placed_size, kept, leaf.shape))
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """What a model may see inside the step: the mesh axes that are left to XLA."""
-        rules = {name: tuple(a for a in on if a not in MANUAL) for name, on in self.activations.table.items()}
-        return Placement(rules, self.layout.sizes)
+        """What a model may see inside the step."""
+        return Placement(self.activations.table, self.sizes)
 
     @functools.cached_property
     def specs(self) -> Tree:
         """PartitionSpecs of the parameters, their gradients and their moments."""
-        return jax.tree.map(self.parameters.spec, self.names, is_leaf=is_names)
+        return jax.tree.map(self.parameters.spec, self.kept, is_leaf=is_names)
+
+    @functools.cached_property
+    def batch_spec(self) -> P:
+        """Of every array of a batch: microbatches, then rows."""
+        return P(None, self.activations.axes("batch"))
 
     @functools.cached_property
     def placed_shapes(self) -> Tree:
         """Shapes and dtypes of the parameters as devices hold them."""
         as_placed = lambda names, leaf: jax.ShapeDtypeStruct(self._placed_shape(names, leaf), leaf.dtype)  # noqa: E731
-        return jax.tree.map(as_placed, self.names, self.shapes, is_leaf=is_names)
+        return jax.tree.map(as_placed, self.kept, self.shapes, is_leaf=is_names)
 
     def sharding(self, specs: Tree) -> Tree:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))
@@ -111,7 +139,7 @@ class Plan:
             whole = lambda name, size: None if size % self._parts(name) else name  # noqa: E731
             return self.parameters.spec(tuple(map(whole, names, leaf.shape)))
 
-        return jax.tree.map(spec, self.names, self.shapes, is_leaf=is_names)
+        return jax.tree.map(spec, self.kept, self.shapes, is_leaf=is_names)
 
     # ---- between canonical and placed
 
@@ -125,24 +153,58 @@ class Plan:
 
     # ---- running
 
-    def manual(self, body: Callable, ins: Tree, outs: Tree) -> Callable:
-        """`body` run by each group of devices along `model`, which alone is left to XLA.  ins, outs: trees of full
-        specs."""
-        strip = functools.partial(jax.tree.map, _manual_part, is_leaf=lambda s: isinstance(s, P))
+    def manual(self, body: Callable, ins: Tree, outs: Tree, *, whole_sequence: bool = False) -> Callable:
+        """`body`, run by every device on its own part; what devices tell each other, it says.  ins, outs: trees of
+        specs.  whole_sequence: for bodies whose sequences are too short to split."""
+        rules = activations(False).with_rings(self.rings) if whole_sequence else self.activations
 
         def placed(*args):
-            with axes.placed(self.placement):
+            with axes.placed(Placement(rules.table, self.sizes)):
                 return body(*args)
 
-        return jax.shard_map(
-            placed, mesh=self.mesh, in_specs=strip(ins), out_specs=strip(outs), axis_names=MANUAL, check_vma=False
-        )
+        return jax.shard_map(placed, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
-    def live(self, *names: str) -> tuple[str, ...]:
-        """The mesh axes among `names` that have more than one device: a collective over one device is none."""
-        return tuple(axis for axis in names if self.layout.sizes[axis] > 1)
-
+    @jax.named_scope("scalars")
     def batch_sum(self, x: Tree) -> Tree:
-        """Inside `manual`: the sum over everything the batch is split over, of values that `model` does not split."""
+        """Inside `manual`: the sum over everything the batch is split over."""
         live = self.live(*BATCH_AXES)
         return lax.psum(x, live) if live else x
+
+    # ---- the pair, inside `manual`
+
+    @functools.cached_property
+    def _width(self) -> int:
+        """Of the matrices, unpadded."""
+        pairs = zip(jax.tree.leaves(self.names, is_leaf=is_names), jax.tree.leaves(self.shapes), strict=True)
+        (width,) = {leaf.shape[names.index(zero.CUT)] for names, leaf in pairs if zero.CUT in names}
+        return width
+
+    def gather(self, tree: Tree, kept: Tree) -> Tree:
+        """What is kept, made whole over `data`.  kept: its names."""
+        return zero.gather(tree, kept, self.live(DATA), self._width)
+
+    def scatter(self, grads: Tree, kept: Tree) -> Tree:
+        """Gradients of matrices summed over the batch axes, onto the shards that are kept.  Vectors: as they are."""
+        return zero.scatter(
+            grads, kept, self.live(DATA), self.live(REPLICA), self._placed_size(zero.SHARD, self._width)
+        )
+
+    def unsummed(self, kept: Names) -> tuple[str, ...]:
+        """The axes over which a leaf's gradient is still to be summed, once that of matrices is scattered.
+
+        Where the sequence is split, a device has seen no more than its part of it, and what `model` does not split has
+        a gradient of no more."""
+        batch = () if zero.SHARD in kept else self.live(*BATCH_AXES)
+        split = any(MODEL in self.parameters.axes(name) for name in kept)
+        return batch if split or not self.sequence else (*batch, *self.live(MODEL))
+
+    @jax.named_scope("gradients")
+    def sum_gradients(self, grads: Tree, kept: Tree) -> Tree:
+        """What is left to do: one sum for each set of axes."""
+        leaves, treedef = jax.tree.flatten(grads)
+        over = [self.unsummed(names) for names in jax.tree.leaves(kept, is_leaf=is_names)]
+        for live in set(over) - {()}:
+            chosen = [i for i, axes_ in enumerate(over) if axes_ == live]
+            for i, g in zip(chosen, lax.psum([leaves[i] for i in chosen], live), strict=True):
+                leaves[i] = g
+        return jax.tree.unflatten(treedef, leaves)

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, PIPE, Names
+from spmd_lm.axes import BATCH_AXES, DATA, PIPE, Names
 from spmd_lm.errors import LayoutError
-from spmd_lm.parallel import tensor
+from spmd_lm.parallel import sequence, tensor, zero
 
-WHOLE = dict.fromkeys(("layers", "batch", "sequence", "position", "width", "heads", "mlp", "vocab"), ())
+NAMES = ("layers", "batch", "sequence", "position", "width", "heads", "mlp", "vocab")
+WHOLE: dict[str, tuple[str, ...]] = dict.fromkeys(NAMES, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,15 @@ class Rules:
             raise LayoutError(f"the dimensions {names} of one array land on the same mesh axis: {used}")
         return P(*(self.axes(name) or None for name in names))
 
+    def with_rings(self, rings: tuple[str, ...]) -> "Rules":
+        """The same table where `data` is several axes of a mesh."""
+        split = lambda on: tuple(ring for axis in on for ring in (rings if axis == DATA else (axis,)))  # noqa: E731
+        return Rules({name: split(on) for name, on in self.table.items()})
 
-ACTIVATIONS = Rules(WHOLE | tensor.ROWS | {"batch": BATCH_AXES})
-PARAMETERS = Rules(WHOLE | tensor.ROWS | {"layers": (PIPE,)})
+
+PARAMETERS = Rules(WHOLE | tensor.ROWS | zero.ROWS | {"layers": (PIPE,)})
+
+
+def activations(sequence_parallel: bool) -> Rules:
+    """sequence_parallel: whether activations between the branches are split along the sequence."""
+    return Rules(WHOLE | tensor.ROWS | {"batch": BATCH_AXES} | (sequence.ROWS if sequence_parallel else {}))

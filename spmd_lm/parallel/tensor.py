@@ -5,4 +5,4 @@ row-parallel.  XLA then inserts the paper's f and g: one all-reduce per branch f
 
 from spmd_lm.axes import MODEL
 
-ROWS = {"heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
+ROWS: dict[str, tuple[str, ...]] = {"heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}

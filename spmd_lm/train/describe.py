@@ -94,7 +94,8 @@ def summary(description: dict) -> str:
     )
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of cells as aligned lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -111,4 +112,4 @@ def render(description: dict) -> str:
     table = [("memory per device", "")]
     table += [(row, human(size)) for row, size in description["memory"].items()]
     table.append(("in all, about", human(sum(description["memory"].values()))))
-    return "\n".join([summary(description), "", *_columns(parameters), "", *_columns(table)])
+    return "\n".join([summary(description), "", *columns(parameters), "", *columns(table)])

@@ -28,7 +28,8 @@ from spmd_lm.train.checkpoint import Checkpointer, Meta, check_same_run
 from spmd_lm.train.evaluate import validation_loader
 from spmd_lm.train.hooks import Evaluate, Log, Run, Save
 from spmd_lm.train.program import Program
-from spmd_lm.train.sample import Sampling, sample_text
+from spmd_lm.train.sample import sample_text
+from spmd_lm.train.sampling import Sampling
 from spmd_lm.train.state import TrainState
 
 Hook = Callable[[Run], None]

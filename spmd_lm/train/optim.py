@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from spmd_lm import axes
 from spmd_lm.axes import is_names
 from spmd_lm.config.schema import AdamW
 from spmd_lm.parallel.plan import Plan, Tree
@@ -43,6 +42,7 @@ class Optimizer:
     config: AdamW
     steps: int
 
+    @jax.named_scope("scalars")
     def update(self, plan: Plan, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update, inside `plan.manual`.  grads: laid out as the parameters.  Also: grad_norm before clipping, and
         lr."""
@@ -52,28 +52,23 @@ class Optimizer:
         decay = optax.add_decayed_weights(self.config.weight_decay, decayed(plan.names))
         adam = optax.scale_by_adam(self.config.b1, self.config.b2, self.config.eps)
 
-        def local(step, lr, params, mu, nu, grads):
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-            norm = _global_norm(plan, grads)
-            if self.config.clip:
-                shrink = jnp.minimum(1, self.config.clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-                grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
-            moves, adam_state = adam.update(grads, optax.ScaleByAdamState(step, mu, nu), params)
-            moves, _ = decay.update(moves, decay.init(params), params)
-            params = jax.tree.map(lambda p, m: p - lr.astype(p.dtype) * m, params, moves)
-            return params, adam_state.mu, adam_state.nu, norm
-
-        tree, scalar = plan.names, ()
-        run = axes.per_shard(local, (scalar, scalar, tree, tree, tree, tree), (tree, tree, tree, scalar))
-        params, mu, nu, norm = run(state.step, lr, state.params, state.mu, state.nu, grads)
-        after = dataclasses.replace(state, step=state.step + 1, params=params, mu=mu, nu=nu)
+        params, mu, nu = state.params, state.mu, state.nu
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        norm = _global_norm(plan, grads)
+        if self.config.clip:
+            shrink = jnp.minimum(1, self.config.clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+            grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
+        moves, adam_state = adam.update(grads, optax.ScaleByAdamState(state.step, mu, nu), params)
+        moves, _ = decay.update(moves, decay.init(params), params)
+        params = jax.tree.map(lambda p, m: p - lr.astype(p.dtype) * m, params, moves)
+        after = dataclasses.replace(state, step=state.step + 1, params=params, mu=adam_state.mu, nu=adam_state.nu)
         return after, {"grad_norm": norm, "lr": lr}
 
 
 def _global_norm(plan: Plan, grads: Tree) -> jax.Array:
-    """Inside `per_shard`: the 2-norm of all gradients, each entry counted once, with one sum per set of mesh axes."""
+    """The 2-norm of all gradients, each entry counted once, with one sum per set of mesh axes."""
     squares: dict[tuple[str, ...], jax.Array] = {}
-    for g, names in zip(jax.tree.leaves(grads), jax.tree.leaves(plan.names, is_leaf=is_names), strict=True):
+    for g, names in zip(jax.tree.leaves(grads), jax.tree.leaves(plan.kept, is_leaf=is_names), strict=True):
         split = plan.live(*(axis for name in names for axis in plan.parameters.axes(name)))
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
         squares[split] = squares.get(split, 0) + jnp.sum(jnp.square(wide))

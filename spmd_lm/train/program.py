@@ -46,7 +46,8 @@ def abstract_plan(config: RunConfig, devices: int, platform: str) -> Plan:
 def _plan(config: RunConfig, layout: Layout, mesh: Mesh | AbstractMesh, platform: str) -> Plan:
     enable_wide_types(config)
     model = make_model(config, platform)
-    return Plan(layout, mesh, platform, model.names, model.shapes)
+    p = config.parallel
+    return Plan(layout, mesh, platform, model.names, model.shapes, p.zero, p.sequence)
 
 
 def enable_wide_types(config: RunConfig) -> None:
@@ -108,7 +109,7 @@ class Program:
 
     @functools.cached_property
     def batch_shardings(self) -> Batch:
-        return self.plan.sharding(batch_specs())
+        return self.plan.sharding(batch_specs(self.plan))
 
     def init(self) -> TrainState:
         """The first state, born sharded.  The same weights under every layout."""
@@ -155,8 +156,11 @@ class Program:
 
     @functools.cached_property
     def train_step(self):
-        optimizer = Optimizer(self.config.optim, self.config.train.steps)
-        return make_train_step(self.model, optimizer, self.plan, self.config.precision, self.config.train.seed)
+        c = self.config
+        optimizer = Optimizer(c.optim, c.train.steps)
+        return make_train_step(
+            self.model, optimizer, self.plan, c.precision, c.train.seed, reduce_once=c.parallel.reduce_once
+        )
 
     @functools.cached_property
     def evaluate(self):

@@ -10,15 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, constrain
 from spmd_lm.data import tokenizer as tokenizers
 from spmd_lm.errors import DataError
+from spmd_lm.parallel.pipeline.executor import Weights
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.train.program import Program
-from spmd_lm.train.sampling import Sampling as Sampling
-from spmd_lm.train.step import pin
+from spmd_lm.train.sampling import Sampling
 
-ROWS = P(BATCH_AXES)
 DEFAULT = Sampling()
 
 
@@ -69,29 +67,34 @@ class Generator:
         """(params, tokens [rows, context + 1], lengths [rows], row [rows], drawn, count) -> tokens with `count` more in
         each row."""
         program, sampling = self.program, self.sampling
-        plan, model, dtype = program.plan, program.model, program.config.precision.compute
+        plan, model, dtype = program.plan, program.model, jnp.dtype(program.config.precision.compute)
 
         def body(params: Tree, tokens, lengths, row, drawn, count):
-            low = jax.tree.map(lambda p: p.astype(dtype), pin(plan, params))
+            low, fetch = Weights.of(plan, params, dtype, dtype).to_read()
+            extend = functools.partial(model.extend, low, fetch)
             here = jnp.arange(tokens.shape[0], dtype=jnp.int32)
             start = tokens[:, :-1]
             places = jnp.broadcast_to(jnp.arange(start.shape[1], dtype=jnp.int32), start.shape)
-            whole = lambda logits: constrain(logits, "batch", None)  # noqa: E731
-            logits, cache = model.extend(low, model.empty_cache(start.shape[0], dtype), start, places, lengths - 1)
+            logits, cache = extend(model.empty_cache(start.shape[0], dtype), start, places, lengths - 1)
 
             def more(i, carry):
                 tokens, logits, cache = carry
-                new = draw_token(whole(logits), row, drawn + i, sampling)
+                new = draw_token(logits, row, drawn + i, sampling)
                 at = lengths + i
                 tokens = tokens.at[here, at].set(new)
-                return tokens, *model.extend(low, cache, new[:, None], at[:, None], jnp.zeros_like(at))
+                return tokens, *extend(cache, new[:, None], at[:, None], jnp.zeros_like(at))
 
             # The last token drawn is never read: nothing is asked after it.
-            tokens, logits, _ = jax.lax.fori_loop(0, count - 1, more, (tokens, whole(logits), cache))
-            last = draw_token(whole(logits), row, drawn + count - 1, sampling)
+            tokens, logits, _ = jax.lax.fori_loop(0, count - 1, more, (tokens, logits, cache))
+            last = draw_token(logits, row, drawn + count - 1, sampling)
             return tokens.at[here, lengths + count - 1].set(last)
 
-        return jax.jit(plan.manual(body, (plan.specs, ROWS, ROWS, ROWS, P(), P()), ROWS))
+        rows = self._rows
+        return jax.jit(plan.manual(body, (plan.specs, rows, rows, rows, P(), P()), rows, whole_sequence=True))
+
+    @property
+    def _rows(self) -> P:
+        return P(self.program.plan.activations.axes("batch"))
 
     def extend(self, params: Tree, prompts: list[np.ndarray]) -> list[np.ndarray]:
         """Each prompt (token ids, at least one) with `sampling.tokens` more."""
@@ -108,7 +111,7 @@ class Generator:
             row = np.arange(self.rows, dtype=np.int32)
             out = self._write(
                 params,
-                *(put(x, ROWS) for x in (tokens, lengths, row)),
+                *(put(x, self._rows) for x in (tokens, lengths, row)),
                 *(put(np.int32(x), P()) for x in (drawn, count)),
             )
             out = np.asarray(out)

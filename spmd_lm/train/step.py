@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import constrain, is_names
 from spmd_lm.config.schema import Precision
 from spmd_lm.data.batch import Batch
 from spmd_lm.models.gpt import GPT
 from spmd_lm.ops.dropout import Draw
-from spmd_lm.parallel.pipeline.executor import Pieces, forward, gradients
-from spmd_lm.parallel.plan import BATCH, Plan, Tree
+from spmd_lm.parallel.pipeline.executor import Pieces, Weights, gradients
+from spmd_lm.parallel.plan import Plan, Tree
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
 
@@ -21,32 +20,33 @@ def state_specs(plan: Plan) -> TrainState:
     return TrainState(P(), plan.specs, plan.specs, plan.specs)
 
 
-def batch_specs() -> Batch:
-    return Batch(tokens=BATCH, targets=BATCH, weights=BATCH, positions=BATCH, segments=None, samples=BATCH)
+def batch_specs(plan: Plan) -> Batch:
+    rows = plan.batch_spec
+    return Batch(tokens=rows, targets=rows, weights=rows, positions=rows, segments=None, samples=rows)
 
 
 def model_pieces(model: GPT, weight: jax.Array, draw: Callable[[Batch], Draw | None]) -> Pieces:
     """`model` as the executor runs it, each loss a share of the mean over a global batch of total `weight`."""
 
+    @jax.named_scope("embedding")
     def embed(params, part: Batch):
         return model.embed(params, part.tokens, part.positions, draw(part))
 
+    @jax.named_scope("blocks")
     def block(layer_params, x, part: Batch, layer):
         here = draw(part)
         return model.train_block(layer_params, x, here and here.at(layer), part.segments)
 
+    @jax.named_scope("head")
     def head(params, x, part: Batch):
         return model.head(params, x, part.targets, part.weights.astype(weight.dtype) / weight)
 
     return Pieces(embed, block, head, model.c.scan)
 
 
-def pin(plan: Plan, params: Tree) -> Tree:
-    """Say to XLA how the parameters lie along `model`: the part of their sharding that a manual body does not see."""
-    return jax.tree.map(lambda names, p: constrain(p, *names), plan.names, params, is_leaf=is_names)
-
-
-def make_train_step(model: GPT, optimizer: Optimizer, plan: Plan, precision: Precision, seed: int) -> Callable:
+def make_train_step(
+    model: GPT, optimizer: Optimizer, plan: Plan, precision: Precision, seed: int, *, reduce_once: bool
+) -> Callable:
     """(state, batch) -> (state, {loss, grad_norm, lr}); the state it is given is donated.
 
     loss: mean negative log-likelihood per target token of the global batch, in nats."""
@@ -57,14 +57,13 @@ def make_train_step(model: GPT, optimizer: Optimizer, plan: Plan, precision: Pre
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
         wide = jnp.promote_types(compute, jnp.float32)
         pieces = model_pieces(model, plan.batch_sum(batch.weights.astype(wide).sum()), draw)
-        params = pin(plan, state.params)
-        loss, grads = gradients(plan, pieces, params, batch, compute=compute, reduce=reduce)
+        loss, grads = gradients(plan, pieces, state.params, batch, compute=compute, reduce=reduce, once=reduce_once)
         state, scalars = optimizer.update(plan, state, grads)
         return state, {"loss": loss} | scalars
 
     specs = state_specs(plan)
     outs = specs, {"loss": P(), "grad_norm": P(), "lr": P()}
-    step = plan.manual(body, (specs, batch_specs()), outs)
+    step = plan.manual(body, (specs, batch_specs(plan)), outs)
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(outs))
 
 
@@ -73,12 +72,12 @@ def make_eval_step(model: GPT, plan: Plan, precision: Precision) -> Callable:
     dropout."""
 
     def body(params: Tree, batch: Batch):
-        low = jax.tree.map(lambda p: p.astype(precision.compute), pin(plan, params))
+        weights = Weights.of(plan, params, jnp.dtype(precision.compute), jnp.dtype(precision.reduce))
         wide = jnp.promote_types(precision.compute, jnp.float32)
         pieces = model_pieces(model, jnp.ones((), wide), lambda part: None)
-        sums = jax.lax.map(lambda part: forward(pieces, low, part), batch)
+        sums = jax.lax.map(lambda part: weights.loss(pieces, weights.source, part), batch)
         return plan.batch_sum((sums.sum(), batch.weights.astype(wide).sum()))
 
     outs = (P(), P())
-    step = plan.manual(body, (plan.specs, batch_specs()), outs)
+    step = plan.manual(body, (plan.specs, batch_specs(plan)), outs)
     return jax.jit(step, out_shardings=plan.sharding(outs))

@@ -140,7 +140,6 @@ def test_what_sections_disagree_on_is_told_with_the_nearest_that_would_do(overri
     [
         ("parallel.pipe=2", "parallel.pipe=2", "parallel.pipe=1"),
         ("parallel.chunks=2", "parallel.chunks=2", "parallel.chunks=1"),
-        ("parallel.reduce_once=true", "parallel.reduce_once=true", "parallel.reduce_once=false"),
         ("precision.loss_scale=dynamic", "precision.loss_scale=dynamic", "precision.loss_scale=none"),
         ("precision.compute=float16", "precision.compute=float16", "precision.compute=bfloat16"),
     ],
@@ -149,43 +148,20 @@ def test_what_this_version_does_not_do_is_refused(overrides, asked, use):
     assert problems(*overrides.split()) == [f"{asked} is not in this version. Use {use}."]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "axis", "degree", "setting"),
-    [
-        ("parallel.zero=1 parallel.data=2", "data", 2, "parallel.zero=1"),
-        ("parallel.zero=2 parallel.replica=2", "data", 2, "parallel.zero=2"),
-        ("parallel.zero=3 parallel.data=1 parallel.replica=2", "data", 2, "parallel.zero=3"),
-        ("parallel.zero=1 parallel.model=2 run.simulate_devices=8", "data", 4, "parallel.zero=1"),
-        ("parallel.sequence=true parallel.model=2", "model", 2, "parallel.sequence=true"),
-    ],
-)
-def test_what_would_be_sharded_over_more_than_one_device_is_refused(overrides, axis, degree, setting):
-    use = setting.replace("true", "false") if "true" in setting else "parallel.zero=0"
-    what = f"{setting} is not in this version, and {axis} parallelism is of degree {degree}"
-    assert problems(*overrides.split()) == [f"{what}. Use {use}."]
-
-
-def test_zero_is_refused_once_the_devices_are_known():
-    config = load(DEBUG, ["parallel.zero=1", "parallel.model=2"])
-    assert check_devices(config, 2) == []
-    assert check_devices(config, 8) == [
-        "parallel.zero=1 is not in this version, and data parallelism is of degree 4. Use parallel.zero=0."
+def test_a_sequence_that_model_does_not_divide_is_refused():
+    assert problems("parallel.sequence=true", "parallel.model=8", "model.context=60", "run.simulate_devices=8") == [
+        "model.context=60 is not divisible by parallel.model=8, over which parallel.sequence=true splits it. "
+        "Use parallel.model=2 or 4, or model.context=56 or 64."
     ]
-
-
-@pytest.mark.parametrize("devices", [4, 12])
-def test_zero_is_not_blamed_for_a_layout_that_there_is_not(devices):
-    (problem,) = problems("parallel.zero=1", "parallel.model=8", f"run.simulate_devices={devices}")
-    assert problem.startswith(f"parallel.model=8 does not divide {devices} devices")
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         "parallel.zero=1",  # on one device, as it may turn out
-        "parallel.sequence=true",  # over one device of `model`, nothing changes
-        "parallel.zero=3 parallel.data=1",
-        "parallel.zero=3 run.simulate_devices=4 parallel.model=4",
+        "parallel.sequence=true model.context=63",  # over one device of `model`, nothing changes
+        "parallel.zero=3 parallel.data=1 parallel.reduce_once=true",
+        "parallel.zero=3 run.simulate_devices=8 parallel.model=4 parallel.sequence=true",
         "optim.warmup=30 optim.decay=constant",
         "precision.params=float64 precision.compute=float32",
         "model.attention=splash model.attention_dropout=0 model.context=128",

@@ -61,7 +61,11 @@ def test_dropout_is_keyed_by_head_and_position_however_heads_are_split(time, mod
     )
     drop = lambda p: reference.Draw((5, 7), samples).probabilities(p, 0.25, 2)  # noqa: E731
     naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, drop)  # noqa: E731
-    check(over_model(with_gradients(ours), model)(*inputs(time)), jax.jit(with_gradients(naive))(*inputs(time)))
+    split = (None, None, "heads")
+    check(
+        over_model(with_gradients(ours), model, (split,) * 4, (split,) * 4)(*inputs(time)),
+        jax.jit(with_gradients(naive))(*inputs(time)),
+    )
 
 
 def test_no_draw_is_no_dropout(x64):
@@ -97,8 +101,12 @@ def test_a_cache_filled_token_by_token_gives_full_attention(model, x64):
     q, k, v, _ = inputs(time)
     q, k, v = (x[:1].repeat(2, axis=0) for x in (q, k, v))
     want = np.asarray(reference.attention(q, k, v, HEADS))
+    split = (None, None, "heads")
     step = over_model(
-        lambda q, k, v, cache, positions: attention_with_cache(q, k, v, cache, heads=HEADS, positions=positions), model
+        lambda q, k, v, cache, positions: attention_with_cache(q, k, v, cache, heads=HEADS, positions=positions),
+        model,
+        (split, split, split, (split, split), ()),
+        (split, (split, split)),
     )
     cache = (np.full((2, room, WIDTH), 1e3),) * 2  # what lies beyond a row's position is never looked at
     for i in range(time + 2):

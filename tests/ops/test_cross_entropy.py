@@ -39,11 +39,15 @@ def ours(h, table, targets, weights):
     return cross_entropy(h, table, targets, weights, VOCAB)
 
 
+INS = ((), ("vocab", None), (), ())
+OUTS = ((), ((), ("vocab", None)))
+
+
 @pytest.mark.parametrize("chunk_rows", [1, 7, ROWS * TIME], ids="{} rows at a time".format)
 @pytest.mark.parametrize("model", [1, 2, 4, 8])
 def test_value_and_gradients(model, chunk_rows, want, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk_rows * PADDED // model * 8)
-    got = over_model(gradients(ours), model)(H, TABLE, TARGETS, WEIGHTS)
+    got = over_model(gradients(ours), model, INS, OUTS)(H, TABLE, TARGETS, WEIGHTS)
     check(got, want)
     assert not np.asarray(got[1][1])[VOCAB:].any()
 
@@ -52,13 +56,13 @@ def test_value_and_gradients(model, chunk_rows, want, monkeypatch):
 def test_padding_takes_no_probability(model, x64):
     """Whatever stands in it."""
     huge = np.concatenate([TABLE[:VOCAB], np.full((PADDED - VOCAB, WIDTH), 1e6)])
-    got = [over_model(gradients(ours), model)(H, table, TARGETS, WEIGHTS) for table in (huge, TABLE)]
+    got = [over_model(gradients(ours), model, INS, OUTS)(H, table, TARGETS, WEIGHTS) for table in (huge, TABLE)]
     assert_equal(*got)
 
 
 def test_the_value_without_gradients_is_the_same(want):
     """It is another program."""
-    got = over_model(ours, 4)(H, TABLE, TARGETS, WEIGHTS)
+    got = over_model(ours, 4, INS, ())(H, TABLE, TARGETS, WEIGHTS)
     assert 3 * float(got) == pytest.approx(float(want[0]), rel=1e-14)
 
 
@@ -73,7 +77,7 @@ def test_chunks_are_few_and_equal(tokens, most, number, size, monkeypatch):
 
 
 def test_large_logits_do_not_overflow(x64):
-    got = over_model(gradients(ours), 2)(H * 1e4, TABLE, TARGETS, WEIGHTS)
+    got = over_model(gradients(ours), 2, INS, OUTS)(H * 1e4, TABLE, TARGETS, WEIGHTS)
     check(got, gradients(plain)(H * 1e4, TABLE, TARGETS, WEIGHTS), 1e-12)
 
 

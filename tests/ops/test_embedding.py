@@ -14,10 +14,11 @@ TABLE, TOKENS, G = R.normal(size=(VOCAB, WIDTH)), R.integers(0, VOCAB, (3, 40)),
 @pytest.mark.parametrize("model", [1, 2, 4, 8])
 def test_lookup_and_its_gradient(model, x64):
     def f(table, tokens, g):
-        out, back = jax.vjp(lambda table: lookup(table, tokens), table)
+        out, back = jax.vjp(lambda table: lookup(table, tokens, "vocab"), table)
         return out, back(g)[0]
 
-    out, gradient = over_model(f, model)(TABLE, TOKENS.astype(np.int32), G)
+    split = ("vocab", None)
+    out, gradient = over_model(f, model, (split, (), ()), ((), split))(TABLE, TOKENS.astype(np.int32), G)
     np.testing.assert_array_equal(out, TABLE[TOKENS])
     want = np.zeros_like(TABLE)
     np.add.at(want, TOKENS, G)
@@ -25,12 +26,12 @@ def test_lookup_and_its_gradient(model, x64):
 
 
 def test_a_gradient_has_the_table_s_dtype():
-    gradient = jax.grad(lambda table: lookup(table, jnp.zeros((1, 2), jnp.int32)).astype(jnp.float32).sum())
+    gradient = jax.grad(lambda table: lookup(table, jnp.zeros((1, 2), jnp.int32), "vocab").astype(jnp.float32).sum())
     assert gradient(jnp.ones((4, 2), jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_a_row_of_bfloat16_adds_its_gradients_up_in_float32():
     """One by one in bfloat16 they would stop at 256."""
     tokens, table = jnp.zeros((4, 1024), jnp.int32), jnp.zeros((3, 2), jnp.bfloat16)
-    _, back = jax.vjp(lambda table: lookup(table, tokens), table)
+    _, back = jax.vjp(lambda table: lookup(table, tokens, "vocab"), table)
     assert back(jnp.ones((4, 1024, 2), jnp.bfloat16))[0][0].tolist() == [4096, 4096]

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from spmd_lm.parallel.pipeline.executor import Pieces, forward, run_layers
+from spmd_lm.parallel.mesh import Layout, make_mesh
+from spmd_lm.parallel.pipeline.executor import Pieces, gradients, run_layers
+from spmd_lm.parallel.plan import Plan
 
 STACK = {"w": jnp.array([2.0, 3.0, 5.0])}
 PARAMS = {"blocks": STACK, "start": jnp.array(7.0)}
@@ -29,7 +32,15 @@ def test_layers_run_in_order_and_know_their_number(scan):
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_auxiliary_losses_join_the_loss_and_reach_the_gradients(scan):
-    loss, grads = jax.value_and_grad(lambda p: forward(pieces(scan), p, 1.0))(PARAMS)
+    layout = Layout()
+    names = {"blocks": {"w": ("layers",)}, "start": ()}
+    plan = Plan(layout, make_mesh(layout, jax.devices()[:1]), "cpu", names, jax.eval_shape(lambda: PARAMS))
+
+    def body(params, batch):
+        return gradients(plan, pieces(scan), params, batch, compute=jnp.float32, reduce=jnp.float32, once=False)
+
+    run = plan.manual(body, (plan.specs, P()), (P(), plan.specs))
+    loss, grads = jax.jit(run)(PARAMS, jnp.ones(1))
     assert float(loss) == 10 * (43 * 5 + 2) + 10 + (7 + 14 + 43)
     assert float(grads["start"]) == 10 * 30 + 1 + 2 + 6
     np.testing.assert_allclose(grads["blocks"]["w"], [10 * 7 * 15 + 1 + 7 + 21, 10 * 14 * 5 + 1 + 14, 10 * 43 + 1])

@@ -88,9 +88,21 @@ def test_canonical_arrays_are_split_where_their_own_size_divides():
     assert plan(Layout(model=8), vocab=64).canonical_specs == made.specs
 
 
-def test_a_model_sees_the_axes_that_are_left_to_xla():
+def test_a_model_sees_names_and_the_mesh_axes_that_hold_them():
     placement = plan(Layout(data=4, model=2)).placement
-    assert placement.spec("batch", "sequence", "heads") == P(None, None, ("model",))
-    assert placement.spec("layers", None, "vocab") == P(None, None, ("model",))
-    with pytest.raises(KeyError):
+    assert placement.spec("batch", "sequence", "heads") == P(("replica", "data"), None, ("model",))
+    assert placement.sizes == {"pipe": 1, "replica": 1, "data": 4, "model": 2}
+    with pytest.raises(KeyError, match="haeds"):
         placement.spec("haeds")
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_left_to_sum_of_a_gradient(sequence):
+    """Matrices are scattered over data; what a split sequence touched in parts is a sum over model too."""
+    layout = Layout(replica=2, data=2, model=2)
+    made = Plan(layout, abstract_mesh(layout), "cpu", NAMES, tree(), zero=1, sequence=sequence)
+    model = ("model",) if sequence else ()
+    assert made.unsummed(("layers", "shard", "mlp")) == ()
+    assert made.unsummed(("layers", "mlp")) == ("replica", "data")
+    assert made.unsummed(("layers", "width")) == ("replica", "data", *model)
+    assert made.unsummed(("position", "shard")) == model

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.train.sample import Generator, Sampling, draw_token, filter_logits, sample_text, window
+from spmd_lm.train.sample import Generator, draw_token, filter_logits, sample_text, window
+from spmd_lm.train.sampling import Sampling
 from tests import reference
 from tests.helpers import FLOAT32, canonical, make_config, program, run_of
 

@@ -33,6 +33,11 @@ QUICK = [
     ("data2-model4", 2, "unrolled", "selective"),
     ("model8", 1, "unrolled", "full"),
     ("replica2-data2-model2", 2, "scan", "none"),
+    ("data8-zero1", 1, "scan", "none"),
+    ("data8-zero3", 1, "unrolled", "selective"),
+    ("data4-model2-zero2", 2, "scan", "none"),
+    ("data2-model4-sequence-zero1", 2, "unrolled", "none"),
+    ("replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
 ]
 REMAT = ("none", "full", "selective")
 
@@ -75,6 +80,15 @@ OTHER = {
     "model": CERTAIN | {"tie_embeddings": False, "biases": False, "activation": "gelu", "hidden": 48, "vocab": 59},
     "optim": {"clip": 0.0, "decay": "linear", "warmup": 1, "weight_decay": 0.01},
 }
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_degrees_that_divide_nothing_are_padded(zero):
+    """3 does not divide a width of 32: shards are of 11 of 33 rows, and no number changes."""
+    config = run_of("one", 2, train={"batch": 12})
+    parallel = config.parallel.model_copy(update={"data": 3, "model": 2, "zero": zero})
+    got = trained(config.model_copy(update={"parallel": parallel}))
+    assert_same_run(got, trained_reference(make_config(train={"batch": 12})))
 
 
 def test_a_model_without_ties_biases_and_dropout_computes_the_reference():

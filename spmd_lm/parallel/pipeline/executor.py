@@ -1,8 +1,8 @@
 """Loss and gradients of one step: microbatches through the stack of layers, one after the other.
 
 The model comes as three functions of plain dicts, so that nothing here knows what a layer is.  With one stage a
-pipeline's microbatches are gradient accumulation: the gradients of each are added up in the parameters' own dtype and
-reduced once."""
+pipeline's microbatches are gradient accumulation: the gradients of each are added up in the parameters' own dtype.
+ZeRO's stage says where weights become whole and gradients are reduced: around everything, or layer by layer."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_lm.parallel.data import reduce_gradients
+from spmd_lm.axes import is_names
 from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.zero import fetching
 
 Tree = Any
 
@@ -47,32 +48,99 @@ def run_layers(block: Callable, stack: Tree, x: jax.Array, scan: bool) -> tuple[
         return x, jax.tree.map(lambda loss: loss.sum(0), losses)
     each = []
     for layer, params in enumerate(_unstack(stack)):
-        x, losses = block(params, x, layer)
+        x, losses = block(params, x, jnp.int32(layer))
         each.append(losses)
     return x, jax.tree.map(lambda *losses: sum(losses), *each)
 
 
-def forward(pieces: Pieces, params: Tree, part: Tree) -> jax.Array:
-    """The loss of one microbatch."""
-    block = lambda layer_params, x, layer: pieces.block(layer_params, x, part, layer)  # noqa: E731
-    x, losses = run_layers(block, params["blocks"], pieces.embed(params, part), pieces.scan)
-    return sum(losses.values(), pieces.head(params, x, part))
+def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
-def gradients(plan: Plan, pieces: Pieces, params: Tree, batch: Tree, *, compute, reduce) -> tuple[jax.Array, Tree]:
+def _parted(tree: Tree) -> dict[str, Tree]:
+    """Parameters as the layers' and the rest, which no loop runs over."""
+    return {"blocks": tree["blocks"], "ends": {name: part for name, part in tree.items() if name != "blocks"}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Parameters as a step uses them, each tree parted into `blocks` and `ends`.
+
+    source: what gradients are taken for.  held: whole weights in the compute dtype; None for layers that are gathered
+    one by one.  early: gradients are scattered as they are made; otherwise `held` is the source."""
+
+    plan: Plan
+    compute: jnp.dtype
+    reduce: jnp.dtype
+    source: dict[str, Tree]
+    held: dict[str, Tree]
+    early: bool
+
+    @classmethod
+    def of(cls, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype, once: bool = False) -> "Weights":
+        """once: whole weights and one reduction for all microbatches, whatever the stage."""
+        low, kept = _parted(_cast(params, compute)), _parted(plan.kept)
+        if plan.zero == 0:
+            return cls(plan, compute, reduce, low, low, early=False)
+        held: dict[str, Tree] = {"ends": plan.gather(low["ends"], kept["ends"]), "blocks": None}
+        if plan.zero < 3 or once:
+            held["blocks"] = plan.gather(low["blocks"], kept["blocks"])
+        early = plan.zero > 1 and not once
+        source = _parted(_cast(params, jnp.promote_types(compute, reduce))) if early else held
+        return cls(plan, compute, reduce, source, held, early)
+
+    def loss(self, pieces: Pieces, source: dict[str, Tree], part: Tree) -> jax.Array:
+        """Of one microbatch."""
+        ends, stack, block = source["ends"], source["blocks"], pieces.block
+        if self.early:
+            kept = _parted(self.plan.kept)
+            ends = self._fetching(lambda weights, _: weights, kept["ends"])(ends, self.held["ends"], None, ())
+            of_layer = jax.tree.map(lambda names: names[1:], kept["blocks"], is_leaf=is_names)
+            fetched = self._fetching(pieces.block, of_layer)
+            stack = stack, self.held["blocks"]
+            block = lambda layer, x, part, i: fetched(*layer, x, (part, i))  # noqa: E731
+        x = pieces.embed(ends, part)
+        x, losses = run_layers(lambda layer, x, i: block(layer, x, part, i), stack, x, pieces.scan)
+        return sum(losses.values(), pieces.head(ends, x, part))
+
+    def _fetching(self, f: Callable, kept: Tree) -> Callable:
+        gather = lambda shards: self.plan.gather(_cast(shards, self.compute), kept)  # noqa: E731
+        return fetching(f, gather, lambda grads: self.plan.scatter(_cast(grads, self.reduce), kept))
+
+    def to_read(self) -> tuple[Tree, Callable[[Tree], Tree]]:
+        """(parameters, fetch) for who needs no gradients: `fetch` makes one layer of the stack whole."""
+        of_layer = jax.tree.map(lambda names: names[1:], self.plan.kept["blocks"], is_leaf=is_names)
+        stack, ends = self.held["blocks"], self.held["ends"]
+        if stack is not None:
+            return {**ends, "blocks": stack}, lambda layer: layer
+        fetch = lambda layer: self.plan.gather(_cast(layer, self.compute), of_layer)  # noqa: E731
+        return {**ends, "blocks": self.source["blocks"]}, fetch
+
+    def reduced(self, grads: dict[str, Tree]) -> Tree:
+        """Gradients of the source, summed over the batch axes and laid out as the parameters are kept."""
+        grads, kept = _cast(grads["ends"] | {"blocks": grads["blocks"]}, self.reduce), self.plan.kept
+        if self.plan.zero and not self.early:
+            grads = self.plan.scatter(grads, kept)
+        return self.plan.sum_gradients(grads, kept)
+
+
+def gradients(
+    plan: Plan, pieces: Pieces, params: Tree, batch: Tree, *, compute: jnp.dtype, reduce: jnp.dtype, once: bool
+) -> tuple[jax.Array, Tree]:
     """Mean loss of the global batch, and its gradients, reduced over data in dtype `reduce`, laid out as `params` are.
 
     batch: leaves [microbatches, rows here, ...].  compute: the dtype of the model's arithmetic."""
-    low = jax.tree.map(lambda p: p.astype(compute), params)
-    one = jax.value_and_grad(lambda low, part: forward(pieces, low, part))
+    weights = Weights.of(plan, params, compute, reduce, once)
+    one = jax.value_and_grad(lambda source, part: weights.loss(pieces, source, part))
     microbatches = jax.tree.leaves(batch)[0].shape[0]
     if microbatches == 1:
-        loss, grads = one(low, jax.tree.map(lambda x: x[0], batch))
+        loss, grads = one(weights.source, jax.tree.map(lambda x: x[0], batch))
     else:
 
         def add(total, part):
-            return jax.tree.map(lambda t, new: t + new.astype(t.dtype), total, one(low, part)), None
+            return jax.tree.map(lambda t, new: t + new.astype(t.dtype), total, one(weights.source, part)), None
 
-        zero = jnp.zeros((), jnp.promote_types(compute, jnp.float32)), jax.tree.map(jnp.zeros_like, params)
+        wide = jnp.promote_types(compute, jnp.float32)
+        zero = jnp.zeros((), wide), jax.tree.map(lambda w: jnp.zeros(w.shape, wide), weights.source)
         (loss, grads), _ = lax.scan(add, zero, batch)
-    return plan.batch_sum(loss), reduce_gradients(plan, grads, reduce)
+    return plan.batch_sum(loss), weights.reduced(grads)

@@ -1,0 +1,131 @@
+"""ZeRO (arXiv:1910.02054): what data parallelism would hold n times, held once, as one row and one pair.
+
+The row: matrices and tables of what is kept between steps are cut along `width`, over `data`.  The pair: `gather` makes
+weights whole, in the compute dtype, and `scatter` sums gradients onto the shards that own them.  The stage says where
+the pair stands:
+
+    0   nothing is cut; gradients are all-reduced once per step
+    1   both once per step, around all the layers
+    2   gather once per step; scatter each layer's gradients as backward makes them
+    3   both for each layer, inside the loop over layers; backward gathers again
+
+Vectors stay whole, and their gradients are all-reduced once per step: what gathering and scattering them would send."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
+
+from spmd_lm.axes import DATA, Names, is_names
+
+Tree = Any
+
+CUT, SHARD = "width", "shard"
+ROWS: dict[str, tuple[str, ...]] = {SHARD: (DATA,)}
+
+
+def cut(names: Names) -> Names:
+    """The names of a parameter as ZeRO keeps it.  A vector's are its own."""
+    matrix = len([name for name in names if name != "layers"]) > 1
+    return tuple(SHARD if name == CUT else name for name in names) if matrix else names
+
+
+def _dimension(kept: Names) -> int | None:
+    return kept.index(SHARD) if SHARD in kept else None
+
+
+def _each(f: Callable, tree: Tree, kept: Tree) -> Tree:
+    """f(leaf, names) of every leaf."""
+    return jax.tree.map(lambda names, x: f(x, names), kept, tree, is_leaf=is_names)
+
+
+def _off_lanes(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
+    """`x` with `dim` first if it was last, and where it is now."""
+    return (jnp.moveaxis(x, dim, 0), 0) if dim == x.ndim - 1 else (x, dim)
+
+
+@jax.named_scope("weights")
+def gather(tree: Tree, kept: Tree, rings: tuple[str, ...], width: int) -> Tree:
+    """Shards to whole leaves, one ring after the other, innermost first; `width` of each without its padding."""
+
+    def leaf(x: jax.Array, names: Names) -> jax.Array:
+        if (dim := _dimension(names)) is None:
+            return x
+        x, at = _off_lanes(x, dim)
+        for ring in reversed(rings):
+            x = lax.all_gather(x, ring, axis=at, tiled=True)
+        return jnp.moveaxis(lax.slice_in_dim(x, 0, width, axis=at), at, dim)
+
+    return _each(leaf, tree, kept)
+
+
+@jax.named_scope("gradients")
+def scatter(tree: Tree, kept: Tree, rings: tuple[str, ...], replicas: tuple[str, ...], width: int) -> Tree:
+    """Each device's whole gradients to the sum over `data` and `replica` of the shard that it owns; `width`: padded.
+
+    On a TPU a scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the torus, and
+    along the last dimension in memory: so it goes ring by ring, and along another."""
+
+    def leaf(g: jax.Array, names: Names) -> jax.Array:
+        if (dim := _dimension(names)) is None:
+            return g
+        g, at = _off_lanes(g, dim)
+        g = jnp.pad(g, [(0, width - g.shape[d] if d == at else 0) for d in range(g.ndim)])
+        if rings:
+            g = with_layout_constraint(g, MemoryLayout(tuple(range(g.ndim))))
+        for ring in rings:
+            g = lax.psum_scatter(g, ring, scatter_dimension=at, tiled=True)
+        g = lax.psum(g, replicas) if replicas else g
+        return jnp.moveaxis(g, at, dim)
+
+    return _each(leaf, tree, kept)
+
+
+def fetching(f: Callable, gather: Callable[[Tree], Tree], scatter: Callable[[Tree], Tree]) -> Callable:
+    """run(shards, held, x, extra) = f(weights, x, *extra), whose gradient for `shards` is scattered as it is made.
+
+    The weights are `held`, or gathered where that is None: then backward gathers them again, and keeps of them nothing
+    but the shards.  Everything else that backward needs is kept, as f's own remat says.  Gradients have the dtype of
+    `shards`; `held` and `extra` have none."""
+
+    @jax.custom_vjp
+    def run(shards, held, x, extra):
+        return f(gather(shards) if held is None else held, x, *extra)
+
+    def forward(shards, held, x, extra):
+        weights = gather(shards) if held is None else held
+        out, pull = jax.vjp(lambda weights, x: f(weights, x, *extra), weights, x)
+        saved, rebuild = _without(pull, weights)
+        return out, (shards, held, saved, rebuild)
+
+    def backward(residuals, g):
+        shards, held, saved, rebuild = residuals
+        if held is None:  # or XLA might merge this gather with forward's, and hold the weights in between
+            shards, g = lax.optimization_barrier((shards, g))
+            held = gather(shards)
+        d_weights, d_x = rebuild(saved, held)(g)
+        d_shards = jax.tree.map(lambda d, s: d.astype(s.dtype), scatter(d_weights), shards)
+        return d_shards, None, d_x, None
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _without(pull: Callable, weights: Tree) -> tuple[list[jax.Array], Callable]:
+    """What the transposed function `pull` has saved, less the weights; and the way back: rebuild(saved, weights)."""
+    leaves, treedef = jax.tree.flatten(pull)
+    ours = {id(w): i for i, w in enumerate(jax.tree.leaves(weights))}
+    places = tuple(ours.get(id(leaf)) for leaf in leaves)
+    return [leaf for leaf, at in zip(leaves, places, strict=True) if at is None], jax.tree_util.Partial(
+        functools.partial(_rebuild, treedef, places)
+    )
+
+
+def _rebuild(treedef, places: tuple[int | None, ...], saved: list[jax.Array], weights: Tree) -> Callable:
+    rest, ours = iter(saved), jax.tree.leaves(weights)
+    return jax.tree.unflatten(treedef, [next(rest) if at is None else ours[at] for at in places])
