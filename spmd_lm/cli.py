@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from spmd_lm import __version__
+from spmd_lm.analysis.topology import parse as parse_topology
 from spmd_lm.errors import ConfigError, Exit, NonFiniteError, UserError
 from spmd_lm.runtime.devices import quiet, simulate
 from spmd_lm.runtime.signals import StopSignals
@@ -159,6 +160,12 @@ def bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=at_least(0), default=2, metavar="N", help="steps before them (default 2)")
 
 
+def audit_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--topology", metavar="T", help="compile for T, there or not: cpu:8, v5p:4x4x4, 2*v5e:16x16, h100:2x8"
+    )
+
+
 def at_least(low: int) -> Callable[[str], int]:
     def count(text: str) -> int:
         if not text.isdecimal() or int(text) < low:
@@ -186,11 +193,6 @@ def configuration(arguments: Arguments) -> "RunConfig":
     from spmd_lm.config.load import load
 
     config = load(path, overrides)
-    try:
-        config.run.directory  # noqa: B018 - asked for its error
-    except RuntimeError:
-        where = f"run.dir={config.run.dir}"
-        raise ConfigError(f"{where}: there is no such home directory. Write the path in full.") from None
     if arguments.json not in (None, "-"):  # told before the work rather than after it
         target = Path(arguments.json)
         if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
@@ -294,6 +296,21 @@ def bench(arguments: Arguments) -> int:
     return deliver(arguments, result, render(result))
 
 
+def audit(arguments: Arguments) -> int:
+    topology = parse_topology(arguments.topology) if arguments.topology else None
+    if topology:  # its devices, and no others
+        simulated = topology.size if topology.platform == "cpu" else 0
+        arguments.overrides.append(f"run.simulate_devices={simulated}")
+    config = on_devices(configuration(arguments))
+    if topology and topology.platform != "cpu":
+        simulate(1)  # what compiles for hardware that is not there runs on the CPU
+    from spmd_lm.audit import audit, render
+
+    result = audit(config, topology)
+    deliver(arguments, result, render(result))
+    return Exit.DONE if result["ok"] else Exit.CHECK_FAILED
+
+
 def show(arguments: Arguments) -> int:
     config = configuration(arguments)
     from spmd_lm.config.load import dump
@@ -306,6 +323,7 @@ VERBS = {
     "eval": Verb("perplexity of a run's newest checkpoint on its validation text", evaluate),
     "generate": Verb("samples text from a run's newest checkpoint", generate, generate_options),
     "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan),
+    "audit": Verb("compiles the step and compares what it sends with theory", audit, audit_options),
     "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench, bench_options),
     "config": Verb("prints the resolved YAML", show),
 }

@@ -17,7 +17,7 @@ LAYERS = (
     {"models", "parallel", "data", "runtime"},
     {"analysis"},
     {"train"},
-    {"bench", "generate"},
+    {"audit", "bench", "generate"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,234 @@
+"""`spmd-lm audit`: what the compiled step sends beside what theory asks for, on hardware that need not be there.
+
+On `cpu:N` the compiler sends 16-bit values as float32: listed as such, and no excess."""
+
+import dataclasses
+import importlib.util
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_lm.analysis import hlo, memory, theory
+from spmd_lm.analysis.theory import AR, RS
+from spmd_lm.analysis.topology import Topology
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.train.describe import columns, human
+from spmd_lm.train.program import Program, choose_kernel
+
+TOLERANCE = 0.01
+"""Of the bytes that theory asks for, missing and in excess together."""
+SLACK = 4096
+"""Bytes that are always forgiven: what a compiler adds in scalars."""
+
+PARTS = ("embedding", "blocks", "head", "weights", "gradients", "scalars")
+"""Scopes of the step, as they reach the names of the compiled operations."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Collectives of one kind, axes, part and dtype, over one step of one device.  See theory.Row."""
+
+    kind: str
+    axes: tuple[str, ...]
+    part: str
+    dtype: str
+    lowered_as: str | None
+    count: float = 0
+    bytes: float = 0
+    result_bytes: float = 0
+
+
+def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]:
+    """The step of `config`, compiled for `topology`, or for the devices that are here, and compared with theory.
+
+    ConfigError or LayoutError if it cannot be compiled."""
+    devices = topology.devices() if topology else jax.devices()
+    platform, notice = devices[0].platform, None
+    if topology and platform == "gpu":
+        config, notice = with_kernels_that_compile(config)
+    program = Program(config, devices)
+    start = time.perf_counter()
+    lowered = program.train_step.lower(program.abstract_state(), program.abstract_batch())
+    compiled = lowered.compile(compiler_options=topology.compiler_options if topology else None)
+    seconds = time.perf_counter() - start
+    found, asked = summed(read(compiled.as_text(), program.plan.sizes)), theory.rows(config, program.plan)
+    compared = found, asked
+    if platform == "cpu":
+        found, _ = compared = as_simulated(found, asked)
+    differences = compare(*compared)
+    missing, excess = (sum(d[key] for d in differences) for key in ("missing_bytes", "excess_bytes"))
+    most = TOLERANCE * sum(row.bytes for row in asked) + SLACK
+    return {
+        "config": config.run.name,
+        "topology": str(topology or f"{platform}:{len(devices)}"),
+        "notice": notice,
+        "mesh": program.plan.sizes,
+        "ok": missing + excess <= most,
+        "tolerance_bytes": most,
+        "collectives": [as_dict(each) for each in found],
+        "theory": [as_dict(row) for row in asked],
+        "differences": [d for d in differences if d["missing_bytes"] or d["excess_bytes"]],
+        "missing_bytes": missing,
+        "excess_bytes": excess,
+        "memory": memory_of(config, program, compiled),
+        "compile_seconds": seconds,
+    }
+
+
+def with_kernels_that_compile(config: RunConfig) -> tuple[RunConfig, str | None]:
+    """For a GPU that is not there: `config`, and a notice if its attention kernel cannot be compiled without one.
+
+    What the step sends is the same."""
+    kernel, _ = choose_kernel(config, "gpu")
+    if kernel != "cudnn" or (importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")):
+        return config, None
+    model = config.model.model_copy(update={"attention": "xla"})
+    told = "cuDNN is not installed here: compiled with XLA's attention, whose temporaries are larger. "
+    return config.model_copy(update={"model": model}), told + "pip install nvidia-cudnn-cu13 for the kernel itself."
+
+
+def as_dict(row: Any) -> dict[str, Any]:
+    return dataclasses.asdict(row) | {"axes": list(row.axes)}
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read(text: str, sizes: Mapping[str, int]) -> Iterable[Found]:
+    """The collectives of a compiled step; axes and parts by name."""
+    devices = int(np.prod(list(sizes.values())))
+    for each in hlo.Program(text).collectives(devices):
+        if each.wire:
+            axes, part = axes_of(each, sizes), part_of(each.scope)
+            count, bytes_, result = (n * each.count for n in (each.arrays, each.wire, each.result))
+            yield Found(each.kind, axes, part, each.dtype, each.lowered_as, count, bytes_, result)
+
+
+def axes_of(collective: hlo.Collective, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of the mesh along which the devices of a group, or of a pair, differ; ('?',) for groups of no axes."""
+    shape = tuple(sizes.values())
+    places = np.array(np.unravel_index(np.array(collective.groups), shape))  # [axis, group, member]
+    differ = (places != places[:, :, :1]).any(axis=(1, 2))
+    axes = tuple(axis for axis, differs in zip(sizes, differ, strict=True) if differs)
+    whole = np.prod([sizes[axis] for axis in axes]) == places.shape[2]
+    return axes if whole or collective.kind == "collective-permute" else ("?",)
+
+
+def part_of(scope: str) -> str:
+    named = re.findall(rf"\b({'|'.join(PARTS)})\b", scope)
+    return named[-1] if named else "other"
+
+
+def summed(found: Iterable[Found]) -> list[Found]:
+    """One of each kind, axes, part, dtype and lowering; the largest first."""
+    totals: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
+    for f in found:
+        totals[f.kind, f.axes, f.part, f.dtype, f.lowered_as] += (f.count, f.bytes, f.result_bytes)
+    return sorted((Found(*key, *map(float, sums)) for key, sums in totals.items()), key=lambda f: -f.bytes)
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def as_simulated(found: list[Found], asked: list[theory.Row]) -> tuple[list[Found], list[theory.Row]]:
+    """Both as a CPU's compiler writes them: what has 16 bits in theory is sent as float32."""
+    narrow = {(row.kind, row.axes) for row in asked if theory.size(row.dtype) == 2}
+    widen = lambda row: dataclasses.replace(row, bytes=row.bytes * max(1, 4 // theory.size(row.dtype)))  # noqa: E731
+    lowered = lambda f: f.dtype == "f32" and (f.kind, f.axes) in narrow  # noqa: E731
+    told = [dataclasses.replace(f, lowered_as="float32") if lowered(f) else f for f in found]
+    return told, [widen(row) for row in asked]
+
+
+def compare(found: list[Found], asked: list[theory.Row]) -> list[dict[str, Any]]:
+    """Bytes of each kind over each set of axes, beside theory's."""
+    sent: dict[tuple, float] = defaultdict(float)
+    wanted: dict[tuple, float] = defaultdict(float)
+    for f in found:
+        sent[f.kind, f.axes] += f.bytes
+    for row in asked:
+        wanted[row.kind, row.axes] += row.bytes
+    return [
+        {
+            "kind": kind,
+            "axes": list(axes),
+            "bytes": sent[kind, axes],
+            "theory": wanted[kind, axes],
+            "missing_bytes": max(0.0, wanted[kind, axes] - sent[kind, axes]),
+            "excess_bytes": max(0.0, sent[kind, axes] - wanted[kind, axes]),
+        }
+        for kind, axes in sorted(sent.keys() | wanted.keys())
+    ]
+
+
+def memory_of(config: RunConfig, program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """Bytes per device: what the compiler says, and what the plan said before."""
+    m = compiled.memory_analysis()
+    assert m is not None
+    kernel, _ = choose_kernel(config, program.plan.platform)
+    return {
+        "arguments": m.argument_size_in_bytes,
+        "temporaries": m.temp_size_in_bytes,
+        "total": m.argument_size_in_bytes + m.temp_size_in_bytes,
+        "peak": m.peak_memory_in_bytes,
+        "planned": memory.table(config, program.plan, kernel),
+    }
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------
+
+
+def render(result: dict[str, Any]) -> str:
+    """For a person: theory, what was found, and what differs."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
+    on = lambda row: " x ".join(row["axes"])  # noqa: E731
+    asked = [("theory", "over", "part", "dtype", "count", "wire", "formula")]
+    asked += [
+        (t["kind"], on(t), t["part"], t["dtype"], f"{t['count']:,}", human(t["bytes"]), t["formula"])
+        for t in result["theory"]
+    ]
+    found = [("compiled", "over", "part", "dtype", "count", "wire", "lowered as")]
+    found += [
+        (c["kind"], on(c), c["part"], c["dtype"], f"{c['count']:,.0f}", human(c["bytes"]), c["lowered_as"] or "")
+        for c in result["collectives"]
+    ]
+    m = result["memory"]
+    lines = [
+        *([result["notice"]] if result["notice"] else []),
+        f"step of {result['config']} on {result['topology']}: {mesh}, compiled in {result['compile_seconds']:.1f} s",
+        "",
+        *columns(asked),
+        "",
+        *columns(found),
+        "",
+        *(difference(d) for d in result["differences"] if d["missing_bytes"] + d["excess_bytes"] > SLACK),
+        *traded(result["differences"]),
+        f"wire    {human(sum(c['bytes'] for c in result['collectives']))} per device and step; theory "
+        f"{human(sum(t['bytes'] for t in result['theory']))}; missing {human(result['missing_bytes'])}, "
+        f"in excess {human(result['excess_bytes'])} (tolerance {human(result['tolerance_bytes'])})",
+        f"memory  {human(m['arguments'])} arguments + {human(m['temporaries'])} temporaries = {human(m['total'])} per "
+        f"device; peak {human(m['peak'])}",
+        "as theory asks" if result["ok"] else "NOT as theory asks",
+    ]
+    return "\n".join(lines)
+
+
+def difference(d: dict[str, Any]) -> str:
+    what = f"{human(d['missing_bytes'])} missing" if d["missing_bytes"] else f"{human(d['excess_bytes'])} in excess"
+    return f"differs {d['kind']} over {' x '.join(d['axes'])}: {what}"
+
+
+def traded(differences: list[dict[str, Any]]) -> list[str]:
+    """Plain all-reduces where reduce-scatters were asked for, and what they cost."""
+    missing = {tuple(d["axes"]): d["missing_bytes"] for d in differences if d["kind"] == RS and d["missing_bytes"]}
+    excess = {tuple(d["axes"]): d["excess_bytes"] for d in differences if d["kind"] == AR and d["excess_bytes"]}
+    return [
+        f"cost    over {' x '.join(axes)} an all-reduce stands where a reduce-scatter was asked for: "
+        f"{human(excess[axes])} for {human(missing[axes])}"
+        for axes in missing.keys() & excess.keys()
+        if min(missing[axes], excess[axes]) > SLACK
+    ]

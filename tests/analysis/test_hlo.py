@@ -1,0 +1,63 @@
+"""Programs as compilers write them, shortened."""
+
+import pytest
+
+from spmd_lm.analysis.hlo import Program
+
+TPU = """HloModule jit_step, is_scheduled=true
+
+%all-reduce-scatter.1 (p: bf16[8,4]) -> bf16[4,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %ar = bf16[8,4]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %s = bf16[4,4]{1,0} dynamic-slice(%ar, %i, %z), dynamic_slice_sizes={4,4}
+}
+
+%body (t: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %x = bf16[8,4]{1,0:T(8,128)(2,1)} get-tuple-element(%t), index=1
+  %f = bf16[4,4]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1, metadata={op_name="jit(f)/blocks/x"}
+  %g = (bf16[4,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%f), replica_groups=[2,2]<=[4], dimensions={0}
+  ROOT %d = bf16[8,4]{1,0} all-gather-done(%g)
+}
+
+%condition (t: (s32[], bf16[8,4])) -> pred[] {
+  %n = s32[] constant(7)
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  %w = (s32[], bf16[8,4]) while(%t0), condition=%condition, body=%body
+  %k = (s32[], bf16[8,4]) while(%t1), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %r = (f32[4]{0}, f32[]) all-reduce(%a, %b), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add
+  %b = f32[] constant(1)
+  %m = f32[4]{0} collective-permute(%a), source_target_pairs={{0,2},{2,0}}
+  ROOT %z = f32[4]{0} all-reduce(%a), replica_groups=mesh['data'=2,'model'=2] {'model'}, to_apply=%add
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    return Program(TPU).collectives(4)
+
+
+def test_loops_count_as_often_as_they_turn(found):
+    scatters = [c for c in found if c.kind == "reduce-scatter"]
+    assert [(c.count, c.full, c.result, c.lowered_as) for c in scatters] == [
+        (7, 64, 32, "all-reduce-scatter fusion"),
+        (3, 64, 32, "all-reduce-scatter fusion"),
+    ]
+
+
+def test_a_start_and_its_done_are_one(found):
+    assert [(c.count, c.full, c.wire) for c in found if c.kind == "all-gather"] == [(7, 64, 32), (3, 64, 32)]
+
+
+def test_groups_in_all_the_ways_they_are_written(found):
+    (tupled, meshed) = [c for c in found if c.kind == "all-reduce"]
+    assert (tupled.arrays, tupled.full, tupled.groups) == (2, 20, ((0, 2), (1, 3)))
+    assert meshed.groups == ((0, 1), (2, 3))
+    assert {c.groups for c in found if c.kind == "all-gather"} == {((0, 1), (2, 3))}
+    (permute,) = [c for c in found if c.kind == "collective-permute"]
+    assert (permute.groups, permute.wire) == (((0, 2), (2, 0)), 16)

@@ -1,0 +1,44 @@
+import pytest
+
+from spmd_lm.analysis import topology
+from spmd_lm.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "platform", "size"),
+    [
+        ("cpu:8", "cpu", 8),
+        ("v5p:4x4x4", "tpu", 64),
+        ("v6e:16x16", "tpu", 256),
+        ("2*v5e:16x16", "tpu", 512),
+        ("h100:2x8", "gpu", 16),
+    ],
+)
+def test_names_of_hardware(text, platform, size):
+    there = topology.parse(text)
+    assert (there.platform, there.size, str(there)) == (platform, size, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("v9z:4x4", "'v9z' is not known"),
+        ("h100", "no topology is written like this"),
+        ("v5p:4x4", "does not come in this shape"),
+        ("h100:2x8x2", "does not come in this shape"),
+        ("2*h100:2x8", "does not come in this shape"),
+        ("v5p:3x4x4", "do not divide 3 by 2"),
+        ("cpu:0", "does not come in this shape"),
+    ],
+)
+def test_what_is_no_hardware_is_refused_with_what_there_is(text, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        topology.parse(text)
+    assert "Known: cpu:8" in str(error.value) and "v5p:4x4x4" in str(error.value) and "h100:2x8" in str(error.value)
+
+
+def test_without_a_compiler_the_extra_to_install_is_named(monkeypatch):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    for text in ("v5p:4x4x4", "h100:2x8"):
+        with pytest.raises(ConfigError, match=r"pip install 'spmd-lm\[aot\]'"):
+            topology.parse(text).devices()

@@ -1,0 +1,160 @@
+"""What compiled steps send, on hardware that is not there: exactly what theory asks for, counted."""
+
+import functools
+import importlib.util
+import json
+
+import jax
+import pytest
+
+from spmd_lm.analysis import topology
+from spmd_lm.analysis.theory import AG, AR, RS
+from spmd_lm.audit import audit, render
+from tests.helpers import make_config
+
+HERE = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
+LAYERS, MODEL = 2, 4
+# 512 rows over 16 devices: with less than a tile of 16 rows of bfloat16 each, a TPU all-reduces instead of scattering.
+BF16 = {"params": "float32", "compute": "bfloat16", "reduce": "bfloat16"}
+SIZES = {"layers": LAYERS, "width": 512, "heads": 8, "context": 128, "vocab": 509, "dropout": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def no_cache():
+    """What compiles for hardware that is not there cannot be loaded from a cache."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+def audited(name: str, remat: str = "none", **parallel) -> dict:
+    there = topology.parse(name)
+    if there.platform in HERE and importlib.util.find_spec(HERE[there.platform]) is None:
+        pytest.skip(f"{HERE[there.platform]} is not installed: nothing compiles for {name}")
+    return _audited(name, remat, json.dumps(parallel))
+
+
+@functools.cache
+def _audited(name: str, remat: str, parallel: str) -> dict:
+    layout = {"data": -1, "model": MODEL} | json.loads(parallel)
+    config = make_config(
+        model=SIZES | {"attention_dropout": 0.0},
+        parallel=layout,
+        remat={"policy": remat},
+        precision=BF16,
+        train={"batch": 32},
+    )
+    return audit(config, topology.parse(name))
+
+
+def activations(result: dict) -> dict[str, int]:
+    """How many arrays of the compute dtype cross `model` alone in a step, by kind."""
+    counts: dict[str, int] = {}
+    for c in result["collectives"]:
+        if c["axes"] == ["model"] and c["dtype"] == "bf16" and c["part"] != "gradients":
+            counts[c["kind"]] = counts.get(c["kind"], 0) + int(c["count"])
+    return counts
+
+
+def exact(result: dict) -> None:
+    assert result["ok"], render(result)
+    assert result["missing_bytes"] + result["excess_bytes"] <= 64, render(result)  # a few scalars share a sum
+
+
+TOPOLOGIES = ["v5p:4x4x4", "h100:2x8"]
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("remat", "each"),
+    [pytest.param("none", 4, marks=slow), pytest.param("residual", 4, marks=slow), ("full", 5)],
+)
+def test_tensor_parallelism_sends_megatron_s_all_reduces_and_nothing_else(name, remat, each):
+    """2 + 2 a layer, one for the embedding, one for the head; what ends attention again under full remat."""
+    result = audited(name, remat, zero=3)
+    assert activations(result) == {AR: each * LAYERS + 2}
+    exact(result)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("remat", "scatters", "gathers"),
+    [pytest.param("none", 4, 4, marks=slow), ("residual", 4, 6), pytest.param("full", 5, 6, marks=slow)],
+)
+def test_sequence_parallelism_gathers_and_scatters_instead(name, remat, scatters, gathers):
+    result = audited(name, remat, sequence=True)
+    assert activations(result) == {RS: scatters * LAYERS + 2, AG: gathers * LAYERS + 2}
+    exact(result)
+
+
+@slow
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("model", [1, MODEL])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"zero": 0, "microbatches": 2},
+        {"zero": 1, "microbatches": 2},
+        {"zero": 2, "microbatches": 2, "sequence": True},
+        {"zero": 3, "microbatches": 2, "sequence": True},
+        {"zero": 3, "microbatches": 2, "reduce_once": True},
+        {"zero": 2, "replica": 2},
+    ],
+    ids=str,
+)
+def test_weights_and_gradients_cross_data_as_their_stage_says(name, model, parallel):
+    result = audited(name, model=model, **parallel)
+    exact(result)
+    kinds = {c["kind"] for c in result["collectives"] if any(axis.startswith("data") for axis in c["axes"])}
+    assert kinds == ({AR, AG, RS} if parallel["zero"] else {AR})
+
+
+@pytest.mark.parametrize("parallel", [{"zero": 3, "sequence": True}, {"zero": 1, "replica": 2, "model": 2}], ids=str)
+def test_simulated_devices_send_the_same(parallel):
+    result = audited("cpu:8", **parallel)
+    assert result["ok"], render(result)
+    assert {tuple(c["axes"]) for c in result["collectives"]} <= {tuple(t["axes"]) for t in result["theory"]}
+    assert all(c["lowered_as"] == "float32" for c in result["collectives"] if c["part"] == "blocks")
+
+
+def test_gradients_cross_data_once_however_many_microbatches():
+    result = audited("cpu:8", microbatches=4)
+    assert result["ok"], render(result)
+    assert {c["kind"] for c in result["collectives"]} == {AR}
+    over_data = [c for c in result["collectives"] if c["axes"] == ["data"]]
+    once = [t for t in result["theory"] if t["axes"] == ["data"] and t["part"] == "gradients"]
+    assert sum(c["bytes"] for c in over_data) == pytest.approx(2 * sum(t["bytes"] for t in once), rel=1e-3)  # float32
+
+
+@pytest.mark.parametrize("parallel", [{"zero": 3, "sequence": True}, {"zero": 1, "replica": 2, "model": 2}], ids=str)
+def test_arguments_are_the_planned_state_and_a_batch(parallel):
+    memory = audited("cpu:8", **parallel)["memory"]
+    shards = 8 // parallel.get("model", MODEL)
+    rows, context = 32 // shards, SIZES["context"]
+    batch = rows * (4 * context + 1) * 4  # tokens, targets, weights, positions; the rows' numbers
+    step = 4
+    assert memory["arguments"] == memory["planned"]["parameters"] + memory["planned"]["adam moments"] + batch + step
+
+
+def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):
+    """A step whose scatter over data is an all-reduce."""
+    from spmd_lm.parallel import zero
+
+    def all_reduced(tree, kept, rings, replicas, width):
+        def leaf(g, names):
+            if "shard" not in names:
+                return g
+            dim = names.index("shard")
+            g = jax.lax.psum(g, rings)
+            here = g.shape[dim] // 2
+            return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index(rings) * here, here, dim)
+
+        return zero._each(leaf, tree, kept)
+
+    monkeypatch.setattr(zero, "scatter", all_reduced)
+    _audited.cache_clear()
+    result = audited("cpu:8", zero=1)
+    _audited.cache_clear()
+    assert not result["ok"]
+    assert "an all-reduce stands where a reduce-scatter was asked for" in render(result)
