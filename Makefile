@@ -1,6 +1,7 @@
 # make train        train a small GPT on real text over 8 simulated devices: 2 to 3 minutes on 2 cores
 # make test         the suite, without what takes minutes
 # make test-all     the slow tests, then the suite on the newest Python there is
+# make mutants      break the parallel code in 90 places, one at a time; each must be noticed. Half an hour
 # make check        format, lint, types, then the suite
 # make format       mend what can be mended
 # make clean        remove environments and caches; runs stay
@@ -19,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-comp
 	-c constraints.txt
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: train test test-all test-latest check format clean help
+.PHONY: train test test-all test-latest mutants check format clean help
 
 # XLA gives its temporaries back to the system after each step, and faults every page in again. Kept, a step on 8
 # simulated devices takes a third less time, for 0.9 GiB more memory. C libraries other than glibc ignore this.
@@ -43,6 +44,9 @@ test-latest:
 	@latest="$(NEWEST)"; \
 	if [ -n "$$latest" ]; then echo "newest Python here: $$latest"; $(MAKE) test PYTHON="$$latest" VENV=.venv-latest; \
 	else echo "no Python >= 3.12 on this machine: the newest jax is not tested"; fi
+
+mutants: $(VENV)/.dev
+	$(BIN)/python tests/mutants.py --workers $(WORKERS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check

@@ -60,12 +60,14 @@ def _abstract(make) -> tuple[nnx.GraphDef, nnx.State]:
 class GPT:
     """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, see ops.attention.choose.
     remat: what the backward pass computes again, 'none', 'selective' (the attention core), 'full' (each block) or
-    'residual' (each block's two branches: no collective of theirs that sums is repeated)."""
+    'residual' (each block's two branches: no collective of theirs that sums is repeated).  sums: dtype of long sums of
+    gradients."""
 
     c: Model
     dtype: str
     kernel: str
     remat: str = "none"
+    sums: str = "float32"
 
     @functools.cached_property
     def names(self) -> Params:
@@ -124,7 +126,7 @@ class GPT:
 
     def head(self, params: Params, x: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
         """Sum over tokens of weight x negative log-likelihood."""
-        return cross_entropy(*self._head(params, x), targets, weights, self.c.vocab)
+        return cross_entropy(*self._head(params, x), targets, weights, self.c.vocab, self.sums)
 
     def logits(self, params: Params, x: jax.Array) -> jax.Array:
         """[batch, time, padded vocab], float32 or wider; padding is -inf, so that it can never be drawn."""

@@ -32,7 +32,7 @@ def _wide(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _local(h, table, targets, weights, vocab: int, differentiate: bool):
+def _local(h, table, targets, weights, vocab: int, sums: str, differentiate: bool):
     """What one device does: sum of weight x nll over its tokens and, if asked, the gradients of that sum."""
     h = axes.gathered(h)
     b, t, width = h.shape
@@ -60,10 +60,10 @@ def _local(h, table, targets, weights, vocab: int, differentiate: bool):
         if not differentiate:
             return (loss,), None
         g = (e * (w / norm)[:, None] - jnp.where(column == y[:, None], w[:, None], 0)).astype(x.dtype)
-        d_table = carry[1] + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=wide)
+        d_table = carry[1] + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=carry[1].dtype)
         return (loss, d_table), jnp.einsum("nv,vd->nd", g, table)
 
-    start = (jnp.zeros((), wide), jnp.zeros(table.shape, wide))[: 1 + differentiate]
+    start = (jnp.zeros((), wide), jnp.zeros(table.shape, jnp.promote_types(table.dtype, sums)))[: 1 + differentiate]
     done, d_h = lax.scan(chunk, start, (cut(h), cut(targets), cut(weights.astype(wide))))
     if not differentiate:
         return done[0]
@@ -71,21 +71,23 @@ def _local(h, table, targets, weights, vocab: int, differentiate: bool):
     return done[0], d_h, done[1].astype(table.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def cross_entropy(h: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array, vocab: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def cross_entropy(
+    h: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array, vocab: int, sums: str = "float32"
+) -> jax.Array:
     """Sum over tokens of weight x negative log-likelihood, in nats, float32 or wider.
 
     h: [batch, sequence, width]; table: [padded vocab here, width]; targets: int32 [batch, time]; weights: float [batch,
-    time]."""
-    return _local(h, table, targets, weights, vocab, differentiate=False)
+    time].  sums: dtype in which the chunks' gradients of the table are added up, or the table's if that is wider."""
+    return _local(h, table, targets, weights, vocab, sums, differentiate=False)
 
 
-def _forward(h, table, targets, weights, vocab):
-    loss, d_h, d_table = _local(h, table, targets, weights, vocab, differentiate=True)
+def _forward(h, table, targets, weights, vocab, sums):
+    loss, d_h, d_table = _local(h, table, targets, weights, vocab, sums, differentiate=True)
     return loss, (d_h, d_table, weights)
 
 
-def _backward(vocab, saved, g):
+def _backward(vocab, sums, saved, g):
     d_h, d_table, weights = saved
     return (g.astype(d_h.dtype) * d_h, g.astype(d_table.dtype) * d_table, None, jnp.zeros_like(weights))
 

@@ -86,18 +86,20 @@ def scatter(tree: Tree, kept: Tree, rings: tuple[str, ...], replicas: tuple[str,
     return _each(leaf, tree, kept)
 
 
-def fetching(f: Callable, gather: Callable[[Tree], Tree], scatter: Callable[[Tree], Tree]) -> Callable:
-    """run(shards, held, x, extra) = f(weights, x, *extra), whose gradient for `shards` is scattered as it is made.
+def fetching(f: Callable, gather: Callable[[Tree], Tree], scatter: Callable[[Tree], Tree], *, apart: bool) -> Callable:
+    """run(slots, shards, held, x, extra) = f(weights, x, *extra), whose gradient for the weights is scattered as it is
+    made, and comes out as the gradient for `slots`: zeros of the shards' shapes and of `scatter`'s dtype.
 
-    The weights are `held`, or gathered where that is None: then backward gathers them again, and keeps of them nothing
-    but the shards.  Everything else that backward needs is kept, as f's own remat says.  Gradients have the dtype of
-    `shards`; `held` and `extra` have none."""
+    The weights are `held`, or gathered from `shards` where that is None: then backward gathers them again, and keeps of
+    them nothing but the shards.  Everything else that backward needs is kept, as f's own remat says.  apart: keep the
+    second gather from being merged with the first, which would hold the weights in between; a loop does that by itself,
+    and takes less memory without."""
 
     @jax.custom_vjp
-    def run(shards, held, x, extra):
+    def run(slots, shards, held, x, extra):
         return f(gather(shards) if held is None else held, x, *extra)
 
-    def forward(shards, held, x, extra):
+    def forward(slots, shards, held, x, extra):
         weights = gather(shards) if held is None else held
         out, pull = jax.vjp(lambda weights, x: f(weights, x, *extra), weights, x)
         saved, rebuild = _without(pull, weights)
@@ -105,12 +107,11 @@ def fetching(f: Callable, gather: Callable[[Tree], Tree], scatter: Callable[[Tre
 
     def backward(residuals, g):
         shards, held, saved, rebuild = residuals
-        if held is None:  # or XLA might merge this gather with forward's, and hold the weights in between
-            shards, g = lax.optimization_barrier((shards, g))
+        if held is None:
+            shards, g = lax.optimization_barrier((shards, g)) if apart else (shards, g)
             held = gather(shards)
         d_weights, d_x = rebuild(saved, held)(g)
-        d_shards = jax.tree.map(lambda d, s: d.astype(s.dtype), scatter(d_weights), shards)
-        return d_shards, None, d_x, None
+        return scatter(d_weights), None, None, d_x, None
 
     run.defvjp(forward, backward)
     return run

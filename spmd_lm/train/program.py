@@ -28,7 +28,7 @@ def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
 
 def make_model(config: RunConfig, platform: str) -> GPT:
     kernel, _ = choose_kernel(config, platform)
-    return GPT(config.model, config.precision.params, kernel, config.remat.policy)
+    return GPT(config.model, config.precision.params, kernel, config.remat.policy, config.precision.reduce)
 
 
 def make_plan(config: RunConfig, devices: list[jax.Device]) -> Plan:

@@ -66,13 +66,15 @@ def _parted(tree: Tree) -> dict[str, Tree]:
 class Weights:
     """Parameters as a step uses them, each tree parted into `blocks` and `ends`.
 
-    source: what gradients are taken for.  held: whole weights in the compute dtype; None for layers that are gathered
-    one by one.  early: gradients are scattered as they are made; otherwise `held` is the source."""
+    source: what gradients are taken for.  shards: as they are kept.  held: whole weights in the compute dtype; None for
+    layers that are gathered one by one.  early: gradients are scattered as they are made, and the source is empty slots
+    for them; otherwise it is `held`."""
 
     plan: Plan
     compute: jnp.dtype
     reduce: jnp.dtype
     source: dict[str, Tree]
+    shards: dict[str, Tree]
     held: dict[str, Tree]
     early: bool
 
@@ -81,31 +83,35 @@ class Weights:
         """once: whole weights and one reduction for all microbatches, whatever the stage."""
         low, kept = _parted(_cast(params, compute)), _parted(plan.kept)
         if plan.zero == 0:
-            return cls(plan, compute, reduce, low, low, early=False)
+            return cls(plan, compute, reduce, low, low, low, early=False)
         held: dict[str, Tree] = {"ends": plan.gather(low["ends"], kept["ends"]), "blocks": None}
         if plan.zero < 3 or once:
             held["blocks"] = plan.gather(low["blocks"], kept["blocks"])
         early = plan.zero > 1 and not once
-        source = _parted(_cast(params, jnp.promote_types(compute, reduce))) if early else held
-        return cls(plan, compute, reduce, source, held, early)
+        slots = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute, reduce)), params)
+        source = _parted(slots) if early else held
+        return cls(plan, compute, reduce, source, _parted(params), held, early)
 
     def loss(self, pieces: Pieces, source: dict[str, Tree], part: Tree) -> jax.Array:
         """Of one microbatch."""
         ends, stack, block = source["ends"], source["blocks"], pieces.block
         if self.early:
             kept = _parted(self.plan.kept)
-            ends = self._fetching(lambda weights, _: weights, kept["ends"])(ends, self.held["ends"], None, ())
+            same = self._fetching(lambda weights, _: weights, kept["ends"], apart=False)
+            ends = same(ends, self.shards["ends"], self.held["ends"], None, ())
             of_layer = jax.tree.map(lambda names: names[1:], kept["blocks"], is_leaf=is_names)
-            fetched = self._fetching(pieces.block, of_layer)
-            stack = stack, self.held["blocks"]
+            fetched = self._fetching(pieces.block, of_layer, apart=not pieces.scan)
+            stack = stack, self.shards["blocks"], self.held["blocks"]
             block = lambda layer, x, part, i: fetched(*layer, x, (part, i))  # noqa: E731
         x = pieces.embed(ends, part)
         x, losses = run_layers(lambda layer, x, i: block(layer, x, part, i), stack, x, pieces.scan)
         return sum(losses.values(), pieces.head(ends, x, part))
 
-    def _fetching(self, f: Callable, kept: Tree) -> Callable:
+    def _fetching(self, f: Callable, kept: Tree, *, apart: bool) -> Callable:
         gather = lambda shards: self.plan.gather(_cast(shards, self.compute), kept)  # noqa: E731
-        return fetching(f, gather, lambda grads: self.plan.scatter(_cast(grads, self.reduce), kept))
+        wide = jnp.promote_types(self.compute, self.reduce)
+        scatter = lambda grads: _cast(self.plan.scatter(_cast(grads, self.reduce), kept), wide)  # noqa: E731
+        return fetching(f, gather, scatter, apart=apart)
 
     def to_read(self) -> tuple[Tree, Callable[[Tree], Tree]]:
         """(parameters, fetch) for who needs no gradients: `fetch` makes one layer of the stack whole."""
@@ -114,7 +120,7 @@ class Weights:
         if stack is not None:
             return {**ends, "blocks": stack}, lambda layer: layer
         fetch = lambda layer: self.plan.gather(_cast(layer, self.compute), of_layer)  # noqa: E731
-        return {**ends, "blocks": self.source["blocks"]}, fetch
+        return {**ends, "blocks": self.shards["blocks"]}, fetch
 
     def reduced(self, grads: dict[str, Tree]) -> Tree:
         """Gradients of the source, summed over the batch axes and laid out as the parameters are kept."""

@@ -1,0 +1,149 @@
+"""`make mutants`: break the parallel code in one place at a time, and see that parity or audit tells.
+
+The places are found in the syntax tree: each collective and placement (dropped, doubled), each product and quotient of
+the step's arithmetic (a factor dropped), each row of the rule tables (dropped, moved to another axis).  A mutant is the
+package with one such change; it is caught when one of WATCHERS fails.  EQUIVALENT lists those that change nothing that
+anybody could see, with the reason."""
+
+import argparse
+import ast
+import concurrent.futures
+import copy
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = [
+    "axes.py",
+    "ops/cross_entropy.py",
+    "ops/embedding.py",
+    "parallel/rules.py",
+    "parallel/sequence.py",
+    "parallel/tensor.py",
+    "parallel/zero.py",
+    "parallel/plan.py",
+    "parallel/pipeline/executor.py",
+    "train/optim.py",
+    "train/step.py",
+]
+COLLECTIVES = {"psum", "pmax", "all_gather", "psum_scatter", "part", "summed", "gathered", "whole", "total", "maximum"}
+PLACED = {"sum_gradients", "scatter", "gather", "batch_sum", "optimization_barrier"}
+FACTORS = (ast.Mult, ast.Div)
+WATCHERS = ["tests/test_mutants.py"]
+
+EQUIVALENT = {
+    # place: why nobody can see it
+}
+
+
+def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
+    """(what is done, to which node, how) for every mutation of a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in COLLECTIVES | PLACED and node.args:
+                yield f"drop {name}", node, "drop"
+            if name == "psum":
+                yield f"double {name}", node, "double"
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, FACTORS):
+            yield "drop a factor", node, "left"
+        elif isinstance(node, ast.Dict):
+            for i, (key, value) in enumerate(zip(node.keys, node.values, strict=True)):
+                if isinstance(value, ast.Tuple) and value.elts:
+                    yield f"drop row {ast.unparse(key) if key else '**'}", node, f"row {i}"
+                    yield f"move row {ast.unparse(key) if key else '**'}", node, f"move {i}"
+
+
+def mutated(node: ast.AST, how: str) -> ast.AST:
+    node = copy.deepcopy(node)
+    if how == "drop":
+        return node.args[0]
+    if how == "double":
+        return ast.Call(ast.Name("_double", ast.Load()), [node], [])
+    if how == "left":
+        return node.left
+    what, i = how.split()
+    if what == "row":
+        node.values[int(i)] = ast.Tuple([], ast.Load())
+    else:
+        axis = "data" if "MODEL" in ast.unparse(node.values[int(i)]) else "model"
+        node.values[int(i)] = ast.Tuple([ast.Constant(axis)], ast.Load())
+    return node
+
+
+class Swap(ast.NodeTransformer):
+    """Puts one node in the place of another, found by its position."""
+
+    def __init__(self, old: ast.AST, new: ast.AST):
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self.new if node is self.old else super().visit(node)
+
+
+DOUBLE = "\n\ndef _double(x):\n    import jax\n    return jax.tree.map(lambda leaf: 2 * leaf, x)\n"
+
+
+def mutants() -> Iterator[tuple[str, str, str]]:
+    """(name, file, its mutated source)."""
+    for file in FILES:
+        source = (ROOT / "spmd_lm" / file).read_text()
+        count = sum(1 for _ in places(ast.parse(source)))
+        for i in range(count):
+            tree = ast.parse(source)
+            what, node, how = list(places(tree))[i]
+            line, old = node.lineno, ast.unparse(node)
+            new = Swap(node, mutated(node, how)).visit(tree)
+            name = f"{file}:{line}: {what}: {old if len(old) < 70 else old[:67] + '...'}"
+            yield name, file, ast.unparse(ast.fix_missing_locations(new)) + DOUBLE
+
+
+def caught(file: str, source: str) -> str | None:
+    """By which watcher's test; None for a survivor."""
+    with tempfile.TemporaryDirectory() as place:
+        for part in ("spmd_lm", "tests"):
+            shutil.copytree(ROOT / part, Path(place) / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", place)
+        (Path(place) / "spmd_lm" / file).write_text(source)
+        env = os.environ | {"PYTHONPATH": place, "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
+        command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", "--no-header", *WATCHERS]
+        run = subprocess.run(
+            [*command, "-m", "mutants"], cwd=place, env=env, capture_output=True, text=True, timeout=600
+        )
+    if run.returncode == 0:
+        return None
+    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split("::")[-1][:60] if failed else f"exit {run.returncode}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name the mutants, and run nothing")
+    parser.add_argument("--only", default="", help="those whose name has this in it")
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    chosen = [m for m in mutants() if args.only in m[0]]
+    if args.list:
+        print("\n".join(name for name, *_ in chosen))
+        return 0
+    survivors = 0
+    with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
+        results = pool.map(lambda m: caught(*m[1:]), chosen)
+        for (name, *_), by in zip(chosen, results, strict=True):
+            reason = next((why for place, why in EQUIVALENT.items() if place in name), None)
+            survivors += by is None and reason is None
+            print(
+                f"{'caught    ' if by else 'equivalent' if reason else 'SURVIVED  '} {name}  [{by or reason or ''}]",
+                flush=True,
+            )
+    print(f"{len(chosen)} mutants, {survivors} survived")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
