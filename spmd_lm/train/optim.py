@@ -48,7 +48,7 @@ class Optimizer:
         lr."""
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
         wide = jnp.result_type(jnp.float32, *jax.tree.leaves(state.params))
-        lr = schedule(self.config, self.steps)(state.step.astype(wide))
+        lr = jnp.asarray(schedule(self.config, self.steps)(state.step.astype(wide)), wide)
         decay = optax.add_decayed_weights(self.config.weight_decay, decayed(plan.names))
         adam = optax.scale_by_adam(self.config.b1, self.config.b2, self.config.eps)
 
