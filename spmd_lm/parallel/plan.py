@@ -118,6 +118,11 @@ class Plan:
         return jax.tree.map(self.parameters.spec, self.kept, is_leaf=is_names)
 
     @functools.cached_property
+    def whole_specs(self) -> Tree:
+        """The same of parameters that are whole over `data`."""
+        return jax.tree.map(self.parameters.spec, self.names, is_leaf=is_names)
+
+    @functools.cached_property
     def batch_spec(self) -> P:
         """Of every array of a batch: microbatches, then rows."""
         return P(None, self.activations.axes("batch"))

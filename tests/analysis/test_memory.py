@@ -28,10 +28,20 @@ def test_dtypes_and_accumulation_decide_the_rest():
     narrow, wide, parts = (
         table(run_of("data4-model2", n, precision=dtypes)) for n, dtypes in ((1, low), (1, FLOAT32), (2, low))
     )
-    assert narrow["compute copy"] == narrow["parameters"] / 2 == wide["parameters"] / 2 and not wide["compute copy"]
-    assert narrow["gradients"] == narrow["parameters"] / 2  # in the dtype they are reduced in
+    assert narrow["weights"] == narrow["parameters"] / 2 == wide["parameters"] / 2 and not wide["weights"]
+    assert narrow["gradients"] == narrow["parameters"] / 2  # in the dtype they are computed and reduced in
     assert parts["gradients"] == parts["parameters"] * 1.5  # and added up in the parameters' own
     assert parts["activations"] == narrow["activations"] / 2 == wide["activations"] / 4
+
+
+def test_each_stage_of_zero_holds_less():
+    tables = [table(make_config(parallel={"data": 8, "zero": zero}, precision=FLOAT32)) for zero in range(4)]
+    state = [sum(t[row] for row in memory.STATE) for t in tables]
+    assert state[0] > 6 * state[1] and state[1] == state[2] == state[3]  # vectors stay whole
+    assert tables[1]["gradients"] > tables[2]["gradients"] == tables[3]["gradients"]
+    assert tables[2]["weights"] > tables[3]["weights"] > 0
+    totals = [sum(t.values()) for t in tables]
+    assert totals[0] > totals[2] > totals[3]
 
 
 def test_remat_keeps_less(x64):
