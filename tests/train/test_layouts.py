@@ -46,7 +46,7 @@ def runs(draw):
     return config, make_config(remat={"policy": "none"}, **sections)
 
 
-@hypothesis.settings(max_examples=12, suppress_health_check=list(hypothesis.HealthCheck), deadline=None)
+@hypothesis.settings(max_examples=4, suppress_health_check=list(hypothesis.HealthCheck), deadline=None)
 @hypothesis.given(runs())
 def test_any_layout_computes_the_reference(drawn):
     config, alone = drawn
