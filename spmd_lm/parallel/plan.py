@@ -161,10 +161,10 @@ class Plan:
     def manual(self, body: Callable, ins: Tree, outs: Tree, *, whole_sequence: bool = False) -> Callable:
         """`body`, run by every device on its own part; what devices tell each other, it says.  ins, outs: trees of
         specs.  whole_sequence: for bodies whose sequences are too short to split."""
-        rules = activations(False).with_rings(self.rings) if whole_sequence else self.activations
+        whole = Placement(activations(False).with_rings(self.rings).table, self.sizes)
 
         def placed(*args):
-            with axes.placed(Placement(rules.table, self.sizes)):
+            with axes.placed(whole if whole_sequence else self.placement):
                 return body(*args)
 
         return jax.shard_map(placed, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)

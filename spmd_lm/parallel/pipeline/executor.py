@@ -147,6 +147,7 @@ def gradients(
             return jax.tree.map(lambda t, new: t + new.astype(t.dtype), total, one(weights.source, part)), None
 
         wide = jnp.promote_types(compute, jnp.float32)
-        zero = jnp.zeros((), wide), jax.tree.map(lambda w: jnp.zeros(w.shape, wide), weights.source)
+        own = jnp.result_type(wide, *jax.tree.leaves(params))
+        zero = jnp.zeros((), wide), jax.tree.map(lambda w: jnp.zeros(w.shape, own), weights.source)
         (loss, grads), _ = lax.scan(add, zero, batch)
     return plan.batch_sum(loss), weights.reduced(grads)
