@@ -78,24 +78,29 @@ def _model(config: RunConfig, plan: Plan) -> Iterator[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """A parameter.  elements: of it, whole over `data`, on one device of `model`."""
+    """A parameter.  elements: of it, whole over `data`, on one device of `model`.  uses: in how many places of a step,
+    which is how many gradients it gets."""
 
     names: Names
     layered: bool
     elements: int
+    uses: int
 
     @property
     def matrix(self) -> bool:
         return SHARD in self.names
 
 
-def _leaves(plan: Plan) -> list[_Leaf]:
+def _leaves(config: RunConfig, plan: Plan) -> list[_Leaf]:
     kept = jax.tree_util.tree_leaves_with_path(plan.kept, is_leaf=is_names)
     split = lambda names: any(MODEL in plan.parameters.axes(name) for name in names)  # noqa: E731
-    return [
-        _Leaf(names, path[0].key == "blocks", math.prod(leaf.shape) // (plan.layout.model if split(names) else 1))
-        for (path, names), leaf in zip(kept, jax.tree.leaves(plan.placed_shapes), strict=True)
-    ]
+    tied = ("embedding", "tokens") if config.model.tie_embeddings else None  # the embedding's and the head's
+    leaves = []
+    for (path, names), leaf in zip(kept, jax.tree.leaves(plan.placed_shapes), strict=True):
+        path = tuple(key.key for key in path)
+        elements = math.prod(leaf.shape) // (plan.layout.model if split(names) else 1)
+        leaves.append(_Leaf(names, path[0] == "blocks", elements, uses=2 if path == tied else 1))
+    return leaves
 
 
 def _weights(config: RunConfig, plan: Plan) -> Iterator[Row]:
@@ -104,9 +109,9 @@ def _weights(config: RunConfig, plan: Plan) -> Iterator[Row]:
         return
     p, m, layers = config.precision, config.parallel.microbatches, config.model.layers
     once = config.parallel.reduce_once
-    matrices = [leaf for leaf in _leaves(plan) if leaf.matrix]
+    matrices = [leaf for leaf in _leaves(config, plan) if leaf.matrix]
     early, again = plan.zero > 1 and not once, plan.zero == 3 and not once
-    turns = m if early else 1
+    turns = lambda leaf: m * leaf.uses if early else 1  # noqa: E731
     share = 1.0
     for ring in plan.live(DATA):
         n = plan.sizes[ring]
@@ -127,15 +132,15 @@ def _weights(config: RunConfig, plan: Plan) -> Iterator[Row]:
             (ring,),
             "gradients",
             p.reduce,
-            turns * sum(pieces(leaf, early) for leaf in matrices),
-            turns * sum(sent(RS, leaf, p.reduce) for leaf in matrices),
-            "Pm, layer by layer" if early else "P, once",
+            sum(turns(leaf) * pieces(leaf, early) for leaf in matrices),
+            sum(turns(leaf) * sent(RS, leaf, p.reduce) for leaf in matrices),
+            "Pm, layer by layer; a tied table twice" if early else "P, once",
         )
         share /= n
     if plan.live(REPLICA):
-        shards = sum(leaf.elements for leaf in matrices) / plan.layout.data * size(p.reduce)
-        count = turns * sum(pieces(leaf, early) for leaf in matrices)
-        sums = turns * wire(AR, shards, plan.layout.replica)
+        shards = sum(turns(leaf) * leaf.elements for leaf in matrices) / plan.layout.data * size(p.reduce)
+        count = sum(turns(leaf) * pieces(leaf, early) for leaf in matrices)
+        sums = wire(AR, shards, plan.layout.replica)
         yield Row(AR, (REPLICA,), "gradients", p.reduce, count, sums, "shards of P")
 
 
@@ -143,7 +148,7 @@ def _sums(config: RunConfig, plan: Plan) -> Iterator[Row]:
     """Gradients that are all-reduced, once a step: all of them without ZeRO; else vectors; and what a split sequence
     has touched in parts."""
     reduce = config.precision.reduce
-    leaves = _leaves(plan)
+    leaves = _leaves(config, plan)
     for axes in sorted({plan.unsummed(leaf.names) for leaf in leaves} - {()}):
         here = [leaf for leaf in leaves if plan.unsummed(leaf.names) == axes]
         full = sum(leaf.elements / (plan.layout.data if leaf.matrix else 1) for leaf in here) * size(reduce)

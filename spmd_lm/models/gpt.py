@@ -92,6 +92,15 @@ class GPT:
             modules = Modules(self.c, nnx.Rngs(jax.random.key(seed)), self.dtype)
             return nnx.to_pure_dict(nnx.state(modules, nnx.Param))
 
+    def embedding_of(self, params: Params) -> Params:
+        """What `embed` reads, of a tree like the parameters'."""
+        return {"embedding": params["embedding"]}
+
+    def head_of(self, params: Params) -> Params:
+        """What `head` reads."""
+        tied = {"embedding": {"tokens": params["embedding"]["tokens"]}} if self.c.tie_embeddings else {}
+        return {"head": params["head"]} | tied
+
     def embed(self, params: Params, tokens: jax.Array, positions: jax.Array, draw: Draw | None) -> jax.Array:
         """tokens, positions: int32 [batch, time] -> [batch, sequence, width]."""
         table = params["embedding"]

@@ -86,14 +86,21 @@ def scatter(tree: Tree, kept: Tree, rings: tuple[str, ...], replicas: tuple[str,
     return _each(leaf, tree, kept)
 
 
-def fetching(f: Callable, gather: Callable[[Tree], Tree], scatter: Callable[[Tree], Tree], *, apart: bool) -> Callable:
+def fetching(
+    f: Callable,
+    gather: Callable[[Tree], Tree],
+    scatter: Callable[[Tree], Tree],
+    *,
+    apart: bool = False,
+    at_once: bool = False,
+) -> Callable:
     """run(slots, shards, held, x, extra) = f(weights, x, *extra), whose gradient for the weights is scattered as it is
     made, and comes out as the gradient for `slots`: zeros of the shards' shapes and of `scatter`'s dtype.
 
     The weights are `held`, or gathered from `shards` where that is None: then backward gathers them again, and keeps of
     them nothing but the shards.  Everything else that backward needs is kept, as f's own remat says.  apart: keep the
     second gather from being merged with the first, which would hold the weights in between; a loop does that by itself,
-    and takes less memory without."""
+    and takes less memory without.  at_once: scatter before backward goes on, so that nothing whole waits beside it."""
 
     @jax.custom_vjp
     def run(slots, shards, held, x, extra):
@@ -111,7 +118,9 @@ def fetching(f: Callable, gather: Callable[[Tree], Tree], scatter: Callable[[Tre
             shards, g = lax.optimization_barrier((shards, g)) if apart else (shards, g)
             held = gather(shards)
         d_weights, d_x = rebuild(saved, held)(g)
-        return scatter(d_weights), None, None, d_x, None
+        d_slots = scatter(d_weights)
+        d_slots, d_x = lax.optimization_barrier((d_slots, d_x)) if at_once else (d_slots, d_x)
+        return d_slots, None, None, d_x, None
 
     run.defvjp(forward, backward)
     return run

@@ -19,7 +19,9 @@ def block(p, x, part, layer):
 
 
 def pieces(scan):
-    return Pieces(lambda params, part: params["start"] * part, block, lambda params, x, part: 10 * x, scan)
+    whole = lambda params: params  # noqa: E731
+    start = lambda params, part: params["start"] * part  # noqa: E731
+    return Pieces(start, block, lambda params, x, part: 10 * x, whole, whole, scan)
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -24,11 +24,14 @@ class Pieces:
     """A model as a pipeline runs it.  `part` is one microbatch, whatever it holds.
 
     embed(params, part) -> x; block(layer_params, x, part, layer) -> (x, losses); head(params, x, part) -> loss. Losses
-    are already divided by the weight of the whole global batch: a sum over microbatches and devices is the mean."""
+    are already divided by the weight of the whole global batch: a sum over microbatches and devices is the mean.
+    first, last: of a tree of parameters, what embed and head read; a table that is tied is in both."""
 
     embed: Callable[[Tree, Tree], jax.Array]
     block: Callable[[Tree, jax.Array, Tree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
     head: Callable[[Tree, jax.Array, Tree], jax.Array]
+    first: Callable[[Tree], Tree]
+    last: Callable[[Tree], Tree]
     scan: bool = True
 
 
@@ -95,23 +98,28 @@ class Weights:
     def loss(self, pieces: Pieces, source: dict[str, Tree], part: Tree) -> jax.Array:
         """Of one microbatch."""
         ends, stack, block = source["ends"], source["blocks"], pieces.block
+        embed = lambda part: pieces.embed(pieces.first(ends), part)  # noqa: E731
+        head = lambda x, part: pieces.head(pieces.last(ends), x, part)  # noqa: E731
         if self.early:
             kept = _parted(self.plan.kept)
-            same = self._fetching(lambda weights, _: weights, kept["ends"], apart=False)
-            ends = same(ends, self.shards["ends"], self.held["ends"], None, ())
+            of_ends = ends, self.shards["ends"], self.held["ends"]
+            lookup = lambda weights, _, part: pieces.embed(weights, part)  # noqa: E731
+            first = self._fetching(lookup, pieces.first(kept["ends"]), at_once=True)
+            embed = lambda part: first(*map(pieces.first, of_ends), None, (part,))  # noqa: E731
+            last = self._fetching(pieces.head, pieces.last(kept["ends"]), at_once=True)
+            head = lambda x, part: last(*map(pieces.last, of_ends), x, (part,))  # noqa: E731
             of_layer = jax.tree.map(lambda names: names[1:], kept["blocks"], is_leaf=is_names)
             fetched = self._fetching(pieces.block, of_layer, apart=not pieces.scan)
             stack = stack, self.shards["blocks"], self.held["blocks"]
             block = lambda layer, x, part, i: fetched(*layer, x, (part, i))  # noqa: E731
-        x = pieces.embed(ends, part)
-        x, losses = run_layers(lambda layer, x, i: block(layer, x, part, i), stack, x, pieces.scan)
-        return sum(losses.values(), pieces.head(ends, x, part))
+        x, losses = run_layers(lambda layer, x, i: block(layer, x, part, i), stack, embed(part), pieces.scan)
+        return sum(losses.values(), head(x, part))
 
-    def _fetching(self, f: Callable, kept: Tree, *, apart: bool) -> Callable:
+    def _fetching(self, f: Callable, kept: Tree, **barriers: bool) -> Callable:
         gather = lambda shards: self.plan.gather(_cast(shards, self.compute), kept)  # noqa: E731
         wide = jnp.promote_types(self.compute, self.reduce)
         scatter = lambda grads: _cast(self.plan.scatter(_cast(grads, self.reduce), kept), wide)  # noqa: E731
-        return fetching(f, gather, scatter, apart=apart)
+        return fetching(f, gather, scatter, **barriers)
 
     def to_read(self) -> tuple[Tree, Callable[[Tree], Tree]]:
         """(parameters, fetch) for who needs no gradients: `fetch` makes one layer of the stack whole."""
