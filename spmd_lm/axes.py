@@ -144,5 +144,5 @@ def leave(x: jax.Array, name: str) -> jax.Array:
     return summed(x, name)
 
 
-enter.defvjp(lambda x, name: (enter(x, name), None), lambda name, _, g: (summed(g, name),))
-leave.defvjp(lambda x, name: (leave(x, name), None), lambda name, _, g: (gathered(g),))
+enter.defvjp(lambda x, name: (gathered(x), None), lambda name, _, g: (summed(g, name),))
+leave.defvjp(lambda x, name: (summed(x, name), None), lambda name, _, g: (gathered(g),))

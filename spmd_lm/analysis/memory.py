@@ -29,7 +29,7 @@ def block_elements(config: RunConfig, plan: Plan, kernel: str) -> float:
     stream = 1 / t if plan.sequence else 1  # each device's share of what lies between the branches
     if config.remat.policy in ("full", "residual"):  # the block's input, and the stream between its branches
         return m.width * stream * (1 if config.remat.policy == "full" else 2)
-    whole = 2 * m.width * stream + 2 * m.width  # the stream twice; both norms' results, as the branches take them
+    whole = 4 * m.width * stream  # the stream twice, and both norms' results
     # q, k, v, and what attention gives; the MLP's hidden layer on both sides of GELU
     split = (4 * m.width + 2 * m.mlp_width) / t
     causal = 0.75  # two blocks of queries: the first sees half of the keys

@@ -65,11 +65,10 @@ def _model(config: RunConfig, plan: Plan) -> Iterator[Row]:
         yield row(AR, "blocks", (5 if again else 4) * layers, f"{per_layer}: A, 2 forward, 2 backward a layer")
         yield row(AR, "head", 1, "m: A backward")
     else:
-        gathers = 6 if config.remat.policy in ("full", "residual") else 4
         yield row(RS, "embedding", 1, "m: A forward")
         yield row(AG, "embedding", 1, "m: A backward")
         yield row(RS, "blocks", (5 if again else 4) * layers, f"{per_layer}: A, 2 forward, 2 backward a layer")
-        yield row(AG, "blocks", gathers * layers, f"{gathers}Lm: A, 2 forward, 2 backward, and 2 for what is not saved")
+        yield row(AG, "blocks", 6 * layers, "6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole")
         yield row(AG, "head", 1, "m: A forward")
         yield row(RS, "head", 1, "m: A backward")
     wide = jax.numpy.promote_types(compute, "float32").name

@@ -120,13 +120,18 @@ class GPT:
 
         # Inside a scan nothing outside the loop can be merged with what is computed again; unrolled, it can and must
         # not be.
-        keep = jax.checkpoint_policies.save_only_these_names(RESIDUAL) if self.remat == "residual" else None
-        again = functools.partial(jax.checkpoint, prevent_cse=not self.c.scan, policy=keep)
+        again = functools.partial(jax.checkpoint, prevent_cse=not self.c.scan)
         attend = again(attend) if self.remat == "selective" else attend
         run = lambda layer, x, draw, segments: self.block(  # noqa: E731
             layer, x, draw, lambda q, k, v: attend(q, k, v, draw, segments)
         )
-        return (again(run) if self.remat in ("full", "residual") else run)(layer, x, draw, segments)
+        if self.remat == "full":
+            run = again(run)
+        elif self.remat == "residual":
+            run = again(run, policy=jax.checkpoint_policies.save_only_these_names(RESIDUAL))
+        elif axes.shards(axes.SEQUENCE) > 1:  # keep each device's part, and gather once more (arXiv:2205.05198, 4.2.2)
+            run = again(run, policy=lambda primitive, *_, **__: primitive is not jax.lax.all_gather_p)
+        return run(layer, x, draw, segments)
 
     def _head(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         head = params["head"]
