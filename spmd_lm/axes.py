@@ -122,8 +122,6 @@ def summed(x: jax.Array, name: str) -> jax.Array:
     One reduce-scatter where the sequence is split, else an all-reduce.  Not to be differentiated through."""
     if not (axes := _live(SEQUENCE)):
         return total(x, name)
-    if not _live(name):
-        return part(x, SEQUENCE, 1)
     assert axes == _live(name), (name, axes)
     return lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
 

@@ -28,18 +28,18 @@ def no_cache():
     jax.config.update("jax_enable_compilation_cache", True)
 
 
-def audited(name: str, remat: str = "none", **parallel) -> dict:
+def audited(name: str, remat: str = "none", scan: bool = True, **parallel) -> dict:
     there = topology.parse(name)
     if there.platform in HERE and importlib.util.find_spec(HERE[there.platform]) is None:
         pytest.skip(f"{HERE[there.platform]} is not installed: nothing compiles for {name}")
-    return _audited(name, remat, json.dumps(parallel))
+    return _audited(name, remat, scan, json.dumps(parallel))
 
 
 @functools.cache
-def _audited(name: str, remat: str, parallel: str) -> dict:
+def _audited(name: str, remat: str, scan: bool, parallel: str) -> dict:
     layout = {"data": -1, "model": MODEL} | json.loads(parallel)
     config = make_config(
-        model=SIZES | {"attention_dropout": 0.0},
+        model=SIZES | {"attention_dropout": 0.0, "scan": scan},
         parallel=layout,
         remat={"policy": remat},
         precision=BF16,
@@ -118,6 +118,11 @@ def test_weights_and_gradients_cross_data_as_their_stage_says(name, parallel):
     assert kinds == ({AR, AG, RS} if parallel["zero"] else {AR})
 
 
+@slow
+def test_unrolled_layers_are_gathered_twice_as_well():
+    exact(audited("h100:2x8", scan=False, zero=3))
+
+
 @pytest.mark.parametrize("parallel", [{"zero": 3, "sequence": True}, {"zero": 1, "replica": 2, "model": 2}], ids=str)
 def test_simulated_devices_send_the_same(parallel):
     result = audited("cpu:8", **parallel)
@@ -143,6 +148,50 @@ def test_arguments_are_the_planned_state_and_a_batch(parallel):
     batch = rows * (4 * context + 1) * 4  # tokens, targets, weights, positions; the rows' numbers
     step = 4
     assert memory["arguments"] == memory["planned"]["parameters"] + memory["planned"]["adam moments"] + batch + step
+
+
+BIG = {"layers": 6, "width": 2048, "heads": 16, "context": 1024, "vocab": 49152, "dropout": 0.0, "scan": True}
+
+
+@functools.cache
+def memory_of(remat: str = "full", **parallel) -> dict:
+    """Of a step whose parts are far larger than a compiler's rounding."""
+    if importlib.util.find_spec(HERE["tpu"]) is None:
+        pytest.skip(f"{HERE['tpu']} is not installed")
+    config = make_config(
+        model=BIG | {"attention_dropout": 0.0},
+        parallel={"data": -1} | parallel,
+        remat={"policy": remat},
+        precision=BF16,
+        train={"batch": 32},
+    )
+    return audit(config, topology.parse("v5p:2x2x2"))["memory"]
+
+
+@pytest.mark.parametrize(
+    ("remat", "parallel"),
+    [
+        ("full", {"zero": 3}),
+        pytest.param("full", {"zero": 2}, marks=slow),
+        pytest.param("full", {"zero": 1}, marks=slow),
+        pytest.param("full", {"zero": 0}, marks=slow),
+        pytest.param("none", {"zero": 3}, marks=slow),
+        pytest.param("selective", {"zero": 2, "model": 2, "sequence": True}, marks=slow),
+        pytest.param("full", {"zero": 1, "microbatches": 4}, marks=slow),
+        pytest.param("full", {"zero": 3, "microbatches": 4}, marks=slow),
+        pytest.param("full", {"zero": 3, "replica": 2}, marks=slow),
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_planned_one(remat, parallel):
+    memory = memory_of(remat, **parallel)
+    assert memory["peak"] == pytest.approx(sum(memory["planned"].values()), rel=0.1), memory
+
+
+@slow
+def test_each_stage_of_zero_needs_fewer_temporaries():
+    one, two, three = (memory_of(zero=stage)["temporaries"] for stage in (1, 2, 3))
+    assert one > two > three
 
 
 def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):

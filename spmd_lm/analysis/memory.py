@@ -1,7 +1,8 @@
 """Where the bytes of a device go, before anything runs.
 
-State is exact: it is what the compiled step takes as arguments.  Activations are a formula (arXiv:2205.05198, table 2,
-in the dtypes and with the kernels of this program); the compiler may do a little better or worse."""
+State is exact: it is what the compiled step takes as arguments.  The rest is of the phase in which a step holds most,
+with activations by formula (arXiv:2205.05198, table 2, in the dtypes and with the kernels of this program); the
+compiler's peak is within a tenth of the sum on a TPU."""
 
 import math
 
@@ -37,49 +38,58 @@ def block_elements(config: RunConfig, plan: Plan, kernel: str) -> float:
     return whole + split + scores
 
 
-def weights_and_gradients(config: RunConfig, plan: Plan) -> tuple[int, int]:
-    """Bytes of the weights that a step makes of the parameters, and of their gradients, as ZeRO's stage has them."""
-    p, stage = config.precision, plan.zero
-    layers = config.model.layers // plan.layout.pipe
+def _phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, int]]:
+    """Bytes per device beside the state, where a step may hold most: in the head, in backward through the blocks, and
+    in the embedding's gradient."""
+    c, p, t = config, config.precision, plan.layout.model
+    layers, accumulating = c.model.layers // plan.layout.pipe, c.parallel.microbatches > 1
+    early = plan.zero > 1 and not c.parallel.reduce_once
+    one_by_one = plan.zero == 3 and early
+    width_of, wide = bytes_of(p.compute), max(bytes_of("float32"), bytes_of(p.compute))
+
     of = lambda specs, dtype: {  # noqa: E731
         name: per_device(plan, plan.placed_shapes[name], specs[name], dtype) for name in plan.placed_shapes
     }
-    whole, shards = of(plan.whole_specs, p.compute), of(plan.specs, p.reduce)
-    early = stage > 1 and not config.parallel.reduce_once
-    one_by_one = stage == 3 and early
-    held = sum(whole.values()) - (whole["blocks"] - whole["blocks"] // layers if one_by_one else 0)
-    if stage == 0 and p.compute == p.params:
-        held = 0  # the parameters themselves
-    widen = bytes_of("float32") / bytes_of(p.compute) if p.compute in ("bfloat16", "float16") else 1.0
-    accumulated = config.parallel.microbatches > 1
-    if early:  # a layer's, and the shards of all, which are added up in float32 or wider
-        made = whole["blocks"] // layers + whole["embedding"] + sum(shards.values())
-        sums = sum(of(plan.specs, p.params).values()) if accumulated else 0
-    else:  # all, and once they are scattered or reduced their shards
-        made = sum(whole.values()) + (sum(shards.values()) if stage or p.reduce != p.compute else 0)
-        sums = int(sum(whole.values()) * widen) if accumulated else 0
-    return held, made + sums
+    whole, shards = of(plan.whole_specs, p.compute), of(plan.specs, p.compute)
+    low = p.compute != p.params
+    copied = low or plan.zero > 0  # else the parameters themselves serve
+    layer, ends = whole["blocks"] // layers, (whole["embedding"] + whole["head"]) * copied
+    held = shards["blocks"] * low if one_by_one else whole["blocks"] * copied
+    added = 0
+    if accumulating:
+        added = sum(of(plan.specs, p.params).values()) if early else sum(whole.values()) * wide // width_of
+    made = sum(of(plan.specs, p.reduce).values()) if early else sum(whole.values())
+
+    tokens = c.train.batch // c.parallel.microbatches // plan.layout.batch_shards * c.model.context
+    saved = int(tokens * layers * block_elements(c, plan, kernel) * width_of)
+    # the MLP's hidden layer and its gradient; the stream, where it has to be made whole
+    work = int(tokens * (2 * c.model.mlp_width / t + (3 * c.model.width if plan.sequence else 0)) * width_of)
+    vocab = padded_vocab(c.model.vocab, t) // t
+    chunk = min(tokens * vocab * wide, cross_entropy.CHUNK_BYTES)  # of logits, and of their gradient
+
+    rows = lambda *sizes: dict(zip(("weights", "gradients", "activations", "working set"), sizes, strict=True))  # noqa: E731
+    return {
+        "the head": rows(held + ends, whole["embedding"] + added, saved, 2 * chunk),
+        "backward through the blocks": rows(
+            held + (layer if one_by_one else ends), made + added + layer * early, saved, work
+        ),
+        "the embedding's gradient": rows(  # a copy of it in float32 or wider, and what that is rounded to
+            held + ends * accumulating, made + added, 0, whole["embedding"] * (1 + wide // width_of)
+        ),
+    }
+
+
+def fullest(config: RunConfig, plan: Plan, kernel: str) -> str:
+    """The phase of a step in which it holds most."""
+    phases = _phases(config, plan, kernel)
+    return max(phases, key=lambda phase: sum(phases[phase].values()))
 
 
 def table(config: RunConfig, plan: Plan, kernel: str) -> dict[str, int]:
-    """Bytes per device of each thing that a step holds; 'state' of it from step to step."""
-    c, p = config, config.precision
-    state = per_device(plan, plan.placed_shapes, plan.specs, p.params)
-    rows = c.train.batch // c.parallel.microbatches // plan.layout.batch_shards
-    tokens = rows * c.model.context
-    layers = c.model.layers // plan.layout.pipe
-    wide = max(bytes_of("float32"), bytes_of(p.compute))
-    vocab = padded_vocab(c.model.vocab, plan.layout.model) // plan.layout.model
-    weights, gradients = weights_and_gradients(config, plan)
-    return {
-        "parameters": state,
-        "adam moments": 2 * state,
-        "weights": weights,  # in the compute dtype, whole over data
-        "gradients": gradients,
-        "activations": int(tokens * layers * block_elements(config, plan, kernel) * bytes_of(p.compute)),
-        # a chunk of them, and the gradient of the table that they add up to
-        "logits": min(tokens * vocab * wide, cross_entropy.CHUNK_BYTES) + vocab * c.model.width * wide,
-    }
+    """Bytes per device of each thing that a step holds in its fullest phase; STATE of them from step to step."""
+    state = per_device(plan, plan.placed_shapes, plan.specs, config.precision.params)
+    most = _phases(config, plan, kernel)[fullest(config, plan, kernel)]
+    return {"parameters": state, "adam moments": 2 * state} | most
 
 
 STATE = ("parameters", "adam moments")

@@ -109,22 +109,23 @@ def _weights(config: RunConfig, plan: Plan) -> Iterator[Row]:
     p, m, layers = config.precision, config.parallel.microbatches, config.model.layers
     once = config.parallel.reduce_once
     matrices = [leaf for leaf in _leaves(config, plan) if leaf.matrix]
-    early, again = plan.zero > 1 and not once, plan.zero == 3 and not once
+    early, layerwise = plan.zero > 1 and not once, plan.zero == 3 and not once
+    again = layerwise and (config.model.scan or plan.platform != "cpu")  # a CPU's compiler merges what is not in a loop
     turns = lambda leaf: m * leaf.uses if early else 1  # noqa: E731
     share = 1.0
     for ring in plan.live(DATA):
         n = plan.sizes[ring]
         sent = lambda kind, leaf, dtype, n=n, share=share: wire(kind, leaf.elements * share * size(dtype), n)  # noqa: E731
-        passes = lambda leaf: 2 * m if again and leaf.layered else 1  # noqa: E731
+        passes = lambda leaf: m * (1 + again) if layerwise and leaf.layered else 1  # noqa: E731
         pieces = lambda leaf, apart: layers if apart and leaf.layered else 1  # noqa: E731
         yield Row(
             AG,
             (ring,),
             "weights",
             p.compute,
-            sum(passes(leaf) * pieces(leaf, again) for leaf in matrices),
+            sum(passes(leaf) * pieces(leaf, layerwise) for leaf in matrices),
             sum(passes(leaf) * sent(AG, leaf, p.compute) for leaf in matrices),
-            "2Pm of the layers, one by one" if again else "P, once",
+            "2Pm of the layers, one by one" if again else "Pm of the layers, one by one" if layerwise else "P, once",
         )
         yield Row(
             RS,

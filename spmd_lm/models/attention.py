@@ -6,9 +6,9 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from spmd_lm.axes import enter, leave
+from spmd_lm.axes import leave
 from spmd_lm.config.schema import Model
-from spmd_lm.models.layers import add_bias, constant, dense, normal
+from spmd_lm.models.layers import Project, add_bias, constant, dense, normal
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """What attention does with q, k, v [batch, time, heads x head width]: train on the row, or read a cache."""
@@ -22,14 +22,8 @@ class Attention(nnx.Module):
         self.query_bias, self.key_bias, self.value_bias = (vector("heads") for _ in range(3))
         self.out_bias = vector("width")
 
-    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(self, x: jax.Array, attend: Attend, project: Project) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
-        x = enter(x, "heads")
-
-        def project(w: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-            return add_bias(dense(x, w[...]), bias)
-
-        q = project(self.query, self.query_bias)
-        k = project(self.key, self.key_bias)
-        v = project(self.value, self.value_bias)
+        q, k, v = project(x, (self.query[...], self.key[...], self.value[...]), "heads")
+        q, k, v = add_bias(q, self.query_bias), add_bias(k, self.key_bias), add_bias(v, self.value_bias)
         return add_bias(leave(dense(attend(q, k, v), self.out[...], transpose=True), "heads"), self.out_bias)

@@ -16,7 +16,7 @@ from flax import nnx
 from spmd_lm import axes
 from spmd_lm.config.schema import Model
 from spmd_lm.models.attention import Attend
-from spmd_lm.models.layers import INIT_STD, LayerNorm, layer_norm, normal
+from spmd_lm.models.layers import INIT_STD, LayerNorm, Project, layer_norm, normal, project
 from spmd_lm.models.transformer import AFTER_EMBEDDING, RESIDUAL, Block, Losses, residual_dropout
 from spmd_lm.ops.attention import Cache, attention, attention_with_cache
 from spmd_lm.ops.cross_entropy import cross_entropy
@@ -107,9 +107,11 @@ class GPT:
         x = lookup(table["tokens"], tokens, "vocab") + lookup(table["positions"], positions, "position")
         return residual_dropout(x, self.c.dropout, draw, AFTER_EMBEDDING)
 
-    def block(self, layer: Params, x: jax.Array, draw: Draw | None, attend: Attend) -> tuple[jax.Array, Losses]:
+    def block(
+        self, layer: Params, x: jax.Array, draw: Draw | None, attend: Attend, project: Project = project
+    ) -> tuple[jax.Array, Losses]:
         """One layer, given its own parameters."""
-        return nnx.merge(self._block, layer)(x, draw, attend)
+        return nnx.merge(self._block, layer)(x, draw, attend, project)
 
     def train_block(self, layer: Params, x: jax.Array, draw: Draw | None, segments) -> tuple[jax.Array, Losses]:
         """`block` as training runs it: rows attend to themselves, and remat decides what is kept."""
@@ -121,17 +123,16 @@ class GPT:
         # Inside a scan nothing outside the loop can be merged with what is computed again; unrolled, it can and must
         # not be.
         again = functools.partial(jax.checkpoint, prevent_cse=not self.c.scan)
+        all_of_it, branches = self.remat == "full", self.remat == "residual"
         attend = again(attend) if self.remat == "selective" else attend
+        # Where the stream is split keep each device's part of it, and gather once more (arXiv:2205.05198, 4.2.2).
+        in_parts = axes.shards(axes.SEQUENCE) > 1 and not (all_of_it or branches)
+        enter = again(project, static_argnums=2) if in_parts else project
         run = lambda layer, x, draw, segments: self.block(  # noqa: E731
-            layer, x, draw, lambda q, k, v: attend(q, k, v, draw, segments)
+            layer, x, draw, lambda q, k, v: attend(q, k, v, draw, segments), enter
         )
-        if self.remat == "full":
-            run = again(run)
-        elif self.remat == "residual":
-            run = again(run, policy=jax.checkpoint_policies.save_only_these_names(RESIDUAL))
-        elif axes.shards(axes.SEQUENCE) > 1:  # keep each device's part, and gather once more (arXiv:2205.05198, 4.2.2)
-            run = again(run, policy=lambda primitive, *_, **__: primitive is not jax.lax.all_gather_p)
-        return run(layer, x, draw, segments)
+        keep = jax.checkpoint_policies.save_only_these_names(RESIDUAL) if branches else None
+        return (again(run, policy=keep) if all_of_it or branches else run)(layer, x, draw, segments)
 
     def _head(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         head = params["head"]

@@ -1,13 +1,14 @@
 """The parts that every block is made of.  Matrices are stored [width, other], whichever way they are used."""
 
 import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spmd_lm.axes import Names
+from spmd_lm.axes import Names, enter
 
 INIT_STD = 0.02
 """GPT-2's; the matrices that end a residual branch have it divided by sqrt(2 x layers)."""
@@ -65,6 +66,20 @@ def dense(x: jax.Array, w: jax.Array, *, transpose: bool = False) -> jax.Array:
     return _matmul(x, w, transpose)
 
 
+def project(x: jax.Array, weights: Sequence[jax.Array], name: str) -> list[jax.Array]:
+    """The residual stream x [batch, sequence, width], whole, times each of `weights` [width, other], split along
+    `name`: column-parallel."""
+    x = enter(x, name)
+    return [dense(x, w) for w in weights]
+
+
+Project = Callable[[jax.Array, Sequence[jax.Array], str], list[jax.Array]]
+
+lean = functools.partial(jax.checkpoint, prevent_cse=False)
+"""For what is cheap to compute again: backward finds its inputs alone saved.  A layer norm saves five widths else."""
+
+
+@lean
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, eps: float = 1e-5) -> jax.Array:
     """Statistics in float32 or wider: in bfloat16 the mean of a wide row is wrong in its third digit."""
     h = x.astype(jnp.promote_types(x.dtype, jnp.float32))

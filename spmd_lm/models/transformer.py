@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd_lm.axes import SEQUENCE, enter, leave, places
+from spmd_lm.axes import SEQUENCE, leave, places
 from spmd_lm.config.schema import Model
 from spmd_lm.models.attention import Attend, Attention
-from spmd_lm.models.layers import INIT_STD, LayerNorm, add_bias, constant, dense, normal
+from spmd_lm.models.layers import INIT_STD, LayerNorm, Project, add_bias, constant, dense, lean, normal, project
 from spmd_lm.ops.dropout import Draw, dropout
 
 AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING = 1, 2, 3
@@ -20,8 +20,8 @@ RESIDUAL = "residual"
 """What remat calls the stream between a block's two branches."""
 
 ACTIVATIONS = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": lean(lambda x: jax.nn.gelu(x, approximate=False)),
+    "gelu_tanh": lean(lambda x: jax.nn.gelu(x, approximate=True)),
 }
 
 Losses = dict[str, jax.Array]
@@ -45,10 +45,10 @@ class MLP(nnx.Module):
         self.down_bias = constant(0, c.width, "width", dtype) if c.biases else None
         self.activation = c.activation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, project: Project) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
-        h = add_bias(dense(enter(x, "mlp"), self.up[...]), self.up_bias)
-        y = dense(ACTIVATIONS[self.activation](h), self.down[...], transpose=True)
+        (h,) = project(x, (self.up[...],), "mlp")
+        y = dense(ACTIVATIONS[self.activation](add_bias(h, self.up_bias)), self.down[...], transpose=True)
         return add_bias(leave(y, "mlp"), self.down_bias)
 
 
@@ -61,9 +61,11 @@ class Block(nnx.Module):
         self.norm2, self.mlp = LayerNorm(c.width, c.biases, dtype), MLP(c, std, out_std, rngs, dtype)
         self.dropout = c.dropout
 
-    def __call__(self, x: jax.Array, draw: Draw | None, attend: Attend) -> tuple[jax.Array, Losses]:
+    def __call__(
+        self, x: jax.Array, draw: Draw | None, attend: Attend, project: Project = project
+    ) -> tuple[jax.Array, Losses]:
         """x: [batch, sequence, width].  draw: where dropout falls; None for none."""
-        y = self.attention(self.norm1(x), attend)
+        y = self.attention(self.norm1(x), attend, project)
         x = checkpoint_name(x + residual_dropout(y, self.dropout, draw, AFTER_ATTENTION), RESIDUAL)
-        y = self.mlp(self.norm2(x))
+        y = self.mlp(self.norm2(x), project)
         return x + residual_dropout(y, self.dropout, draw, AFTER_MLP), {}

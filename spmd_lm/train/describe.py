@@ -32,6 +32,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
         "parameter_count": flops.parameters(m),
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "memory": memory.table(config, plan, kernel),
+        "fullest_in": memory.fullest(config, plan, kernel),
         "batch": {
             "sequences": config.train.batch,
             "microbatches": config.parallel.microbatches,
@@ -111,5 +112,5 @@ def render(description: dict) -> str:
         parameters.append((p["name"], shape, names, lies, human(p["bytes_per_device"])))
     table = [("memory per device", "")]
     table += [(row, human(size)) for row, size in description["memory"].items()]
-    table.append(("in all, about", human(sum(description["memory"].values()))))
+    table.append(("in all, about", f"{human(sum(description['memory'].values()))} in {description['fullest_in']}"))
     return "\n".join([summary(description), "", *columns(parameters), "", *columns(table)])
