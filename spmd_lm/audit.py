@@ -17,6 +17,7 @@ from spmd_lm.analysis import hlo, memory, theory
 from spmd_lm.analysis.theory import AR, RS
 from spmd_lm.analysis.topology import Topology
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import ConfigError
 from spmd_lm.train.describe import columns, human
 from spmd_lm.train.program import Program, choose_kernel
 
@@ -46,7 +47,7 @@ class Found:
 def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]:
     """The step of `config`, compiled for `topology`, or for the devices that are here, and compared with theory.
 
-    ConfigError or LayoutError if it cannot be compiled."""
+    ConfigError, or LayoutError, if it cannot be compiled."""
     devices = topology.devices() if topology else jax.devices()
     platform, notice = devices[0].platform, None
     if topology and platform == "gpu":
@@ -54,7 +55,11 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
     program = Program(config, devices)
     start = time.perf_counter()
     lowered = program.train_step.lower(program.abstract_state(), program.abstract_batch())
-    compiled = lowered.compile(compiler_options=topology.compiler_options if topology else None)
+    try:
+        compiled = lowered.compile(compiler_options=topology.compiler_options if topology else None)
+    except jax.errors.JaxRuntimeError as e:
+        why = str(e).splitlines()[0]
+        raise ConfigError(f"--topology {topology or platform}: its compiler cannot compile this step: {why}") from e
     seconds = time.perf_counter() - start
     found, asked = summed(read(compiled.as_text(), program.plan.sizes)), theory.rows(config, program.plan)
     compared = found, asked

@@ -40,6 +40,7 @@ EQUIVALENT = {
     # part of a mutant's name: why nobody who watches numbers and communication can see it
     "rows * wide.itemsize": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
     "-tokens * row_bytes": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
+    "drop a factor: 8 * 128": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "128 * model": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "optimization_barrier((d_slots, d_x))": "memory alone: tests/test_audit.py sees the peak",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; tests/test_audit.py sees an H100's",

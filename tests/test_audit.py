@@ -11,6 +11,7 @@ import pytest
 from spmd_lm.analysis import topology
 from spmd_lm.analysis.theory import AG, AR, RS, wire
 from spmd_lm.audit import audit, render
+from spmd_lm.errors import ConfigError
 from tests.helpers import make_config
 
 HERE = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
@@ -192,6 +193,14 @@ def test_the_peak_is_the_planned_one(remat, parallel):
 def test_each_stage_of_zero_needs_fewer_temporaries():
     one, two, three = (memory_of(zero=stage)["temporaries"] for stage in (1, 2, 3))
     assert one > two > three
+
+
+def test_a_step_that_does_not_compile_is_told_in_a_line(monkeypatch):
+    monkeypatch.setattr(topology.Topology, "compiler_options", {"xla_no_such_option": "1"})
+    with pytest.raises(
+        ConfigError, match=r"^--topology cpu:8: its compiler cannot compile this step: .*no_such_option"
+    ):
+        audit(make_config(parallel={"data": 8}), topology.parse("cpu:8"))
 
 
 def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):

@@ -76,8 +76,9 @@ class Topology:
         return {"cpu": _cpus, "tpu": _tpus, "gpu": _gpus}[self.platform](self)
 
     @property
-    def compiler_options(self) -> dict[str, str] | None:
-        return {"xla_gpu_autotune_level": "0"} if self.platform == "gpu" else None  # nothing is there to be timed
+    def compiler_options(self) -> dict[str, str | bool] | None:
+        """Without a GPU nothing can be timed, and untimed XLA's own matrix products may find no tiles: cuBLAS's do."""
+        return {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False} if self.platform == "gpu" else None
 
 
 def parse(text: str) -> Topology:
