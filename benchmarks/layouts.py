@@ -1,6 +1,6 @@
 """Layouts of one run, side by side: what each sends, holds and takes to compile, on hardware that need not be there.
 
-    python benchmarks/layouts.py configs/gpt_22b.yaml v5p:4x4x4 "" "parallel.data=32 parallel.model=2 parallel.sequence=true"
+    python benchmarks/layouts.py configs/gpt_22b.yaml v5p:4x4x4 "" "parallel.data=32 parallel.model=2"
 
 Each layout is a string of overrides; one row of a markdown table for each, from `spmd-lm audit --json` in a process of
 its own.  Exits 1 where a step is not as theory asks."""

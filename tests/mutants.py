@@ -34,7 +34,7 @@ FILES = [
 COLLECTIVES = {"psum", "pmax", "all_gather", "psum_scatter", "part", "summed", "gathered", "whole", "total", "maximum"}
 PLACED = {"sum_gradients", "scatter", "gather", "batch_sum", "optimization_barrier"}
 FACTORS = (ast.Mult, ast.Div)
-WATCHERS = ["tests/test_mutants.py"]
+WATCHERS = ["tests/test_mutants.py", "tests/train/test_sample.py"]  # those tests that are marked `mutants`
 
 EQUIVALENT = {
     # part of a mutant's name: why nobody who watches numbers and communication can see it
@@ -42,6 +42,7 @@ EQUIVALENT = {
     "-tokens * row_bytes": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
     "drop a factor: 8 * 128": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "128 * model": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
+    "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/train/test_optim.py sees it",
     "optimization_barrier((d_slots, d_x))": "memory alone: tests/test_audit.py sees the peak",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; tests/test_audit.py sees an H100's",
     "row 'layers'": "with one stage every device holds all layers",

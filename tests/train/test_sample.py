@@ -61,7 +61,10 @@ def test_greedy_text_is_what_full_forward_passes_give(layout, x64):
         assert got.tolist() == by_hand(prompt, 40)
 
 
-@pytest.mark.parametrize("layout", ["data4-model2", "model8"])
+SHARDED = pytest.param("replica2-data2-model2-sequence-zero3", marks=pytest.mark.mutants)
+
+
+@pytest.mark.parametrize("layout", ["data4-model2", "model8", SHARDED])
 def test_every_layout_draws_the_same_text(layout, x64):
     got, want = (write(where, PROMPTS, tokens=30, seed=1) for where in (layout, "one"))
     assert [text.tolist() for text in got] == [text.tolist() for text in want]
