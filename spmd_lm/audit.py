@@ -3,7 +3,6 @@
 On `cpu:N` the compiler sends 16-bit values as float32: listed as such, and no excess."""
 
 import dataclasses
-import importlib.util
 import re
 import time
 from collections import defaultdict
@@ -15,7 +14,7 @@ import numpy as np
 
 from spmd_lm.analysis import hlo, memory, theory
 from spmd_lm.analysis.theory import AR, RS
-from spmd_lm.analysis.topology import Topology
+from spmd_lm.analysis.topology import Topology, installed
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.train.describe import columns, human
@@ -59,7 +58,8 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
         compiled = lowered.compile(compiler_options=topology.compiler_options if topology else None)
     except jax.errors.JaxRuntimeError as e:
         why = str(e).splitlines()[0]
-        raise ConfigError(f"--topology {topology or platform}: its compiler cannot compile this step: {why}") from e
+        where = f"--topology {topology}" if topology else f"these {len(devices)} devices ({platform})"
+        raise ConfigError(f"{where}: its compiler cannot compile this step: {why}") from e
     seconds = time.perf_counter() - start
     found, asked = summed(read(compiled.as_text(), program.plan.sizes)), theory.rows(config, program.plan)
     compared = found, asked
@@ -90,7 +90,7 @@ def with_kernels_that_compile(config: RunConfig) -> tuple[RunConfig, str | None]
 
     What the step sends is the same."""
     kernel, _ = choose_kernel(config, "gpu")
-    if kernel != "cudnn" or (importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")):
+    if kernel != "cudnn" or installed("nvidia.cudnn"):
         return config, None
     model = config.model.model_copy(update={"attention": "xla"})
     told = "cuDNN is not installed here: compiled with XLA's attention, whose temporaries are larger. "

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 PIPE, REPLICA, DATA, MODEL = MESH_AXES = ("pipe", "replica", "data", "model")
 BATCH_AXES = (REPLICA, DATA)
@@ -46,9 +45,6 @@ class Placement:
 
     def axes(self, name: str | None) -> tuple[str, ...]:
         return () if name is None else tuple(self.rules[name])
-
-    def spec(self, *names: str | None) -> P:
-        return P(*(self.axes(name) or None for name in names))
 
 
 _placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("placement", default=None)

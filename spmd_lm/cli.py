@@ -298,6 +298,8 @@ def bench(arguments: Arguments) -> int:
 
 def audit(arguments: Arguments) -> int:
     topology = parse_topology(arguments.topology) if arguments.topology else None
+    if topology and arguments.devices is not None:
+        raise ConfigError("--topology has devices of its own. Leave out --devices.")
     if topology:  # its devices, and no others
         simulated = topology.size if topology.platform == "cpu" else 0
         arguments.overrides.append(f"run.simulate_devices={simulated}")

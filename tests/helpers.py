@@ -12,6 +12,7 @@ from spmd_lm import axes
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.batch import Batch
 from spmd_lm.parallel.mesh import Layout, make_mesh
+from spmd_lm.parallel.rules import Rules
 from spmd_lm.train.program import Program
 from spmd_lm.train.state import TrainState
 from tests import reference
@@ -168,7 +169,7 @@ def over_model(f, model: int, ins: Tree, outs: Tree):
     names = ("batch", "sequence", "position", "width", "heads", "mlp", "vocab")
     split = {name: (axes.MODEL,) if name in ("heads", "mlp", "vocab") else () for name in names}
     placement = axes.Placement(split, {axes.MODEL: model})
-    specs = lambda tree: jax.tree.map(lambda names: placement.spec(*names), tree, is_leaf=axes.is_names)  # noqa: E731
+    specs = lambda tree: jax.tree.map(Rules(split).spec, tree, is_leaf=axes.is_names)  # noqa: E731
 
     def run(*args):
         with axes.placed(placement):

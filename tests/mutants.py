@@ -20,6 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILES = [
     "axes.py",
+    "models/attention.py",
+    "models/layers.py",
+    "models/transformer.py",
     "ops/cross_entropy.py",
     "ops/embedding.py",
     "parallel/rules.py",
@@ -27,11 +30,25 @@ FILES = [
     "parallel/tensor.py",
     "parallel/zero.py",
     "parallel/plan.py",
+    "parallel/pipeline/stages.py",
     "parallel/pipeline/executor.py",
     "train/optim.py",
     "train/step.py",
 ]
-COLLECTIVES = {"psum", "pmax", "all_gather", "psum_scatter", "part", "summed", "gathered", "whole", "total", "maximum"}
+COLLECTIVES = {
+    "enter",
+    "leave",
+    "psum",
+    "pmax",
+    "all_gather",
+    "psum_scatter",
+    "part",
+    "summed",
+    "gathered",
+    "whole",
+    "total",
+    "maximum",
+}
 PLACED = {"sum_gradients", "scatter", "gather", "batch_sum", "optimization_barrier"}
 FACTORS = (ast.Mult, ast.Div)
 WATCHERS = ["tests/test_mutants.py", "tests/train/test_sample.py"]  # those tests that are marked `mutants`
@@ -62,7 +79,8 @@ def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
             yield "drop a factor", node, "left"
         elif isinstance(node, ast.Dict):
             for i, (key, value) in enumerate(zip(node.keys, node.values, strict=True)):
-                if isinstance(value, ast.Tuple) and value.elts:
+                axes = isinstance(value, ast.Name) and value.id.endswith("AXES")
+                if axes or (isinstance(value, ast.Tuple) and value.elts):
                     yield f"drop row {ast.unparse(key) if key else '**'}", node, f"row {i}"
                     yield f"move row {ast.unparse(key) if key else '**'}", node, f"move {i}"
 
@@ -125,9 +143,14 @@ def caught(package: Path, file: str | None = None, source: str = "") -> str | No
             (Path(place) / "spmd_lm" / file).write_text(source)
         env = os.environ | {"PYTHONPATH": place, "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
         command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "--no-header", *WATCHERS]
-        run = subprocess.run(
-            [*command, "-m", "mutants"], cwd=place, env=env, capture_output=True, text=True, timeout=600
-        )
+        try:
+            run = subprocess.run(
+                [*command, "-m", "mutants"], cwd=place, env=env, capture_output=True, text=True, timeout=600
+            )
+        except subprocess.TimeoutExpired:
+            return "ten minutes"
+    if run.returncode < 0:
+        return f"signal {-run.returncode}"
     failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if run.returncode not in (0, 1, 2) or bool(failed) != bool(run.returncode):
         raise RuntimeError(f"pytest exited with {run.returncode}, and watched nothing:\n{run.stdout}{run.stderr}")

@@ -1,7 +1,6 @@
 """What compiled steps send, on hardware that is not there: exactly what theory asks for, counted."""
 
 import functools
-import importlib.util
 import json
 import math
 
@@ -31,7 +30,7 @@ def no_cache():
 
 def audited(name: str, remat: str = "none", scan: bool = True, **parallel) -> dict:
     there = topology.parse(name)
-    if there.platform in HERE and importlib.util.find_spec(HERE[there.platform]) is None:
+    if there.platform in HERE and not topology.installed(HERE[there.platform]):
         pytest.skip(f"{HERE[there.platform]} is not installed: nothing compiles for {name}")
     return _audited(name, remat, scan, json.dumps(parallel))
 
@@ -157,7 +156,7 @@ BIG = {"layers": 6, "width": 2048, "heads": 16, "context": 1024, "vocab": 49152,
 @functools.cache
 def memory_of(remat: str = "full", **parallel) -> dict:
     """Of a step whose parts are far larger than a compiler's rounding."""
-    if importlib.util.find_spec(HERE["tpu"]) is None:
+    if not topology.installed(HERE["tpu"]):
         pytest.skip(f"{HERE['tpu']} is not installed")
     config = make_config(
         model=BIG | {"attention_dropout": 0.0},
@@ -207,7 +206,7 @@ def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):
     """A step whose scatter over data is an all-reduce."""
     from spmd_lm.parallel import zero
 
-    def all_reduced(tree, kept, rings, replicas, width):
+    def all_reduced(tree, kept, rings, width):
         def leaf(g, names):
             if "shard" not in names:
                 return g

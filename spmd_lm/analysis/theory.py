@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import jax
 
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, REPLICA, Names, is_names
+from spmd_lm.axes import BATCH_AXES, DATA, MODEL, Names, is_names
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import SHARD
@@ -48,6 +48,11 @@ def rows(config: RunConfig, plan: Plan) -> list[Row]:
     return [row for rows_of in kinds for row in rows_of(config, plan)]
 
 
+def _repeats(config: RunConfig, plan: Plan) -> bool:
+    """Whether what backward is to do again is done again: a CPU's compiler merges it with the first, but for loops."""
+    return plan.platform != "cpu" or (config.model.scan and config.model.layers > 1)
+
+
 def _model(config: RunConfig, plan: Plan) -> Iterator[Row]:
     """What tensor and sequence parallelism send over `model`."""
     n, c, m, compute = plan.layout.model, config.model, config.parallel.microbatches, config.precision.compute
@@ -58,7 +63,10 @@ def _model(config: RunConfig, plan: Plan) -> Iterator[Row]:
     row = lambda kind, part, count, formula, full=a, dtype=compute: Row(  # noqa: E731
         kind, (MODEL,), part, dtype, m * count, m * count * wire(kind, full, n), formula
     )
-    again = config.remat.policy == "full"  # what ends the attention branch is computed again; what ends the MLP is not
+    repeats = _repeats(config, plan)
+    again = (
+        repeats and config.remat.policy == "full"
+    )  # what ends the attention branch is computed again; what ends the MLP is not
     per_layer = "5Lm" if again else "4Lm"
     if not plan.sequence:
         yield row(AR, "embedding", 1, "m: A forward")
@@ -68,7 +76,8 @@ def _model(config: RunConfig, plan: Plan) -> Iterator[Row]:
         yield row(RS, "embedding", 1, "m: A forward")
         yield row(AG, "embedding", 1, "m: A backward")
         yield row(RS, "blocks", (5 if again else 4) * layers, f"{per_layer}: A, 2 forward, 2 backward a layer")
-        yield row(AG, "blocks", 6 * layers, "6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole")
+        gathers, merged = (6, ", and 2 of what was not saved whole") if repeats else (4, "")
+        yield row(AG, "blocks", gathers * layers, f"{gathers}Lm: A, 2 forward, 2 backward{merged}")
         yield row(AG, "head", 1, "m: A forward")
         yield row(RS, "head", 1, "m: A backward")
     wide = jax.numpy.promote_types(compute, "float32").name
@@ -110,7 +119,7 @@ def _weights(config: RunConfig, plan: Plan) -> Iterator[Row]:
     once = config.parallel.reduce_once
     matrices = [leaf for leaf in _leaves(config, plan) if leaf.matrix]
     early, layerwise = plan.zero > 1 and not once, plan.zero == 3 and not once
-    again = layerwise and (config.model.scan or plan.platform != "cpu")  # a CPU's compiler merges what is not in a loop
+    again = layerwise and _repeats(config, plan)
     turns = lambda leaf: m * leaf.uses if early else 1  # noqa: E731
     share = 1.0
     for ring in plan.live(DATA):
@@ -137,16 +146,11 @@ def _weights(config: RunConfig, plan: Plan) -> Iterator[Row]:
             "Pm, layer by layer; a tied table twice" if early else "P, once",
         )
         share /= n
-    if plan.live(REPLICA):
-        shards = sum(turns(leaf) * leaf.elements for leaf in matrices) / plan.layout.data * size(p.reduce)
-        count = sum(turns(leaf) * pieces(leaf, early) for leaf in matrices)
-        sums = wire(AR, shards, plan.layout.replica)
-        yield Row(AR, (REPLICA,), "gradients", p.reduce, count, sums, "shards of P")
 
 
 def _sums(config: RunConfig, plan: Plan) -> Iterator[Row]:
-    """Gradients that are all-reduced, once a step: all of them without ZeRO; else vectors; and what a split sequence
-    has touched in parts."""
+    """Gradients that are all-reduced, once a step: all of them without ZeRO; else vectors, and shards over replicas;
+    and what a split sequence has touched in parts."""
     reduce = config.precision.reduce
     leaves = _leaves(config, plan)
     for axes in sorted({plan.unsummed(leaf.names) for leaf in leaves} - {()}):

@@ -109,8 +109,14 @@ def _known() -> str:
     )
 
 
+def installed(module: str) -> bool:
+    """Also where a parent of it is missing, which find_spec alone would raise for."""
+    parts = module.split(".")
+    return all(importlib.util.find_spec(".".join(parts[: n + 1])) for n in range(len(parts)))
+
+
 def _need(module: str, what: str) -> None:
-    if importlib.util.find_spec(module) is None:
+    if not installed(module):
         raise ConfigError(
             f"compiling for {what} needs its compiler, and {module} is not installed. pip install 'spmd-lm[aot]', or "
             f"-e '.[aot]' in a clone."

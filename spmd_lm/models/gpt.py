@@ -122,7 +122,8 @@ class GPT:
 
         # Inside a scan nothing outside the loop can be merged with what is computed again; unrolled, it can and must
         # not be.
-        again = functools.partial(jax.checkpoint, prevent_cse=not self.c.scan)
+        looped = self.c.scan and self.c.layers > 1
+        again = functools.partial(jax.checkpoint, prevent_cse=not looped)
         all_of_it, branches = self.remat == "full", self.remat == "residual"
         attend = again(attend) if self.remat == "selective" else attend
         # Where the stream is split keep each device's part of it, and gather once more (arXiv:2205.05198, 4.2.2).

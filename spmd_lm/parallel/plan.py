@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm import axes
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, REPLICA, Names, Placement, is_names
+from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, REPLICA, Names, Placement, is_names
 from spmd_lm.errors import LayoutError
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.mesh import Layout
@@ -175,6 +175,12 @@ class Plan:
         live = self.live(*BATCH_AXES)
         return lax.psum(x, live) if live else x
 
+    @jax.named_scope("scalars")
+    def stage_sum(self, x: Tree) -> Tree:
+        """Inside `manual`: the sum over the stages of the pipeline."""
+        live = self.live(PIPE)
+        return lax.psum(x, live) if live else x
+
     # ---- the pair, inside `manual`
 
     @functools.cached_property
@@ -189,19 +195,18 @@ class Plan:
         return zero.gather(tree, kept, self.live(DATA), self._width)
 
     def scatter(self, grads: Tree, kept: Tree) -> Tree:
-        """Gradients of matrices summed over the batch axes, onto the shards that are kept.  Vectors: as they are."""
-        return zero.scatter(
-            grads, kept, self.live(DATA), self.live(REPLICA), self._placed_size(zero.SHARD, self._width)
-        )
+        """Gradients of matrices summed over `data`, onto the shards that are kept.  Vectors: as they are."""
+        return zero.scatter(grads, kept, self.live(DATA), self._placed_size(zero.SHARD, self._width))
 
     def unsummed(self, kept: Names) -> tuple[str, ...]:
         """The axes over which a leaf's gradient is still to be summed, once that of matrices is scattered.
 
         Where the sequence is split, a device has seen no more than its part of it, and what `model` does not split has
         a gradient of no more."""
-        batch = () if zero.SHARD in kept else self.live(*BATCH_AXES)
+        batch = self.live(REPLICA) if zero.SHARD in kept else self.live(*BATCH_AXES)
         split = any(MODEL in self.parameters.axes(name) for name in kept)
-        return batch if split or not self.sequence else (*batch, *self.live(MODEL))
+        stages = () if "layers" in kept else self.live(PIPE)  # what has no layers serves the first and the last
+        return (*stages, *batch) if split or not self.sequence else (*stages, *batch, *self.live(MODEL))
 
     @jax.named_scope("gradients")
     def sum_gradients(self, grads: Tree, kept: Tree) -> Tree:

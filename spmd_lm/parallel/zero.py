@@ -65,8 +65,8 @@ def gather(tree: Tree, kept: Tree, rings: tuple[str, ...], width: int) -> Tree:
 
 
 @jax.named_scope("gradients")
-def scatter(tree: Tree, kept: Tree, rings: tuple[str, ...], replicas: tuple[str, ...], width: int) -> Tree:
-    """Each device's whole gradients to the sum over `data` and `replica` of the shard that it owns; `width`: padded.
+def scatter(tree: Tree, kept: Tree, rings: tuple[str, ...], width: int) -> Tree:
+    """Each device's whole gradients to the sum over `data` of the shard that it owns; `width`: padded.
 
     On a TPU a scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the torus, and
     along the last dimension in memory: so it goes ring by ring, and along another."""
@@ -80,7 +80,6 @@ def scatter(tree: Tree, kept: Tree, rings: tuple[str, ...], replicas: tuple[str,
             g = with_layout_constraint(g, MemoryLayout(tuple(range(g.ndim))))
         for ring in rings:
             g = lax.psum_scatter(g, ring, scatter_dimension=at, tiled=True)
-        g = lax.psum(g, replicas) if replicas else g
         return jnp.moveaxis(g, at, dim)
 
     return _each(leaf, tree, kept)

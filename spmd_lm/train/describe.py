@@ -9,6 +9,7 @@ from spmd_lm.analysis import flops, memory
 from spmd_lm.axes import is_names
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.plan import Plan, padded_vocab
+from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.train.program import abstract_plan, choose_kernel
 
 
@@ -22,10 +23,13 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
     m, layout = config.model, plan.layout
     kernel, why = choose_kernel(config, plan.platform)
     rows = config.train.batch // config.parallel.microbatches
-    leaves = jax.tree_util.tree_leaves_with_path(plan.names, is_leaf=is_names)
+    leaves = jax.tree_util.tree_leaves_with_path(plan.kept, is_leaf=is_names)
     return {
         "run": config.run.name,
         "mesh": layout.sizes,
+        "zero": plan.zero,
+        "sequence": plan.sequence,
+        "reduce_once": config.parallel.reduce_once,
         "devices": layout.devices,
         "platform": plan.platform,
         "parameters": [_parameter(plan, config, path, names) for path, names in leaves],
@@ -49,12 +53,13 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
 
 def _parameter(plan: Plan, config: RunConfig, path, names) -> dict:
     leaf = functools.reduce(lambda tree, key: tree[key.key], path, plan.placed_shapes)
-    spec = plan.parameters.spec(names)
+    lies = PARAMETERS.spec(names)
+    spec = plan.parameters.spec(names)  # `data` may be several axes of the mesh
     return {
         "name": ".".join(key.key for key in path),
         "shape": list(leaf.shape),
         "names": list(names),
-        "spec": [list((e,) if isinstance(e, str) else e or ()) for e in spec],
+        "spec": [list((e,) if isinstance(e, str) else e or ()) for e in lies],
         "bytes_per_device": memory.per_device(plan, leaf, spec, config.precision.params),
     }
 
@@ -77,6 +82,8 @@ def summary(description: dict) -> str:
     """The plan in a few lines, as a run prints it at its start."""
     d, batch, vocab, attention = description, *(description[key] for key in ("batch", "vocab", "attention"))
     mesh = " x ".join(f"{axis} {size}" for axis, size in d["mesh"].items())
+    switched = ("sequence split", d["sequence"]), ("gradients reduced once", d["reduce_once"])
+    extras = ", ".join([f"ZeRO-{d['zero']}", *(what for what, on in switched if on)])
     padding = "" if vocab["padded"] == vocab["model"] else f", vocabulary {vocab['model']} padded to {vocab['padded']}"
     shards = d["mesh"]["replica"] * d["mesh"]["data"]
     parts = f"{count(batch['microbatches'], 'microbatch')} x {count(shards, 'shard')}"
@@ -85,7 +92,7 @@ def summary(description: dict) -> str:
     flop = d["model_flops_per_step"]
     return "\n".join(
         (
-            f"mesh    {mesh} = {count(d['devices'], 'device')} ({d['platform']})",
+            f"mesh    {mesh} = {count(d['devices'], 'device')} ({d['platform']}), {extras}",
             f"model   {d['parameter_count']:,} parameters{padding}, remat {d['remat']}",
             f"kernel  attention {attention['kernel']} ({attention['why']}), compute {d['precision']['compute']}",
             f"batch   {batch['sequences']} sequences = {rows}",

@@ -13,6 +13,7 @@ from spmd_lm.data.batch import Batch
 from spmd_lm.models.gpt import GPT
 from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
+from spmd_lm.parallel.pipeline.schedule import schedule
 from spmd_lm.parallel.plan import Plan, Tree, fit
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
@@ -158,8 +159,10 @@ class Program:
     def train_step(self):
         c = self.config
         optimizer = Optimizer(c.optim, c.train.steps)
+        p = c.parallel
+        ticks = schedule(p.schedule, self.plan.layout.pipe, p.microbatches, p.chunks)
         return make_train_step(
-            self.model, optimizer, self.plan, c.precision, c.train.seed, reduce_once=c.parallel.reduce_once
+            self.model, optimizer, self.plan, ticks, c.precision, c.train.seed, reduce_once=p.reduce_once
         )
 
     @functools.cached_property

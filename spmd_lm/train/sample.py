@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.data import tokenizer as tokenizers
 from spmd_lm.errors import DataError
-from spmd_lm.parallel.pipeline.executor import Weights
+from spmd_lm.parallel.pipeline.stages import Weights
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.train.program import Program
 from spmd_lm.train.sampling import Sampling

@@ -10,7 +10,9 @@ from spmd_lm.config.schema import Precision
 from spmd_lm.data.batch import Batch
 from spmd_lm.models.gpt import GPT
 from spmd_lm.ops.dropout import Draw
-from spmd_lm.parallel.pipeline.executor import Pieces, Weights, gradients
+from spmd_lm.parallel.pipeline.executor import gradients
+from spmd_lm.parallel.pipeline.schedule import Schedule
+from spmd_lm.parallel.pipeline.stages import Pieces, Weights
 from spmd_lm.parallel.plan import Plan, Tree
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
@@ -45,7 +47,14 @@ def model_pieces(model: GPT, weight: jax.Array, draw: Callable[[Batch], Draw | N
 
 
 def make_train_step(
-    model: GPT, optimizer: Optimizer, plan: Plan, precision: Precision, seed: int, *, reduce_once: bool
+    model: GPT,
+    optimizer: Optimizer,
+    plan: Plan,
+    schedule: Schedule,
+    precision: Precision,
+    seed: int,
+    *,
+    reduce_once: bool,
 ) -> Callable:
     """(state, batch) -> (state, {loss, grad_norm, lr}); the state it is given is donated.
 
@@ -57,7 +66,9 @@ def make_train_step(
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
         wide = jnp.promote_types(compute, jnp.float32)
         pieces = model_pieces(model, plan.batch_sum(batch.weights.astype(wide).sum()), draw)
-        loss, grads = gradients(plan, pieces, state.params, batch, compute=compute, reduce=reduce, once=reduce_once)
+        loss, grads = gradients(
+            plan, pieces, schedule, state.params, batch, compute=compute, reduce=reduce, once=reduce_once
+        )
         state, scalars = optimizer.update(plan, state, grads)
         return state, {"loss": loss} | scalars
 
@@ -75,7 +86,7 @@ def make_eval_step(model: GPT, plan: Plan, precision: Precision) -> Callable:
         weights = Weights.of(plan, params, jnp.dtype(precision.compute), jnp.dtype(precision.reduce))
         wide = jnp.promote_types(precision.compute, jnp.float32)
         pieces = model_pieces(model, jnp.ones((), wide), lambda part: None)
-        sums = jax.lax.map(lambda part: weights.loss(pieces, weights.source, part), batch)
+        sums = jax.lax.map(lambda part: weights.stage(pieces, weights.source).loss(part), batch)
         return plan.batch_sum((sums.sum(), batch.weights.astype(wide).sum()))
 
     outs = (P(), P())

@@ -38,7 +38,11 @@ def test_what_is_no_hardware_is_refused_with_what_there_is(text, said):
 
 
 def test_without_a_compiler_the_extra_to_install_is_named(monkeypatch):
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    def find_spec(name: str):
+        if "." in name:
+            raise ModuleNotFoundError(f"No module named '{name.split('.')[0]}'")
+
+    monkeypatch.setattr(topology.importlib.util, "find_spec", find_spec)
     for text in ("v5p:4x4x4", "h100:2x8"):
         with pytest.raises(ConfigError, match=r"pip install 'spmd-lm\[aot\]'"):
             topology.parse(text).devices()

@@ -7,7 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.parallel.mesh import Layout, make_mesh
-from spmd_lm.parallel.pipeline.executor import Pieces, gradients, run_layers
+from spmd_lm.parallel.pipeline.executor import gradients
+from spmd_lm.parallel.pipeline.schedule import schedule
+from spmd_lm.parallel.pipeline.stages import Pieces, run_layers
 from spmd_lm.parallel.plan import Plan
 
 STACK = {"w": jnp.array([2.0, 3.0, 5.0])}
@@ -39,7 +41,16 @@ def test_auxiliary_losses_join_the_loss_and_reach_the_gradients(scan):
     plan = Plan(layout, make_mesh(layout, jax.devices()[:1]), "cpu", names, jax.eval_shape(lambda: PARAMS))
 
     def body(params, batch):
-        return gradients(plan, pieces(scan), params, batch, compute=jnp.float32, reduce=jnp.float32, once=False)
+        return gradients(
+            plan,
+            pieces(scan),
+            schedule("1f1b", 1, 1),
+            params,
+            batch,
+            compute=jnp.float32,
+            reduce=jnp.float32,
+            once=False,
+        )
 
     run = plan.manual(body, (plan.specs, P()), (P(), plan.specs))
     loss, grads = jax.jit(run)(PARAMS, jnp.ones(1))

@@ -90,19 +90,20 @@ def test_canonical_arrays_are_split_where_their_own_size_divides():
 
 def test_a_model_sees_names_and_the_mesh_axes_that_hold_them():
     placement = plan(Layout(data=4, model=2)).placement
-    assert placement.spec("batch", "sequence", "heads") == P(("replica", "data"), None, ("model",))
+    assert [placement.axes(name) for name in ("batch", "sequence", "heads")] == [("replica", "data"), (), ("model",)]
     assert placement.sizes == {"pipe": 1, "replica": 1, "data": 4, "model": 2}
     with pytest.raises(KeyError, match="haeds"):
-        placement.spec("haeds")
+        placement.axes("haeds")
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_is_left_to_sum_of_a_gradient(sequence):
-    """Matrices are scattered over data; what a split sequence touched in parts is a sum over model too."""
-    layout = Layout(replica=2, data=2, model=2)
+    """Matrices are scattered over data; what a split sequence touched in parts is a sum over model too, and what has
+    no layers over the stages."""
+    layout = Layout(pipe=3, replica=2, data=2, model=2)
     made = Plan(layout, abstract_mesh(layout), "cpu", NAMES, tree(), zero=1, sequence=sequence)
     model = ("model",) if sequence else ()
-    assert made.unsummed(("layers", "shard", "mlp")) == ()
+    assert made.unsummed(("layers", "shard", "mlp")) == ("replica",)
     assert made.unsummed(("layers", "mlp")) == ("replica", "data")
     assert made.unsummed(("layers", "width")) == ("replica", "data", *model)
-    assert made.unsummed(("position", "shard")) == model
+    assert made.unsummed(("position", "shard")) == ("pipe", "replica", *model)

@@ -52,7 +52,7 @@ def test_shards_that_do_not_divide_are_padded():
 
 @pytest.mark.parametrize("layout", [Layout(data=4, model=2), Layout(replica=2, data=2, model=2)], ids=str)
 def test_gathering_and_scattering_are_exact(layout):
-    """Each device's gradient is its own number; the shards hold the sum over data and replica."""
+    """Each device's gradient is its own number; the shards hold the sum over data, and then over replica."""
     made = plan(layout, 3, jax.devices())
     r = np.random.default_rng(0)
     whole = {name: jnp.asarray(r.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
@@ -62,7 +62,8 @@ def test_gathering_and_scattering_are_exact(layout):
     def body(shards):
         full = made.gather(shards, made.kept)
         mine = 1.0 + jax.lax.axis_index("data") + 10 * jax.lax.axis_index("replica")
-        return full, made.scatter({name: x * mine for name, x in full.items()}, made.kept)
+        shards = made.scatter({name: x * mine for name, x in full.items()}, made.kept)
+        return full, made.sum_gradients(shards, made.kept)
 
     full, summed = jax.jit(made.manual(body, (made.specs,), (over_data, made.specs)))(placed)
     total = sum(1 + d + 10 * r for d in range(layout.data) for r in range(layout.replica))

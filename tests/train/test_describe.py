@@ -8,7 +8,13 @@ from spmd_lm.analysis import flops
 from spmd_lm.train.describe import describe, human, render, summary
 from tests.helpers import FLOAT32, make_config, program, run_of, shard_bytes
 
-RUNS = [("data8", 2, "unrolled"), ("data4-model2",), ("model8", 1, "unrolled", "full")]
+RUNS = [
+    ("data8", 2, "unrolled"),
+    ("data4-model2",),
+    ("model8", 1, "unrolled", "full"),
+    ("data8-zero3",),
+    ("replica2-data2-model2-sequence-zero3", 2),
+]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[run[0] for run in RUNS])
@@ -22,7 +28,7 @@ def test_every_parameter_is_described_as_it_lies(run, x64):
         one = told[".".join(key.key for key in path)]
         assert tuple(one["shape"]) == leaf.shape
         assert one["bytes_per_device"] == leaf.addressable_shards[0].data.nbytes
-        parts = [p.config.parallel.model if "model" in on else 1 for on in one["spec"]]
+        parts = [getattr(p.config.parallel, axis) for on in one["spec"] for axis in on]
         assert leaf.size == math.prod(parts) * leaf.addressable_shards[0].data.size
     assert sum(one["bytes_per_device"] for one in told.values()) == shard_bytes(params)
 

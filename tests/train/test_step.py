@@ -32,21 +32,21 @@ QUICK = [
     ("data4-model2", 4, "scan", "selective"),
     ("data2-model4", 2, "unrolled", "selective"),
     ("model8", 1, "unrolled", "full"),
-    ("replica2-data2-model2", 2, "scan", "none"),
+    ("replica2-data2-model2", 2, "scan", "residual"),
     ("data8-zero1", 1, "scan", "none"),
     ("data8-zero3", 1, "unrolled", "selective"),
     ("data4-model2-zero2", 2, "scan", "none"),
     ("data2-model4-sequence-zero1", 2, "unrolled", "none"),
     ("replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
 ]
-REMAT = ("none", "full", "selective")
+REMAT = ("none", "full", "selective", "residual")
 
 
 def matrix():
-    """The quick cases, and a sixth of the others, spread over the diagonals."""
+    """The quick cases, and an eighth of the others, spread over the diagonals."""
     for layout, microbatches, form, remat in itertools.product(LAYOUTS, (1, 2, 4), ("scan", "unrolled"), REMAT):
         case = layout, microbatches, form, remat
-        diagonal = (list(LAYOUTS).index(layout) + microbatches + (form == "scan") + REMAT.index(remat)) % 6
+        diagonal = (list(LAYOUTS).index(layout) + microbatches + (form == "scan") + REMAT.index(remat)) % 8
         rows = 16 // microbatches
         if case in QUICK:
             yield pytest.param(*case)

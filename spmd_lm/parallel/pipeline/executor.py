@@ -1,161 +1,170 @@
-"""Loss and gradients of one step: microbatches through the stack of layers, one after the other.
+"""Loss and gradients of one step: microbatches through the stages of a pipeline, as a schedule says.
 
-The model comes as three functions of plain dicts, so that nothing here knows what a layer is.  With one stage a
-pipeline's microbatches are gradient accumulation: the gradients of each are added up in the parameters' own dtype.
-ZeRO's stage says where weights become whole and gradients are reduced: around everything, or layer by layer."""
-
-import dataclasses
-from collections.abc import Callable
-from typing import Any
+One stage is a pipeline whose microbatches are gradient accumulation.  Several tick together: in each tick a stage takes
+in what its neighbours sent in the last one, goes forward through a chunk of its layers, and backward through another.
+Between the two it keeps the chunk's input alone, and runs the chunk again when its gradient comes.  Idle halves of a
+tick are conditions that cost nothing; no collective inside one spans `pipe`."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_lm.axes import is_names
+from spmd_lm.axes import MODEL, PIPE
+from spmd_lm.parallel.pipeline.schedule import Schedule, steps
+from spmd_lm.parallel.pipeline.stages import Pieces, Tree, Weights
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.zero import fetching
-
-Tree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Pieces:
-    """A model as a pipeline runs it.  `part` is one microbatch, whatever it holds.
-
-    embed(params, part) -> x; block(layer_params, x, part, layer) -> (x, losses); head(params, x, part) -> loss. Losses
-    are already divided by the weight of the whole global batch: a sum over microbatches and devices is the mean.
-    first, last: of a tree of parameters, what embed and head read; a table that is tied is in both."""
-
-    embed: Callable[[Tree, Tree], jax.Array]
-    block: Callable[[Tree, jax.Array, Tree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-    head: Callable[[Tree, jax.Array, Tree], jax.Array]
-    first: Callable[[Tree], Tree]
-    last: Callable[[Tree], Tree]
-    scan: bool = True
-
-
-def _unstack(tree: Tree) -> list[Tree]:
-    """The layers of a stack.  By one split per leaf, because its transpose is one concatenation."""
-    leaves, treedef = jax.tree.flatten(tree)
-    split = [[part[0] for part in lax.split(leaf, (1,) * leaf.shape[0])] for leaf in leaves]
-    return [jax.tree.unflatten(treedef, layer) for layer in zip(*split, strict=True)]
-
-
-def run_layers(block: Callable, stack: Tree, x: jax.Array, scan: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """x through block(layer_params, x, layer) for each layer of `stack`; the layers' auxiliary losses, summed."""
-    layers = jax.tree.leaves(stack)[0].shape[0]
-    if scan:
-        step = lambda x, layer: block(layer[0], x, layer[1])  # noqa: E731
-        x, losses = lax.scan(step, x, (stack, jnp.arange(layers, dtype=jnp.int32)))
-        return x, jax.tree.map(lambda loss: loss.sum(0), losses)
-    each = []
-    for layer, params in enumerate(_unstack(stack)):
-        x, losses = block(params, x, jnp.int32(layer))
-        each.append(losses)
-    return x, jax.tree.map(lambda *losses: sum(losses), *each)
-
-
-def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
-
-
-def _parted(tree: Tree) -> dict[str, Tree]:
-    """Parameters as the layers' and the rest, which no loop runs over."""
-    return {"blocks": tree["blocks"], "ends": {name: part for name, part in tree.items() if name != "blocks"}}
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Parameters as a step uses them, each tree parted into `blocks` and `ends`.
-
-    source: what gradients are taken for.  shards: as they are kept.  held: whole weights in the compute dtype; None for
-    layers that are gathered one by one.  early: gradients are scattered as they are made, and the source is empty slots
-    for them; otherwise it is `held`."""
-
-    plan: Plan
-    compute: jnp.dtype
-    reduce: jnp.dtype
-    source: dict[str, Tree]
-    shards: dict[str, Tree]
-    held: dict[str, Tree]
-    early: bool
-
-    @classmethod
-    def of(cls, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype, once: bool = False) -> "Weights":
-        """once: whole weights and one reduction for all microbatches, whatever the stage."""
-        low, kept = _parted(_cast(params, compute)), _parted(plan.kept)
-        if plan.zero == 0:
-            return cls(plan, compute, reduce, low, low, low, early=False)
-        held: dict[str, Tree] = {"ends": plan.gather(low["ends"], kept["ends"]), "blocks": None}
-        if plan.zero < 3 or once:
-            held["blocks"] = plan.gather(low["blocks"], kept["blocks"])
-        early = plan.zero > 1 and not once
-        slots = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute, reduce)), params)
-        source = _parted(slots) if early else held
-        return cls(plan, compute, reduce, source, _parted(params), held, early)
-
-    def loss(self, pieces: Pieces, source: dict[str, Tree], part: Tree) -> jax.Array:
-        """Of one microbatch."""
-        ends, stack, block = source["ends"], source["blocks"], pieces.block
-        embed = lambda part: pieces.embed(pieces.first(ends), part)  # noqa: E731
-        head = lambda x, part: pieces.head(pieces.last(ends), x, part)  # noqa: E731
-        if self.early:
-            kept = _parted(self.plan.kept)
-            of_ends = ends, self.shards["ends"], self.held["ends"]
-            lookup = lambda weights, _, part: pieces.embed(weights, part)  # noqa: E731
-            first = self._fetching(lookup, pieces.first(kept["ends"]), at_once=True)
-            embed = lambda part: first(*map(pieces.first, of_ends), None, (part,))  # noqa: E731
-            last = self._fetching(pieces.head, pieces.last(kept["ends"]), at_once=True)
-            head = lambda x, part: last(*map(pieces.last, of_ends), x, (part,))  # noqa: E731
-            of_layer = jax.tree.map(lambda names: names[1:], kept["blocks"], is_leaf=is_names)
-            fetched = self._fetching(pieces.block, of_layer, apart=not pieces.scan)
-            stack = stack, self.shards["blocks"], self.held["blocks"]
-            block = lambda layer, x, part, i: fetched(*layer, x, (part, i))  # noqa: E731
-        x, losses = run_layers(lambda layer, x, i: block(layer, x, part, i), stack, embed(part), pieces.scan)
-        return sum(losses.values(), head(x, part))
-
-    def _fetching(self, f: Callable, kept: Tree, **barriers: bool) -> Callable:
-        gather = lambda shards: self.plan.gather(_cast(shards, self.compute), kept)  # noqa: E731
-        wide = jnp.promote_types(self.compute, self.reduce)
-        scatter = lambda grads: _cast(self.plan.scatter(_cast(grads, self.reduce), kept), wide)  # noqa: E731
-        return fetching(f, gather, scatter, **barriers)
-
-    def to_read(self) -> tuple[Tree, Callable[[Tree], Tree]]:
-        """(parameters, fetch) for who needs no gradients: `fetch` makes one layer of the stack whole."""
-        of_layer = jax.tree.map(lambda names: names[1:], self.plan.kept["blocks"], is_leaf=is_names)
-        stack, ends = self.held["blocks"], self.held["ends"]
-        if stack is not None:
-            return {**ends, "blocks": stack}, lambda layer: layer
-        fetch = lambda layer: self.plan.gather(_cast(layer, self.compute), of_layer)  # noqa: E731
-        return {**ends, "blocks": self.shards["blocks"]}, fetch
-
-    def reduced(self, grads: dict[str, Tree]) -> Tree:
-        """Gradients of the source, summed over the batch axes and laid out as the parameters are kept."""
-        grads, kept = _cast(grads["ends"] | {"blocks": grads["blocks"]}, self.reduce), self.plan.kept
-        if self.plan.zero and not self.early:
-            grads = self.plan.scatter(grads, kept)
-        return self.plan.sum_gradients(grads, kept)
 
 
 def gradients(
-    plan: Plan, pieces: Pieces, params: Tree, batch: Tree, *, compute: jnp.dtype, reduce: jnp.dtype, once: bool
+    plan: Plan,
+    pieces: Pieces,
+    schedule: Schedule,
+    params: Tree,
+    batch: Tree,
+    *,
+    compute: jnp.dtype,
+    reduce: jnp.dtype,
+    once: bool,
 ) -> tuple[jax.Array, Tree]:
     """Mean loss of the global batch, and its gradients, reduced over data in dtype `reduce`, laid out as `params` are.
 
-    batch: leaves [microbatches, rows here, ...].  compute: the dtype of the model's arithmetic."""
+    batch: leaves [microbatches, rows here, ...].  compute: the dtype of the model's arithmetic.  Gradients of
+    microbatches are added up in the parameters' own dtype."""
     weights = Weights.of(plan, params, compute, reduce, once)
-    one = jax.value_and_grad(lambda source, part: weights.loss(pieces, source, part))
-    microbatches = jax.tree.leaves(batch)[0].shape[0]
-    if microbatches == 1:
-        loss, grads = one(weights.source, jax.tree.map(lambda x: x[0], batch))
+    wide = jnp.promote_types(compute, jnp.float32)
+    own = jnp.result_type(wide, *jax.tree.leaves(params))
+    zero = jnp.zeros((), wide), jax.tree.map(lambda w: jnp.zeros(w.shape, own), weights.source)
+    if schedule.stages > 1:
+        loss, grads = _pipelined(plan, pieces, schedule, weights, batch, *zero)
     else:
+        loss, grads = _accumulated(pieces, weights, batch, zero)
+    return plan.batch_sum(plan.stage_sum(loss)), weights.reduced(grads)
 
-        def add(total, part):
-            return jax.tree.map(lambda t, new: t + new.astype(t.dtype), total, one(weights.source, part)), None
 
-        wide = jnp.promote_types(compute, jnp.float32)
-        own = jnp.result_type(wide, *jax.tree.leaves(params))
-        zero = jnp.zeros((), wide), jax.tree.map(lambda w: jnp.zeros(w.shape, own), weights.source)
-        (loss, grads), _ = lax.scan(add, zero, batch)
-    return plan.batch_sum(loss), weights.reduced(grads)
+def _accumulated(pieces: Pieces, weights: Weights, batch: Tree, zero: Tree) -> tuple[jax.Array, Tree]:
+    one = jax.value_and_grad(lambda source, part: weights.stage(pieces, source).loss(part))
+    if jax.tree.leaves(batch)[0].shape[0] == 1:
+        return one(weights.source, jax.tree.map(lambda x: x[0], batch))
+    add = lambda total, part: (_plus(total, one(weights.source, part)), None)  # noqa: E731
+    return lax.scan(add, zero, batch)[0]
+
+
+def _plus(total: Tree, new: Tree) -> Tree:
+    return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, new)
+
+
+class Messages:
+    """What goes from stage to stage: one device's part of an activation, an n-th where `model` is n.
+
+    Where the sequence is not split every device of `model` has all of it, and one part each is enough to send
+    (arXiv:2104.04473, section 4.1)."""
+
+    def __init__(self, plan: Plan, like: jax.ShapeDtypeStruct, wraps: bool):
+        n = plan.layout.model
+        self.parts = 1 if plan.sequence or like.shape[1] % n else n
+        self.stages, self.wraps = plan.layout.pipe, wraps
+        self.shape = (like.shape[0], like.shape[1] // self.parts, *like.shape[2:])
+        self.dtype = like.dtype
+
+    def none(self) -> jax.Array:
+        return jnp.zeros(self.shape, self.dtype)
+
+    def send(self, x: jax.Array, by: int) -> jax.Array:
+        """To the stage `by` places on; what the one as many places back has sent."""
+        every = range(self.stages)
+        pairs = [(s, (s + by) % self.stages) for s in every if self.wraps or 0 <= s + by < self.stages]
+        return lax.ppermute(x, PIPE, pairs)
+
+    def pack(self, x: jax.Array) -> jax.Array:
+        if self.parts == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * self.shape[1], self.shape[1], 1)
+
+    def unpack(self, message: jax.Array) -> jax.Array:
+        return message if self.parts == 1 else lax.all_gather(message, MODEL, axis=1, tiled=True)
+
+
+def _pipelined(
+    plan: Plan, pieces: Pieces, schedule: Schedule, weights: Weights, batch: Tree, loss: jax.Array, total: Tree
+) -> tuple[jax.Array, Tree]:
+    """Loss and gradients of the source, on this stage.  loss, total: zeros like them."""
+    here = lax.axis_index(PIPE)
+    layers = jax.tree.leaves(weights.source["blocks"])[0].shape[0] // schedule.chunks
+    take = lambda i: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), batch)  # noqa: E731
+    stage = weights.stage(pieces, weights.source)
+    like = jax.eval_shape(lambda: stage.embed(take(0)))
+    empty = jnp.zeros(like.shape, like.dtype)
+    messages = Messages(plan, like, wraps=schedule.chunks > 1)
+    table = steps(schedule)
+
+    def keep(slots, at, message):
+        put = lambda slots: slots.at[at].set(messages.unpack(message))  # noqa: E731
+        return lax.cond(at >= 0, put, lambda slots: slots, slots)
+
+    def of_chunk(chunk):
+        """Its weights, and the number of its first layer."""
+        return weights.chunk(chunk * layers, layers), (chunk * schedule.stages + here) * layers
+
+    def forward(do, inputs):
+        part = take(do["microbatch"])
+        x = lax.cond(do["enters"], lambda: stage.embed(part), lambda: inputs[do["slot"]])
+        chunk, first = of_chunk(do["chunk"])
+
+        def through():
+            return messages.pack(chunk.stage(pieces, chunk.source).layers(x, part, first)[0])
+
+        # The last stage's backward begins with its forward.
+        return inputs.at[do["slot"]].set(x), lax.cond(do["leaves"], messages.none, through)
+
+    def backward(do, inputs, cotangents, loss, total):
+        part, x = take(do["microbatch"]), inputs[do["slot"]]
+        chunk, first = of_chunk(do["chunk"])
+
+        def last(ends):
+            def f(source, x):
+                stage = chunk.stage(pieces, source)
+                y, losses = stage.layers(x, part, first)
+                return losses + stage.head(y, part)
+
+            value, pull = jax.vjp(f, chunk.source, x)
+            d_source, d_x = pull(jnp.ones_like(value))
+            return value, d_source["blocks"], d_x, _plus(ends, d_source["ends"])
+
+        def middle(ends):
+            f = lambda blocks, x: chunk.stage(pieces, chunk.source | {"blocks": blocks}).layers(x, part, first)  # noqa: E731
+            (_, losses), pull = jax.vjp(f, chunk.source["blocks"], x)
+            d_blocks, d_x = pull((cotangents[do["gradient_slot"]], jnp.ones_like(losses)))
+            return losses, d_blocks, d_x, ends
+
+        def start(ends):
+            embed = lambda ends: weights.stage(pieces, weights.source | {"ends": ends}).embed(part)  # noqa: E731
+            (d_ends,) = jax.vjp(embed, weights.source["ends"])[1](d_x)
+            return _plus(ends, d_ends)
+
+        more, d_blocks, d_x, ends = lax.cond(do["leaves"], last, middle, total["ends"])
+        ends = lax.cond(do["enters"], start, lambda ends: ends, ends)
+        at = do["chunk"] * layers
+
+        def add(t, d):
+            old = lax.dynamic_slice_in_dim(t, at, layers, 0)
+            return lax.dynamic_update_slice_in_dim(t, old + d.astype(t.dtype), at, 0)
+
+        blocks = jax.tree.map(add, total["blocks"], d_blocks)
+        return loss + more, {"blocks": blocks, "ends": ends}, messages.pack(d_x)
+
+    def tick(carry, row):
+        activation, gradient, inputs, cotangents, loss, total = carry
+        ahead, back = jax.tree.map(lambda column: column[here], row)
+        inputs = keep(inputs, ahead["arrives"], activation)
+        cotangents = keep(cotangents, back["arrives"], gradient)
+        idle = lambda inputs: (inputs, messages.none())  # noqa: E731
+        inputs, activation = lax.cond(ahead["on"], lambda inputs: forward(ahead, inputs), idle, inputs)
+        work = lambda loss, total: backward(back, inputs, cotangents, loss, total)  # noqa: E731
+        rest = lambda loss, total: (loss, total, messages.none())  # noqa: E731
+        loss, total, gradient = lax.cond(back["on"], work, rest, loss, total)
+        return (messages.send(activation, 1), messages.send(gradient, -1), inputs, cotangents, loss, total), None
+
+    slots = lambda n: jnp.zeros((n, *empty.shape), empty.dtype)  # noqa: E731
+    start = messages.none(), messages.none(), slots(table.inputs), slots(table.cotangents), loss, total
+    *_, loss, total = lax.scan(tick, start, (table.forward, table.backward))[0]
+    return loss, total

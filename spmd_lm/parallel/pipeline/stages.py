@@ -1,0 +1,163 @@
+"""What one stage of a pipeline runs: a model as three functions, bound to weights wherever ZeRO's stage has them.
+
+The model comes as plain functions of plain dicts, so that nothing here knows what a layer is.  ZeRO's stage says where
+weights become whole and gradients are reduced: around everything, or layer by layer."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd_lm.axes import is_names
+from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.zero import fetching
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A model as a pipeline runs it.  `part` is one microbatch, whatever it holds.
+
+    embed(params, part) -> x; block(layer_params, x, part, layer) -> (x, losses); head(params, x, part) -> loss. Losses
+    are already divided by the weight of the whole global batch: a sum over microbatches and devices is the mean.
+    first, last: of a tree of parameters, what embed and head read; a table that is tied is in both."""
+
+    embed: Callable[[Tree, Tree], jax.Array]
+    block: Callable[[Tree, jax.Array, Tree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+    head: Callable[[Tree, jax.Array, Tree], jax.Array]
+    first: Callable[[Tree], Tree]
+    last: Callable[[Tree], Tree]
+    scan: bool = True
+
+
+def _unstack(tree: Tree) -> list[Tree]:
+    """The layers of a stack.  By one split per leaf, because its transpose is one concatenation."""
+    leaves, treedef = jax.tree.flatten(tree)
+    split = [[part[0] for part in lax.split(leaf, (1,) * leaf.shape[0])] for leaf in leaves]
+    return [jax.tree.unflatten(treedef, layer) for layer in zip(*split, strict=True)]
+
+
+def run_layers(block: Callable, stack: Tree, x: jax.Array, scan: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """x through block(layer_params, x, layer) for each layer of `stack`; the layers' auxiliary losses, summed."""
+    layers = jax.tree.leaves(stack)[0].shape[0]
+    if scan:
+        step = lambda x, layer: block(layer[0], x, layer[1])  # noqa: E731
+        x, losses = lax.scan(step, x, (stack, jnp.arange(layers, dtype=jnp.int32)))
+        return x, jax.tree.map(lambda loss: loss.sum(0), losses)
+    each = []
+    for layer, params in enumerate(_unstack(stack)):
+        x, losses = block(params, x, jnp.int32(layer))
+        each.append(losses)
+    return x, jax.tree.map(lambda *losses: sum(losses), *each)
+
+
+def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def _parted(tree: Tree) -> dict[str, Tree]:
+    """Parameters as the layers' and the rest, which no loop runs over."""
+    return {"blocks": tree["blocks"], "ends": {name: part for name, part in tree.items() if name != "blocks"}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A model's functions, and the weights of one stage in them.  layers: (x, part, the first one's number) -> (x, the
+    sum of their losses)."""
+
+    embed: Callable[[Tree], jax.Array]
+    layers: Callable[[jax.Array, Tree, jax.Array | int], tuple[jax.Array, jax.Array]]
+    head: Callable[[jax.Array, Tree], jax.Array]
+
+    def loss(self, part: Tree) -> jax.Array:
+        """Of one microbatch, where one stage has all layers."""
+        x, losses = self.layers(self.embed(part), part, 0)
+        return losses + self.head(x, part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Parameters as a step uses them, each tree parted into `blocks` and `ends`.
+
+    source: what gradients are taken for.  shards: as they are kept.  held: whole weights in the compute dtype; None for
+    layers that are gathered one by one.  early: gradients are scattered as they are made, and the source is empty slots
+    for them; otherwise it is `held`."""
+
+    plan: Plan
+    compute: jnp.dtype
+    reduce: jnp.dtype
+    source: dict[str, Tree]
+    shards: dict[str, Tree]
+    held: dict[str, Tree]
+    early: bool
+
+    @classmethod
+    def of(cls, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype, once: bool = False) -> "Weights":
+        """once: whole weights and one reduction for all microbatches, whatever the stage."""
+        low, kept = _parted(_cast(params, compute)), _parted(plan.kept)
+        if plan.zero == 0:
+            return cls(plan, compute, reduce, low, low, low, early=False)
+        held: dict[str, Tree] = {"ends": plan.gather(low["ends"], kept["ends"]), "blocks": None}
+        if plan.zero < 3 or once:
+            held["blocks"] = plan.gather(low["blocks"], kept["blocks"])
+        early = plan.zero > 1 and not once
+        slots = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute, reduce)), params)
+        source = _parted(slots) if early else held
+        return cls(plan, compute, reduce, source, _parted(params), held, early)
+
+    def chunk(self, first: jax.Array, layers: int) -> "Weights":
+        """The same with those of `layers` layers alone, from the one at `first` on."""
+        cut = lambda x: lax.dynamic_slice_in_dim(x, first, layers, 0)  # noqa: E731
+        of = lambda tree: tree | {"blocks": jax.tree.map(cut, tree["blocks"])}  # noqa: E731
+        return dataclasses.replace(self, source=of(self.source), shards=of(self.shards), held=of(self.held))
+
+    def stage(self, pieces: Pieces, source: dict[str, Tree]) -> Stage:
+        """`pieces` with these weights, differentiable for `source`."""
+        ends, stack, block = source["ends"], source["blocks"], pieces.block
+        embed = lambda part: pieces.embed(pieces.first(ends), part)  # noqa: E731
+        head = lambda x, part: pieces.head(pieces.last(ends), x, part)  # noqa: E731
+        if self.early:
+            kept = _parted(self.plan.kept)
+            of_ends = ends, self.shards["ends"], self.held["ends"]
+            lookup = lambda weights, _, part: pieces.embed(weights, part)  # noqa: E731
+            first = self._fetching(lookup, pieces.first(kept["ends"]), at_once=True)
+            embed = lambda part: first(*map(pieces.first, of_ends), None, (part,))  # noqa: E731
+            last = self._fetching(pieces.head, pieces.last(kept["ends"]), at_once=True)
+            head = lambda x, part: last(*map(pieces.last, of_ends), x, (part,))  # noqa: E731
+            of_layer = jax.tree.map(lambda names: names[1:], kept["blocks"], is_leaf=is_names)
+            layers = jax.tree.leaves(stack)[0].shape[0]
+            fetched = self._fetching(pieces.block, of_layer, apart=not (pieces.scan and layers > 1))
+            stack = stack, self.shards["blocks"], self.held["blocks"]
+            block = lambda layer, x, part, i: fetched(*layer, x, (part, i))  # noqa: E731
+
+        def through(x, part, first):
+            x, losses = run_layers(lambda layer, x, i: block(layer, x, part, first + i), stack, x, pieces.scan)
+            return x, sum(losses.values(), jnp.zeros((), jnp.promote_types(self.compute, jnp.float32)))
+
+        return Stage(embed, through, head)
+
+    def _fetching(self, f: Callable, kept: Tree, **barriers: bool) -> Callable:
+        gather = lambda shards: self.plan.gather(_cast(shards, self.compute), kept)  # noqa: E731
+        wide = jnp.promote_types(self.compute, self.reduce)
+        scatter = lambda grads: _cast(self.plan.scatter(_cast(grads, self.reduce), kept), wide)  # noqa: E731
+        return fetching(f, gather, scatter, **barriers)
+
+    def to_read(self) -> tuple[Tree, Callable[[Tree], Tree]]:
+        """(parameters, fetch) for who needs no gradients: `fetch` makes one layer of the stack whole."""
+        of_layer = jax.tree.map(lambda names: names[1:], self.plan.kept["blocks"], is_leaf=is_names)
+        stack, ends = self.held["blocks"], self.held["ends"]
+        if stack is not None:
+            return {**ends, "blocks": stack}, lambda layer: layer
+        fetch = lambda layer: self.plan.gather(_cast(layer, self.compute), of_layer)  # noqa: E731
+        return {**ends, "blocks": self.shards["blocks"]}, fetch
+
+    def reduced(self, grads: dict[str, Tree]) -> Tree:
+        """Gradients of the source, summed over the batch axes and laid out as the parameters are kept."""
+        grads, kept = _cast(grads["ends"] | {"blocks": grads["blocks"]}, self.reduce), self.plan.kept
+        if self.plan.zero and not self.early:
+            grads = self.plan.scatter(grads, kept)
+        return self.plan.sum_gradients(grads, kept)
