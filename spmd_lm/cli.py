@@ -297,7 +297,7 @@ def bench(arguments: Arguments) -> int:
 
 
 def audit(arguments: Arguments) -> int:
-    topology = parse_topology(arguments.topology) if arguments.topology else None
+    topology = parse_topology(arguments.topology) if arguments.topology is not None else None
     if topology and arguments.devices is not None:
         raise ConfigError("--topology has devices of its own. Leave out --devices.")
     if topology:  # its devices, and no others

@@ -22,7 +22,8 @@ AR, AG, RS = "all-reduce", "all-gather", "reduce-scatter"
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Collectives of one kind that theory asks for.  axes: of the mesh.  count: arrays, of all runs in a step.  bytes:
-    on the wire, per device and step."""
+    on the wire, per device and step.  repeated: bytes of them that backward sends again; a CPU's compiler may merge
+    them with the first, where no loop keeps the two apart."""
 
     kind: str
     axes: tuple[str, ...]
@@ -31,6 +32,7 @@ class Row:
     count: int
     bytes: float
     formula: str
+    repeated: float = 0.0
 
 
 def wire(kind: str, full: float, n: int) -> float:
@@ -48,11 +50,6 @@ def rows(config: RunConfig, plan: Plan) -> list[Row]:
     return [row for rows_of in kinds for row in rows_of(config, plan)]
 
 
-def _repeats(config: RunConfig, plan: Plan) -> bool:
-    """Whether what backward is to do again is done again: a CPU's compiler merges it with the first, but for loops."""
-    return plan.platform != "cpu" or (config.model.scan and config.model.layers > 1)
-
-
 def _model(config: RunConfig, plan: Plan) -> Iterator[Row]:
     """What tensor and sequence parallelism send over `model`."""
     n, c, m, compute = plan.layout.model, config.model, config.parallel.microbatches, config.precision.compute
@@ -60,24 +57,25 @@ def _model(config: RunConfig, plan: Plan) -> Iterator[Row]:
         return
     layers, tokens = c.layers, config.train.batch // m // plan.layout.batch_shards * c.context
     a = tokens * c.width * size(compute)
-    row = lambda kind, part, count, formula, full=a, dtype=compute: Row(  # noqa: E731
-        kind, (MODEL,), part, dtype, m * count, m * count * wire(kind, full, n), formula
-    )
-    repeats = _repeats(config, plan)
-    again = (
-        repeats and config.remat.policy == "full"
-    )  # what ends the attention branch is computed again; what ends the MLP is not
+
+    def row(kind, part, count, formula, full=a, dtype=compute, repeated=0) -> Row:
+        one = m * wire(kind, full, n)
+        return Row(kind, (MODEL,), part, dtype, m * count, count * one, formula, repeated * one)
+
+    again = config.remat.policy == "full"  # what ends the attention branch is made again; what ends the MLP is not
     per_layer = "5Lm" if again else "4Lm"
     if not plan.sequence:
         yield row(AR, "embedding", 1, "m: A forward")
-        yield row(AR, "blocks", (5 if again else 4) * layers, f"{per_layer}: A, 2 forward, 2 backward a layer")
+        formula = f"{per_layer}: A, 2 forward, 2 backward a layer"
+        yield row(AR, "blocks", (4 + again) * layers, formula, repeated=again * layers)
         yield row(AR, "head", 1, "m: A backward")
     else:
         yield row(RS, "embedding", 1, "m: A forward")
         yield row(AG, "embedding", 1, "m: A backward")
-        yield row(RS, "blocks", (5 if again else 4) * layers, f"{per_layer}: A, 2 forward, 2 backward a layer")
-        gathers, merged = (6, ", and 2 of what was not saved whole") if repeats else (4, "")
-        yield row(AG, "blocks", gathers * layers, f"{gathers}Lm: A, 2 forward, 2 backward{merged}")
+        formula = f"{per_layer}: A, 2 forward, 2 backward a layer"
+        yield row(RS, "blocks", (4 + again) * layers, formula, repeated=again * layers)
+        formula = "6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole"
+        yield row(AG, "blocks", 6 * layers, formula, repeated=2 * layers)
         yield row(AG, "head", 1, "m: A forward")
         yield row(RS, "head", 1, "m: A backward")
     wide = jax.numpy.promote_types(compute, "float32").name
@@ -119,13 +117,12 @@ def _weights(config: RunConfig, plan: Plan) -> Iterator[Row]:
     once = config.parallel.reduce_once
     matrices = [leaf for leaf in _leaves(config, plan) if leaf.matrix]
     early, layerwise = plan.zero > 1 and not once, plan.zero == 3 and not once
-    again = layerwise and _repeats(config, plan)
     turns = lambda leaf: m * leaf.uses if early else 1  # noqa: E731
     share = 1.0
     for ring in plan.live(DATA):
         n = plan.sizes[ring]
         sent = lambda kind, leaf, dtype, n=n, share=share: wire(kind, leaf.elements * share * size(dtype), n)  # noqa: E731
-        passes = lambda leaf: m * (1 + again) if layerwise and leaf.layered else 1  # noqa: E731
+        passes = lambda leaf: 2 * m if layerwise and leaf.layered else 1  # noqa: E731
         pieces = lambda leaf, apart: layers if apart and leaf.layered else 1  # noqa: E731
         yield Row(
             AG,
@@ -134,7 +131,8 @@ def _weights(config: RunConfig, plan: Plan) -> Iterator[Row]:
             p.compute,
             sum(passes(leaf) * pieces(leaf, layerwise) for leaf in matrices),
             sum(passes(leaf) * sent(AG, leaf, p.compute) for leaf in matrices),
-            "2Pm of the layers, one by one" if again else "Pm of the layers, one by one" if layerwise else "P, once",
+            "2Pm of the layers, one by one" if layerwise else "P, once",
+            repeated=sum((passes(leaf) - 1) * sent(AG, leaf, p.compute) for leaf in matrices),
         )
         yield Row(
             RS,

@@ -16,10 +16,12 @@ from spmd_lm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Tpu:
-    """host: chips of one host along each dimension of the slice.  dims: of the slice."""
+    """host: chips of one host along each dimension of the slice.  dims: of the slice.  most: chips along one of
+    them."""
 
     host: tuple[int, ...]
     dims: int
+    most: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +40,9 @@ class Gpu:
 
 
 TPUS = {
-    "v5e": Tpu((2, 2), 2),
-    "v5p": Tpu((2, 2, 1), 3),
-    "v6e": Tpu((2, 2), 2),
+    "v5e": Tpu((2, 2), 2, 16),
+    "v5p": Tpu((2, 2, 1), 3, 28),
+    "v6e": Tpu((2, 2), 2, 16),
 }
 GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 85_100_068_864, 2_039_040_000_000, 40 << 20, 164 << 10, 1.41),
@@ -73,7 +75,13 @@ class Topology:
 
     def devices(self) -> list[Any]:
         """Of jax, to compile for.  Those of `cpu` must have been simulated before jax started."""
-        return {"cpu": _cpus, "tpu": _tpus, "gpu": _gpus}[self.platform](self)
+        import jax
+
+        try:
+            return {"cpu": _cpus, "tpu": _tpus, "gpu": _gpus}[self.platform](self)
+        except jax.errors.JaxRuntimeError as e:
+            why = str(e).splitlines()[0]
+            raise ConfigError(f"--topology {self}: its compiler knows no such devices: {why}. {_known()}") from e
 
     @property
     def compiler_options(self) -> dict[str, str | bool] | None:
@@ -83,7 +91,7 @@ class Topology:
 
 def parse(text: str) -> Topology:
     """Raises ConfigError for what no such hardware is called."""
-    match = re.fullmatch(r"(?:(\d+)\*)?([a-z]\w*):(\d+(?:x\d+)*)", text)
+    match = re.fullmatch(r"(?:([0-9]+)\*)?([a-z]\w*):([0-9]+(?:x[0-9]+)*)", text)
     if not match:
         raise ConfigError(f"--topology {text}: no topology is written like this. {_known()}")
     slices, kind, shape = int(match[1] or 1), match[2], tuple(map(int, match[3].split("x")))
@@ -96,6 +104,8 @@ def parse(text: str) -> Topology:
         wrong = [f"{n} by {host}" for n, host in zip(shape, TPUS[kind].host, strict=True) if n > 1 and n % host]
         if wrong:
             raise ConfigError(f"--topology {text}: hosts of {kind} do not divide {', '.join(wrong)}. {_known()}")
+        if max(shape) > TPUS[kind].most:
+            raise ConfigError(f"--topology {text}: no slice of {kind} is {max(shape)} chips long. {_known()}")
     return Topology(kind, shape, slices)
 
 

@@ -85,9 +85,10 @@ class Plan:
         return activations(self.sequence).with_rings(self.rings)
 
     def live(self, *names: str) -> tuple[str, ...]:
-        """The axes of the mesh among `names` that have more than one device: a collective over one device is none."""
-        physical = [ring for name in names for ring in (self.rings if name == DATA else (name,))]
-        return tuple(axis for axis in physical if self.sizes[axis] > 1)
+        """The axes of the mesh among `names` that have more than one device, in its order: a collective over one device
+        is none."""
+        physical = {ring for name in names for ring in (self.rings if name == DATA else (name,))}
+        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis in physical)
 
     # ---- where things lie
 

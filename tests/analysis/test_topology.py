@@ -29,6 +29,8 @@ def test_names_of_hardware(text, platform, size):
         ("2*h100:2x8", "does not come in this shape"),
         ("v5p:3x4x4", "do not divide 3 by 2"),
         ("cpu:0", "does not come in this shape"),
+        ("v5e:32x32", "no slice of v5e is 32 chips long"),
+        ("", "no topology is written like this"),
     ],
 )
 def test_what_is_no_hardware_is_refused_with_what_there_is(text, said):
