@@ -51,7 +51,11 @@ COLLECTIVES = {
 }
 PLACED = {"sum_gradients", "scatter", "gather", "batch_sum", "optimization_barrier"}
 FACTORS = (ast.Mult, ast.Div)
-WATCHERS = ["tests/test_mutants.py", "tests/train/test_sample.py"]  # those tests that are marked `mutants`
+WATCHERS = [
+    "tests/test_mutants.py",
+    "tests/train/test_sample.py",
+    "tests/train/test_pipeline.py",
+]  # those tests that are marked `mutants`
 
 EQUIVALENT = {
     # part of a mutant's name: why nobody who watches numbers and communication can see it

@@ -150,16 +150,16 @@ def test_arguments_are_the_planned_state_and_a_batch(parallel):
     assert memory["arguments"] == memory["planned"]["parameters"] + memory["planned"]["adam moments"] + batch + step
 
 
-BIG = {"layers": 6, "width": 2048, "heads": 16, "context": 1024, "vocab": 49152, "dropout": 0.0, "scan": True}
+BIG = {"layers": 6, "width": 2048, "heads": 16, "context": 1024, "vocab": 49152, "scan": True}
 
 
 @functools.cache
-def memory_of(remat: str = "full", **parallel) -> dict:
+def memory_of(remat: str = "full", dropout: float = 0.0, **parallel) -> dict:
     """Of a step whose parts are far larger than a compiler's rounding."""
     if not topology.installed(HERE["tpu"]):
         pytest.skip(f"{HERE['tpu']} is not installed")
     config = make_config(
-        model=BIG | {"attention_dropout": 0.0},
+        model=BIG | {"dropout": dropout, "attention_dropout": 0.0},
         parallel={"data": -1} | parallel,
         remat={"policy": remat},
         precision=BF16,
@@ -180,6 +180,7 @@ def memory_of(remat: str = "full", **parallel) -> dict:
         pytest.param("full", {"zero": 1, "microbatches": 4}, marks=slow),
         pytest.param("full", {"zero": 3, "microbatches": 4}, marks=slow),
         pytest.param("full", {"zero": 3, "replica": 2}, marks=slow),
+        pytest.param("none", {"zero": 3, "dropout": 0.1}, marks=slow),
     ],
     ids=str,
 )

@@ -24,18 +24,21 @@ def per_device(plan: Plan, shapes: Tree, specs: Tree, dtype: str) -> int:
     return sum(jax.tree.leaves(jax.tree.map(size, shapes, specs))) * bytes_of(dtype)
 
 
-def block_elements(config: RunConfig, plan: Plan, kernel: str) -> float:
-    """Elements per token and layer that the backward pass finds saved."""
-    m, t = config.model, plan.layout.model
+def block_bytes(config: RunConfig, plan: Plan, kernel: str) -> float:
+    """Bytes per token and layer that the backward pass finds saved on a device."""
+    m, t, size = config.model, plan.layout.model, bytes_of(config.precision.compute)
     stream = 1 / t if plan.sequence else 1  # each device's share of what lies between the branches
     if config.remat.policy in ("full", "residual"):  # the block's input, and the stream between its branches
-        return m.width * stream * (1 if config.remat.policy == "full" else 2)
-    whole = 4 * m.width * stream  # the stream twice, and both norms' results
+        return m.width * stream * size * (1 if config.remat.policy == "full" else 2)
+    whole = 4 * m.width * stream * size  # the stream twice, and both norms' results
     # q, k, v, and what attention gives; the MLP's hidden layer on both sides of GELU
-    split = (4 * m.width + 2 * m.mlp_width) / t
+    split = (4 * m.width + 2 * m.mlp_width) / t * size
+    masks = 2 * m.width * stream if m.dropout else 0  # a byte each, at the branches' ends
     causal = 0.75  # two blocks of queries: the first sees half of the keys
-    scores = 0 if kernel != "xla" or config.remat.policy == "selective" else 2 * causal * m.heads * m.context / t
-    return whole + split + scores
+    scores = 2 * size + (size + 1 if m.attention_dropout else 0)  # before and after softmax; dropped ones, and a mask
+    if kernel != "xla" or config.remat.policy == "selective":
+        scores = 0
+    return whole + split + masks + scores * causal * m.heads * m.context / t
 
 
 def _phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, int]]:
@@ -61,7 +64,7 @@ def _phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, i
     made = sum(of(plan.specs, p.reduce).values()) if early else sum(whole.values())
 
     tokens = c.train.batch // c.parallel.microbatches // plan.layout.batch_shards * c.model.context
-    saved = int(tokens * layers * block_elements(c, plan, kernel) * width_of)
+    saved = int(tokens * layers * block_bytes(c, plan, kernel))
     # the MLP's hidden layer and its gradient; the stream, where it has to be made whole
     work = int(tokens * (2 * c.model.mlp_width / t + (3 * c.model.width if plan.sequence else 0)) * width_of)
     vocab = padded_vocab(c.model.vocab, t) // t

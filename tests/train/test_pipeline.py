@@ -7,11 +7,13 @@ from tests.helpers import assert_close, make_config, trained, trained_reference
 
 pytestmark = pytest.mark.usefixtures("x64", "allowed")
 MODEL = {"layers": 4}
-slow = pytest.mark.slow
+slow, watcher = pytest.mark.slow, pytest.mark.mutants
 
 CASES = [
-    ({"pipe": 2, "data": 2, "model": 2, "zero": 3, "sequence": True, "microbatches": 4}, "full"),
-    pytest.param({"pipe": 2, "microbatches": 2, "schedule": "gpipe", "model": 2}, "selective", marks=slow),
+    pytest.param(
+        {"pipe": 2, "data": 2, "model": 2, "zero": 3, "sequence": True, "microbatches": 4}, "full", marks=watcher
+    ),
+    pytest.param({"pipe": 2, "microbatches": 2, "schedule": "gpipe", "model": 2}, "none", marks=[slow, watcher]),
     pytest.param({"pipe": 4, "data": 2, "zero": 2, "microbatches": 8}, "none", marks=slow),
     pytest.param({"pipe": 2, "replica": 2, "data": 2, "zero": 3, "reduce_once": True}, "residual", marks=slow),
     pytest.param({"pipe": 4, "model": 2, "zero": 1, "microbatches": 4, "schedule": "gpipe"}, "full", marks=slow),
