@@ -91,9 +91,17 @@ def device_batch(p: Program, step: int) -> Batch:
 
 
 def canonical(p: Program, state: TrainState) -> TrainState:
-    """On the host, without padding; nothing of ours cuts it."""
+    """On the host, without padding, layers in order; nothing of ours cuts or turns it."""
+    c, layers = p.config.parallel, p.config.model.layers
+    n = layers // (c.pipe * c.chunks)
+    places = [(i // n % c.pipe * c.chunks + i // (n * c.pipe)) * n + i % n for i in range(layers)]
     cut = lambda x, to: np.asarray(x)[tuple(map(slice, to.shape))]  # noqa: E731
-    return jax.tree.map(np.asarray, state).map_params(lambda tree: jax.tree.map(cut, tree, p.plan.shapes))
+
+    def ordered(tree: Tree) -> Tree:
+        tree = jax.tree.map(cut, tree, p.plan.shapes)
+        return tree | {"blocks": jax.tree.map(lambda x: x[places], tree["blocks"])}
+
+    return jax.tree.map(np.asarray, state).map_params(ordered)
 
 
 @dataclasses.dataclass(frozen=True)

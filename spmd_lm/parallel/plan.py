@@ -38,10 +38,17 @@ def fit(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), grow)
 
 
+def dealt(x: jax.Array, at: int, first: int, second: int) -> jax.Array:
+    """The entries of dimension `at`, counted as [first, second, the rest], in the order [second, first, the rest]."""
+    split = x.reshape(*x.shape[:at], first, second, -1, *x.shape[at + 1 :])
+    return split.swapaxes(at, at + 1).reshape(x.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """names, shapes: trees of the parameters' names and canonical shapes.  mesh: abstract until devices bind.
-    zero: the stage.  sequence: whether the residual stream is split along it."""
+    zero: the stage.  sequence: whether the residual stream is split along it.  chunks: of layers on a stage of the
+    pipeline; layer l lies in chunk l // (pipe x n) of stage l // n % pipe, n layers to a chunk."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -50,16 +57,17 @@ class Plan:
     shapes: Tree
     zero: int = 0
     sequence: bool = False
+    chunks: int = 1
 
     def __post_init__(self):
         problems = []
         for path, names in jax.tree_util.tree_leaves_with_path(self.kept, is_leaf=is_names):
             leaf = functools.reduce(lambda tree, key: tree[key.key], path, self.placed_shapes)
             for name, size in zip(names, leaf.shape, strict=True):
-                parts = self._parts(name)
+                parts = self._parts(name) * (self.chunks if name == "layers" else 1)
                 if size % parts:
                     where = ".".join(k.key for k in path)
-                    on = " x ".join(self.parameters.axes(name))
+                    on = " x ".join(self.parameters.axes(name)) + (" x chunks" if name == "layers" else "")
                     problems.append(f"{where}: dimension '{name}' of size {size} is not divisible by {on} = {parts}")
         if problems:
             raise LayoutError(*problems)
@@ -149,13 +157,25 @@ class Plan:
 
     # ---- between canonical and placed
 
+    @functools.cached_property
+    def arranged(self) -> bool:
+        """Whether layers lie in another order than the model's."""
+        return self.chunks > 1 and self.layout.pipe > 1
+
+    def arrange(self, params: Tree, *, back: bool = False) -> Tree:
+        """Layers in the order in which stages hold them, chunk by chunk; or back in the model's."""
+
+        sides = (self.layout.pipe, self.chunks) if back else (self.chunks, self.layout.pipe)
+        deal = lambda names, x: dealt(x, names.index("layers"), *sides) if "layers" in names else x  # noqa: E731
+        return jax.tree.map(deal, self.names, params, is_leaf=is_names) if self.arranged else params
+
     def place(self, params: Tree) -> Tree:
-        """Pad with zeros to the placed shapes."""
-        return jax.tree.map(lambda x, to: fit(x, to.shape), params, self.placed_shapes)
+        """Pad with zeros to the placed shapes, and arrange the layers."""
+        return self.arrange(jax.tree.map(lambda x, to: fit(x, to.shape), params, self.placed_shapes))
 
     def canonical(self, params: Tree) -> Tree:
-        """Take the padding off."""
-        return jax.tree.map(lambda x, to: fit(x, to.shape), params, self.shapes)
+        """Its inverse."""
+        return jax.tree.map(lambda x, to: fit(x, to.shape), self.arrange(params, back=True), self.shapes)
 
     # ---- running
 
@@ -198,6 +218,13 @@ class Plan:
     def scatter(self, grads: Tree, kept: Tree) -> Tree:
         """Gradients of matrices summed over `data`, onto the shards that are kept.  Vectors: as they are."""
         return zero.scatter(grads, kept, self.live(DATA), self._placed_size(zero.SHARD, self._width))
+
+    def all_layers(self, stack: Tree) -> Tree:
+        """Every stage's layers of this tree of stacks, in the model's order."""
+        if not self.live(PIPE):
+            return stack
+        gather = lambda x: lax.all_gather(x, PIPE, axis=0, tiled=True)  # noqa: E731
+        return jax.tree.map(lambda x: dealt(gather(x), 0, self.layout.pipe, self.chunks), stack)
 
     def unsummed(self, kept: Names) -> tuple[str, ...]:
         """The axes over which a leaf's gradient is still to be summed, once that of matrices is scattered.

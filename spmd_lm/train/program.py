@@ -13,7 +13,7 @@ from spmd_lm.data.batch import Batch
 from spmd_lm.models.gpt import GPT
 from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
-from spmd_lm.parallel.pipeline.schedule import schedule
+from spmd_lm.parallel.pipeline.schedule import Schedule, schedule
 from spmd_lm.parallel.plan import Plan, Tree, fit
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
@@ -48,7 +48,7 @@ def _plan(config: RunConfig, layout: Layout, mesh: Mesh | AbstractMesh, platform
     enable_wide_types(config)
     model = make_model(config, platform)
     p = config.parallel
-    return Plan(layout, mesh, platform, model.names, model.shapes, p.zero, p.sequence)
+    return Plan(layout, mesh, platform, model.names, model.shapes, p.zero, p.sequence, p.chunks)
 
 
 def enable_wide_types(config: RunConfig) -> None:
@@ -142,33 +142,46 @@ class Program:
         return jax.tree.map(with_sharding, whole, shardings)
 
     def canonical(self, state: TrainState) -> TrainState:
-        """`state` without padding, as checkpoints hold it.  What has none stays the same array, uncopied."""
-        return _refit(state, self.abstract_canonical())
+        """`state` without padding, its layers in order, as checkpoints hold it.  What is so stays the same array,
+        uncopied."""
+        return _refit(self._arranged(state, back=True), self.abstract_canonical())
 
     def place(self, canonical: TrainState) -> TrainState:
         """A canonical state, padded and laid out for the step."""
-        return _refit(canonical, self.abstract_state())
+        return self._arranged(_refit(canonical, self.abstract_state()))
 
     def place_params(self, canonical: Tree) -> Tree:
         """The same of the parameters alone."""
-        return _refit(canonical, self.abstract_state().params)
+        return self._arranged(_refit(canonical, self.abstract_state().params))
+
+    def _arranged(self, tree: Tree, *, back: bool = False) -> Tree:
+        """A state or parameters with the layers arranged for the stages, or back in the model's order."""
+        if not self.plan.arranged:
+            return tree
+        arrange = functools.partial(self.plan.arrange, back=back)
+        move = lambda x: x.map_params(arrange) if isinstance(x, TrainState) else arrange(x)  # noqa: E731
+        return jax.jit(move, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(tree)
 
     # ---- steps
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        p = self.config.parallel
+        return schedule(p.schedule, self.plan.layout.pipe, p.microbatches, p.chunks)
 
     @functools.cached_property
     def train_step(self):
         c = self.config
         optimizer = Optimizer(c.optim, c.train.steps)
-        p = c.parallel
-        ticks = schedule(p.schedule, self.plan.layout.pipe, p.microbatches, p.chunks)
+        once = c.parallel.reduce_once
         return make_train_step(
-            self.model, optimizer, self.plan, ticks, c.precision, c.train.seed, reduce_once=p.reduce_once
+            self.model, optimizer, self.plan, self.schedule, c.precision, c.train.seed, reduce_once=once
         )
 
     @functools.cached_property
     def evaluate(self):
         """(params, batch) -> (sum of nll, sum of weights)."""
-        return make_eval_step(self.model, self.plan, self.config.precision)
+        return make_eval_step(self.model, self.plan, self.schedule, self.config.precision)
 
     def abstract_batch(self) -> Batch:
         c, m = self.config, self.config.parallel.microbatches

@@ -10,7 +10,7 @@ from spmd_lm.config.schema import Precision
 from spmd_lm.data.batch import Batch
 from spmd_lm.models.gpt import GPT
 from spmd_lm.ops.dropout import Draw
-from spmd_lm.parallel.pipeline.executor import gradients
+from spmd_lm.parallel.pipeline.executor import gradients, summed_loss
 from spmd_lm.parallel.pipeline.schedule import Schedule
 from spmd_lm.parallel.pipeline.stages import Pieces, Weights
 from spmd_lm.parallel.plan import Plan, Tree
@@ -78,7 +78,7 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(outs))
 
 
-def make_eval_step(model: GPT, plan: Plan, precision: Precision) -> Callable:
+def make_eval_step(model: GPT, plan: Plan, schedule: Schedule, precision: Precision) -> Callable:
     """(params, batch) -> (sum of weight x negative log-likelihood, sum of weights) of the global batch, without
     dropout."""
 
@@ -86,8 +86,8 @@ def make_eval_step(model: GPT, plan: Plan, precision: Precision) -> Callable:
         weights = Weights.of(plan, params, jnp.dtype(precision.compute), jnp.dtype(precision.reduce))
         wide = jnp.promote_types(precision.compute, jnp.float32)
         pieces = model_pieces(model, jnp.ones((), wide), lambda part: None)
-        sums = jax.lax.map(lambda part: weights.stage(pieces, weights.source).loss(part), batch)
-        return plan.batch_sum((sums.sum(), batch.weights.astype(wide).sum()))
+        loss = summed_loss(plan, pieces, schedule, weights, batch)
+        return loss, plan.batch_sum(batch.weights.astype(wide).sum())
 
     outs = (P(), P())
     step = plan.manual(body, (plan.specs, batch_specs(plan)), outs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd_lm.axes import MODEL, PIPE
-from spmd_lm.parallel.pipeline.schedule import Schedule, steps
+from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, steps
 from spmd_lm.parallel.pipeline.stages import Pieces, Tree, Weights
 from spmd_lm.parallel.plan import Plan
 
@@ -35,7 +35,7 @@ def gradients(
     own = jnp.result_type(wide, *jax.tree.leaves(params))
     zero = jnp.zeros((), wide), jax.tree.map(lambda w: jnp.zeros(w.shape, own), weights.source)
     if schedule.stages > 1:
-        loss, grads = _pipelined(plan, pieces, schedule, weights, batch, *zero)
+        loss, grads = Pipeline(plan, pieces, schedule, weights, batch).gradients(*zero)
     else:
         loss, grads = _accumulated(pieces, weights, batch, zero)
     return plan.batch_sum(plan.stage_sum(loss)), weights.reduced(grads)
@@ -84,87 +84,163 @@ class Messages:
         return message if self.parts == 1 else lax.all_gather(message, MODEL, axis=1, tiled=True)
 
 
-def _pipelined(
-    plan: Plan, pieces: Pieces, schedule: Schedule, weights: Weights, batch: Tree, loss: jax.Array, total: Tree
-) -> tuple[jax.Array, Tree]:
-    """Loss and gradients of the source, on this stage.  loss, total: zeros like them."""
-    here = lax.axis_index(PIPE)
-    layers = jax.tree.leaves(weights.source["blocks"])[0].shape[0] // schedule.chunks
-    take = lambda i: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), batch)  # noqa: E731
-    stage = weights.stage(pieces, weights.source)
-    like = jax.eval_shape(lambda: stage.embed(take(0)))
-    empty = jnp.zeros(like.shape, like.dtype)
-    messages = Messages(plan, like, wraps=schedule.chunks > 1)
-    table = steps(schedule)
+class Pipeline:
+    """One stage's side of a pipeline, inside a step: what it keeps from tick to tick, and what it does in one."""
 
-    def keep(slots, at, message):
-        put = lambda slots: slots.at[at].set(messages.unpack(message))  # noqa: E731
-        return lax.cond(at >= 0, put, lambda slots: slots, slots)
+    def __init__(self, plan: Plan, pieces: Pieces, schedule: Schedule, weights: Weights, batch: Tree):
+        self.pieces, self.weights, self.batch = pieces, weights, batch
+        self.stages, self.table = schedule.stages, steps(schedule)
+        self.layers = jax.tree.leaves(weights.source["blocks"])[0].shape[0] // schedule.chunks
+        self.here = lax.axis_index(PIPE)
+        self.whole = weights.stage(pieces, weights.source)
+        self.like = jax.eval_shape(lambda: self.whole.embed(self.part(0)))
+        self.messages = Messages(plan, self.like, wraps=schedule.chunks > 1)
 
-    def of_chunk(chunk):
-        """Its weights, and the number of its first layer."""
-        return weights.chunk(chunk * layers, layers), (chunk * schedule.stages + here) * layers
+    def part(self, microbatch: jax.Array | int) -> Tree:
+        take = lambda x: lax.dynamic_index_in_dim(x, microbatch, 0, keepdims=False)  # noqa: E731
+        return jax.tree.map(take, self.batch)
 
-    def forward(do, inputs):
-        part = take(do["microbatch"])
-        x = lax.cond(do["enters"], lambda: stage.embed(part), lambda: inputs[do["slot"]])
-        chunk, first = of_chunk(do["chunk"])
+    def chunk(self, chunk: jax.Array) -> tuple[Weights, jax.Array]:
+        """Its weights, and the number of its first layer in the model."""
+        return self.weights.chunk(chunk * self.layers, self.layers), (chunk * self.stages + self.here) * self.layers
 
-        def through():
-            return messages.pack(chunk.stage(pieces, chunk.source).layers(x, part, first)[0])
+    def row(self, rows: Tree) -> Tree:
+        """What this stage does, of what all do."""
+        return jax.tree.map(lambda column: column[self.here], rows)
 
-        # The last stage's backward begins with its forward.
-        return inputs.at[do["slot"]].set(x), lax.cond(do["leaves"], messages.none, through)
+    def slots(self, number: int) -> jax.Array:
+        return jnp.zeros((number, *self.like.shape), self.like.dtype)
 
-    def backward(do, inputs, cotangents, loss, total):
-        part, x = take(do["microbatch"]), inputs[do["slot"]]
-        chunk, first = of_chunk(do["chunk"])
+    def keep(self, slots: jax.Array, at: jax.Array, message: jax.Array) -> jax.Array:
+        """`slots` with what has come from a neighbour, if anything has."""
+        put = lambda slots: slots.at[at].set(self.messages.unpack(message))  # noqa: E731
+        return lax.cond(at != IDLE, put, lambda slots: slots, slots)
 
-        def last(ends):
-            def f(source, x):
-                stage = chunk.stage(pieces, source)
-                y, losses = stage.layers(x, part, first)
-                return losses + stage.head(y, part)
+    # ---- forward
 
-            value, pull = jax.vjp(f, chunk.source, x)
-            d_source, d_x = pull(jnp.ones_like(value))
-            return value, d_source["blocks"], d_x, _plus(ends, d_source["ends"])
+    def enter(self, do: Tree, inputs: jax.Array) -> jax.Array:
+        """The input of a unit: from the embedding, or from where it is kept."""
+        embed = lambda: self.whole.embed(self.part(do["microbatch"]))  # noqa: E731
+        return lax.cond(do["enters"], embed, lambda: inputs[do["slot"]])
 
-        def middle(ends):
-            f = lambda blocks, x: chunk.stage(pieces, chunk.source | {"blocks": blocks}).layers(x, part, first)  # noqa: E731
+    def through(self, do: Tree, x: jax.Array) -> jax.Array:
+        """The message to the next stage."""
+        chunk, first = self.chunk(do["chunk"])
+        stage = chunk.stage(self.pieces, chunk.source)
+        return self.messages.pack(stage.layers(x, self.part(do["microbatch"]), first)[0])
+
+    def forward(self, do: Tree, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(inputs, message).  The last stage does nothing: its backward begins with its forward."""
+        x = self.enter(do, inputs)
+        message = lax.cond(do["leaves"], self.messages.none, lambda: self.through(do, x))
+        return inputs.at[do["slot"]].set(x), message
+
+    def finish(self, do: Tree, source: Tree, x: jax.Array) -> jax.Array:
+        """The last stage's part of the loss, and the head's."""
+        chunk, first = self.chunk(do["chunk"])
+        part, stage = self.part(do["microbatch"]), chunk.stage(self.pieces, source)
+        y, losses = stage.layers(x, part, first)
+        return losses + stage.head(y, part)
+
+    # ---- backward
+
+    def pull(self, do: Tree, x: jax.Array, cotangent: jax.Array, ends: Tree) -> tuple[jax.Array, Tree, jax.Array, Tree]:
+        """(losses, gradients of the chunk's layers and of x, `ends` with what there is of theirs)."""
+        chunk, first = self.chunk(do["chunk"])
+
+        def last():
+            loss, pull = jax.vjp(lambda source, x: self.finish(do, source, x), chunk.source, x)
+            d_source, d_x = pull(jnp.ones_like(loss))
+            return loss, d_source["blocks"], d_x, _plus(ends, d_source["ends"])
+
+        def middle():
+            def f(blocks, x):
+                stage = chunk.stage(self.pieces, chunk.source | {"blocks": blocks})
+                return stage.layers(x, self.part(do["microbatch"]), first)
+
             (_, losses), pull = jax.vjp(f, chunk.source["blocks"], x)
-            d_blocks, d_x = pull((cotangents[do["gradient_slot"]], jnp.ones_like(losses)))
-            return losses, d_blocks, d_x, ends
+            return losses, *pull((cotangent, jnp.ones_like(losses))), ends
 
-        def start(ends):
-            embed = lambda ends: weights.stage(pieces, weights.source | {"ends": ends}).embed(part)  # noqa: E731
-            (d_ends,) = jax.vjp(embed, weights.source["ends"])[1](d_x)
+        return lax.cond(do["leaves"], last, middle)
+
+    def start(self, do: Tree, d_x: jax.Array, ends: Tree) -> Tree:
+        """`ends` with the embedding's gradients, on the stage where there are some."""
+
+        def embedded():
+            embed = lambda ends: self.weights.stage(self.pieces, self.weights.source | {"ends": ends}).embed(  # noqa: E731
+                self.part(do["microbatch"])
+            )
+            (d_ends,) = jax.vjp(embed, self.weights.source["ends"])[1](d_x)
             return _plus(ends, d_ends)
 
-        more, d_blocks, d_x, ends = lax.cond(do["leaves"], last, middle, total["ends"])
-        ends = lax.cond(do["enters"], start, lambda ends: ends, ends)
-        at = do["chunk"] * layers
+        return lax.cond(do["enters"], embedded, lambda: ends)
+
+    def backward(
+        self, do: Tree, inputs: jax.Array, cotangents: jax.Array, loss: jax.Array, total: Tree
+    ) -> tuple[jax.Array, Tree, jax.Array]:
+        """(loss, total, message): both sums with this unit's, and the gradient for the stage before."""
+        x, cotangent = inputs[do["slot"]], cotangents[do["gradient_slot"]]
+        losses, d_blocks, d_x, ends = self.pull(do, x, cotangent, total["ends"])
+        ends = self.start(do, d_x, ends)
+        at = do["chunk"] * self.layers
 
         def add(t, d):
-            old = lax.dynamic_slice_in_dim(t, at, layers, 0)
+            old = lax.dynamic_slice_in_dim(t, at, self.layers, 0)
             return lax.dynamic_update_slice_in_dim(t, old + d.astype(t.dtype), at, 0)
 
         blocks = jax.tree.map(add, total["blocks"], d_blocks)
-        return loss + more, {"blocks": blocks, "ends": ends}, messages.pack(d_x)
+        return loss + losses, {"blocks": blocks, "ends": ends}, self.messages.pack(d_x)
 
-    def tick(carry, row):
-        activation, gradient, inputs, cotangents, loss, total = carry
-        ahead, back = jax.tree.map(lambda column: column[here], row)
-        inputs = keep(inputs, ahead["arrives"], activation)
-        cotangents = keep(cotangents, back["arrives"], gradient)
-        idle = lambda inputs: (inputs, messages.none())  # noqa: E731
-        inputs, activation = lax.cond(ahead["on"], lambda inputs: forward(ahead, inputs), idle, inputs)
-        work = lambda loss, total: backward(back, inputs, cotangents, loss, total)  # noqa: E731
-        rest = lambda loss, total: (loss, total, messages.none())  # noqa: E731
-        loss, total, gradient = lax.cond(back["on"], work, rest, loss, total)
-        return (messages.send(activation, 1), messages.send(gradient, -1), inputs, cotangents, loss, total), None
+    # ---- all of it
 
-    slots = lambda n: jnp.zeros((n, *empty.shape), empty.dtype)  # noqa: E731
-    start = messages.none(), messages.none(), slots(table.inputs), slots(table.cotangents), loss, total
-    *_, loss, total = lax.scan(tick, start, (table.forward, table.backward))[0]
-    return loss, total
+    def gradients(self, loss: jax.Array, total: Tree) -> tuple[jax.Array, Tree]:
+        """Loss and gradients of the source, on this stage.  loss, total: zeros like them."""
+        none = self.messages.none
+
+        def tick(carry, rows):
+            activation, gradient, inputs, cotangents, loss, total = carry
+            ahead, back = self.row(rows)
+            inputs = self.keep(inputs, ahead["arrives"], activation)
+            cotangents = self.keep(cotangents, back["arrives"], gradient)
+            inputs, activation = lax.cond(ahead["on"], lambda: self.forward(ahead, inputs), lambda: (inputs, none()))
+            loss, total, gradient = lax.cond(
+                back["on"], lambda: self.backward(back, inputs, cotangents, loss, total), lambda: (loss, total, none())
+            )
+            sent = self.messages.send(activation, 1), self.messages.send(gradient, -1)
+            return (*sent, inputs, cotangents, loss, total), None
+
+        kept = self.slots(self.table.inputs), self.slots(self.table.cotangents)
+        carry, _ = lax.scan(tick, (none(), none(), *kept, loss, total), (self.table.forward, self.table.backward))
+        return carry[-2:]
+
+    def loss(self) -> jax.Array:
+        """Of all microbatches, on this stage; nothing is kept for backward."""
+        busy = self.table.forward["on"].any(1)
+
+        def tick(carry, rows):
+            activation, inputs, loss = carry
+            do = self.row(rows)
+            inputs = self.keep(inputs, do["arrives"], activation)
+
+            def work():
+                x = self.enter(do, inputs)
+                last = lambda: (self.finish(do, self.chunk(do["chunk"])[0].source, x), self.messages.none())  # noqa: E731
+                middle = lambda: (jnp.zeros_like(loss), self.through(do, x))  # noqa: E731
+                return lax.cond(do["leaves"], last, middle)
+
+            more, activation = lax.cond(do["on"], work, lambda: (jnp.zeros_like(loss), self.messages.none()))
+            return (self.messages.send(activation, 1), inputs, loss + more), None
+
+        zero = jnp.zeros((), jnp.promote_types(self.weights.compute, jnp.float32))
+        carry = self.messages.none(), self.slots(self.table.inputs), zero
+        (_, _, loss), _ = lax.scan(tick, carry, jax.tree.map(lambda column: column[busy], self.table.forward))
+        return loss
+
+
+def summed_loss(plan: Plan, pieces: Pieces, schedule: Schedule, weights: Weights, batch: Tree) -> jax.Array:
+    """Of all microbatches of a batch, over all its shards, without gradients."""
+    if schedule.stages > 1:
+        loss = Pipeline(plan, pieces, schedule, weights, batch).loss()
+    else:
+        loss = lax.map(weights.stage(pieces, weights.source).loss, batch).sum()
+    return plan.batch_sum(plan.stage_sum(loss))

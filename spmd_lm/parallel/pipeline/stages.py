@@ -151,9 +151,9 @@ class Weights:
         of_layer = jax.tree.map(lambda names: names[1:], self.plan.kept["blocks"], is_leaf=is_names)
         stack, ends = self.held["blocks"], self.held["ends"]
         if stack is not None:
-            return {**ends, "blocks": stack}, lambda layer: layer
+            return {**ends, "blocks": self.plan.all_layers(stack)}, lambda layer: layer
         fetch = lambda layer: self.plan.gather(_cast(layer, self.compute), of_layer)  # noqa: E731
-        return {**ends, "blocks": self.shards["blocks"]}, fetch
+        return {**ends, "blocks": self.plan.all_layers(self.shards["blocks"])}, fetch
 
     def reduced(self, grads: dict[str, Tree]) -> Tree:
         """Gradients of the source, summed over the batch axes and laid out as the parameters are kept."""
