@@ -67,7 +67,9 @@ class Plan:
                 parts = self._parts(name) * (self.chunks if name == "layers" else 1)
                 if size % parts:
                     where = ".".join(k.key for k in path)
-                    on = " x ".join(self.parameters.axes(name)) + (" x chunks" if name == "layers" else "")
+                    on = " x ".join(self.parameters.axes(name)) + (
+                        " x chunks" if name == "layers" and self.chunks > 1 else ""
+                    )
                     problems.append(f"{where}: dimension '{name}' of size {size} is not divisible by {on} = {parts}")
         if problems:
             raise LayoutError(*problems)
