@@ -6,7 +6,7 @@ import dataclasses
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,23 +15,26 @@ import numpy as np
 from spmd_lm.analysis import hlo, memory, theory
 from spmd_lm.analysis.theory import AR, RS
 from spmd_lm.analysis.topology import Topology, installed
+from spmd_lm.axes import PIPE
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
-from spmd_lm.train.describe import columns, human
+from spmd_lm.parallel.pipeline.steps import steps
 from spmd_lm.train.program import Program, choose_kernel
+from spmd_lm.train.text import columns, human
 
 TOLERANCE = 0.01
 """Of the bytes that theory asks for, missing and in excess together."""
 SLACK = 4096
 """Bytes that are always forgiven: what a compiler adds in scalars."""
 
-PARTS = ("embedding", "blocks", "head", "weights", "gradients", "scalars")
+PARTS = ("embedding", "blocks", "head", "messages", "weights", "gradients", "scalars")
 """Scopes of the step, as they reach the names of the compiled operations."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Collectives of one kind, axes, part and dtype, over one step of one device.  See theory.Row."""
+    """Collectives of one kind, axes, part and dtype, over one step of one device; the mean over the stages of a
+    pipeline.  stages: bytes of each.  See theory.Row."""
 
     kind: str
     axes: tuple[str, ...]
@@ -41,6 +44,7 @@ class Found:
     count: float = 0
     bytes: float = 0
     result_bytes: float = 0
+    stages: tuple[float, ...] = ()
 
 
 def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]:
@@ -65,12 +69,14 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
         where = f"--topology {topology}" if topology else f"these {len(devices)} devices ({platform})"
         raise ConfigError(f"{where}: its compiler cannot compile this step: {why}") from e
     seconds = time.perf_counter() - start
-    found, asked = summed(read(compiled.as_text(), program.plan.sizes)), theory.rows(config, program.plan)
+    shares = steps(program.schedule).shares() if program.schedule.stages > 1 else None
+    read_back = list(hlo.Program(compiled.as_text()).collectives(len(devices), shares))
+    found, asked = summed(read(read_back, program.plan.sizes)), theory.rows(config, program.plan)
+    stuck = [each for each in read_back if each.conditional and PIPE in spanned(each, program.plan.sizes)]
     compared = found, asked
     if platform == "cpu":
         found, _ = compared = as_simulated(found, asked)
-    looped = config.model.scan and config.model.layers > 1
-    differences = compare(*compared, merged=platform == "cpu" and not looped)
+    differences = compare(*compared, merged=platform == "cpu" and not config.looped)
     missing, excess = (sum(d[key] for d in differences) for key in ("missing_bytes", "excess_bytes"))
     most = TOLERANCE * sum(row.bytes for row in asked) + SLACK
     return {
@@ -78,13 +84,16 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
         "topology": str(topology or f"{platform}:{len(devices)}"),
         "notice": notice,
         "mesh": program.plan.sizes,
-        "ok": missing + excess <= most,
+        "ok": missing + excess <= most and not stuck,
+        "stages_that_may_wait": [f"{each.kind} in {each.scope}" for each in stuck],
         "tolerance_bytes": most,
         "collectives": [as_dict(each) for each in found],
         "theory": [as_dict(row) for row in asked],
         "differences": [d for d in differences if d["missing_bytes"] or d["excess_bytes"]],
         "missing_bytes": missing,
         "excess_bytes": excess,
+        "bytes_by_stage": by_stage(found),
+        "bubble": program.schedule.bubble,
         "memory": memory_of(config, program, compiled),
         "compile_seconds": seconds,
     }
@@ -109,23 +118,27 @@ def as_dict(row: Any) -> dict[str, Any]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read(text: str, sizes: Mapping[str, int]) -> Iterable[Found]:
-    """The collectives of a compiled step; axes and parts by name."""
-    devices = int(np.prod(list(sizes.values())))
-    for each in hlo.Program(text).collectives(devices):
-        if each.wire:
+def read(collectives: Iterable[hlo.Collective], sizes: Mapping[str, int]) -> Iterable[Found]:
+    """What a compiled step sends; axes and parts by name."""
+    for each in collectives:
+        if each.wire and each.count:
             axes, part = axes_of(each, sizes), part_of(each.scope)
             count, bytes_, result = (n * each.count for n in (each.arrays, each.wire, each.result))
-            yield Found(each.kind, axes, part, each.dtype, each.lowered_as, count, bytes_, result)
+            stages = tuple(each.wire * count for count in each.counts)
+            yield Found(each.kind, axes, part, each.dtype, each.lowered_as, count, bytes_, result, stages)
+
+
+def spanned(collective: hlo.Collective, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of the mesh along which the devices of a group, or of a pair, differ."""
+    places = np.array(np.unravel_index(np.array(collective.groups), tuple(sizes.values())))  # [axis, group, member]
+    differ = (places != places[:, :, :1]).any(axis=(1, 2))
+    return tuple(axis for axis, differs in zip(sizes, differ, strict=True) if differs)
 
 
 def axes_of(collective: hlo.Collective, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of the mesh along which the devices of a group, or of a pair, differ; ('?',) for groups of no axes."""
-    shape = tuple(sizes.values())
-    places = np.array(np.unravel_index(np.array(collective.groups), shape))  # [axis, group, member]
-    differ = (places != places[:, :, :1]).any(axis=(1, 2))
-    axes = tuple(axis for axis, differs in zip(sizes, differ, strict=True) if differs)
-    whole = np.prod([sizes[axis] for axis in axes]) == places.shape[2]
+    """The same; ('?',) for groups of no axes."""
+    axes = spanned(collective, sizes)
+    whole = np.prod([sizes[axis] for axis in axes]) == len(collective.groups[0])
     return axes if whole or collective.kind == "collective-permute" else ("?",)
 
 
@@ -136,10 +149,23 @@ def part_of(scope: str) -> str:
 
 def summed(found: Iterable[Found]) -> list[Found]:
     """One of each kind, axes, part, dtype and lowering; the largest first."""
-    totals: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3))
+    totals: dict[tuple, list[Found]] = defaultdict(list)
     for f in found:
-        totals[f.kind, f.axes, f.part, f.dtype, f.lowered_as] += (f.count, f.bytes, f.result_bytes)
-    return sorted((Found(*key, *map(float, sums)) for key, sums in totals.items()), key=lambda f: -f.bytes)
+        totals[f.kind, f.axes, f.part, f.dtype, f.lowered_as].append(f)
+    add = lambda same, name: sum(getattr(f, name) for f in same)  # noqa: E731
+    sums = [
+        dataclasses.replace(same[0], stages=by_stage(same), **{name: add(same, name) for name in ADDED})
+        for same in totals.values()
+    ]
+    return sorted(sums, key=lambda f: -f.bytes)
+
+
+ADDED = ("count", "bytes", "result_bytes")
+
+
+def by_stage(found: Iterable[Found]) -> tuple[float, ...]:
+    """Bytes that each stage sends."""
+    return tuple(map(sum, zip(*(f.stages for f in found), strict=True)))
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
@@ -204,12 +230,12 @@ def render(result: dict[str, Any]) -> str:
     on = lambda row: " x ".join(row["axes"])  # noqa: E731
     asked = [("theory", "over", "part", "dtype", "count", "wire", "formula")]
     asked += [
-        (t["kind"], on(t), t["part"], t["dtype"], f"{t['count']:,}", human(t["bytes"]), t["formula"])
+        (t["kind"], on(t), t["part"], t["dtype"], f"{t['count']:,.6g}", human(t["bytes"]), t["formula"])
         for t in result["theory"]
     ]
     found = [("compiled", "over", "part", "dtype", "count", "wire", "lowered as")]
     found += [
-        (c["kind"], on(c), c["part"], c["dtype"], f"{c['count']:,.0f}", human(c["bytes"]), c["lowered_as"] or "")
+        (c["kind"], on(c), c["part"], c["dtype"], f"{c['count']:,.6g}", human(c["bytes"]), c["lowered_as"] or "")
         for c in result["collectives"]
     ]
     m = result["memory"]
@@ -226,10 +252,19 @@ def render(result: dict[str, Any]) -> str:
         f"wire    {human(sum(c['bytes'] for c in result['collectives']))} per device and step; theory "
         f"{human(sum(t['bytes'] for t in result['theory']))}; missing {human(result['missing_bytes'])}, "
         f"in excess {human(result['excess_bytes'])} (tolerance {human(result['tolerance_bytes'])})",
+        *told_by_stage(result["bytes_by_stage"]),
+        *(f"waits   {what}: stages that part ways meet in it" for what in result["stages_that_may_wait"]),
         f"memory  {held(m)} per device",
         "as theory asks" if result["ok"] else "NOT as theory asks",
     ]
     return "\n".join(lines)
+
+
+def told_by_stage(sent: Sequence[float]) -> list[str]:
+    if len(sent) < 2:
+        return []
+    most = max(range(len(sent)), key=lambda stage: sent[stage])
+    return [f"stages  {human(min(sent))} to {human(sent[most])}, which stage {most} sends"]
 
 
 def held(m: dict[str, Any]) -> str:

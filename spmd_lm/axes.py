@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 PIPE, REPLICA, DATA, MODEL = MESH_AXES = ("pipe", "replica", "data", "model")
 BATCH_AXES = (REPLICA, DATA)
@@ -112,6 +114,25 @@ def gathered(x: jax.Array) -> jax.Array:
     return whole(x, SEQUENCE, 1)
 
 
+def scatter(x: jax.Array, axes: str | tuple[str, ...], dim: int, *, pinned: bool = False) -> jax.Array:
+    """The sum of x over mesh axes, of which each device keeps its part of the dimension `dim`.
+
+    A TPU's compiler makes a full all-reduce of it where an array has dimensions of one, which are taken out meanwhile,
+    or where `dim` comes last in memory; and it pads most arrays, but none whose first dimension is the devices'.
+    pinned: lay it out as its dimensions are written, for arrays that would else take their layout from what made
+    them."""
+    ones = tuple(d for d, size in enumerate(x.shape) if size == 1 and d != dim)
+    x, at = lax.squeeze(x, ones), dim - sum(d < dim for d in ones)
+    devices = lax.psum(1, axes)
+    rest = (x.shape[0] // devices, *x.shape[1:])
+    first = at == 0 and rest[0] > 1
+    x = x.reshape(devices, *rest) if first else x
+    if pinned:
+        x = with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
+    part = lax.psum_scatter(x, axes, scatter_dimension=at, tiled=True)
+    return lax.expand_dims(part.reshape(rest) if first else part, ones)
+
+
 def summed(x: jax.Array, name: str) -> jax.Array:
     """The sum of x [batch, sequence, ...], whole, over the parts of `name`; of it this device's part of the sequence.
 
@@ -119,7 +140,7 @@ def summed(x: jax.Array, name: str) -> jax.Array:
     if not (axes := _live(SEQUENCE)):
         return total(x, name)
     assert axes == _live(name), (name, axes)
-    return lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
+    return scatter(x, axes, 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

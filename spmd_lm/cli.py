@@ -22,6 +22,7 @@ from spmd_lm import __version__
 from spmd_lm.analysis.topology import parse as parse_topology
 from spmd_lm.errors import ConfigError, Exit, NonFiniteError, UserError
 from spmd_lm.runtime.devices import quiet, simulate
+from spmd_lm.runtime.distributed import join, processes
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.train.sampling import Sampling
 
@@ -201,9 +202,11 @@ def configuration(arguments: Arguments) -> "RunConfig":
 
 
 def on_devices(config: "RunConfig") -> "RunConfig":
-    """The same, with the devices that it simulates in place: for the verbs that compute."""
-    if config.run.simulate_devices:
-        simulate(config.run.simulate_devices)
+    """The same, with the job's other processes met and the devices that it simulates in place: for the verbs that
+    compute."""
+    if devices := config.run.simulate_devices:
+        simulate(devices, processes())
+    join()
     return config
 
 

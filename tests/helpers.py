@@ -93,8 +93,9 @@ def device_batch(p: Program, step: int) -> Batch:
 def canonical(p: Program, state: TrainState) -> TrainState:
     """On the host, without padding, layers in order; nothing of ours cuts or turns it."""
     c, layers = p.config.parallel, p.config.model.layers
-    n = layers // (c.pipe * c.chunks)
-    places = [(i // n % c.pipe * c.chunks + i // (n * c.pipe)) * n + i % n for i in range(layers)]
+    chunks = c.chunks if c.pipe > 1 else 1
+    n = layers // (c.pipe * chunks)
+    places = [(i // n % c.pipe * chunks + i // (n * c.pipe)) * n + i % n for i in range(layers)]
     cut = lambda x, to: np.asarray(x)[tuple(map(slice, to.shape))]  # noqa: E731
 
     def ordered(tree: Tree) -> Tree:

@@ -31,6 +31,10 @@ FILES = [
     "parallel/zero.py",
     "parallel/plan.py",
     "parallel/pipeline/stages.py",
+    "parallel/pipeline/stack.py",
+    "parallel/pipeline/messages.py",
+    "parallel/pipeline/ticks.py",
+    "parallel/pipeline/breadth_first.py",
     "parallel/pipeline/executor.py",
     "train/optim.py",
     "train/step.py",
@@ -42,6 +46,7 @@ COLLECTIVES = {
     "pmax",
     "all_gather",
     "psum_scatter",
+    "ppermute",
     "part",
     "summed",
     "gathered",
@@ -63,10 +68,11 @@ EQUIVALENT = {
     "-tokens * row_bytes": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
     "drop a factor: 8 * 128": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "128 * model": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
+    "drop a factor: 8 * 16": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
+    "16 * shards": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/train/test_optim.py sees it",
     "optimization_barrier((d_slots, d_x))": "memory alone: tests/test_audit.py sees the peak",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; tests/test_audit.py sees an H100's",
-    "row 'layers'": "with one stage every device holds all layers",
 }
 
 

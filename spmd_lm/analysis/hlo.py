@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -25,18 +25,25 @@ class Collective:
     """One collective instruction of each device's program.
 
     arrays: operands, each of which is one collective.  full: bytes of its largest side, gathered or unreduced, of all
-    operands.  result: bytes of what it leaves.  count: how often it runs in one step.  groups: the devices that take
-    part, by their place in the mesh; of a permute, its pairs.  lowered_as: how the compiler wrote it, if otherwise."""
+    operands.  result: bytes of what it leaves.  counts: how often it runs in one step, on each stage of a pipeline.
+    groups: the devices that take part, by their place in the mesh; of a permute, its pairs.  conditional: whether it
+    stands in a branch.  lowered_as: how the compiler wrote it, if otherwise."""
 
     kind: str
     dtype: str
     arrays: int
     full: int
     result: int
-    count: float
+    counts: tuple[float, ...]
     groups: Groups
     scope: str
+    conditional: bool
     lowered_as: str | None = None
+
+    @property
+    def count(self) -> float:
+        """The mean over the stages."""
+        return sum(self.counts) / len(self.counts)
 
     @functools.cached_property
     def wire(self) -> float:
@@ -55,9 +62,37 @@ class Instruction:
     operands: tuple[str, ...]
     rest: str
 
+    @property
+    def scope(self) -> str:
+        """Where the program that was compiled says it."""
+        named = re.search(r'op_name="([^"]*)"', self.rest)
+        return named[1] if named else ""
+
     def attribute(self, name: str) -> str | None:
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
         return match[1] if match else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Path:
+    """How one comes to a computation.
+
+    times: how often in a step, on each stage.  conditions: those passed.  fused: the collective that the whole of it
+    stands for."""
+
+    times: np.ndarray
+    shares: Mapping[str, np.ndarray]
+    conditions: tuple[str | None, ...] = ()
+    fused: str | None = None
+
+    def through(self, turns: float, fused: str | None) -> "_Path":
+        return dataclasses.replace(self, times=self.times * turns, fused=fused or self.fused)
+
+    def under(self, condition: str | None, branch: int) -> "_Path":
+        """In a branch of a condition: 0 where it is false."""
+        share = self.shares.get(condition or "", None)
+        often = 1.0 if share is None else share if branch else 1 - share
+        return dataclasses.replace(self, times=self.times * often, conditions=(*self.conditions, condition))
 
 
 _LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
@@ -81,19 +116,53 @@ class Program:
                 inside = rest[: _closing(rest)]
                 current.append(Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", inside)), rest))
 
-    def collectives(self, devices: int) -> list[Collective]:
-        """Of one step of a program for so many devices.  Loops count as often as they turn; of the branches of a
-        conditional, each as often as the whole."""
-        return list(self._walk(self.entry, 1.0, devices, None))
+    def collectives(self, devices: int, shares: Mapping[str, np.ndarray] | None = None) -> list[Collective]:
+        """Of one step of a program for so many devices.
 
-    def _walk(self, computation: str, times: float, devices: int, fused: str | None) -> Iterator[Collective]:
+        Loops count as often as they turn.  shares: for conditions, and loops of one turn or none, in a scope called
+        when_NAME how often NAME is true of the times that it is asked, on each stage of a pipeline.  Of other
+        conditionals each branch counts as often as the whole."""
+        shares = shares or {}
+        stages = max((len(share) for share in shares.values()), default=1)
+        return list(self._walk(self.entry, _Path(np.ones(stages), shares), devices))
+
+    def _walk(self, computation: str, path: "_Path", devices: int) -> Iterator[Collective]:
         shapes = {i.name: i.shape for i in self.computations[computation]}
         for i in self.computations[computation]:
             kind = i.opcode.removesuffix("-start")
             if kind in KINDS:
-                yield _collective(i, kind, shapes, times, devices, fused)
+                yield _collective(i, kind, shapes, path, devices)
+            if i.opcode == "conditional":
+                yield from self._branches(i, path, devices)
+            if i.opcode == "while" and self._is_condition(i):
+                body = i.attribute("body") or ""
+                yield from self._walk(body, path.under(self._condition(i, [body], path), 1), devices)
+                continue
             for called, turns, inside in self._calls(i):
-                yield from self._walk(called, times * turns, devices, inside or fused)
+                yield from self._walk(called, path.through(turns, inside), devices)
+
+    def _branches(self, i: Instruction, path: "_Path", devices: int) -> Iterator[Collective]:
+        listed = re.search(r"branch_computations=\{([^}]*)\}", i.rest)
+        names = re.findall(r"%?([\w.\-]+)", listed[1]) if listed else []
+        names += [n for n in map(i.attribute, ("false_computation", "true_computation")) if n]
+        condition = self._condition(i, names, path)
+        for branch, name in enumerate(names):
+            yield from self._walk(name, path.under(condition, branch), devices)
+
+    def _is_condition(self, loop: Instruction) -> bool:
+        """Whether it turns once or not at all: as long as something is true, and not up to a number."""
+        condition = self.computations.get(loop.attribute("condition") or "", [])
+        counts = any(i.opcode in ("compare", "fusion") for i in condition)
+        return bool(condition) and not counts and "known_trip_count" not in loop.rest
+
+    def _condition(self, i: Instruction, branches: list[str], path: "_Path") -> str | None:
+        """What a conditional is called: by itself, or, where a compiler has forgotten that, in its branches."""
+        within = [each for name in branches for each in self.computations[name]]
+        for scope in (each.scope for each in (i, *within)):
+            fresh = [name for name in re.findall(r"\bwhen_(\w+)/(?:cond|while)", scope) if name not in path.conditions]
+            if fresh:
+                return fresh[-1] if scope == i.scope else fresh[0]
+        return None
 
     def _calls(self, i: Instruction) -> Iterator[tuple[str, float, str | None]]:
         """(computation, how often, what it stands for) of those that `i` runs."""
@@ -103,16 +172,10 @@ class Program:
             ring = re.search(r"windowed_dot_general_body_(rs|ag)", body)
             inside = {"rs": "reduce-scatter", "ag": "all-gather"}[ring[1]] if ring else None
             yield body, self._turns(i, condition), inside
-        elif i.opcode in ("fusion", "call", "async-start"):
-            if called := i.attribute("calls") or i.attribute("to_apply"):
-                scatter = "reduce-scatter" if called.startswith("all-reduce-scatter") else None
-                yield called, 1, scatter
-        elif i.opcode == "conditional":
-            branches = re.search(r"branch_computations=\{([^}]*)\}", i.rest)
-            names = re.findall(r"%?([\w.\-]+)", branches[1]) if branches else []
-            names += [n for n in map(i.attribute, ("true_computation", "false_computation")) if n]
-            for name in names:
-                yield name, 1, None
+        elif i.opcode in ("fusion", "call", "async-start") and (
+            called := i.attribute("calls") or i.attribute("to_apply")
+        ):
+            yield called, 1, "reduce-scatter" if called.startswith("all-reduce-scatter") else None
 
     def _turns(self, loop: Instruction, condition: str) -> int:
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
@@ -141,9 +204,7 @@ def _arrays(shape: str) -> list[tuple[str, int]]:
     return [(dtype, size(dtype, dims)) for dtype, dims in found if dtype in BITS or dtype.startswith("f8")]
 
 
-def _collective(
-    i: Instruction, kind: str, shapes: dict[str, str], times: float, devices: int, fused: str | None
-) -> Collective:
+def _collective(i: Instruction, kind: str, shapes: dict[str, str], path: _Path, devices: int) -> Collective:
     operands = [array for name in i.operands for array in _arrays(shapes[name])]
     sent = sum(size for _, size in operands)
     groups = _pairs(i.rest) if kind == "collective-permute" else _groups(i.rest, devices)
@@ -151,13 +212,16 @@ def _collective(
     full = sent * n if kind == "all-gather" else sent
     result = {"all-gather": sent * n, "reduce-scatter": sent // n}.get(kind, sent)
     lowered_as = None
+    fused = path.fused
     if fused == "reduce-scatter" and kind == "all-reduce":
         kind, result, lowered_as = fused, sent // n, "all-reduce-scatter fusion"
     elif fused and kind == "collective-permute":
         lowered_as = f"ring of permutes, a {fused}"
-    scope = re.search(r'op_name="([^"]*)"', i.rest)
     dtype = max(operands, key=lambda array: array[1])[0]
-    return Collective(kind, dtype, len(operands), full, result, times, groups, scope[1] if scope else "", lowered_as)
+    counts, conditional = tuple(map(float, path.times)), bool(path.conditions)
+    return Collective(
+        kind, dtype, len(operands), full, result, counts, groups, i.scope, conditional, lowered_as=lowered_as
+    )
 
 
 def _pairs(text: str) -> Groups:

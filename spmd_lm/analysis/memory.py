@@ -4,6 +4,7 @@ State is exact: it is what the compiled step takes as arguments.  The rest is of
 with activations by formula (arXiv:2205.05198, table 2, in the dtypes and with the kernels of this program); the
 compiler's peak is within a tenth of the sum on a TPU."""
 
+import dataclasses
 import math
 
 import jax
@@ -11,6 +12,8 @@ from jax.sharding import NamedSharding
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.ops import cross_entropy
+from spmd_lm.parallel.pipeline.schedule import schedule
+from spmd_lm.parallel.pipeline.steps import steps
 from spmd_lm.parallel.plan import Plan, Tree, padded_vocab
 
 
@@ -28,70 +31,137 @@ def block_bytes(config: RunConfig, plan: Plan, kernel: str) -> float:
     """Bytes per token and layer that the backward pass finds saved on a device."""
     m, t, size = config.model, plan.layout.model, bytes_of(config.precision.compute)
     stream = 1 / t if plan.sequence else 1  # each device's share of what lies between the branches
-    if config.remat.policy in ("full", "residual"):  # the block's input, and the stream between its branches
-        return m.width * stream * size * (1 if config.remat.policy == "full" else 2)
+    if config.remat_policy in ("full", "residual"):  # the block's input, and the stream between its branches
+        return m.width * stream * size * (1 if config.remat_policy == "full" else 2)
     whole = 4 * m.width * stream * size  # the stream twice, and both norms' results
     # q, k, v, and what attention gives; the MLP's hidden layer on both sides of GELU
     split = (4 * m.width + 2 * m.mlp_width) / t * size
     masks = 2 * m.width * stream if m.dropout else 0  # a byte each, at the branches' ends
     causal = 0.75  # two blocks of queries: the first sees half of the keys
     scores = 2 * size + (size + 1 if m.attention_dropout else 0)  # before and after softmax; dropped ones, and a mask
-    if kernel != "xla" or config.remat.policy == "selective":
+    if kernel != "xla" or config.remat_policy == "selective":
         scores = 0
     return whole + split + masks + scores * causal * m.heads * m.context / t
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bytes:
+    """Of the parts of a step on one device, in the compute dtype where nothing else is said.
+
+    layer: one layer's weights, whole.  ends: what has no layers, whole; table: the embedding's of it.  held: the
+    weights that are there in every phase.  added: sums of gradients, in the parameters' dtype.  shards: all gradients
+    as they are kept, in the dtype in which they are reduced.  wide: how much larger float32, or wider, is.  stream: a
+    microbatch's residual stream.  saved: what backward finds saved of the layers that run in one loop.  logits: of one
+    chunk, in float32 or wider.  work: the MLP's hidden layer and its gradient; the stream, where it is made whole."""
+
+    layer: int
+    ends: int
+    table: int
+    held: int
+    added: int
+    shards: int
+    wide: int
+    stream: int
+    saved: int
+    logits: int
+    work: int
+
+    @classmethod
+    def of(cls, config: RunConfig, plan: Plan, kernel: str) -> "_Bytes":
+        c, p, t = config, config.precision, plan.layout.model
+        layers = c.model.layers // plan.layout.pipe
+        early = scatters_early(config)
+        width_of, widest = bytes_of(p.compute), max(bytes_of("float32"), bytes_of(p.compute))
+
+        of = lambda specs, dtype: {  # noqa: E731
+            name: per_device(plan, plan.placed_shapes[name], specs[name], dtype) for name in plan.placed_shapes
+        }
+        whole, shards = of(plan.whole_specs, p.compute), of(plan.specs, p.compute)
+        low = p.compute != p.params
+        copied = low or plan.zero > 0  # else the parameters themselves serve
+        held = shards["blocks"] * low if early and plan.zero == 3 else whole["blocks"] * copied
+        added = sum(of(plan.specs, p.params).values()) if early else sum(whole.values()) * widest // width_of
+        tokens = c.train.batch // c.parallel.microbatches // plan.layout.batch_shards * c.model.context
+        vocab = padded_vocab(c.model.vocab, t) // t
+        work = tokens * (2 * c.model.mlp_width / t + (3 * c.model.width if plan.sequence else 0)) * width_of
+        return cls(
+            layer=whole["blocks"] // layers,
+            ends=(whole["embedding"] + whole["head"]) * copied,
+            table=whole["embedding"],
+            held=held,
+            added=added,
+            shards=sum(of(plan.specs, p.reduce).values()) if early else sum(whole.values()),
+            wide=widest // width_of,
+            stream=tokens * c.model.width * width_of // (t if plan.sequence else 1),
+            saved=int(tokens * c.layers_together * block_bytes(c, plan, kernel)),
+            logits=min(tokens * vocab * widest, cross_entropy.CHUNK_BYTES),
+            work=int(work),
+        )
+
+
+def scatters_early(config: RunConfig) -> bool:
+    """Whether gradients are scattered as they are made."""
+    return config.parallel.zero > 1 and not config.parallel.reduce_once
+
+
+def _row(weights: int, gradients: int, activations: int, work: int) -> dict[str, int]:
+    return {"weights": weights, "gradients": gradients, "activations": activations, "working set": work}
 
 
 def _phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, int]]:
     """Bytes per device beside the state, where a step may hold most: in the head, in backward through the blocks, and
     in the embedding's gradient."""
-    c, p, t = config, config.precision, plan.layout.model
-    layers, accumulating = c.model.layers // plan.layout.pipe, c.parallel.microbatches > 1
-    early = plan.zero > 1 and not c.parallel.reduce_once
-    one_by_one = plan.zero == 3 and early
-    width_of, wide = bytes_of(p.compute), max(bytes_of("float32"), bytes_of(p.compute))
-
-    of = lambda specs, dtype: {  # noqa: E731
-        name: per_device(plan, plan.placed_shapes[name], specs[name], dtype) for name in plan.placed_shapes
-    }
-    whole, shards = of(plan.whole_specs, p.compute), of(plan.specs, p.compute)
-    low = p.compute != p.params
-    copied = low or plan.zero > 0  # else the parameters themselves serve
-    layer, ends = whole["blocks"] // layers, (whole["embedding"] + whole["head"]) * copied
-    held = shards["blocks"] * low if one_by_one else whole["blocks"] * copied
-    added = 0
-    if accumulating:
-        added = sum(of(plan.specs, p.params).values()) if early else sum(whole.values()) * wide // width_of
-    made = sum(of(plan.specs, p.reduce).values()) if early else sum(whole.values())
-
-    tokens = c.train.batch // c.parallel.microbatches // plan.layout.batch_shards * c.model.context
-    saved = int(tokens * layers * block_bytes(c, plan, kernel))
-    # the MLP's hidden layer and its gradient; the stream, where it has to be made whole
-    work = int(tokens * (2 * c.model.mlp_width / t + (3 * c.model.width if plan.sequence else 0)) * width_of)
-    vocab = padded_vocab(c.model.vocab, t) // t
-    chunk = min(tokens * vocab * wide, cross_entropy.CHUNK_BYTES)  # of logits, and of their gradient
-
-    rows = lambda *sizes: dict(zip(("weights", "gradients", "activations", "working set"), sizes, strict=True))  # noqa: E731
+    b, accumulating, early = _Bytes.of(config, plan, kernel), config.parallel.microbatches > 1, scatters_early(config)
+    one_by_one, added = early and plan.zero == 3, b.added * accumulating
     return {
-        "the head": rows(held + ends, whole["embedding"] + added, saved, 2 * chunk),
-        "backward through the blocks": rows(
-            held + (layer if one_by_one else ends), made + added + layer * early, saved, work
+        "the head": _row(b.held + b.ends, b.table + added, b.saved, 2 * b.logits),
+        "backward through the blocks": _row(
+            b.held + (b.layer if one_by_one else b.ends), b.shards + added + b.layer * early, b.saved, b.work
         ),
-        "the embedding's gradient": rows(  # a copy of it in float32 or wider, and what that is rounded to
-            held + ends * accumulating, made + added, 0, whole["embedding"] * (1 + wide // width_of)
+        "the embedding's gradient": _row(  # a copy of it in float32 or wider, and what that is rounded to
+            b.held + b.ends * accumulating, b.shards + added, 0, b.table * (1 + b.wide)
         ),
     }
+
+
+def _pipeline_phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, int]]:
+    """The same with several stages, whose ticks hold all slots for what waits to go on."""
+    p, b, early = config.parallel, _Bytes.of(config, plan, kernel), scatters_early(config)
+    table = steps(schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
+    breadth_first = p.schedule == "breadth_first"
+    chunk = b.layer * config.layers_together if breadth_first and early else 0
+    slots = (table.inputs + table.cotangents + 2 + breadth_first * p.microbatches) * b.stream
+    held, layerwise = b.held + b.ends, b.layer if early and plan.zero == 3 and not chunk else 0
+    # Of a chunk all microbatches are added up before anything is scattered: shards are not added to.
+    made = b.shards + chunk * b.wide if chunk else b.added + b.layer
+    if breadth_first:  # both ends are done apart from the layers
+        edges = p.microbatches * b.stream
+        head = _row(held + chunk, b.table * b.wide, slots, 2 * b.logits)
+        embedding = _row(b.ends, b.added, edges, b.table * (1 + b.wide))
+    else:
+        head = _row(held, b.added + b.table, slots + b.saved, 2 * b.logits)
+        embedding = _row(held, b.added, slots, b.table * (1 + b.wide))
+    return {
+        "the head": head,
+        "backward through the blocks": _row(held + chunk + layerwise, made, slots + b.saved, b.work),
+        "the embedding's gradient": embedding,
+    }
+
+
+def phases_of(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, int]]:
+    return (_pipeline_phases if plan.layout.pipe > 1 else _phases)(config, plan, kernel)
 
 
 def fullest(config: RunConfig, plan: Plan, kernel: str) -> str:
     """The phase of a step in which it holds most."""
-    phases = _phases(config, plan, kernel)
+    phases = phases_of(config, plan, kernel)
     return max(phases, key=lambda phase: sum(phases[phase].values()))
 
 
 def table(config: RunConfig, plan: Plan, kernel: str) -> dict[str, int]:
     """Bytes per device of each thing that a step holds in its fullest phase; STATE of them from step to step."""
     state = per_device(plan, plan.placed_shapes, plan.specs, config.precision.params)
-    most = _phases(config, plan, kernel)[fullest(config, plan, kernel)]
+    most = phases_of(config, plan, kernel)[fullest(config, plan, kernel)]
     return {"parameters": state, "adam moments": 2 * state} | most
 
 

@@ -2,8 +2,12 @@
 
 Bytes are those that each device sends in one step on a ring of n: an all-reduce of S bytes 2S(n-1)/n, an all-gather or
 reduce-scatter to or from S bytes S(n-1)/n.  Sources: tensor parallelism arXiv:1909.08053, section 3; sequence
-parallelism arXiv:2205.05198, section 4.2; ZeRO arXiv:1910.02054, section 7.  In the formulas L layers, m microbatches,
-A = sequences x context x width bytes of activations on a device in one microbatch, P the parameters' elements."""
+parallelism arXiv:2205.05198, section 4.2; ZeRO arXiv:1910.02054, section 7; pipelines arXiv:2104.04473, section 4.1,
+and arXiv:2211.05953.  In the formulas L layers, m microbatches, A = sequences x context x width bytes of activations on
+a device in one microbatch, P the parameters' elements; with a pipeline L and P are those of a stage.
+
+Stages of a pipeline differ in what they send: rows are the mean over them.  A permute of S bytes counts S for every
+device, also where the first stage or the last has nobody to send to."""
 
 import dataclasses
 import math
@@ -11,17 +15,19 @@ from collections.abc import Iterator
 
 import jax
 
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, Names, is_names
+from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, Names, is_names
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.parallel.pipeline.schedule import schedule
+from spmd_lm.parallel.pipeline.steps import steps
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import SHARD
 
-AR, AG, RS = "all-reduce", "all-gather", "reduce-scatter"
+AR, AG, RS, PERMUTE = "all-reduce", "all-gather", "reduce-scatter", "collective-permute"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Collectives of one kind that theory asks for.  axes: of the mesh.  count: arrays, of all runs in a step.  bytes:
+    """Collectives of one kind that theory asks for.  axes: of the mesh.  count: runs in a step, array by array.  bytes:
     on the wire, per device and step.  repeated: bytes of them that backward sends again; a CPU's compiler may merge
     them with the first, where no loop keeps the two apart."""
 
@@ -29,7 +35,7 @@ class Row:
     axes: tuple[str, ...]
     part: str
     dtype: str
-    count: int
+    count: float
     bytes: float
     formula: str
     repeated: float = 0.0
@@ -46,51 +52,132 @@ def size(dtype: str) -> int:
 
 def rows(config: RunConfig, plan: Plan) -> list[Row]:
     """Of one train step under `plan`; what one device alone would need not to send is not in it."""
-    kinds = (_model, _weights, _sums, _scalars)
-    return [row for rows_of in kinds for row in rows_of(config, plan)]
+    work = Work.of(config, plan)
+    kinds = (_messages, _model, _weights, _sums, _scalars)
+    return [row for rows_of in kinds for row in rows_of(config, plan, work)]
 
 
-def _model(config: RunConfig, plan: Plan) -> Iterator[Row]:
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a device does in a step, the mean over the stages of a pipeline.
+
+    layers: of a stage.  together: of them, those that run in one loop.  ahead: passes of a layer forward that keep
+    nothing but what enters the chunk.  passes: of a layer forward and at once backward.  embedding, unembedding, head:
+    of microbatches, the second the embedding's gradient.  arrivals, ticks: of activations and gradients.  fetches,
+    completes: of a chunk's layers, where they serve all microbatches (breadth_first)."""
+
+    layers: int
+    together: int
+    ahead: float
+    passes: float
+    embedding: float
+    unembedding: float
+    head: float
+    arrivals: float = 0
+    ticks: int = 0
+    breadth_first: bool = False
+    fetches: float = 0
+    completes: float = 0
+
+    @classmethod
+    def of(cls, config: RunConfig, plan: Plan) -> "Work":
+        p, m = config.parallel, config.parallel.microbatches
+        stages = plan.layout.pipe
+        layers, together = config.model.layers // stages, config.layers_together
+        if stages == 1:
+            return cls(layers, together, 0, m * layers, m, m, m)
+        table = steps(schedule(p.schedule, stages, m, config.chunks))
+        mean = {name: float(times.mean()) for name, times in table.runs(p.mask).items()}
+        breadth_first = p.schedule == "breadth_first"
+        idle = 0 if breadth_first or p.mask else mean["forward_leaves"]
+        return cls(
+            layers,
+            together,
+            ahead=(mean["forward_on"] - idle) * together,
+            passes=mean["backward_on"] * together,
+            embedding=mean["forward_enters"],
+            unembedding=m * mean["after_enters"] if breadth_first else mean["backward_enters"],
+            head=m * mean["between_leaves"] if breadth_first else mean["backward_leaves"],
+            arrivals=mean["forward_arrives"] + mean["backward_arrives"],
+            ticks=sum(table.ticks.values()),
+            breadth_first=breadth_first,
+            fetches=mean["forward_fetches"] + mean["backward_fetches"],
+            completes=mean["backward_completes"],
+        )
+
+
+def activation_bytes(config: RunConfig, plan: Plan) -> int:
+    """A: of one microbatch, on a device, whole."""
+    tokens = config.train.batch // config.parallel.microbatches // plan.layout.batch_shards * config.model.context
+    return tokens * config.model.width * size(config.precision.compute)
+
+
+def _messages(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
+    """What stages tell each other: one device's part of an activation, in every tick and each direction."""
+    n, compute, a = plan.layout.model, config.precision.compute, activation_bytes(config, plan)
+    if not work.ticks:
+        return
+    parts = n if plan.sequence or config.model.context % n == 0 else 1
+    formula = "A, a tick and direction" if parts == 1 else f"A/{parts}, a tick and direction"
+    yield Row(PERMUTE, (PIPE,), "messages", compute, work.ticks, work.ticks * a / parts, formula)
+    if parts > 1 and not plan.sequence:
+        sent = work.arrivals * wire(AG, a, n)
+        yield Row(AG, (MODEL,), "messages", compute, work.arrivals, sent, "A, where one arrives")
+
+
+UNUSED_GATHERS = {"full": 2, "residual": 1}
+"""Of the last layer of a chunk, where nothing needs its result, by remat's policy."""
+
+
+def _model(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     """What tensor and sequence parallelism send over `model`."""
-    n, c, m, compute = plan.layout.model, config.model, config.parallel.microbatches, config.precision.compute
+    n, c, compute, a = plan.layout.model, config.model, config.precision.compute, activation_bytes(config, plan)
     if n == 1:
         return
-    layers, tokens = c.layers, config.train.batch // m // plan.layout.batch_shards * c.context
-    a = tokens * c.width * size(compute)
 
-    def row(kind, part, count, formula, full=a, dtype=compute, repeated=0) -> Row:
-        one = m * wire(kind, full, n)
-        return Row(kind, (MODEL,), part, dtype, m * count, count * one, formula, repeated * one)
+    def row(kind, part, count, formula, full=a, dtype=compute, repeated=0.0) -> Row:
+        return Row(
+            kind, (MODEL,), part, dtype, count, count * wire(kind, full, n), formula, repeated * wire(kind, full, n)
+        )
 
-    again = config.remat.policy == "full"  # what ends the attention branch is made again; what ends the MLP is not
-    per_layer = "5Lm" if again else "4Lm"
+    # What ends the attention branch is made again; what ends the MLP is not.
+    again = config.remat_policy == "full"
+    sums, gathers = (4 + again) * work.passes + 2 * work.ahead, 6 * work.passes + 2 * work.ahead
+    if work.breadth_first and not (
+        c.scan and work.together > 1
+    ):  # what ends a chunk serves the head alone, long before
+        unused = work.passes / work.together
+        sums, gathers = sums - (1 + again) * unused, gathers - UNUSED_GATHERS.get(config.remat_policy, 0) * unused
+    ahead = ", and 2 ahead of it" if work.ahead else ""
+    each = f"{4 + again}Lm: A, 2 forward, 2 backward a layer{ahead}"
+    repeated = again * work.passes
     if not plan.sequence:
-        yield row(AR, "embedding", 1, "m: A forward")
-        formula = f"{per_layer}: A, 2 forward, 2 backward a layer"
-        yield row(AR, "blocks", (4 + again) * layers, formula, repeated=again * layers)
-        yield row(AR, "head", 1, "m: A backward")
+        yield row(AR, "embedding", work.embedding, "m: A forward")
+        yield row(AR, "blocks", sums, each, repeated=repeated)
+        yield row(AR, "head", work.head, "m: A backward")
     else:
-        yield row(RS, "embedding", 1, "m: A forward")
-        yield row(AG, "embedding", 1, "m: A backward")
-        formula = f"{per_layer}: A, 2 forward, 2 backward a layer"
-        yield row(RS, "blocks", (4 + again) * layers, formula, repeated=again * layers)
-        formula = "6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole"
-        yield row(AG, "blocks", 6 * layers, formula, repeated=2 * layers)
-        yield row(AG, "head", 1, "m: A forward")
-        yield row(RS, "head", 1, "m: A backward")
+        yield row(RS, "embedding", work.embedding, "m: A forward")
+        yield row(AG, "embedding", work.unembedding, "m: A backward")
+        yield row(RS, "blocks", sums, each, repeated=repeated)
+        formula = f"6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole{ahead}"
+        yield row(AG, "blocks", gathers, formula, repeated=2 * work.passes)
+        yield row(AG, "head", work.head, "m: A forward")
+        yield row(RS, "head", work.head, "m: A backward")
     wide = jax.numpy.promote_types(compute, "float32").name
-    yield row(AR, "head", 3, "3m: maximum, normaliser and target's logit of each token", tokens * size(wide), wide)
+    tokens = a // c.width // size(compute)
+    formula = "3m: maximum, normaliser and target's logit of each token"
+    yield row(AR, "head", 3 * work.head, formula, tokens * size(wide), wide)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """A parameter.  elements: of it, whole over `data`, on one device of `model`.  uses: in how many places of a step,
-    which is how many gradients it gets."""
+    """A parameter.  elements: of it, whole over `data`, on one device of `model` and `pipe`.  uses: the places where a
+    step uses it, each of which gives it a gradient."""
 
     names: Names
     layered: bool
     elements: int
-    uses: int
+    uses: tuple[str, ...]
 
     @property
     def matrix(self) -> bool:
@@ -99,54 +186,66 @@ class _Leaf:
 
 def _leaves(config: RunConfig, plan: Plan) -> list[_Leaf]:
     kept = jax.tree_util.tree_leaves_with_path(plan.kept, is_leaf=is_names)
-    split = lambda names: any(MODEL in plan.parameters.axes(name) for name in names)  # noqa: E731
-    tied = ("embedding", "tokens") if config.model.tie_embeddings else None  # the embedding's and the head's
     leaves = []
     for (path, names), leaf in zip(kept, jax.tree.leaves(plan.placed_shapes), strict=True):
-        path = tuple(key.key for key in path)
-        elements = math.prod(leaf.shape) // (plan.layout.model if split(names) else 1)
-        leaves.append(_Leaf(names, path[0] == "blocks", elements, uses=2 if path == tied else 1))
+        place, *name = (key.key for key in path)
+        on = {axis for name in names for axis in plan.parameters.axes(name)} & {MODEL, PIPE}
+        elements = math.prod(leaf.shape) // math.prod(plan.sizes[axis] for axis in on)
+        tied = config.model.tie_embeddings and (place, *name) == ("embedding", "tokens")
+        uses = ("embedding", "head") if tied else (place,)
+        leaves.append(_Leaf(names, place == "blocks", elements, uses))
     return leaves
 
 
-def _weights(config: RunConfig, plan: Plan) -> Iterator[Row]:
+def _weights(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     """What ZeRO gathers and scatters, ring by ring; each ring leaves the next a shard to pass on."""
     if not plan.zero:
         return
-    p, m, layers = config.precision, config.parallel.microbatches, config.model.layers
-    once = config.parallel.reduce_once
-    matrices = [leaf for leaf in _leaves(config, plan) if leaf.matrix]
+    p, once = config.precision, config.parallel.reduce_once
     early, layerwise = plan.zero > 1 and not once, plan.zero == 3 and not once
-    turns = lambda leaf: m * leaf.uses if early else 1  # noqa: E731
+    gathers, again, told = _gathers(work) if layerwise else (work.layers, 0, "P, once")
+    scatters = (work.completes * work.together if work.breadth_first else work.passes) if early else work.layers
+    ends = {"embedding": work.unembedding, "head": work.head}
+    if work.breadth_first:  # for all microbatches at once
+        ends = {name: times / config.parallel.microbatches for name, times in ends.items()}
+    # A stack is one array where it goes as a whole, and as many as there are runs where it goes layer by layer.
+    of_stack = {AG: (gathers, gathers if layerwise else 1), RS: (scatters, scatters)}
+    matrices = [leaf for leaf in _leaves(config, plan) if leaf.matrix]
+
+    def row(ring: str, kind: str, part: str, dtype: str, formula: str, share: float) -> Row:
+        count = sent = repeated = 0.0
+        for leaf in matrices:
+            one = wire(kind, leaf.elements * share * size(dtype), plan.sizes[ring])
+            if leaf.layered:
+                layers, pieces = of_stack[kind]
+                times, twice = layers / work.layers, again / work.layers if kind == AG else 0
+            else:
+                times = pieces = sum(ends[use] for use in leaf.uses) if early and kind == RS else 1
+                twice = 0
+            count, sent, repeated = count + pieces, sent + times * one, repeated + twice * one
+        return Row(kind, (ring,), part, dtype, count, sent, formula, repeated)
+
+    each = "chunk by chunk" if work.breadth_first else "layer by layer"
+    twice = "; a tied table twice" if config.model.tie_embeddings else ""
+    back = f"P{'' if work.breadth_first else 'm'}, {each}{twice}" if early else "P, once"
     share = 1.0
     for ring in plan.live(DATA):
-        n = plan.sizes[ring]
-        sent = lambda kind, leaf, dtype, n=n, share=share: wire(kind, leaf.elements * share * size(dtype), n)  # noqa: E731
-        passes = lambda leaf: 2 * m if layerwise and leaf.layered else 1  # noqa: E731
-        pieces = lambda leaf, apart: layers if apart and leaf.layered else 1  # noqa: E731
-        yield Row(
-            AG,
-            (ring,),
-            "weights",
-            p.compute,
-            sum(passes(leaf) * pieces(leaf, layerwise) for leaf in matrices),
-            sum(passes(leaf) * sent(AG, leaf, p.compute) for leaf in matrices),
-            "2Pm of the layers, one by one" if layerwise else "P, once",
-            repeated=sum((passes(leaf) - 1) * sent(AG, leaf, p.compute) for leaf in matrices),
-        )
-        yield Row(
-            RS,
-            (ring,),
-            "gradients",
-            p.reduce,
-            sum(turns(leaf) * pieces(leaf, early) for leaf in matrices),
-            sum(turns(leaf) * sent(RS, leaf, p.reduce) for leaf in matrices),
-            "Pm, layer by layer; a tied table twice" if early else "P, once",
-        )
-        share /= n
+        yield row(ring, AG, "weights", p.compute, told, share)
+        yield row(ring, RS, "gradients", p.reduce, back, share)
+        share /= plan.sizes[ring]
 
 
-def _sums(config: RunConfig, plan: Plan) -> Iterator[Row]:
+def _gathers(work: Work) -> tuple[float, float, str]:
+    """Of layers one by one under ZeRO-3: how many, how many of them again in backward, and a formula."""
+    if work.breadth_first:
+        return work.fetches * work.together, 0, "2P - P/chunks: a chunk once forward, once backward"
+    if work.ticks and work.together == 1:
+        return work.ahead + work.passes, 0, "2Pm of the layers, ahead and for backward"
+    ahead = "3Pm" if work.ahead else "2Pm"
+    return work.ahead + 2 * work.passes, work.passes, f"{ahead} of the layers, one by one"
+
+
+def _sums(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     """Gradients that are all-reduced, once a step: all of them without ZeRO; else vectors, and shards over replicas;
     and what a split sequence has touched in parts."""
     reduce = config.precision.reduce
@@ -159,13 +258,15 @@ def _sums(config: RunConfig, plan: Plan) -> Iterator[Row]:
         yield Row(AR, axes, "gradients", reduce, len(here), sent, formula)
 
 
-def _scalars(config: RunConfig, plan: Plan) -> Iterator[Row]:
+def _scalars(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     """The loss, the weight it is a mean over, and the gradients' norm: a few bytes, sent once."""
     wide = jax.numpy.promote_types(config.precision.compute, "float32").name
     master = jax.numpy.promote_types(config.precision.params, "float32").name
     if batch := plan.live(*BATCH_AXES):
         n = plan.layout.batch_shards
         yield Row(AR, batch, "scalars", wide, 2, 2 * wire(AR, size(wide), n), "loss and weight")
+    if stages := plan.live(PIPE):
+        yield Row(AR, stages, "scalars", wide, 1, wire(AR, size(wide), plan.layout.pipe), "loss")
     kept = jax.tree.leaves(plan.kept, is_leaf=is_names)
     splits = {plan.live(*(axis for name in names for axis in plan.parameters.axes(name))) for names in kept}
     for axes in sorted(splits - {()}):

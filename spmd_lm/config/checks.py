@@ -38,7 +38,8 @@ def heads_divide_width(model: Model) -> Messages:
 
 def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Messages:
     degree = parallel.model
-    fits = [n for n in divisors(math.gcd(model.heads, model.mlp_width)) if _fills(parallel, n, run.simulate_devices)]
+    both = divisors(math.gcd(model.heads, model.mlp_width))
+    fits = [n for n in both if _fills(parallel, n, run.simulate_devices)] or [1]
     degrees = _nearest("parallel.model", degree, fits)
     if model.heads % degree:
         # Of two numbers of heads as near, the larger: more heads cost nothing.
@@ -59,7 +60,7 @@ def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Messa
 def sequence_divides(model: Model, parallel: Parallel, run: Run) -> Messages:
     degree = parallel.model
     if parallel.sequence and model.context % degree:
-        fits = [n for n in divisors(model.context) if _fills(parallel, n, run.simulate_devices)]
+        fits = [n for n in divisors(model.context) if _fills(parallel, n, run.simulate_devices)] or [1]
         yield (
             f"model.context={model.context} is not divisible by parallel.model={degree}, over which "
             f"parallel.sequence=true splits it. Use {_nearest('parallel.model', degree, fits)}, "
@@ -74,6 +75,57 @@ def microbatches_divide_batch(train: Train, parallel: Parallel) -> Messages:
             f"Use {_nearest('parallel.microbatches', parallel.microbatches, divisors(train.batch))}, "
             f"or {_nearest('train.batch', train.batch, multiples(train.batch, parallel.microbatches))}."
         )
+
+
+def stages_have_layers(model: Model, parallel: Parallel, run: Run) -> Messages:
+    stages, chunks = parallel.pipe, parallel.chunks
+    parts = stages * chunks
+    if stages == 1 or model.layers % parts == 0:
+        return
+    by = f"parallel.pipe={stages}" + (f" x parallel.chunks={chunks}" if chunks > 1 else "")
+    ways = []
+    if chunks > 1 and model.layers % stages == 0:
+        ways.append(_nearest("parallel.chunks", chunks, divisors(model.layers // stages)))
+    others = parallel.replica * parallel.model * max(parallel.data, 1)
+    fits = [n for n in divisors(model.layers) if n == 1 or (chunks == 1 and run.simulate_devices % (n * others) == 0)]
+    ways.append(_nearest("parallel.pipe", stages, fits))
+    ways.append(_nearest("model.layers", model.layers, multiples(model.layers, parts)))
+    yield f"model.layers={model.layers} is not divisible by {by}. Use {', or '.join(ways)}."
+
+
+def chunks_have_a_schedule(parallel: Parallel) -> Messages:
+    instead = {"gpipe": "breadth_first", "1f1b": "interleaved"}.get(parallel.schedule)
+    if parallel.pipe > 1 and parallel.chunks > 1 and instead:
+        yield (
+            f"parallel.schedule={parallel.schedule} with parallel.chunks={parallel.chunks}: it has one chunk a stage; "
+            f"parallel.schedule={instead} has several. Use parallel.chunks=1, or {_chunked(instead, parallel)}."
+        )
+
+
+def _chunked(schedule: str, parallel: Parallel) -> str:
+    """Settings for several chunks a stage."""
+    m, p = parallel.microbatches, parallel.pipe
+    fits = m % p == 0 if schedule == "interleaved" else m >= p
+    more = "" if fits else f" parallel.microbatches={-(-m // p) * p if schedule == 'interleaved' else p}"
+    return f"parallel.schedule={schedule}{more}"
+
+
+def microbatches_fill_stages(parallel: Parallel, train: Train) -> Messages:
+    """What several chunks a stage need of their schedule."""
+    m, p = parallel.microbatches, parallel.pipe
+    if parallel.chunks == 1 or p == 1:
+        return
+    if parallel.schedule == "interleaved" and m % p:
+        why, fits = "microbatches go round in groups of as many as there are stages", range(p, train.batch + 1, p)
+    elif parallel.schedule == "breadth_first" and m < p:
+        why, fits = "a chunk would come round before there is anything for it", range(p, train.batch + 1)
+    else:
+        return
+    ways = [_nearest("parallel.microbatches", m, [n for n in fits if train.batch % n == 0]), "parallel.chunks=1"]
+    yield (
+        f"parallel.schedule={parallel.schedule} with parallel.microbatches={m} and parallel.pipe={p}: {why}. "
+        f"Use {', or '.join(filter(None, ways))}."
+    )
 
 
 def layout_fills_devices(run: Run, parallel: Parallel, train: Train) -> Messages:
@@ -155,11 +207,9 @@ def _cudnn_takes(head_width: int) -> bool:
     return head_width % 8 == 0 and head_width <= 128  # from Hopper on 256, but a configuration knows no device
 
 
-def not_in_this_version(parallel: Parallel, precision: Precision) -> Messages:
+def not_in_this_version(precision: Precision) -> Messages:
     """Refused, since a key that is read and then ignored would be a lie."""
     refused: list[tuple[str, object, bool, object]] = [
-        ("parallel.pipe", parallel.pipe, parallel.pipe > 1, 1),
-        ("parallel.chunks", parallel.chunks, parallel.chunks > 1, 1),
         ("precision.loss_scale", precision.loss_scale, precision.loss_scale == "dynamic", "none"),
     ]
     for key in ("compute", "reduce"):  # its range needs a loss scale
@@ -179,6 +229,9 @@ CHECKS: tuple[Callable[..., Messages], ...] = (
     tensor_parallel_divides,
     sequence_divides,
     microbatches_divide_batch,
+    stages_have_layers,
+    chunks_have_a_schedule,
+    microbatches_fill_stages,
     data_is_a_degree,
     layout_fills_devices,
     vocabulary_holds_tokens,
@@ -269,5 +322,6 @@ def multiples(n: int, step: int) -> list[int]:
 
 
 def _nearest(key: str, value: int, choices: Iterable[int]) -> str:
-    """The two choices nearest to `value`, as in 'parallel.model=4 or 6'."""
-    return f"{key}=" + " or ".join(map(str, sorted(sorted(choices, key=lambda n: (abs(n - value), n))[:2])))
+    """The two choices nearest to `value`, as in 'parallel.model=4 or 6'; nothing if there are none."""
+    nearest = sorted(sorted(choices, key=lambda n: (abs(n - value), n))[:2])
+    return f"{key}={' or '.join(map(str, nearest))}" if nearest else ""

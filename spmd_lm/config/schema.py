@@ -123,6 +123,7 @@ class Parallel(Section):
     chunks: Count = 1
     microbatches: Count = 1
     reduce_once: bool = False
+    mask: bool = False  # idle stages of a pipeline work too, and it is thrown away: no device takes another branch
 
 
 class Precision(Section):
@@ -178,3 +179,25 @@ class RunConfig(Section):
     remat: Remat = Remat()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
+
+    @property
+    def chunks(self) -> int:
+        """Of layers on a stage; `parallel.chunks` says nothing where there is one stage."""
+        return self.parallel.chunks if self.parallel.pipe > 1 else 1
+
+    @property
+    def layers_together(self) -> int:
+        """Layers that run in one loop: a stage's, or a chunk of them."""
+        return self.model.layers // (self.parallel.pipe * self.chunks)
+
+    @property
+    def looped(self) -> bool:
+        """Whether layers run in a loop; a single one does not."""
+        return self.model.scan and self.layers_together > 1
+
+    @property
+    def remat_policy(self) -> str:
+        """`remat.policy`, where it changes anything: a pipeline keeps the input of a chunk alone and runs it again, and
+        where that is one layer, full remat would run it a third time."""
+        alone = self.parallel.pipe > 1 and self.layers_together == 1
+        return "none" if alone and self.remat.policy == "full" else self.remat.policy

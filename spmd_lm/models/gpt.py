@@ -61,13 +61,14 @@ class GPT:
     """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, see ops.attention.choose.
     remat: what the backward pass computes again, 'none', 'selective' (the attention core), 'full' (each block) or
     'residual' (each block's two branches: no collective of theirs that sums is repeated).  sums: dtype of long sums of
-    gradients."""
+    gradients.  looped: whether several layers run in one loop."""
 
     c: Model
     dtype: str
     kernel: str
     remat: str = "none"
     sums: str = "float32"
+    looped: bool = True
 
     @functools.cached_property
     def names(self) -> Params:
@@ -122,8 +123,7 @@ class GPT:
 
         # Inside a scan nothing outside the loop can be merged with what is computed again; unrolled, it can and must
         # not be.
-        looped = self.c.scan and self.c.layers > 1
-        again = functools.partial(jax.checkpoint, prevent_cse=not looped)
+        again = functools.partial(jax.checkpoint, prevent_cse=not self.looped)
         all_of_it, branches = self.remat == "full", self.remat == "residual"
         attend = again(attend) if self.remat == "selective" else attend
         # Where the stream is split keep each device's part of it, and gather once more (arXiv:2205.05198, 4.2.2).

@@ -3,7 +3,9 @@
 A layout resolves on an abstract mesh, so that plans cost no device; real devices bind last."""
 
 import dataclasses
+import itertools
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -92,13 +94,14 @@ def _on_torus(layout: Layout, devices: list[jax.Device]) -> tuple[tuple[int, ...
             f"parallel.replica={layout.replica} is not a multiple of the {slices} slices, between which only replicas "
             f"can be. Use parallel.replica={slices}."
         )
-    for rings in _ring_choices(layout, devices):
+    for split, rings in itertools.product((False, True), _ring_choices(layout, devices)):
         replicas, *shape = _shape(layout, rings)
+        within, across = (replicas // slices, *shape), (slices, *[1] * len(shape))
+        whole: dict[str, Any] = {"allow_split_physical_axes": split}
         try:
             if slices == 1:
-                return rings, mesh_utils.create_device_mesh((replicas, *shape), devices)
-            within, across = (replicas // slices, *shape), (slices, *[1] * len(shape))
-            return rings, mesh_utils.create_hybrid_device_mesh(within, across, devices)
+                return rings, mesh_utils.create_device_mesh((replicas, *shape), devices, **whole)
+            return rings, mesh_utils.create_hybrid_device_mesh(within, across, devices, **whole)
         except (NotImplementedError, ValueError):
             continue  # no axis of this length lies along the torus
     in_order = sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
@@ -106,10 +109,12 @@ def _on_torus(layout: Layout, devices: list[jax.Device]) -> tuple[tuple[int, ...
 
 
 def _ring_choices(layout: Layout, devices: list[jax.Device]) -> list[tuple[int, ...]]:
-    """Ways to split `data`, the best first: in two where it is longer than the torus in any dimension."""
+    """Ways to split `data`, the best first: in two where it is longer than the torus in any dimension.
+
+    A long inner ring leaves little for the outer one to send; some compilers take no rings of 3, 5, ... devices."""
     corner = np.array([d.coords for d in devices])
-    torus = [int(n) for n in corner.max(0) - corner.min(0) + 1 if n > 1]
-    inner: list[int] = [n for n in sorted(set(torus)) if n < layout.data and layout.data % n == 0]
-    split: list[tuple[int, ...]] = [(layout.data // n, n) for n in inner]
+    torus = {int(n) for n in corner.max(0) - corner.min(0) + 1 if n > 1}
+    split: list[tuple[int, ...]] = [(layout.data // n, n) for n in torus if n < layout.data and layout.data % n == 0]
+    split.sort(key=lambda rings: (any(n % 2 for n in rings), -rings[1]))
     flat: list[tuple[int, ...]] = [(layout.data,)]
     return flat + split if layout.data <= max(torus, default=1) else split + flat

@@ -32,6 +32,14 @@ def padded_vocab(vocab: int, model: int) -> int:
     return -(-vocab // tile) * tile
 
 
+def padded_width(width: int, shards: int) -> int:
+    """`width` rounded up so that `shards` divides it; where it does not, to full tiles of 16 rows of bfloat16 a shard.
+
+    Of a step of 1T parameters whose shards are of 4,272 rows, not 4,267, a TPU's compiler makes 26 s, not 92."""
+    tile = 16 * shards if 8 * 16 * shards <= width else shards
+    return width if width % shards == 0 else -(-width // tile) * tile
+
+
 def fit(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x`, padded with zeros or cut at the end of each dimension to `shape`."""
     grow = [(0, to - size, 0) for size, to in zip(x.shape, shape, strict=True)]
@@ -48,7 +56,8 @@ def dealt(x: jax.Array, at: int, first: int, second: int) -> jax.Array:
 class Plan:
     """names, shapes: trees of the parameters' names and canonical shapes.  mesh: abstract until devices bind.
     zero: the stage.  sequence: whether the residual stream is split along it.  chunks: of layers on a stage of the
-    pipeline; layer l lies in chunk l // (pipe x n) of stage l // n % pipe, n layers to a chunk."""
+    pipeline; layer l lies in chunk l // (pipe x n) of stage l // n % pipe, n layers to a chunk.  mask: whether a stage
+    that is idle works all the same, and what it makes is thrown away."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -58,18 +67,18 @@ class Plan:
     zero: int = 0
     sequence: bool = False
     chunks: int = 1
+    mask: bool = False
 
     def __post_init__(self):
         problems = []
         for path, names in jax.tree_util.tree_leaves_with_path(self.kept, is_leaf=is_names):
             leaf = functools.reduce(lambda tree, key: tree[key.key], path, self.placed_shapes)
             for name, size in zip(names, leaf.shape, strict=True):
-                parts = self._parts(name) * (self.chunks if name == "layers" else 1)
+                chunks = self.chunks if name == "layers" else 1
+                parts = self._parts(name) * chunks
                 if size % parts:
                     where = ".".join(k.key for k in path)
-                    on = " x ".join(self.parameters.axes(name)) + (
-                        " x chunks" if name == "layers" and self.chunks > 1 else ""
-                    )
+                    on = " x ".join(self.parameters.axes(name)) + " x chunks" * (chunks > 1)
                     problems.append(f"{where}: dimension '{name}' of size {size} is not divisible by {on} = {parts}")
         if problems:
             raise LayoutError(*problems)
@@ -113,7 +122,7 @@ class Plan:
     def _placed_size(self, name: str | None, size: int) -> int:
         if name == "vocab":
             return padded_vocab(size, self.layout.model)
-        return -(-size // self._parts(name)) * self._parts(name) if name == zero.SHARD else size
+        return padded_width(size, self._parts(name)) if name == zero.SHARD else size
 
     def _placed_shape(self, kept: Names, leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
         return tuple(map(self._placed_size, kept, leaf.shape))
@@ -162,7 +171,7 @@ class Plan:
     @functools.cached_property
     def arranged(self) -> bool:
         """Whether layers lie in another order than the model's."""
-        return self.chunks > 1 and self.layout.pipe > 1
+        return self.chunks > 1
 
     def arrange(self, params: Tree, *, back: bool = False) -> Tree:
         """Layers in the order in which stages hold them, chunk by chunk; or back in the model's."""

@@ -11,17 +11,16 @@ the pair stands:
 
 Vectors stay whole, and their gradients are all-reduced once per step: what gathering and scattering them would send."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout as MemoryLayout
-from jax.experimental.layout import with_layout_constraint
 
+from spmd_lm import axes
 from spmd_lm.axes import DATA, Names, is_names
+from spmd_lm.parallel.residuals import without
 
 Tree = Any
 
@@ -68,18 +67,19 @@ def gather(tree: Tree, kept: Tree, rings: tuple[str, ...], width: int) -> Tree:
 def scatter(tree: Tree, kept: Tree, rings: tuple[str, ...], width: int) -> Tree:
     """Each device's whole gradients to the sum over `data` of the shard that it owns; `width`: padded.
 
-    On a TPU a scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the torus, and
-    along the last dimension in memory: so it goes ring by ring, and along another."""
+    On a TPU a scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the torus,
+    along the last dimension in memory, and of a large stack: so it goes ring by ring, along another, and layer by
+    layer."""
 
     def leaf(g: jax.Array, names: Names) -> jax.Array:
         if (dim := _dimension(names)) is None:
             return g
+        if names[0] == "layers":
+            return lax.map(lambda layer: leaf(layer, names[1:]), g)
         g, at = _off_lanes(g, dim)
         g = jnp.pad(g, [(0, width - g.shape[d] if d == at else 0) for d in range(g.ndim)])
-        if rings:
-            g = with_layout_constraint(g, MemoryLayout(tuple(range(g.ndim))))
         for ring in rings:
-            g = lax.psum_scatter(g, ring, scatter_dimension=at, tiled=True)
+            g = axes.scatter(g, ring, at, pinned=True)
         return jnp.moveaxis(g, at, dim)
 
     return _each(leaf, tree, kept)
@@ -108,7 +108,7 @@ def fetching(
     def forward(slots, shards, held, x, extra):
         weights = gather(shards) if held is None else held
         out, pull = jax.vjp(lambda weights, x: f(weights, x, *extra), weights, x)
-        saved, rebuild = _without(pull, weights)
+        saved, rebuild = without(pull, weights)
         return out, (shards, held, saved, rebuild)
 
     def backward(residuals, g):
@@ -123,18 +123,3 @@ def fetching(
 
     run.defvjp(forward, backward)
     return run
-
-
-def _without(pull: Callable, weights: Tree) -> tuple[list[jax.Array], Callable]:
-    """What the transposed function `pull` has saved, less the weights; and the way back: rebuild(saved, weights)."""
-    leaves, treedef = jax.tree.flatten(pull)
-    ours = {id(w): i for i, w in enumerate(jax.tree.leaves(weights))}
-    places = tuple(ours.get(id(leaf)) for leaf in leaves)
-    return [leaf for leaf, at in zip(leaves, places, strict=True) if at is None], jax.tree_util.Partial(
-        functools.partial(_rebuild, treedef, places)
-    )
-
-
-def _rebuild(treedef, places: tuple[int | None, ...], saved: list[jax.Array], weights: Tree) -> Callable:
-    rest, ours = iter(saved), jax.tree.leaves(weights)
-    return jax.tree.unflatten(treedef, [next(rest) if at is None else ours[at] for at in places])

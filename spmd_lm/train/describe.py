@@ -1,7 +1,6 @@
 """`spmd-lm plan`: what a run will be, before it runs and without its devices."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 
@@ -10,7 +9,9 @@ from spmd_lm.axes import is_names
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
+from spmd_lm.train import describe_pipeline
 from spmd_lm.train.program import abstract_plan, choose_kernel
+from spmd_lm.train.text import columns, count, human
 
 
 def describe(config: RunConfig, plan: Plan | None = None) -> dict:
@@ -24,6 +25,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
     kernel, why = choose_kernel(config, plan.platform)
     rows = config.train.batch // config.parallel.microbatches
     leaves = jax.tree_util.tree_leaves_with_path(plan.kept, is_leaf=is_names)
+    parameters = [_parameter(plan, config, path, names) for path, names in leaves]
     return {
         "run": config.run.name,
         "mesh": layout.sizes,
@@ -32,7 +34,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
         "reduce_once": config.parallel.reduce_once,
         "devices": layout.devices,
         "platform": plan.platform,
-        "parameters": [_parameter(plan, config, path, names) for path, names in leaves],
+        "parameters": parameters,
         "parameter_count": flops.parameters(m),
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "memory": memory.table(config, plan, kernel),
@@ -46,7 +48,8 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
         },
         "model_flops_per_step": flops.train_step(config),
         "attention": {"kernel": kernel, "why": why},
-        "remat": config.remat.policy,
+        "pipeline": describe_pipeline.describe(config, plan, kernel, parameters),
+        "remat": config.remat_policy,
         "precision": config.precision.model_dump(),
     }
 
@@ -62,20 +65,6 @@ def _parameter(plan: Plan, config: RunConfig, path, names) -> dict:
         "spec": [list((e,) if isinstance(e, str) else e or ()) for e in lies],
         "bytes_per_device": memory.per_device(plan, leaf, spec, config.precision.params),
     }
-
-
-def human(size: float) -> str:
-    """Bytes, for a person."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
-
-
-def count(number: int, thing: str) -> str:
-    plural = "es" if thing.endswith("ch") else "s"
-    return f"{number} {thing}" + (plural if number != 1 else "")
 
 
 def summary(description: dict) -> str:
@@ -96,16 +85,11 @@ def summary(description: dict) -> str:
             f"model   {d['parameter_count']:,} parameters{padding}, remat {d['remat']}",
             f"kernel  attention {attention['kernel']} ({attention['why']}), compute {d['precision']['compute']}",
             f"batch   {batch['sequences']} sequences = {rows}",
+            *([f"pipe    {describe_pipeline.line(d['pipeline'])}"] if d["pipeline"] else []),
             f"step    {batch['tokens']:,} tokens, {flop:.3g} model FLOPs; {batch['steps']:,} steps",
             f"memory  {human(state)} of state per device, about {human(whole)} in all",
         )
     )
-
-
-def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of cells as aligned lines."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def render(description: dict) -> str:
@@ -120,4 +104,5 @@ def render(description: dict) -> str:
     table = [("memory per device", "")]
     table += [(row, human(size)) for row, size in description["memory"].items()]
     table.append(("in all, about", f"{human(sum(description['memory'].values()))} in {description['fullest_in']}"))
-    return "\n".join([summary(description), "", *columns(parameters), "", *columns(table)])
+    drawn = ["", *describe_pipeline.text(description["pipeline"])] if description["pipeline"] else []
+    return "\n".join([summary(description), "", *columns(parameters), "", *columns(table), *drawn])

@@ -29,7 +29,8 @@ def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
 
 def make_model(config: RunConfig, platform: str) -> GPT:
     kernel, _ = choose_kernel(config, platform)
-    return GPT(config.model, config.precision.params, kernel, config.remat.policy, config.precision.reduce)
+    m, p = config.model, config.precision
+    return GPT(m, p.params, kernel, config.remat_policy, p.reduce, config.looped)
 
 
 def make_plan(config: RunConfig, devices: list[jax.Device]) -> Plan:
@@ -48,7 +49,7 @@ def _plan(config: RunConfig, layout: Layout, mesh: Mesh | AbstractMesh, platform
     enable_wide_types(config)
     model = make_model(config, platform)
     p = config.parallel
-    return Plan(layout, mesh, platform, model.names, model.shapes, p.zero, p.sequence, p.chunks)
+    return Plan(layout, mesh, platform, model.names, model.shapes, p.zero, p.sequence, config.chunks, p.mask)
 
 
 def enable_wide_types(config: RunConfig) -> None:
@@ -166,8 +167,8 @@ class Program:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        p = self.config.parallel
-        return schedule(p.schedule, self.plan.layout.pipe, p.microbatches, p.chunks)
+        c = self.config
+        return schedule(c.parallel.schedule, self.plan.layout.pipe, c.parallel.microbatches, c.chunks)
 
     @functools.cached_property
     def train_step(self):

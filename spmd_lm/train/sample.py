@@ -90,7 +90,8 @@ class Generator:
             return tokens.at[here, lengths + count - 1].set(last)
 
         rows = self._rows
-        return jax.jit(plan.manual(body, (plan.specs, rows, rows, rows, P(), P()), rows, whole_sequence=True))
+        write = plan.manual(body, (plan.specs, rows, rows, rows, P(), P()), rows, whole_sequence=True)
+        return jax.jit(write, out_shardings=plan.sharding(P()))  # whole, so that every process can read it
 
     @property
     def _rows(self) -> P:

@@ -43,7 +43,7 @@ def model_pieces(model: GPT, weight: jax.Array, draw: Callable[[Batch], Draw | N
     def head(params, x, part: Batch):
         return model.head(params, x, part.targets, part.weights.astype(weight.dtype) / weight)
 
-    return Pieces(embed, block, head, model.embedding_of, model.head_of, model.c.scan)
+    return Pieces(embed, block, head, model.embedding_of, model.head_of, model.looped)
 
 
 def make_train_step(

@@ -1,5 +1,6 @@
 """Programs as compilers write them, shortened."""
 
+import numpy as np
 import pytest
 
 from spmd_lm.analysis.hlo import Program
@@ -61,3 +62,56 @@ def test_groups_in_all_the_ways_they_are_written(found):
     assert {c.groups for c in found if c.kind == "all-gather"} == {((0, 1), (2, 3))}
     (permute,) = [c for c in found if c.kind == "collective-permute"]
     assert (permute.groups, permute.wire) == (((0, 2), (2, 0)), 16)
+
+
+PIPELINE = """HloModule jit_step
+
+%yes (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %c = f32[4]{0} conditional(%k, %p, %p), branch_computations={%inner_no, %inner_yes}
+}
+
+%no (p: f32[4]) -> f32[4] {
+  ROOT %p = f32[4]{0} parameter(0)
+}
+
+%inner_yes (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %r = f32[4]{0} all-reduce(%p), replica_groups={{0,1},{2,3}}, metadata={op_name="when_on/cond/branch_1_fun/when_leaves/cond/branch_1_fun/psum"}
+}
+
+%inner_no (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %g = f32[8]{0} all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={0}
+}
+
+%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %x = f32[4]{0} get-tuple-element(%t), index=1
+  %if = f32[4]{0} conditional(%on, %x, %x), true_computation=%yes, false_computation=%no, metadata={op_name="while/body/when_on/cond"}
+  ROOT %m = f32[4]{0} collective-permute(%if), source_target_pairs={{0,2},{2,0}}
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  ROOT %w = (s32[], f32[4]) while(%t0), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"10"}}
+}
+"""  # noqa: E501
+
+
+def test_branches_count_as_often_as_they_run_on_each_stage():
+    """Also where a compiler has forgotten what a condition is called."""
+    shares = {"on": np.array([0.8, 0.5]), "leaves": np.array([0.0, 1.0])}
+    by_kind = {c.kind: c for c in Program(PIPELINE).collectives(4, shares)}
+    assert by_kind["all-reduce"].counts == (0, 5)
+    assert by_kind["all-gather"].counts == (8, 0)
+    assert by_kind["collective-permute"].counts == (10, 10)
+    assert [by_kind[kind].conditional for kind in ("all-reduce", "all-gather", "collective-permute")] == [
+        True,
+        True,
+        False,
+    ]
+    assert by_kind["all-reduce"].count == 2.5
+
+
+def test_without_shares_a_branch_counts_as_the_whole():
+    assert {c.count for c in Program(PIPELINE).collectives(4)} == {10}

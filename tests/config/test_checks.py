@@ -129,6 +129,61 @@ def problems(*overrides: str) -> list[str]:
             "model.attention=splash with model.attention_dropout=0.1: these kernels have no such dropout",
             "model.attention=xla, or model.attention_dropout=0",
         ),
+        (
+            "parallel.pipe=3",
+            "model.layers=4 is not divisible by parallel.pipe=3",
+            "parallel.pipe=2 or 4, or model.layers=3 or 6",
+        ),
+        (
+            "parallel.pipe=2 parallel.chunks=3 parallel.schedule=interleaved parallel.microbatches=2",
+            "model.layers=4 is not divisible by parallel.pipe=2 x parallel.chunks=3",
+            "parallel.chunks=1 or 2, or parallel.pipe=1, or model.layers=6",
+        ),
+        (
+            "parallel.pipe=3 parallel.chunks=2 parallel.schedule=breadth_first parallel.microbatches=4",
+            "model.layers=4 is not divisible by parallel.pipe=3 x parallel.chunks=2",
+            "parallel.pipe=1, or model.layers=6",
+        ),
+        (
+            "parallel.pipe=3 parallel.chunks=8 parallel.schedule=breadth_first parallel.microbatches=4",
+            "model.layers=4 is not divisible by parallel.pipe=3 x parallel.chunks=8",
+            "parallel.pipe=1, or model.layers=24",
+        ),
+        (
+            "parallel.pipe=2 parallel.chunks=2",
+            "parallel.schedule=1f1b with parallel.chunks=2: it has one chunk a stage; parallel.schedule=interleaved "
+            "has several",
+            "parallel.chunks=1, or parallel.schedule=interleaved parallel.microbatches=2",
+        ),
+        (
+            "parallel.pipe=2 parallel.chunks=2 parallel.schedule=gpipe",
+            "parallel.schedule=gpipe with parallel.chunks=2: it has one chunk a stage; parallel.schedule=breadth_first "
+            "has several",
+            "parallel.chunks=1, or parallel.schedule=breadth_first parallel.microbatches=2",
+        ),
+        (
+            "parallel.pipe=2 parallel.chunks=2 parallel.schedule=interleaved parallel.microbatches=5 train.batch=30",
+            "parallel.schedule=interleaved with parallel.microbatches=5 and parallel.pipe=2: microbatches go round in "
+            "groups of as many as there are stages",
+            "parallel.microbatches=2 or 6, or parallel.chunks=1",
+        ),
+        (
+            "parallel.pipe=2 parallel.chunks=2 parallel.schedule=breadth_first parallel.microbatches=1",
+            "parallel.schedule=breadth_first with parallel.microbatches=1 and parallel.pipe=2: a chunk would come "
+            "round before there is anything for it",
+            "parallel.microbatches=2 or 4, or parallel.chunks=1",
+        ),
+        (
+            "parallel.pipe=2 parallel.chunks=2 parallel.schedule=interleaved parallel.microbatches=3 train.batch=15",
+            "parallel.schedule=interleaved with parallel.microbatches=3 and parallel.pipe=2: microbatches go round in "
+            "groups of as many as there are stages",
+            "parallel.chunks=1",
+        ),
+        (
+            "parallel.pipe=4 model.layers=6 run.simulate_devices=8 parallel.microbatches=2",
+            "model.layers=6 is not divisible by parallel.pipe=4",
+            "parallel.pipe=1 or 2, or model.layers=4 or 8",
+        ),
     ],
 )
 def test_what_sections_disagree_on_is_told_with_the_nearest_that_would_do(overrides, what, use):
@@ -138,8 +193,6 @@ def test_what_sections_disagree_on_is_told_with_the_nearest_that_would_do(overri
 @pytest.mark.parametrize(
     ("overrides", "asked", "use"),
     [
-        ("parallel.pipe=2", "parallel.pipe=2", "parallel.pipe=1"),
-        ("parallel.chunks=2", "parallel.chunks=2", "parallel.chunks=1"),
         ("precision.loss_scale=dynamic", "precision.loss_scale=dynamic", "precision.loss_scale=none"),
         ("precision.compute=float16", "precision.compute=float16", "precision.compute=bfloat16"),
     ],
@@ -169,6 +222,11 @@ def test_a_sequence_that_model_does_not_divide_is_refused():
         f"{CUDNN} model.width=1024",  # of 128
         "data.source=synthetic model.vocab=16",
         "run.simulate_devices=8 parallel.model=2 parallel.replica=2 parallel.microbatches=4",
+        "parallel.pipe=2 parallel.microbatches=3 train.batch=18",
+        "parallel.pipe=4 parallel.schedule=gpipe parallel.microbatches=2 parallel.zero=3",
+        "parallel.pipe=2 parallel.chunks=2 parallel.schedule=interleaved parallel.microbatches=4",
+        "parallel.chunks=3",  # of one stage: nothing changes
+        "parallel.pipe=2 parallel.chunks=2 parallel.schedule=breadth_first parallel.microbatches=8 parallel.mask=true",
     ],
 )
 def test_what_is_legal_passes(overrides):

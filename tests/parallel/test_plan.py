@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.errors import LayoutError
 from spmd_lm.parallel.mesh import Layout, abstract_mesh
-from spmd_lm.parallel.plan import Plan, padded_vocab
+from spmd_lm.parallel.plan import Plan, padded_vocab, padded_width
 from tests.helpers import assert_equal
 
 NAMES = {"table": ("vocab", "width"), "blocks": {"up": ("layers", "width", "mlp"), "bias": ("layers", "mlp")}}
@@ -47,6 +47,21 @@ def test_padding_is_an_eighth_at_most_or_less_than_one_row_per_device():
             more = padded_vocab(vocab, model) - vocab
             assert padded_vocab(vocab, model) % model == 0
             assert 0 <= more < max(model, vocab / 8 + 1)
+
+
+@pytest.mark.parametrize(
+    ("width", "shards", "padded"),
+    [
+        (6144, 64, 6144),  # it divides
+        (25600, 6, 25632),  # to tiles of 16 rows
+        (16384, 15, 16560),
+        (20480, 9, 20592),
+        (100, 3, 102),  # tiles would cost more than an eighth
+        (33, 8, 40),
+    ],
+)
+def test_a_width_is_padded_to_tiles_where_it_must_be_padded(width, shards, padded):
+    assert padded_width(width, shards) == padded
 
 
 def test_a_plan_needs_no_devices():

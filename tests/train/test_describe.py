@@ -5,7 +5,8 @@ import jax
 import pytest
 
 from spmd_lm.analysis import flops
-from spmd_lm.train.describe import describe, human, render, summary
+from spmd_lm.train.describe import describe, render, summary
+from spmd_lm.train.text import human
 from tests.helpers import FLOAT32, make_config, program, run_of, shard_bytes
 
 RUNS = [

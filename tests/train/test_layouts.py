@@ -1,5 +1,7 @@
 """Layouts and sizes drawn at random: whatever is legal computes the reference, in float64."""
 
+import math
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
 def runs(draw):
     """A model, and a layout of it on 2 to 8 devices; what cannot be is drawn again."""
     chance = st.booleans()
-    heads, layers = draw(st.sampled_from([2, 4, 6])), draw(st.integers(1, 3))
+    heads, layers = draw(st.sampled_from([2, 4, 6])), draw(st.integers(1, 4))
     model = {
         "layers": layers,
         "heads": heads,
@@ -30,15 +32,19 @@ def runs(draw):
     }
     degree = st.sampled_from([1, 2, 3, 4])
     parallel = {
+        "pipe": draw(st.sampled_from([1, 2])),
+        "schedule": draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "breadth_first"])),
+        "chunks": draw(st.sampled_from([1, 2])),
+        "mask": draw(chance),
         "replica": draw(st.sampled_from([1, 2])),
         "data": draw(degree),
         "model": draw(degree),
-        "microbatches": draw(st.sampled_from([1, 2])),
+        "microbatches": draw(st.sampled_from([1, 2, 4])),
         "zero": draw(st.integers(0, 3)),
         "sequence": draw(chance),
         "reduce_once": draw(chance),
     }
-    hypothesis.assume(2 <= parallel["replica"] * parallel["data"] * parallel["model"] <= 8)
+    hypothesis.assume(2 <= math.prod(parallel[axis] for axis in ("pipe", "replica", "data", "model")) <= 8)
     remat = {"policy": draw(st.sampled_from(["none", "selective", "residual", "full"]))}
     sections = {"model": model, "train": {"batch": 24}, "optim": {"clip": draw(st.sampled_from([0.0, 0.05]))}}
     config = make_config(parallel=parallel, remat=remat, **sections)

@@ -21,8 +21,6 @@ from typing import Literal
 
 import numpy as np
 
-from spmd_lm.errors import LayoutError
-
 Kind = Literal["gpipe", "1f1b", "interleaved", "breadth_first"]
 IDLE = -1
 
@@ -105,22 +103,10 @@ class Schedule:
 
 
 def schedule(kind: Kind, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Raises LayoutError for what does not make one."""
+    """The arguments fit each other: config.checks refuses others."""
     p, m, v = stages, microbatches, chunks
-    if kind in ("gpipe", "1f1b") and v > 1:
-        other = "breadth_first" if kind == "gpipe" else "interleaved"
-        raise LayoutError(f"parallel.schedule={kind} has one chunk, not {v}. Use parallel.schedule={other}.")
-    if kind == "breadth_first" and v > 1 and m < p:
-        raise LayoutError(
-            f"parallel.schedule=breadth_first: {m} microbatches do not keep {p} stages busy until a chunk comes round. "
-            f"Use parallel.microbatches={p} or more."
-        )
-    if kind == "interleaved" and v > 1 and m % p:
-        fits = " or ".join(str(n) for n in (m - m % p, m - m % p + p) if n)
-        raise LayoutError(
-            f"parallel.schedule=interleaved takes {p} microbatches at a time, as many as parallel.pipe, and {m} is no "
-            f"multiple of that. Use parallel.microbatches={fits}."
-        )
+    assert v == 1 or kind in ("interleaved", "breadth_first"), kind
+    assert p == 1 or v == 1 or (m % p == 0 if kind == "interleaved" else m >= p), (kind, p, m, v)
     depth_first = kind in ("1f1b", "interleaved")
     turns = range(0, m, p if depth_first and v > 1 else m)
     together = turns.step
@@ -130,77 +116,14 @@ def schedule(kind: Kind, stages: int, microbatches: int, chunks: int = 1) -> Sch
     return Schedule(kind, p, m, v, order, delay=v * p - 1 if depth_first else v * m + p - 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """A schedule as a program reads it: arrays [ticks, stages] of what to do and where things lie.
-
-    forward, backward: `on`, `microbatch`, `chunk`; `enters`: the unit's input comes from the embedding; `leaves`: its
-    result goes to the head; `slot`: where its input is kept; `arrives`: the slot in which to put what has just come
-    from a neighbour, IDLE for none; `gradient_slot`: where the gradient of its result is kept.
-    inputs, cotangents: slots of each kind."""
-
-    forward: dict[str, np.ndarray]
-    backward: dict[str, np.ndarray]
-    inputs: int
-    cotangents: int
-
-
-def _slots(spans: list[tuple[int, int, Unit]]) -> dict[Unit, int]:
-    """A slot for each unit, so that none holds two in one tick.  spans: first and last tick in which each is held."""
-    free_from: list[int] = []
-    slots = {}
-    for first, last, unit in sorted(spans, key=lambda span: span[:2]):
-        slot = next((i for i, tick in enumerate(free_from) if tick <= first), len(free_from))
-        free_from[slot : slot + 1] = [last + 1]
-        slots[unit] = slot
-    return slots
-
-
-def steps(s: Schedule) -> Steps:
-    p, v = s.stages, s.chunks
-    ahead = {unit: i for i, unit in enumerate(s.order)}
-    back = {unit: i + s.delay + p - 1 for i, unit in enumerate(s.order_back)}
-    begins = lambda stage, unit: ahead[unit] + stage  # noqa: E731
-    ends = lambda stage, unit: back[unit] - stage  # noqa: E731
-    names = ("on", "microbatch", "chunk", "enters", "leaves", "slot", "gradient_slot", "arrives")
-    blank = lambda: {name: np.full((s.ticks, p), IDLE if name == "arrives" else 0, np.int32) for name in names}  # noqa: E731
-    forward, backward = blank(), blank()
-    inputs = cotangents = 1
-    for stage in range(p):
-        arrivals, returns, held, waiting = {}, {}, [], []
-        for unit in s.order:
-            enters, leaves = stage == unit.chunk == 0, (stage, unit.chunk) == (p - 1, v - 1)
-            if not enters:
-                giver = (stage - 1, unit) if stage else (p - 1, Unit(unit.chunk - 1, unit.microbatch))
-                arrivals[unit] = begins(*giver) + 1
-            if not leaves:
-                giver = (stage + 1, unit) if stage < p - 1 else (0, Unit(unit.chunk + 1, unit.microbatch))
-                returns[unit] = ends(*giver) + 1
-                waiting.append((returns[unit], ends(stage, unit), unit))
-            held.append((arrivals.get(unit, begins(stage, unit)), ends(stage, unit), unit))
-        slot, gradient_slot = _slots(held), _slots(waiting)
-        inputs = max(inputs, 1 + max(slot.values()))
-        cotangents = max(cotangents, 1 + max(gradient_slot.values(), default=0))
-        for unit in s.order:
-            for table, tick in ((forward, begins(stage, unit)), (backward, ends(stage, unit))):
-                row = (1, unit.microbatch, unit.chunk, unit not in arrivals, unit not in returns, slot[unit])
-                for name, value in zip(names, (*row, gradient_slot.get(unit, 0)), strict=False):
-                    table[name][tick, stage] = value
-            if unit in arrivals:
-                forward["arrives"][arrivals[unit], stage] = slot[unit]
-            if unit in returns:
-                backward["arrives"][returns[unit], stage] = gradient_slot[unit]
-    for table in (forward, backward):
-        table |= {name: table[name].astype(bool) for name in ("on", "enters", "leaves")}
-    return Steps(forward, backward, inputs, cotangents)
-
-
 def render(s: Schedule, width: int = 112) -> str:
     """Stages down, ticks across: forward|backward, each a microbatch and, if there are several, the letter of its
     chunk.  What does not fit in `width` columns is left out of the middle."""
 
     def name(unit: Unit) -> str:
-        return f"{unit.microbatch}{chr(ord('a') + unit.chunk) if 1 < s.chunks <= 26 else ''}"
+        first, second = divmod(unit.chunk, 26)
+        letters = (chr(ord("a") + first - 1) if first else "") + chr(ord("a") + second)
+        return f"{unit.microbatch}{letters if s.chunks > 1 else ''}"
 
     size = max(map(len, map(name, s.order)))
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd_lm.axes import is_names
+from spmd_lm.parallel.pipeline.stack import pull_layers, run_layers
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import fetching
 
@@ -34,29 +35,13 @@ class Pieces:
     scan: bool = True
 
 
-def _unstack(tree: Tree) -> list[Tree]:
-    """The layers of a stack.  By one split per leaf, because its transpose is one concatenation."""
-    leaves, treedef = jax.tree.flatten(tree)
-    split = [[part[0] for part in lax.split(leaf, (1,) * leaf.shape[0])] for leaf in leaves]
-    return [jax.tree.unflatten(treedef, layer) for layer in zip(*split, strict=True)]
-
-
-def run_layers(block: Callable, stack: Tree, x: jax.Array, scan: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """x through block(layer_params, x, layer) for each layer of `stack`; the layers' auxiliary losses, summed."""
-    layers = jax.tree.leaves(stack)[0].shape[0]
-    if scan:
-        step = lambda x, layer: block(layer[0], x, layer[1])  # noqa: E731
-        x, losses = lax.scan(step, x, (stack, jnp.arange(layers, dtype=jnp.int32)))
-        return x, jax.tree.map(lambda loss: loss.sum(0), losses)
-    each = []
-    for layer, params in enumerate(_unstack(stack)):
-        x, losses = block(params, x, jnp.int32(layer))
-        each.append(losses)
-    return x, jax.tree.map(lambda *losses: sum(losses), *each)
-
-
 def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:
     return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def plus(total: Tree, new: Tree) -> Tree:
+    """The sum, in the dtypes of `total`."""
+    return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, new)
 
 
 def _parted(tree: Tree) -> dict[str, Tree]:
@@ -66,11 +51,14 @@ def _parted(tree: Tree) -> dict[str, Tree]:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A model's functions, and the weights of one stage in them.  layers: (x, part, the first one's number) -> (x, the
-    sum of their losses)."""
+    """A model's functions, and the weights of one stage in them.
+
+    layers: (x, part, the first one's number) -> (x, the sum of their losses).  pulled: the same, and pull_layers' pull
+    for the layers of the weights' source."""
 
     embed: Callable[[Tree], jax.Array]
     layers: Callable[[jax.Array, Tree, jax.Array | int], tuple[jax.Array, jax.Array]]
+    pulled: Callable[[jax.Array, Tree, jax.Array | int], tuple[jax.Array, jax.Array, Callable]]
     head: Callable[[jax.Array, Tree], jax.Array]
 
     def loss(self, part: Tree) -> jax.Array:
@@ -115,9 +103,32 @@ class Weights:
         of = lambda tree: tree | {"blocks": jax.tree.map(cut, tree["blocks"])}  # noqa: E731
         return dataclasses.replace(self, source=of(self.source), shards=of(self.shards), held=of(self.held))
 
+    def whole_blocks(self) -> Tree:
+        """The layers' weights, whole, in the compute dtype."""
+        if self.held["blocks"] is not None:
+            return self.held["blocks"]
+        return self.plan.gather(_cast(self.shards["blocks"], self.compute), self.kept("blocks"))
+
+    def fetched(self) -> "Weights":
+        """The same with its layers whole; their gradients are scattered as before."""
+        return dataclasses.replace(self, held=self.held | {"blocks": self.whole_blocks()})
+
+    def holding(self, blocks: Tree) -> "Weights":
+        """The same with these layers, whole; their gradients are left to who takes them."""
+        return dataclasses.replace(self, source=self.source | {"blocks": blocks}, early=False)
+
+    def kept(self, part: str) -> Tree:
+        """The names of `blocks` or `ends`, as they are kept between steps."""
+        return _parted(self.plan.kept)[part]
+
+    def scattered(self, grads: Tree, kept: Tree) -> Tree:
+        """Gradients of whole weights, summed over data onto the shards that are kept.  kept: their names."""
+        return self.plan.scatter(_cast(grads, self.reduce), kept)
+
     def stage(self, pieces: Pieces, source: dict[str, Tree]) -> Stage:
         """`pieces` with these weights, differentiable for `source`."""
-        ends, stack, block = source["ends"], source["blocks"], pieces.block
+        ends, block = source["ends"], lambda layer, x, part, i: pieces.block(layer[0], x, part, i)
+        rest: tuple[Tree, ...] = ()
         embed = lambda part: pieces.embed(pieces.first(ends), part)  # noqa: E731
         head = lambda x, part: pieces.head(pieces.last(ends), x, part)  # noqa: E731
         if self.early:
@@ -129,16 +140,23 @@ class Weights:
             last = self._fetching(pieces.head, pieces.last(kept["ends"]), at_once=True)
             head = lambda x, part: last(*map(pieces.last, of_ends), x, (part,))  # noqa: E731
             of_layer = jax.tree.map(lambda names: names[1:], kept["blocks"], is_leaf=is_names)
-            layers = jax.tree.leaves(stack)[0].shape[0]
-            fetched = self._fetching(pieces.block, of_layer, apart=not (pieces.scan and layers > 1))
-            stack = stack, self.shards["blocks"], self.held["blocks"]
-            block = lambda layer, x, part, i: fetched(*layer, x, (part, i))  # noqa: E731
+            fetched = self._fetching(pieces.block, of_layer, apart=not pieces.scan)
+            rest = self.shards["blocks"], self.held["blocks"]
+            block = lambda layer, x, part, i: fetched(layer[0], *layer[1], x, (part, i))  # noqa: E731
 
-        def through(x, part, first):
-            x, losses = run_layers(lambda layer, x, i: block(layer, x, part, first + i), stack, x, pieces.scan)
-            return x, sum(losses.values(), jnp.zeros((), jnp.promote_types(self.compute, jnp.float32)))
+        each = lambda part, first: lambda layer, x, i: block(layer, x, part, first + i)  # noqa: E731
+        wide = jnp.promote_types(self.compute, jnp.float32)
+        summed = lambda losses: sum(losses.values(), jnp.zeros((), wide))  # noqa: E731
 
-        return Stage(embed, through, head)
+        def layers(x, part, first):
+            x, losses = run_layers(each(part, first), (source["blocks"], rest), x, pieces.scan)
+            return x, summed(losses)
+
+        def pulled(x, part, first):
+            x, losses, pull = pull_layers(each(part, first), source["blocks"], rest, x, pieces.scan)
+            return x, summed(losses), pull
+
+        return Stage(embed, layers, pulled, head)
 
     def _fetching(self, f: Callable, kept: Tree, **barriers: bool) -> Callable:
         gather = lambda shards: self.plan.gather(_cast(shards, self.compute), kept)  # noqa: E731

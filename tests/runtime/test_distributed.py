@@ -1,0 +1,108 @@
+"""Two processes as one job, met on this machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmd_lm.errors import ConfigError
+from spmd_lm.runtime import distributed
+from spmd_lm.runtime.devices import simulate
+
+ROOT = Path(__file__).parents[2]
+STEPS = ("train.steps=4", "train.log_every=1", "train.eval_every=4", "checkpoint.every=2", "model.layers=4")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def start(directory: Path, overrides: tuple[str, ...], **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "spmd_lm", "train", "configs/pipeline.yaml", f"run.dir={directory}"]
+    keep = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return subprocess.Popen(
+        [*command, *STEPS, *overrides],
+        cwd=ROOT,
+        env=keep | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def losses(directory: Path) -> list[tuple[int, float]]:
+    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [(record["step"], record.get("loss", record.get("eval_loss"))) for record in records]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.schedule=1f1b",),  # replicas of the pipeline in each process
+        ("parallel.pipe=4", "parallel.data=1", "parallel.schedule=gpipe", "parallel.zero=0"),  # stages in each
+    ],
+    ids=["data", "pipe"],
+)
+def test_two_processes_train_what_one_does(tmp_path, overrides):
+    address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    both = [start(tmp_path / "two", overrides, **address, JAX_PROCESS_ID=str(which)) for which in (0, 1)]
+    said = [process.communicate(timeout=400)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    alone = start(tmp_path / "one", overrides)
+    assert (alone.communicate(timeout=400), alone.returncode)[1] == 0
+    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert [step for step, _ in two] == [step for step, _ in one]
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-6)
+
+
+def set_all(monkeypatch, **environment: str):
+    for name in (distributed.ADDRESS, distributed.NUMBER, distributed.WHICH):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_alone_there_is_nobody_to_meet(monkeypatch):
+    set_all(monkeypatch)
+    distributed.join()
+    assert distributed.processes() == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "go together"),
+        ({"JAX_PROCESS_ID": "0"}, "go together"),
+        ({"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES=two: expected the number"),
+        ({"JAX_NUM_PROCESSES": "0", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES=0: expected the number"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is not below JAX_NUM_PROCESSES=2"),
+    ],
+)
+def test_an_impossible_meeting_is_refused(monkeypatch, environment, said):
+    set_all(monkeypatch, JAX_COORDINATOR_ADDRESS="localhost:1", **environment)
+    with pytest.raises(ConfigError, match=said):
+        distributed.join()
+
+
+def test_a_number_without_an_address_is_refused(monkeypatch):
+    set_all(monkeypatch, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="0")
+    with pytest.raises(ConfigError, match="each process would train alone"):
+        distributed.join()
+
+
+def test_simulated_devices_need_a_number(monkeypatch):
+    set_all(monkeypatch, JAX_COORDINATOR_ADDRESS="localhost:1")
+    with pytest.raises(ConfigError, match="wants JAX_NUM_PROCESSES too"):
+        distributed.processes()
+
+
+def test_simulated_devices_are_shared_out():
+    with pytest.raises(ConfigError, match=r"run\.simulate_devices=9 is not divisible by JAX_NUM_PROCESSES=2"):
+        simulate(9, processes=2)
