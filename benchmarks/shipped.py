@@ -1,0 +1,31 @@
+"""Every shipped configuration that names its hardware, compiled for it: what a step sends, holds and takes to compile.
+
+    python benchmarks/shipped.py            all of them
+    python benchmarks/shipped.py ptd-p/1t   those whose names contain one of these
+
+A configuration names its hardware in its first lines, as `--topology T`.  One row of a markdown table for each.  Exits
+1 where a step is not as theory asks."""
+
+import re
+import sys
+
+from layouts import HEADER, ROOT, RULE, row
+
+CONFIGS = ROOT / "configs"
+
+
+def main() -> int:
+    print(f"GiB per device and step\n\n{HEADER.replace('overrides', 'configuration')}\n{RULE}")
+    failed = 0
+    for path in sorted(CONFIGS.rglob("*.yaml"), key=lambda path: (path.parent, path.stat().st_size, path.name)):
+        name = str(path.relative_to(CONFIGS).with_suffix(""))
+        topology = re.search(r"--topology (\S+)", path.read_text())
+        if topology and (len(sys.argv) == 1 or any(part in name for part in sys.argv[1:])):
+            cells, ok = row(str(path), topology[1], "", f"{name} on {topology[1]}")
+            failed += not ok
+            print(cells, flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
