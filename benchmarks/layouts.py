@@ -10,15 +10,17 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
-HEADER = "| overrides | mesh | wire | theory | total | peak | planned | largest all-reduce | compile | |"
+HEADER = "| overrides | mesh | bubble | wire | theory | total | peak | planned | largest all-reduce | compile | RAM | |"
+RULE = f"|{' --- |' * (HEADER.count('|') - 1)}"
 
 
-def row(config: str, topology: str, overrides: str) -> tuple[str, bool]:
-    """The row, and whether the step is as theory asks."""
+def row(config: str, topology: str, overrides: str, name: str) -> tuple[str, bool]:
+    """The row, and whether the step is as theory asks.  RAM: that the compiling process took at most."""
     command = [
         sys.executable,
         "-m",
@@ -32,17 +34,21 @@ def row(config: str, topology: str, overrides: str) -> tuple[str, bool]:
         *overrides.split(),
     ]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        out, errors = process.communicate()
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, env=env, stdout=said, stderr=errors, text=True)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out, told = (file.seek(0) or file.read() for file in (said, errors))
     if process.returncode not in (0, 1) or not out:
-        raise SystemExit(f"{' '.join(command)} failed:\n{errors}")
+        raise SystemExit(f"{' '.join(command)} failed:\n{told}")
     r = json.loads(out)
     m = r["memory"]
     gib = lambda size: f"{size / GIB:.2f}"  # noqa: E731
     largest = max((c["bytes"] for c in r["collectives"] if c["kind"] == "all-reduce"), default=0)
     cells = [
-        overrides.replace("parallel.", "") or "as it is",
+        name,
         " x ".join(f"{axis} {n}" for axis, n in r["mesh"].items() if n > 1),
+        f"{r['bubble']:.1%}",
         gib(sum(c["bytes"] for c in r["collectives"])),
         gib(sum(t["bytes"] for t in r["theory"])),
         gib(m["total"]),
@@ -50,6 +56,7 @@ def row(config: str, topology: str, overrides: str) -> tuple[str, bool]:
         gib(sum(m["planned"].values())),
         f"{largest / 2**20:.1f} MiB",
         f"{r['compile_seconds']:.0f} s",
+        f"{gib(usage.ru_maxrss * 1024)}",
         "" if r["ok"] else "NOT AS THEORY ASKS",
     ]
     return "| " + " | ".join(cells) + " |", r["ok"]
@@ -61,10 +68,10 @@ def main() -> int:
     parser.add_argument("topology")
     parser.add_argument("layouts", nargs="+")
     a = parser.parse_args()
-    print(f"{a.config} on {a.topology}; GiB per device and step\n\n{HEADER}\n|{' --- |' * HEADER.count(' | ')} --- |")
+    print(f"{a.config} on {a.topology}; GiB per device and step\n\n{HEADER}\n{RULE}")
     failed = 0
     for layout in a.layouts:
-        cells, ok = row(a.config, a.topology, layout)
+        cells, ok = row(a.config, a.topology, layout, layout.replace("parallel.", "") or "as it is")
         failed += not ok
         print(cells, flush=True)
     return int(failed > 0)
