@@ -42,6 +42,9 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     for name in (name for name in tree if name not in FIELDS):
         problems.append(f"{_origin(layers, name)}: {messages.unknown_section(name, tree[name])}")
     for name in FIELDS:
+        if name not in tree and not FIELDS[name].is_required():
+            sections[name] = FIELDS[name].default  # of several kinds, one
+            continue
         section = tree.get(name, {})
         if isinstance(section, dict):
             section = _set_aside(name, section, layers, problems)

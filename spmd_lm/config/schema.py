@@ -48,17 +48,23 @@ class Run(Section):
 
 
 class Model(Section):
-    kind: Literal["gpt"] = "gpt"
+    kind: Literal["gpt", "bert"] = "gpt"  # bert: every token sees the whole row
     layers: Count
     width: Count
     heads: Count
     context: Count
     vocab: Count
     hidden: Count | None = None  # of the MLP; default 4 x width
+    kv_heads: Count | None = None  # heads of keys and values, each for heads / kv_heads queries; default heads
+    token_types: Natural = 0  # parts of a row, each with its own embedding (BERT: 2)
     dropout: Rate = 0.1  # after the embedding and at the end of each residual branch
     attention_dropout: Rate = 0.1  # on attention probabilities; > 0 takes the XLA path
-    norm: Literal["pre"] = "pre"
-    activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"  # GPT-2 used the tanh form
+    norm: Literal["pre", "post"] = "pre"  # before the residual branch, or after its sum (the first BERT)
+    norm_kind: Literal["layer", "rms"] = "layer"
+    norm_eps: Positive = 1e-5
+    positions: Literal["learned", "rotary"] = "learned"
+    rope_theta: Positive = 10_000.0
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"  # GPT-2 used the tanh form
     biases: bool = True
     tie_embeddings: bool = True
     scan: bool = True  # one compiled block for all layers; false unrolls: 4% to 11% faster on a CPU, slower to compile
@@ -75,6 +81,16 @@ class Model(Section):
 
 class CausalLM(Section):
     kind: Literal["causal_lm"] = "causal_lm"
+
+
+class MaskedLM(Section):
+    """Whole words are hidden in spans, and predicted."""
+
+    kind: Literal["masked_lm"]
+    rate: Rate = 0.15  # of a row's tokens
+    max_span: Count = 3  # words; a span of n has probability proportional to 1/n
+    short: Rate = 0.1  # of the rows, which end early
+    sentence_order: bool = True  # a row is two pieces of text; which came first is predicted too
 
 
 class Data(Section):
@@ -171,7 +187,7 @@ class RunConfig(Section):
 
     run: Run = Run()
     model: Model
-    objective: CausalLM = CausalLM()
+    objective: Annotated[CausalLM | MaskedLM, Field(discriminator="kind")] = CausalLM()
     data: Annotated[PythonStdlib | Text | Synthetic, Field(discriminator="source")]
     parallel: Parallel = Parallel()
     precision: Precision = Precision()

@@ -8,6 +8,9 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from spmd_lm.config.schema import RunConfig
 
 # On a device jax.Array; on the host np.ndarray; as a description of either, jax.sharding.Sharding.
 Leaf = Any
@@ -22,3 +25,16 @@ class Batch:
     positions: Leaf  # int32 [M, B, T]: within the document or the row
     segments: Leaf  # int32 [M, B, T]: which document a token is of; None where each row is one
     samples: Leaf  # int32 [M, B]: index of the row within its step; dropout is keyed by it
+    types: Leaf = None  # int32 [M, B, T]: which part of a row a token is of; None where models do not ask
+    labels: Leaf = None  # int32 [M, B]: what a row is; None where objectives do not ask
+    label_weights: Leaf = None  # float32 [M, B]: of each label in the loss; 0 is padding
+
+
+def abstract_batch(config: RunConfig) -> Batch:
+    """Shapes and dtypes of one step's batch."""
+    m = config.parallel.microbatches
+    rows = (m, config.train.batch // m)
+    long = (*rows, config.model.context)
+    of = jax.ShapeDtypeStruct
+    ids, numbers = of(long, jnp.int32), of(rows, jnp.int32)
+    return Batch(tokens=ids, targets=ids, weights=of(long, jnp.float32), positions=ids, segments=None, samples=numbers)

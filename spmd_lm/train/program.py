@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd_lm.analysis import flops, hardware
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.batch import Batch
+from spmd_lm.data.batch import Batch, abstract_batch
 from spmd_lm.models.gpt import GPT
 from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
@@ -17,7 +17,7 @@ from spmd_lm.parallel.pipeline.schedule import Schedule, schedule
 from spmd_lm.parallel.plan import Plan, Tree, fit
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
-from spmd_lm.train.step import batch_specs, make_eval_step, make_train_step, state_specs
+from spmd_lm.train.step import make_eval_step, make_train_step, state_specs
 
 
 def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
@@ -68,6 +68,11 @@ def _refit(tree: Tree, to: Tree) -> Tree:
     return jax.tree.map(lambda x, t: x if x.shape == t.shape else _refitted(t.shape, t.sharding)(x), tree, to)
 
 
+def _lying(tree: Tree, shardings: Tree) -> Tree:
+    """Shapes and dtypes with where they lie."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
 class Program:
     """One config, bound to devices (default: all there are)."""
 
@@ -111,7 +116,11 @@ class Program:
 
     @functools.cached_property
     def batch_shardings(self) -> Batch:
-        return self.plan.sharding(batch_specs(self.plan))
+        return self.plan.sharding(self._batch_specs)
+
+    @functools.cached_property
+    def _batch_specs(self) -> Batch:
+        return jax.tree.map(lambda _: self.plan.batch_spec, abstract_batch(self.config))
 
     def init(self) -> TrainState:
         """The first state, born sharded.  The same weights under every layout."""
@@ -138,9 +147,7 @@ class Program:
 
     @staticmethod
     def _abstract(shapes: Tree, shardings: TrainState) -> TrainState:
-        whole = TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, shapes, shapes)
-        with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-        return jax.tree.map(with_sharding, whole, shardings)
+        return _lying(TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, shapes, shapes), shardings)
 
     def canonical(self, state: TrainState) -> TrainState:
         """`state` without padding, its layers in order, as checkpoints hold it.  What is so stays the same array,
@@ -174,30 +181,16 @@ class Program:
     def train_step(self):
         c = self.config
         optimizer = Optimizer(c.optim, c.train.steps)
-        once = c.parallel.reduce_once
-        return make_train_step(
-            self.model, optimizer, self.plan, self.schedule, c.precision, c.train.seed, reduce_once=once
-        )
+        of = self.model, optimizer, self.plan, self.schedule, c.precision, c.train.seed, self._batch_specs
+        return make_train_step(*of, reduce_once=c.parallel.reduce_once)
 
     @functools.cached_property
     def evaluate(self):
         """(params, batch) -> (sum of nll, sum of weights)."""
-        return make_eval_step(self.model, self.plan, self.schedule, self.config.precision)
+        return make_eval_step(self.model, self.plan, self.schedule, self.config.precision, self._batch_specs)
 
     def abstract_batch(self) -> Batch:
-        c, m = self.config, self.config.parallel.microbatches
-        rows = (m, c.train.batch // m)
-        full = (*rows, c.model.context)
-        shape = lambda shape, dtype, s: jax.ShapeDtypeStruct(shape, dtype, sharding=s)  # noqa: E731
-        s, i, f = self.batch_shardings, jnp.int32, jnp.float32
-        return Batch(
-            tokens=shape(full, i, s.tokens),
-            targets=shape(full, i, s.targets),
-            weights=shape(full, f, s.weights),
-            positions=shape(full, i, s.positions),
-            segments=None,
-            samples=shape(rows, i, s.samples),
-        )
+        return _lying(abstract_batch(self.config), self.batch_shardings)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

@@ -22,11 +22,6 @@ def state_specs(plan: Plan) -> TrainState:
     return TrainState(P(), plan.specs, plan.specs, plan.specs)
 
 
-def batch_specs(plan: Plan) -> Batch:
-    rows = plan.batch_spec
-    return Batch(tokens=rows, targets=rows, weights=rows, positions=rows, segments=None, samples=rows)
-
-
 def model_pieces(model: GPT, weight: jax.Array, draw: Callable[[Batch], Draw | None]) -> Pieces:
     """`model` as the executor runs it, each loss a share of the mean over a global batch of total `weight`."""
 
@@ -53,6 +48,7 @@ def make_train_step(
     schedule: Schedule,
     precision: Precision,
     seed: int,
+    batch_specs: Batch,
     *,
     reduce_once: bool,
 ) -> Callable:
@@ -74,11 +70,11 @@ def make_train_step(
 
     specs = state_specs(plan)
     outs = specs, {"loss": P(), "grad_norm": P(), "lr": P()}
-    step = plan.manual(body, (specs, batch_specs(plan)), outs)
+    step = plan.manual(body, (specs, batch_specs), outs)
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(outs))
 
 
-def make_eval_step(model: GPT, plan: Plan, schedule: Schedule, precision: Precision) -> Callable:
+def make_eval_step(model: GPT, plan: Plan, schedule: Schedule, precision: Precision, batch_specs: Batch) -> Callable:
     """(params, batch) -> (sum of weight x negative log-likelihood, sum of weights) of the global batch, without
     dropout."""
 
@@ -90,5 +86,5 @@ def make_eval_step(model: GPT, plan: Plan, schedule: Schedule, precision: Precis
         return loss, plan.batch_sum(batch.weights.astype(wide).sum())
 
     outs = (P(), P())
-    step = plan.manual(body, (plan.specs, batch_specs(plan)), outs)
+    step = plan.manual(body, (plan.specs, batch_specs), outs)
     return jax.jit(step, out_shardings=plan.sharding(outs))
