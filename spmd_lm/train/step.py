@@ -14,12 +14,14 @@ from spmd_lm.parallel.pipeline.executor import gradients, summed_loss
 from spmd_lm.parallel.pipeline.schedule import Schedule
 from spmd_lm.parallel.pipeline.stages import Pieces, Weights
 from spmd_lm.parallel.plan import Plan, Tree
+from spmd_lm.train import precision as scaling
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
 
 
-def state_specs(plan: Plan) -> TrainState:
-    return TrainState(P(), plan.specs, plan.specs, plan.specs)
+def state_specs(plan: Plan, precision: Precision) -> TrainState:
+    scalars = jax.tree.map(lambda _: P(), scaling.first(precision))
+    return TrainState(P(), plan.specs, plan.specs, plan.specs, scaling=scalars)
 
 
 def model_pieces(model: GPT, weight: jax.Array, draw: Callable[[Batch], Draw | None]) -> Pieces:
@@ -52,7 +54,8 @@ def make_train_step(
     *,
     reduce_once: bool,
 ) -> Callable:
-    """(state, batch) -> (state, {loss, grad_norm, lr}); the state it is given is donated.
+    """(state, batch) -> (state, {loss, grad_norm, lr}), and precision.FIGURES where the loss is scaled; the state it is
+    given is donated.
 
     loss: mean negative log-likelihood per target token of the global batch, in nats."""
     dropout = model.c.dropout > 0 or model.c.attention_dropout > 0
@@ -61,15 +64,19 @@ def make_train_step(
         draw = lambda part: Draw(jnp.uint32(seed), state.step, part.samples) if dropout else None  # noqa: E731
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
         wide = jnp.promote_types(compute, jnp.float32)
-        pieces = model_pieces(model, plan.batch_sum(batch.weights.astype(wide).sum()), draw)
+        # Scaled where it is formed: what cross-entropy makes of it in float16 is scaled already.
+        weight = scaling.unscaled(plan.batch_sum(batch.weights.astype(wide).sum()), state.scaling)
+        pieces = model_pieces(model, weight, draw)
         loss, grads = gradients(
             plan, pieces, schedule, state.params, batch, compute=compute, reduce=reduce, once=reduce_once
         )
-        state, scalars = optimizer.update(plan, state, grads)
+        loss = scaling.unscaled(loss, state.scaling)
+        state, scalars = scaling.update(precision, optimizer, plan, state, grads)
         return state, {"loss": loss} | scalars
 
-    specs = state_specs(plan)
-    outs = specs, {"loss": P(), "grad_norm": P(), "lr": P()}
+    specs = state_specs(plan, precision)
+    figures = ("loss", "grad_norm", "lr", *(scaling.FIGURES if specs.scaling else ()))
+    outs = specs, dict.fromkeys(figures, P())
     step = plan.manual(body, (specs, batch_specs), outs)
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(outs))
 
