@@ -8,12 +8,15 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from spmd_lm.config.schema import Precision, RunConfig
 from spmd_lm.errors import Exit
+from spmd_lm.parallel.mesh import Layout, make_mesh
+from spmd_lm.parallel.plan import Plan
 from spmd_lm.train import loop
 from spmd_lm.train.checkpoint import Checkpointer
-from spmd_lm.train.precision import LARGEST, first, following
+from spmd_lm.train.precision import LARGEST, finite, first, following
 from spmd_lm.train.program import Program
 from tests.helpers import FLOAT32, assert_equal, device_batch, make_config, program
 
@@ -147,6 +150,20 @@ def distance(a, b) -> float:
     """Of two trees, as a share of the second's norm."""
     norm = lambda tree: np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(tree)))  # noqa: E731
     return norm(jax.tree.map(np.subtract, jax.device_get(a), jax.device_get(b))) / norm(b)
+
+
+@pytest.mark.parametrize(
+    ("worst", "clean"),
+    [(1.0, True), (1e30, True), (np.inf, False), (np.nan, False)],  # the square of 1e30 is no float32
+)
+def test_one_entry_of_one_device_is_everybody_s(worst, clean):
+    layout = Layout(data=2, model=4)
+    names, shapes = {"up": ("width", "mlp")}, {"up": jax.ShapeDtypeStruct((6, 8), np.float32)}
+    plan = Plan(layout, make_mesh(layout, jax.devices()), "cpu", names, shapes, zero=1)
+    found = plan.manual(lambda grads: finite(plan, grads)[None], (plan.specs,), P(("data", "model")))
+    grads = {"up": np.ones((6, 8), np.float32)}
+    grads["up"][5, 7] = worst
+    assert jax.jit(found)(grads).tolist() == 8 * [clean]
 
 
 # ---- layouts
