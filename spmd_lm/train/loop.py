@@ -148,8 +148,8 @@ def time_taken(run: Run) -> str:
 
 
 def sample(run: Run) -> str:
-    """A few continuations; none where the data is no text."""
-    if isinstance(run.config.data, Synthetic):
+    """A few continuations; none where the data is no text, or the model writes none."""
+    if isinstance(run.config.data, Synthetic) or not run.config.model.causal:
         return ""
     texts = sample_text(run.program, run.state.params, PROMPTS, Sampling(temperature=0.8))
     rule = "\n" + "-" * 80 + "\n"

@@ -111,6 +111,16 @@ def test_pieces_part_at_sentences_where_there_are_any(seen):
     assert parted / len(seen.tokens) > 0.5  # without looking, a tenth
 
 
+def test_no_span_reaches_from_one_piece_into_the_other(seen):
+    """No two spans touch, so that hidden words on both sides of the cut would be of one."""
+    ends = np.array([np.flatnonzero(row) for row in (seen.targets == SPECIAL.sep)])  # of A, of B
+    rows, swapped = np.arange(len(ends)), seen.labels == 1
+    last = np.where(swapped, ends[:, 1] - 1, ends[:, 0] - 1)
+    first = np.where(swapped, 1, ends[:, 0] + 1)
+    beside = seen.weights[rows, last] + seen.weights[rows, first]
+    assert beside.max() == 1 and (beside == 1).mean() > 0.1
+
+
 def test_half_of_the_rows_are_swapped(seen):
     assert abs(seen.labels.mean() - 0.5) < 0.03 and (seen.label_weights == 1).all()
 
