@@ -122,7 +122,7 @@ class MaskedRows(Rows):
     def _read(
         self, stretch_R: np.ndarray, shift_R: np.ndarray, keys_R: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Whole sentences of each stretch, or whole words where it has no two sentences or a row is not cut: int32 [R, P]
+        """Whole sentences of each stretch, or whole words where it has no two or a row is not cut: int32 [R, P]
         from the left, which of them begin words, how many tokens they are.
 
         A word longer than the row is cut; one that begins or ends outside is left out."""
