@@ -53,7 +53,7 @@ def _audited(name: str, remat: str, scan: bool, layers: int, model: str, paralle
         model=SIZES | {"attention_dropout": 0.0, "scan": scan, "layers": layers} | other,
         objective={"kind": "masked_lm" if other.get("kind") == "bert" else "causal_lm"},
         parallel=layout,
-        remat={"policy": remat},
+        remat={"policy": remat} | ({"every": 2} if remat == "every" else {}),
         precision=BF16,
         train={"batch": 64},
     )
@@ -221,6 +221,19 @@ MODELS = [
     pytest.param("h100:2x8", {"share_layers": True}, {"zero": 1}, marks=slow),
     pytest.param("h100:2x8", {"share_layers": True}, {"zero": 3}, marks=slow),
 ]
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("v5p:4x4x4", {"zero": 3, "sequence": True}),
+        pytest.param("h100:2x8", {"zero": 2}, marks=slow),
+        pytest.param("h100:2x8", {"zero": 3, "pipe": 2, "microbatches": 4, "layers": 8}, marks=slow),
+    ],
+    ids=str,
+)
+def test_groups_that_run_again_send_what_theory_asks_for(name, parallel):
+    exact(audited(name, "every", **{"layers": 4} | parallel))
 
 
 @pytest.mark.parametrize(("name", "model", "parallel"), MODELS, ids=str)

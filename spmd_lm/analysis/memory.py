@@ -31,6 +31,10 @@ def block_bytes(config: RunConfig, plan: Plan, kernel: str) -> float:
     """Bytes per token and layer that the backward pass finds saved on a device."""
     m, t, size = config.model, plan.layout.model, bytes_of(config.precision.compute)
     stream = 1 / t if plan.sequence else 1  # each device's share of what lies between the branches
+    if config.remat_policy == "every":  # the input of each group, and of one of them all
+        alone = config.model_copy(update={"remat": config.remat.model_copy(update={"policy": "none", "every": None})})
+        group, inside = config.remat_group, block_bytes(alone, plan, kernel)
+        return m.width * stream * size / group + inside * group / config.layers_together
     if config.remat_policy in ("full", "residual"):  # the block's input, and sums that end its branches
         sums = 0 if config.remat_policy == "full" else 1 if m.norm == "pre" else 2
         return m.width * stream * size * (1 + sums)

@@ -147,15 +147,18 @@ def _model(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
 
     wide = jax.numpy.promote_types(compute, "float32").name
     # What ends the attention branch is made again; what ends the MLP is not, unless a norm follows it.
-    again = (1 + (c.norm == "post")) * (config.remat_policy == "full")
+    again: float = (1 + (c.norm == "post")) * (config.remat_policy == "full")
     sums, gathers = (4 + again) * work.passes + 2 * work.ahead, 6 * work.passes + 2 * work.ahead
+    if config.remat_policy == "every":  # a layer runs again, but for what ends the last one of a group
+        again = 2 - (c.norm == "pre") / config.remat_group
+        sums, gathers = sums + again * work.passes, gathers + 2 * work.passes
     if work.breadth_first and not (
         c.scan and work.together > 1
     ):  # what ends a chunk serves the head alone, long before
         unused = work.passes / work.together
         sums, gathers = sums - (1 + again) * unused, gathers - UNUSED_GATHERS.get(config.remat_policy, 0) * unused
     ahead = ", and 2 ahead of it" if work.ahead else ""
-    each = f"{4 + again}Lm: A, 2 forward, 2 backward a layer{ahead}"
+    each = f"{4 + again:g}Lm: A, 2 forward, 2 backward a layer{ahead}"
     repeated = again * work.passes
     # A norm behind the embedding needs its sum again where a pipeline keeps none.
     embedding = work.embedding + (work.unembedding if c.norm == "post" and work.ticks else 0)
@@ -212,7 +215,8 @@ def _weights(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
         return
     p, once = config.precision, config.parallel.reduce_once
     early, layerwise = plan.zero > 1 and not once, plan.zero == 3 and not once and config.model.layers_kept > 1
-    gathers, again, told = _gathers(work) if layerwise else (work.layers, 0, "P, once")
+    grouped = config.remat_policy == "every"
+    gathers, again, told = _gathers(work, grouped) if layerwise else (work.layers, 0, "P, once")
     scatters = (work.completes * work.together if work.breadth_first else work.passes) if early else work.layers
     sharing = config.model.layers // config.model.layers_kept  # layers that each layer's weights serve
     ends = {"embedding": work.unembedding, "head": work.head}
@@ -248,14 +252,16 @@ def _weights(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
         share /= plan.sizes[ring]
 
 
-def _gathers(work: Work) -> tuple[float, float, str]:
-    """Of layers one by one under ZeRO-3: how many, how many of them again in backward, and a formula."""
+def _gathers(work: Work, grouped: bool) -> tuple[float, float, str]:
+    """Of layers one by one under ZeRO-3: how many, how many of them again in backward, and a formula.  grouped: whether
+    layers run again in groups before each goes back."""
     if work.breadth_first:
         return work.fetches * work.together, 0, "2P - P/chunks: a chunk once forward, once backward"
     if work.ticks and work.together == 1:
         return work.ahead + work.passes, 0, "2Pm of the layers, ahead and for backward"
-    ahead = "3Pm" if work.ahead else "2Pm"
-    return work.ahead + 2 * work.passes, work.passes, f"{ahead} of the layers, one by one"
+    times = 2 + bool(work.ahead) + grouped
+    again = (1 + grouped) * work.passes
+    return work.ahead + work.passes + again, again, f"{times}Pm of the layers, one by one"
 
 
 def _sums(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:

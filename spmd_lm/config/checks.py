@@ -17,6 +17,7 @@ from spmd_lm.config.schema import (
     Model,
     Parallel,
     Precision,
+    Remat,
     Run,
     RunConfig,
     Section,
@@ -126,6 +127,17 @@ def stages_have_layers(model: Model, parallel: Parallel, run: Run) -> Messages:
     ways.append(_nearest("parallel.pipe", stages, fits))
     ways.append(_nearest("model.layers", model.layers, multiples(model.layers, parts)))
     yield f"model.layers={model.layers} is not divisible by {by}. Use {', or '.join(ways)}."
+
+
+def kept_layers_divide_a_chunk(model: Model, parallel: Parallel, remat: Remat) -> Messages:
+    every = remat.every
+    if every and remat.policy != "every":
+        yield f"remat.every={every} with remat.policy={remat.policy} keeps nothing. Use remat.policy=every."
+    parts = parallel.pipe * (parallel.chunks if parallel.pipe > 1 else 1)
+    if every and model.layers % parts == 0 and (together := model.layers // parts) % every:
+        fits = _nearest("remat.every", every, divisors(together))
+        of = f" on each of {parts} parts of a pipeline" if parts > 1 else ""
+        yield f"remat.every={every} does not divide the {together} of model.layers={model.layers}{of}. Use {fits}."
 
 
 def chunks_have_a_schedule(parallel: Parallel) -> Messages:
@@ -350,6 +362,7 @@ CHECKS: tuple[Callable[..., Messages], ...] = (
     sequence_divides,
     microbatches_divide_batch,
     stages_have_layers,
+    kept_layers_divide_a_chunk,
     chunks_have_a_schedule,
     microbatches_fill_stages,
     data_is_a_degree,

@@ -184,7 +184,8 @@ class AdamW(Section):
 
 
 class Remat(Section):
-    policy: Literal["none", "selective", "residual", "full"] = "none"
+    policy: Literal["none", "selective", "residual", "every", "full"] = "none"
+    every: Count | None = None  # of policy every: layers from one that is kept to the next; default: what holds least
 
 
 class Train(Section):
@@ -232,8 +233,26 @@ class RunConfig(Section):
         return self.model.scan and self.layers_together > 1
 
     @property
+    def remat_group(self) -> int:
+        """Layers of which the first one's input alone is kept (arXiv:1604.06174)."""
+        if self.remat.policy != "every":
+            return 1
+        return self.remat.every or least_held(self.model, self.layers_together)
+
+    @property
     def remat_policy(self) -> str:
         """`remat.policy`, where it changes anything: a pipeline keeps the input of a chunk alone and runs it again, and
-        where that is one layer, full remat would run it a third time."""
-        alone = self.parallel.pipe > 1 and self.layers_together == 1
-        return "none" if alone and self.remat.policy == "full" else self.remat.policy
+        where that is all that remat would keep, the chunk would run a third time."""
+        policy = self.remat.policy
+        if policy == "every" and self.remat_group == 1:
+            policy = "full"
+        together = {"full": 1, "every": self.remat_group}.get(policy)
+        return "none" if self.parallel.pipe > 1 and together == self.layers_together else policy
+
+
+def least_held(model: Model, layers: int) -> int:
+    """Of how many layers to keep the first one's input, so that these and all that one group holds are least
+    (arXiv:2104.04473, section 3.5); activations as arXiv:2205.05198, section 4.1, counts them, of a block's input."""
+    scores = 2.5 * model.heads * model.context / model.width if model.attention_dropout else 0
+    held = lambda group: layers // group + group * (17 + scores)  # noqa: E731
+    return min((n for n in range(1, layers + 1) if layers % n == 0), key=held)

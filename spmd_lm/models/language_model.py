@@ -52,9 +52,10 @@ def _parts(state: nnx.State) -> Params:
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, see ops.attention.choose.
-    remat: what the backward pass computes again, 'none', 'selective' (the attention core), 'full' (each block) or
-    'residual' (each block's two branches: no collective of theirs that sums is repeated).  sums: dtype of long sums of
-    gradients.  looped: whether several layers run in one loop."""
+    remat: what the backward pass computes again, 'none', 'selective' (the attention core), 'full' (each block),
+    'residual' (each block's two branches: no collective of theirs that sums is repeated) or 'every' (whoever runs the
+    layers says of how many).  sums: dtype of long sums of gradients.  looped: whether several layers run in one
+    loop."""
 
     c: Model
     objective: Objective

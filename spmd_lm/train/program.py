@@ -194,7 +194,8 @@ class Program:
         c = self.config
         optimizer = Optimizer(c.optim, c.train.steps)
         of = self.model, optimizer, self.plan, self.schedule, c.precision, c.train.seed, self._batch_specs
-        return make_train_step(*of, reduce_once=c.parallel.reduce_once)
+        group = c.remat_group if c.remat_policy == "every" else 1
+        return make_train_step(*of, reduce_once=c.parallel.reduce_once, group=group)
 
     @functools.cached_property
     def evaluate(self):

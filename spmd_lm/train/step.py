@@ -27,8 +27,8 @@ def state_specs(plan: Plan, precision: Precision) -> TrainState:
     return TrainState(P(), plan.specs, plan.specs, plan.specs, scaling=scalars)
 
 
-def model_pieces(model: LanguageModel, head: Callable, draw: Callable[[Batch], Draw | None]) -> Pieces:
-    """`model` as the executor runs it.  head(params, x, part): what is made of each microbatch."""
+def model_pieces(model: LanguageModel, head: Callable, draw: Callable[[Batch], Draw | None], group: int = 1) -> Pieces:
+    """`model` as the executor runs it.  head(params, x, part): what is made of each microbatch.  group: see Pieces."""
 
     @jax.named_scope("embedding")
     def embed(params, part: Batch):
@@ -41,7 +41,7 @@ def model_pieces(model: LanguageModel, head: Callable, draw: Callable[[Batch], D
 
     shared = model.c.layers if model.c.share_layers else 1
     run = jax.named_scope("head")(head)
-    return Pieces(embed, block, run, model.embedding_of, model.head_of, model.looped, shared)
+    return Pieces(embed, block, run, model.embedding_of, model.head_of, model.looped, shared, group)
 
 
 def make_train_step(
@@ -54,12 +54,13 @@ def make_train_step(
     batch_specs: Batch,
     *,
     reduce_once: bool,
+    group: int,
 ) -> Callable:
     """(state, batch) -> (state, {loss, grad_norm, lr}), and precision.FIGURES where the loss is scaled; the state it is
     given is donated.
 
     loss: the sum of the objective's losses, each a mean over the global batch, in nats; where there are several, each
-    as well, as `NAME_loss`."""
+    as well, as `NAME_loss`.  group: of how many layers backward finds the first one's input alone."""
     dropout = model.c.dropout > 0 or model.c.attention_dropout > 0
 
     def body(state: TrainState, batch: Batch):
@@ -73,7 +74,7 @@ def make_train_step(
             share = {name: of[name].astype(total.dtype) / total for name, total in totals.items()}
             return model.losses(params, x, part, share)
 
-        pieces = model_pieces(model, head, draw)
+        pieces = model_pieces(model, head, draw, group)
         losses, grads = gradients(
             plan, pieces, schedule, state.params, batch, compute=compute, reduce=reduce, once=reduce_once
         )

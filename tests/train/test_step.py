@@ -128,6 +128,23 @@ def test_every_model_computes_the_reference(model, layout, microbatches, form, r
     assert_same_run(got, want)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "every", "scan"),
+    [
+        ({"data": 4, "model": 2, "zero": 3, "sequence": True}, 2, True),
+        ({"data": 2, "zero": 2, "microbatches": 2}, 4, False),
+        pytest.param({"pipe": 2, "data": 2, "zero": 3, "microbatches": 4}, 2, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_layers_run_again_in_groups_and_nothing_changes(parallel, every, scan):
+    model = {"layers": 4 * parallel.get("pipe", 1), "scan": scan}
+    remat = {"policy": "every", "every": every}
+    config = make_config(model=model, parallel={"data": 1} | parallel, remat=remat, optim={"eps": 1e-6})
+    assert config.remat_policy == "every"
+    assert_same_run(trained(config), trained_reference(make_config(model=model, optim={"eps": 1e-6})))
+
+
 def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
     config = run_of("data4-model2", 2, **OTHER)
     p = program(config)

@@ -13,11 +13,15 @@ Tree = Any
 
 
 def run_layers(
-    block: Callable, stack: Tree, x: jax.Array, scan: bool, shared: int = 1
+    block: Callable, stack: Tree, x: jax.Array, scan: bool, *, shared: int = 1, group: int = 1
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """x through block(layer_params, x, layer) for each layer of `stack`; the layers' auxiliary losses, summed.
 
-    shared: of how many layers the one of the stack is the weights."""
+    shared: of how many layers the one of the stack is the weights.  group: of so many layers backward finds the first
+    one's input alone, and runs them again."""
+    if group > 1:
+        one = lambda layers, x, i: _run_group(block, layers, x, i, scan)  # noqa: E731
+        return run_layers(jax.checkpoint(one, prevent_cse=not scan), _grouped(stack, group), x, scan)
     if shared > 1:
         one = jax.tree.map(lambda w: lax.squeeze(w, (0,)), stack)
         numbers = jnp.arange(shared, dtype=jnp.int32)
@@ -27,14 +31,35 @@ def run_layers(
     return x, _summed(losses, scan)
 
 
+def _grouped(stack: Tree, group: int) -> Tree:
+    """[layers, ...] as [groups, layers of each, ...]."""
+    return jax.tree.map(lambda w: w.reshape(-1, group, *w.shape[1:]), stack)
+
+
+def _run_group(block: Callable, layers: Tree, x: jax.Array, i: jax.Array, scan: bool):
+    """x through group i of a grouped stack."""
+    first = i * jax.tree.leaves(layers)[0].shape[0]
+    return run_layers(lambda layer, x, j: block(layer, x, first + j), layers, x, scan)
+
+
 def pull_layers(
-    block: Callable, source: Tree, rest: Tree, x: jax.Array, scan: bool
+    block: Callable, source: Tree, rest: Tree, x: jax.Array, scan: bool, *, group: int = 1
 ) -> tuple[jax.Array, dict[str, jax.Array], Callable]:
     """What run_layers gives for block((source, rest), x, layer), and pull(d_x, total, at, fresh) -> (total, d_x).
 
     `pull` takes the gradient of the result, and 1 for that of the losses, to that of x, and adds those of `source` to
     `total`, from its entry `at` on, layer by layer as they are made: they are never all there beside it.  fresh: where
     it is true, what `total` held is forgotten."""
+    if group > 1:
+        one = lambda layers, x, i: _run_group(block, layers, x, i, scan)  # noqa: E731
+        again = jax.checkpoint(one, prevent_cse=not scan)
+        y, losses, pull_groups = pull_layers(again, _grouped(source, group), _grouped(rest, group), x, scan)
+
+        def pull_grouped(d_y, total, at, fresh=None):
+            new, d_x = pull_groups(d_y, _grouped(total, group), at // group, fresh)
+            return jax.tree.map(lambda w, t: w.reshape(t.shape), new, total), d_x
+
+        return y, losses, pull_grouped
 
     def forward(x, layer):
         (source, rest), i = layer
@@ -63,8 +88,7 @@ def pull_layers(
         (d_x, total, _), _ = _loop(backward, (d_y, total, fresh), every, scan, reverse=True)
         return total, d_x
 
-    losses = made[0] if scan else [losses for losses, _ in made]
-    return y, _summed(losses, scan), pull
+    return y, _summed(made[0] if scan else [losses for losses, _ in made], scan), pull
 
 
 def _each(stack: Tree, scan: bool) -> Any:

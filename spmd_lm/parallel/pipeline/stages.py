@@ -28,7 +28,7 @@ class Pieces:
     by name. They are already divided by the weight of the whole global batch: a sum over microbatches and devices is
     the mean, and the sum of them all is what gradients are of.
     first, last: of a tree of parameters, what embed and head read; a table that is tied is in both.  shared: how many
-    layers one layer's weights serve."""
+    layers one layer's weights serve.  group: of how many layers backward finds the first one's input alone."""
 
     embed: Callable[[Tree, Tree], jax.Array]
     block: Callable[[Tree, jax.Array, Tree, jax.Array], tuple[jax.Array, Losses]]
@@ -37,6 +37,7 @@ class Pieces:
     last: Callable[[Tree], Tree]
     scan: bool = True
     shared: int = 1
+    group: int = 1
 
 
 def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:
@@ -164,10 +165,11 @@ class Weights:
         each = lambda part, first: lambda layer, x, i: block(layer, x, part, first + i)  # noqa: E731
 
         def layers(x, part, first):
-            return run_layers(each(part, first), (source["blocks"], rest), x, pieces.scan, pieces.shared)
+            stack = source["blocks"], rest
+            return run_layers(each(part, first), stack, x, pieces.scan, shared=pieces.shared, group=pieces.group)
 
         def pulled(x, part, first):
-            return pull_layers(each(part, first), source["blocks"], rest, x, pieces.scan)
+            return pull_layers(each(part, first), source["blocks"], rest, x, pieces.scan, group=pieces.group)
 
         return Stage(embed, layers, pulled, head)
 
