@@ -15,9 +15,9 @@ LAYERS = (
     {"config"},
     {"ops"},
     {"models", "parallel", "data", "runtime"},
-    {"analysis"},
+    {"analysis", "huggingface"},
     {"train"},
-    {"audit", "bench", "generate"},
+    {"audit", "bench", "exchange", "generate"},
     {"cli"},
     {"__main__"},
 )
