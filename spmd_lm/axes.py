@@ -114,6 +114,20 @@ def gathered(x: jax.Array) -> jax.Array:
     return whole(x, SEQUENCE, 1)
 
 
+def _from_first(x: jax.Array) -> jax.Array:
+    return total(jnp.where(index(SEQUENCE) == 0, x, 0), SEQUENCE)
+
+
+@jax.custom_vjp
+def at_first(x: jax.Array) -> jax.Array:
+    """A value that the device makes which holds the sequence's beginning; the others' are dropped, and so are their
+    gradients."""
+    return _from_first(x)
+
+
+at_first.defvjp(lambda x: (_from_first(x), None), lambda _, g: (jnp.where(index(SEQUENCE) == 0, g, 0),))
+
+
 def scatter(x: jax.Array, axes: str | tuple[str, ...], dim: int, *, pinned: bool = False) -> jax.Array:
     """The sum of x over mesh axes, of which each device keeps its part of the dimension `dim`.
 

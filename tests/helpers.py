@@ -76,12 +76,24 @@ def program(config: RunConfig) -> Program:
 
 
 def host_batch(config: RunConfig, step: int) -> Batch:
-    """Random tokens of uneven weights, a fifth of them 0; leaves [rows, time]."""
+    """Random tokens of uneven weights, a fifth of them 0; leaves [rows, time].  A masked model's rows have padding, two
+    types and labels."""
     rows, time, r = config.train.batch, config.model.context, np.random.default_rng(step)
     tokens = r.integers(0, config.model.vocab, (rows, time + 1), dtype=np.int32)
     weights = np.maximum(r.uniform(-0.25, 1, (rows, time)), 0).astype(np.float32)
     positions = np.broadcast_to(np.arange(time, dtype=np.int32), (rows, time))
-    return Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, None, np.arange(rows, dtype=np.int32))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, None, np.arange(rows, dtype=np.int32))
+    if config.objective.kind == "causal_lm":
+        return batch
+    real = positions < r.integers(time // 2, time + 1, (rows, 1))
+    return dataclasses.replace(
+        batch,
+        weights=weights * real,
+        segments=np.int32(real),
+        types=np.int32(positions >= time // 3) if config.model.token_types else None,
+        labels=r.integers(0, 2, rows, dtype=np.int32) if config.objective.sentence_order else None,
+        label_weights=r.uniform(0.5, 1, rows).astype(np.float32) if config.objective.sentence_order else None,
+    )
 
 
 def device_batch(p: Program, step: int) -> Batch:
@@ -92,7 +104,7 @@ def device_batch(p: Program, step: int) -> Batch:
 
 def canonical(p: Program, state: TrainState) -> TrainState:
     """On the host, without padding, layers in order; nothing of ours cuts or turns it."""
-    c, layers = p.config.parallel, p.config.model.layers
+    c, layers = p.config.parallel, p.config.model.layers_kept
     chunks = c.chunks if c.pipe > 1 else 1
     n = layers // (c.pipe * chunks)
     places = [(i // n % c.pipe * chunks + i // (n * c.pipe)) * n + i % n for i in range(layers)]
@@ -141,8 +153,7 @@ def trained_reference(config: RunConfig) -> Outcome:
     @jax.jit
     def gradients(params, step, b: Batch):
         draw = reference.Draw((config.train.seed, step), b.samples)
-        weights = b.weights.astype(np.float64)
-        return jax.value_and_grad(reference.loss)(params, config.model, b.tokens, b.targets, weights, draw)
+        return jax.value_and_grad(reference.loss)(params, config, b, draw)
 
     for step in range(STEPS):
         loss, grads = gradients(params, step, host_batch(config, step))

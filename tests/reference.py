@@ -1,4 +1,5 @@
-"""GPT and AdamW written out for one device: full logits, full masks, no mesh, nothing shared with what it judges.
+"""Language models and AdamW written out for one device: full logits, full masks, no mesh, nothing shared with what it
+judges.
 
 It takes the package's tree of parameters and returns the same tree, so that every leaf can be compared.  Legend of
 shapes: B batch, T time, S keys' time, H heads, K head width."""
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
-from spmd_lm.config.schema import AdamW, Model
+from spmd_lm.config.schema import AdamW, Model, RunConfig
+from spmd_lm.data.batch import Batch
 
 ATTENTION, AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING = range(4)  # dropout sites
 
@@ -47,10 +49,13 @@ class Draw:
         return jnp.where(bits(*counters) >= round(rate * 2**32), x / (1 - rate), 0)
 
 
-def norm(x, p):
+def norm(x, p, c: Model | None = None):
+    eps, kind = (c.norm_eps, c.norm_kind) if c else (1e-5, "layer")
+    if kind == "rms":
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * p["scale"]
     mean = x.mean(-1, keepdims=True)
     variance = ((x - mean) ** 2).mean(-1, keepdims=True)
-    return (x - mean) / jnp.sqrt(variance + 1e-5) * p["scale"] + p.get("bias", 0)
+    return (x - mean) / jnp.sqrt(variance + eps) * p["scale"] + p.get("bias", 0)
 
 
 def gelu(x, kind):
@@ -59,41 +64,94 @@ def gelu(x, kind):
     return x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
-def attention(q, k, v, heads, segments=None, drop=lambda p: p):
-    """Causal; q, k, v: [B, T, H x K]."""
-    split = lambda x: x.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)  # noqa: E731
-    q, k, v = split(q), split(k), split(v)
-    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
-    seen = np.tri(scores.shape[-1], dtype=bool)
+def turned(x, positions, theta):
+    """x: [B, H, T, K], each pair of features as a complex number, times e^(i x position x frequency)."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, :, None] / theta ** (np.arange(half) / half)
+    z = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angles)
+    return jnp.concatenate([z.real, z.imag], axis=-1)
+
+
+def attention(q, k, v, heads, segments=None, drop=lambda p: p, causal=True, turn=lambda x: x):
+    """q: [B, T, H x K]; k, v: as many heads, or fewer that serve several queries each."""
+    split = lambda x: x.reshape(*x.shape[:2], -1, q.shape[-1] // heads).transpose(0, 2, 1, 3)  # noqa: E731
+    q_, k, v = turn(split(q)), turn(split(k)), split(v)
+    k, v = (np.repeat(x, heads // x.shape[1], axis=1) if heads > x.shape[1] else x for x in (k, v))
+    scores = q_ @ k.swapaxes(-1, -2) / math.sqrt(q_.shape[-1])
+    seen = np.tri(scores.shape[-1], dtype=bool) if causal else np.ones(scores.shape[-2:], bool)
     if segments is not None:
         seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
     p = drop(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1))
-    return (p @ v).transpose(0, 2, 1, 3).reshape(*v.shape[:1], v.shape[2], -1)
+    return (p @ v).transpose(0, 2, 1, 3).reshape(q.shape)
 
 
-def logits(params, c: Model, tokens, draw: Draw | None = None):
-    """tokens: [B, T] -> [B, T, vocab]."""
-    hidden = lambda x, layer, site: draw.hidden(x, c.dropout, layer, site) if draw else x  # noqa: E731
-    embedding, head = params["embedding"], params["head"]
-    x = hidden(embedding["tokens"][tokens] + embedding["positions"][: tokens.shape[1]], 0, AFTER_EMBEDDING)
+def hidden(params, c: Model, batch, draw: Draw | None = None):
+    """What leaves the last block, [B, T, width].  batch: a Batch of [B, ...]."""
+    drop = lambda x, layer, site: draw.hidden(x, c.dropout, layer, site) if draw else x  # noqa: E731
+    embedding = params["embedding"]
+    x = embedding["tokens"][batch.tokens]
+    x = x + embedding["positions"][batch.positions] if c.positions == "learned" else x
+    x = x + embedding["types"][batch.types] if c.token_types else x
+    x = drop(norm(x, embedding["norm"], c) if c.norm == "post" else x, 0, AFTER_EMBEDDING)
+    turn = (lambda x: turned(x, batch.positions, c.rope_theta)) if c.positions == "rotary" else lambda x: x
     for layer in range(c.layers):
-        p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
-        a, m = p["attention"], p["mlp"]
-        h = norm(x, p["norm1"])
-        q, k, v = (h @ a[name] + a.get(f"{name}_bias", 0) for name in ("query", "key", "value"))
-        drop = lambda w, layer=layer: draw.probabilities(w, c.attention_dropout, layer) if draw else w  # noqa: E731
-        y = attention(q, k, v, c.heads, drop=drop) @ a["out"].T + a.get("out_bias", 0)
-        x = x + hidden(y, layer, AFTER_ATTENTION)
-        h = gelu(norm(x, p["norm2"]) @ m["up"] + m.get("up_bias", 0), c.activation)
-        x = x + hidden(h @ m["down"].T + m.get("down_bias", 0), layer, AFTER_MLP)
-    return norm(x, head["norm"]) @ head.get("tokens", embedding["tokens"]).T
+        p = jax.tree.map(lambda leaf, layer=layer: leaf[0 if c.share_layers else layer], params["blocks"])
+        weights = lambda w, layer=layer: draw.probabilities(w, c.attention_dropout, layer) if draw else w  # noqa: E731
+
+        def attend(h, a=p["attention"], weights=weights):
+            q, k, v = (h @ a[name] + a.get(f"{name}_bias", 0) for name in ("query", "key", "value"))
+            y = attention(q, k, v, c.heads, batch.segments, weights, c.kind == "gpt", turn)
+            return y @ a["out"].T + a.get("out_bias", 0)
+
+        def mlp(h, m=p["mlp"]):
+            up = h @ m["up"] + m.get("up_bias", 0)
+            if c.activation == "swiglu":
+                gate = h @ m["gate"] + m.get("gate_bias", 0)
+                up = up * gate / (1 + jnp.exp(-gate))
+            else:
+                up = gelu(up, c.activation)
+            return up @ m["down"].T + m.get("down_bias", 0)
+
+        for branch, name, site in ((attend, "norm1", AFTER_ATTENTION), (mlp, "norm2", AFTER_MLP)):
+            if c.norm == "pre":
+                x = x + drop(branch(norm(x, p[name], c)), layer, site)
+            else:
+                x = norm(x + drop(branch(x), layer, site), p[name], c)
+    return norm(x, params["head"]["norm"], c) if c.norm == "pre" else x
 
 
-def loss(params, c: Model, tokens, targets, weights, draw: Draw | None = None):
-    """Weighted mean negative log-likelihood, in nats."""
-    every = jax.nn.log_softmax(logits(params, c, tokens, draw), axis=-1)
-    nll = -jnp.take_along_axis(every, targets[..., None], axis=-1)[..., 0]
-    return (weights * nll).sum() / weights.sum()
+def predictions(params, config: RunConfig, batch, draw: Draw | None = None):
+    """Logits by loss: of tokens [B, T, vocab]; of BERT's second head [B, 2]."""
+    c, head, h = config.model, params["head"], hidden(params, config.model, batch, draw)
+    table = head.get("tokens", params["embedding"]["tokens"])
+    if config.objective.kind == "causal_lm":
+        return {"causal_lm": h @ table.T}
+    kind = c.activation if c.activation != "swiglu" else "gelu"
+    t = norm(gelu(h @ head["transform"] + head.get("transform_bias", 0), kind), head["transform_norm"], c)
+    made = {"masked_lm": t @ table.T + head.get("output_bias", 0)}
+    if config.objective.sentence_order:
+        pooled = jnp.tanh(h[:, 0] @ head["pooler"] + head.get("pooler_bias", 0))
+        made["sentence_order"] = pooled @ head["binary"] + head.get("binary_bias", 0)
+    return made
+
+
+def logits(params, c: Model, tokens):
+    """Of a causal model; tokens: [B, T] -> [B, T, vocab]."""
+    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    h = hidden(params, c, Batch(tokens, None, None, places, None, None))
+    return h @ params["head"].get("tokens", params["embedding"]["tokens"]).T
+
+
+def loss(params, config: RunConfig, batch, draw: Draw | None = None):
+    """The sum of the objective's losses, each a weighted mean negative log-likelihood, in nats."""
+    total = 0
+    for name, z in predictions(params, config, batch, draw).items():
+        rows = name == "sentence_order"
+        targets, weights = (batch.labels, batch.label_weights) if rows else (batch.targets, batch.weights)
+        nll = -jnp.take_along_axis(jax.nn.log_softmax(z, axis=-1), targets[..., None], axis=-1)[..., 0]
+        weights = weights.astype(np.float64)
+        total = total + (weights * nll).sum() / weights.sum()
+    return total
 
 
 def learning_rate(o: AdamW, steps: int, step: int) -> float:

@@ -67,6 +67,7 @@ class Model(Section):
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"  # GPT-2 used the tanh form
     biases: bool = True
     tie_embeddings: bool = True
+    share_layers: bool = False  # one layer's weights serve all of them (ALBERT, arXiv:1909.11942)
     scan: bool = True  # one compiled block for all layers; false unrolls: 4% to 11% faster on a CPU, slower to compile
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
 
@@ -77,6 +78,21 @@ class Model(Section):
     @property
     def head_width(self) -> int:
         return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Of keys, and of values."""
+        return (self.kv_heads or self.heads) * self.head_width
+
+    @property
+    def layers_kept(self) -> int:
+        """Layers that have weights of their own."""
+        return 1 if self.share_layers else self.layers
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees none of those that follow."""
+        return self.kind == "gpt"
 
 
 class CausalLM(Section):

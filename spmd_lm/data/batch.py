@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.schema import MaskedLM, RunConfig
 
 # On a device jax.Array; on the host np.ndarray; as a description of either, jax.sharding.Sharding.
 Leaf = Any
@@ -37,4 +37,16 @@ def abstract_batch(config: RunConfig) -> Batch:
     long = (*rows, config.model.context)
     of = jax.ShapeDtypeStruct
     ids, numbers = of(long, jnp.int32), of(rows, jnp.int32)
-    return Batch(tokens=ids, targets=ids, weights=of(long, jnp.float32), positions=ids, segments=None, samples=numbers)
+    masked = config.objective if isinstance(config.objective, MaskedLM) else None
+    ordered = masked is not None and masked.sentence_order
+    return Batch(
+        tokens=ids,
+        targets=ids,
+        weights=of(long, jnp.float32),
+        positions=ids,
+        segments=ids if masked else None,
+        samples=numbers,
+        types=ids if config.model.token_types else None,
+        labels=numbers if ordered else None,
+        label_weights=of(rows, jnp.float32) if ordered else None,
+    )

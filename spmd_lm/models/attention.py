@@ -11,16 +11,18 @@ from spmd_lm.config.schema import Model
 from spmd_lm.models.layers import Project, add_bias, constant, dense, normal
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""What attention does with q, k, v [batch, time, heads x head width]: train on the row, or read a cache."""
+"""What attention does with q [batch, time, heads x head width], k and v [batch, time, kv heads x head width]: train on
+the row, or read a cache."""
 
 
 class Attention(nnx.Module):
     def __init__(self, c: Model, std: float, out_std: float, rngs: nnx.Rngs, dtype: str):
-        matrix = lambda std: normal(rngs, (c.width, c.width), ("width", "heads"), std, dtype)  # noqa: E731
-        vector = lambda name: constant(0, c.width, name, dtype) if c.biases else None  # noqa: E731
-        self.query, self.key, self.value, self.out = matrix(std), matrix(std), matrix(std), matrix(out_std)
-        self.query_bias, self.key_bias, self.value_bias = (vector("heads") for _ in range(3))
-        self.out_bias = vector("width")
+        matrix = lambda other, std: normal(rngs, (c.width, other), ("width", "heads"), std, dtype)  # noqa: E731
+        vector = lambda size, name: constant(0, size, name, dtype) if c.biases else None  # noqa: E731
+        self.query, self.key, self.value = (matrix(size, std) for size in (c.width, c.kv_width, c.kv_width))
+        self.out = matrix(c.width, out_std)
+        self.query_bias, self.key_bias = vector(c.width, "heads"), vector(c.kv_width, "heads")
+        self.value_bias, self.out_bias = vector(c.kv_width, "heads"), vector(c.width, "width")
 
     def __call__(self, x: jax.Array, attend: Attend, project: Project) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""

@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 from spmd_lm.axes import Names, enter
+from spmd_lm.config.schema import Model
 
 INIT_STD = 0.02
 """GPT-2's; the matrices that end a residual branch have it divided by sqrt(2 x layers)."""
@@ -79,21 +80,39 @@ lean = functools.partial(jax.checkpoint, prevent_cse=False)
 """For what is cheap to compute again: backward finds its inputs alone saved.  A layer norm saves five widths else."""
 
 
-@lean
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, eps: float = 1e-5) -> jax.Array:
     """Statistics in float32 or wider: in bfloat16 the mean of a wide row is wrong in its third digit."""
-    h = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    h = h - h.mean(-1, keepdims=True)
-    h = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + eps) * scale
-    return (h if bias is None else h + bias).astype(x.dtype)
+
+    @lean
+    def run(x, scale, bias):
+        h = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        h = h - h.mean(-1, keepdims=True)
+        h = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + eps) * scale
+        return (h if bias is None else h + bias).astype(x.dtype)
+
+    return run(x, scale, bias)
 
 
-class LayerNorm(nnx.Module):
-    """Over the last dimension, `width`."""
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float = 1e-5) -> jax.Array:
+    """Without a mean and a bias (arXiv:1910.07467); statistics in float32 or wider."""
 
-    def __init__(self, width: int, biases: bool, dtype: str):
-        self.scale = constant(1, width, "width", dtype)
-        self.bias = constant(0, width, "width", dtype) if biases else None
+    @lean
+    def run(x, scale):
+        h = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return (h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + eps) * scale).astype(x.dtype)
+
+    return run(x, scale)
+
+
+class Norm(nnx.Module):
+    """Over the last dimension, `width`, of the kind that the model has."""
+
+    def __init__(self, c: Model, dtype: str):
+        self.scale = constant(1, c.width, "width", dtype)
+        self.bias = constant(0, c.width, "width", dtype) if c.biases and c.norm_kind == "layer" else None
+        self.kind, self.eps = c.norm_kind, c.norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return layer_norm(x, self.scale[...], None if self.bias is None else self.bias[...])
+        if self.kind == "rms":
+            return rms_norm(x, self.scale[...], self.eps)
+        return layer_norm(x, self.scale[...], None if self.bias is None else self.bias[...], self.eps)

@@ -1,6 +1,7 @@
-"""One block of a transformer: attention, then an MLP, each on a residual branch behind a layer norm (pre-LN)."""
+"""One block of a transformer: attention, then an MLP, each on a residual branch with a norm of its own."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd_lm.axes import SEQUENCE, leave, places
 from spmd_lm.config.schema import Model
 from spmd_lm.models.attention import Attend, Attention
-from spmd_lm.models.layers import INIT_STD, LayerNorm, Project, add_bias, constant, dense, lean, normal, project
+from spmd_lm.models.layers import INIT_STD, Norm, Project, add_bias, constant, dense, lean, normal, project
 from spmd_lm.ops.dropout import Draw, dropout
 
 AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING = 1, 2, 3
@@ -23,6 +24,9 @@ ACTIVATIONS = {
     "gelu": lean(lambda x: jax.nn.gelu(x, approximate=False)),
     "gelu_tanh": lean(lambda x: jax.nn.gelu(x, approximate=True)),
 }
+
+GATED = {"swiglu": lean(lambda x, gate: jax.nn.silu(gate) * x)}
+"""Of the hidden layer and a second one that gates it (arXiv:2002.05202)."""
 
 Losses = dict[str, jax.Array]
 """Auxiliary losses of a block, by name.  A dense block has none."""
@@ -40,32 +44,45 @@ def residual_dropout(x: jax.Array, rate: float, draw: Draw | None, site: int) ->
 class MLP(nnx.Module):
     def __init__(self, c: Model, std: float, out_std: float, rngs: nnx.Rngs, dtype: str):
         matrix = lambda std: normal(rngs, (c.width, c.mlp_width), ("width", "mlp"), std, dtype)  # noqa: E731
+        vector = lambda size, name: constant(0, size, name, dtype) if c.biases else None  # noqa: E731
         self.up, self.down = matrix(std), matrix(out_std)
-        self.up_bias = constant(0, c.mlp_width, "mlp", dtype) if c.biases else None
-        self.down_bias = constant(0, c.width, "width", dtype) if c.biases else None
+        self.gate = matrix(std) if c.activation in GATED else None
+        self.up_bias, self.down_bias = vector(c.mlp_width, "mlp"), vector(c.width, "width")
+        self.gate_bias = vector(c.mlp_width, "mlp") if self.gate is not None else None
         self.activation = c.activation
 
     def __call__(self, x: jax.Array, project: Project) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
-        (h,) = project(x, (self.up[...],), "mlp")
-        y = dense(ACTIVATIONS[self.activation](add_bias(h, self.up_bias)), self.down[...], transpose=True)
-        return add_bias(leave(y, "mlp"), self.down_bias)
+        if self.gate is None:
+            (h,) = project(x, (self.up[...],), "mlp")
+            h = ACTIVATIONS[self.activation](add_bias(h, self.up_bias))
+        else:
+            h, gate = project(x, (self.up[...], self.gate[...]), "mlp")
+            h = GATED[self.activation](add_bias(h, self.up_bias), add_bias(gate, self.gate_bias))
+        return add_bias(leave(dense(h, self.down[...], transpose=True), "mlp"), self.down_bias)
 
 
 class Block(nnx.Module):
-    """x + Attention(LN(x)), then x + MLP(LN(x)).  Both branches start small, so that depth does not add up (GPT-2)."""
+    """Attention and an MLP, each on a residual branch: x + f(norm(x)), or norm(x + f(x)) where the norm comes after.
+
+    Both branches start small, so that depth does not add up (GPT-2)."""
 
     def __init__(self, c: Model, rngs: nnx.Rngs, dtype: str):
         std, out_std = INIT_STD, INIT_STD / math.sqrt(2 * c.layers)
-        self.norm1, self.attention = LayerNorm(c.width, c.biases, dtype), Attention(c, std, out_std, rngs, dtype)
-        self.norm2, self.mlp = LayerNorm(c.width, c.biases, dtype), MLP(c, std, out_std, rngs, dtype)
-        self.dropout = c.dropout
+        self.norm1, self.attention = Norm(c, dtype), Attention(c, std, out_std, rngs, dtype)
+        self.norm2, self.mlp = Norm(c, dtype), MLP(c, std, out_std, rngs, dtype)
+        self.dropout, self.after = c.dropout, c.norm == "post"
 
     def __call__(
         self, x: jax.Array, draw: Draw | None, attend: Attend, project: Project = project
     ) -> tuple[jax.Array, Losses]:
         """x: [batch, sequence, width].  draw: where dropout falls; None for none."""
-        y = self.attention(self.norm1(x), attend, project)
-        x = checkpoint_name(x + residual_dropout(y, self.dropout, draw, AFTER_ATTENTION), RESIDUAL)
-        y = self.mlp(self.norm2(x), project)
-        return x + residual_dropout(y, self.dropout, draw, AFTER_MLP), {}
+        x = self.branch(x, lambda x: self.attention(x, attend, project), self.norm1, draw, AFTER_ATTENTION)
+        x = checkpoint_name(x, RESIDUAL)
+        return self.branch(x, lambda x: self.mlp(x, project), self.norm2, draw, AFTER_MLP), {}
+
+    def branch(
+        self, x: jax.Array, f: Callable[[jax.Array], jax.Array], norm: Norm, draw: Draw | None, site: int
+    ) -> jax.Array:
+        y = residual_dropout(f(x if self.after else norm(x)), self.dropout, draw, site)
+        return norm(x + y) if self.after else x + y

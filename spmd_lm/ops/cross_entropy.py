@@ -32,8 +32,9 @@ def _wide(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _local(h, table, targets, weights, vocab: int, sums: str, differentiate: bool):
-    """What one device does: sum of weight x nll over its tokens and, if asked, the gradients of that sum."""
+def _local(h, table, bias, targets, weights, vocab: int, sums: str, differentiate: bool):
+    """What one device does: sums over its tokens of weight x nll and of weights whose target is the likeliest; or, if
+    asked, the first and its gradients."""
     h = axes.gathered(h)
     b, t, width = h.shape
     rows, wide = table.shape[0], _wide(h)
@@ -48,6 +49,8 @@ def _local(h, table, targets, weights, vocab: int, sums: str, differentiate: boo
     def chunk(carry, part):
         x, y, w = part
         z = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=wide)
+        if bias is not None:
+            z = z + bias.astype(wide)
         if vocab < rows * axes.shards("vocab"):
             z = jnp.where(column < vocab, z, -jnp.inf)
         top = axes.maximum(z.max(-1), "vocab")
@@ -58,38 +61,55 @@ def _local(h, table, targets, weights, vocab: int, sums: str, differentiate: boo
         nll = jnp.log(norm) + top - own
         loss = carry[0] + (nll * w).sum()
         if not differentiate:
-            return (loss,), None
-        g = (e * (w / norm)[:, None] - jnp.where(column == y[:, None], w[:, None], 0)).astype(x.dtype)
+            return (loss, carry[1] + jnp.where(own >= top, w, 0).sum()), None
+        wide_g = e * (w / norm)[:, None] - jnp.where(column == y[:, None], w[:, None], 0)
+        g = wide_g.astype(x.dtype)
         d_table = carry[1] + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=carry[1].dtype)
-        return (loss, d_table), jnp.einsum("nv,vd->nd", g, table)
+        d_bias = None if bias is None else carry[2] + wide_g.sum(0, dtype=carry[2].dtype)
+        return (loss, d_table, d_bias), jnp.einsum("nv,vd->nd", g, table)
 
-    start = (jnp.zeros((), wide), jnp.zeros(table.shape, jnp.promote_types(table.dtype, sums)))[: 1 + differentiate]
-    done, d_h = lax.scan(chunk, start, (cut(h), cut(targets), cut(weights.astype(wide))))
+    inputs = cut(h), cut(targets), cut(weights.astype(wide))
     if not differentiate:
-        return done[0]
+        return lax.scan(chunk, (jnp.zeros((), wide),) * 2, inputs)[0]
+    zeros = lambda x: None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, sums))  # noqa: E731
+    (loss, d_table, d_bias), d_h = lax.scan(chunk, (jnp.zeros((), wide), zeros(table), zeros(bias)), inputs)
     d_h = axes.summed(d_h.reshape(n * size, width)[: b * t].reshape(b, t, width), "vocab")
-    return done[0], d_h, done[1].astype(table.dtype)
+    narrow = lambda d, x: None if x is None else d.astype(x.dtype)  # noqa: E731
+    return loss, d_h, narrow(d_table, table), narrow(d_bias, bias)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def cross_entropy(
-    h: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array, vocab: int, sums: str = "float32"
+    h: jax.Array,
+    table: jax.Array,
+    bias: jax.Array | None,
+    targets: jax.Array,
+    weights: jax.Array,
+    vocab: int,
+    sums: str = "float32",
 ) -> jax.Array:
     """Sum over tokens of weight x negative log-likelihood, in nats, float32 or wider.
 
-    h: [batch, sequence, width]; table: [padded vocab here, width]; targets: int32 [batch, time]; weights: float [batch,
-    time].  sums: dtype in which the chunks' gradients of the table are added up, or the table's if that is wider."""
-    return _local(h, table, targets, weights, vocab, sums, differentiate=False)
+    h: [batch, sequence, width]; table: [padded vocab here, width]; bias: [padded vocab here], of the logits; targets:
+    int32 [batch, time]; weights: float [batch, time].  sums: dtype in which the chunks' gradients of the table are
+    added up, or the table's if that is wider."""
+    return _local(h, table, bias, targets, weights, vocab, sums, differentiate=False)[0]
 
 
-def _forward(h, table, targets, weights, vocab, sums):
-    loss, d_h, d_table = _local(h, table, targets, weights, vocab, sums, differentiate=True)
-    return loss, (d_h, d_table, weights)
+def scores(h, table, bias, targets, weights, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """The same, and the sum of the weights of those tokens whose target is the likeliest.  Not differentiable."""
+    return _local(h, table, bias, targets, weights, vocab, "float32", differentiate=False)
+
+
+def _forward(h, table, bias, targets, weights, vocab, sums):
+    loss, *gradients = _local(h, table, bias, targets, weights, vocab, sums, differentiate=True)
+    return loss, (*gradients, weights)
 
 
 def _backward(vocab, sums, saved, g):
-    d_h, d_table, weights = saved
-    return (g.astype(d_h.dtype) * d_h, g.astype(d_table.dtype) * d_table, None, jnp.zeros_like(weights))
+    *gradients, weights = saved
+    d_h, d_table, d_bias = (None if d is None else g.astype(d.dtype) * d for d in gradients)
+    return d_h, d_table, d_bias, None, jnp.zeros_like(weights)
 
 
 cross_entropy.defvjp(_forward, _backward)

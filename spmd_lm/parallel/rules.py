@@ -12,7 +12,7 @@ from spmd_lm.axes import BATCH_AXES, DATA, PIPE, Names
 from spmd_lm.errors import LayoutError
 from spmd_lm.parallel import sequence, tensor, zero
 
-NAMES = ("layers", "batch", "sequence", "position", "width", "heads", "mlp", "vocab")
+NAMES = ("layers", "batch", "sequence", "position", "type", "width", "heads", "mlp", "vocab", "feature", "label")
 WHOLE: dict[str, tuple[str, ...]] = dict.fromkeys(NAMES, ())
 
 

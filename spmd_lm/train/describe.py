@@ -35,7 +35,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
         "devices": layout.devices,
         "platform": plan.platform,
         "parameters": parameters,
-        "parameter_count": flops.parameters(m),
+        "parameter_count": flops.parameters(config),
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "memory": memory.table(config, plan, kernel),
         "fullest_in": memory.fullest(config, plan, kernel),

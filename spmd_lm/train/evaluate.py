@@ -2,6 +2,8 @@
 
 import math
 
+import jax
+
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.loader import ValidationLoader
 from spmd_lm.data.sources import Corpus, load
@@ -17,12 +19,24 @@ def validation_loader(config: RunConfig, corpus: Corpus) -> ValidationLoader:
     return ValidationLoader(corpus.validation, c, t.batch, config.parallel.microbatches, t.eval_batches)
 
 
-def validation_loss(program: Program, params: Tree, loader: ValidationLoader) -> tuple[float, float]:
-    """Mean negative log-likelihood per target token, in nats, without dropout; and how many tokens it is of."""
+def validation_figures(program: Program, params: Tree, loader: ValidationLoader) -> tuple[dict[str, float], float]:
+    """Figures of held-out text, without dropout; and how many tokens they are of.
+
+    eval_loss: the sum of the losses, each a mean in nats.  eval_perplexity: of the tokens.  eval_accuracy: the share of
+    targets that were the likeliest.  Where there are several losses, eval_NAME_loss and eval_NAME_accuracy of each."""
     batches = (loader.batch(i, program.batch_shardings) for i in range(len(loader)))
-    sums = [program.evaluate(params, batch) for batch in batches]
-    total, weight = (math.fsum(map(float, column)) for column in zip(*sums, strict=True))
-    return total / weight, weight
+    made = [jax.device_get(program.evaluate(params, batch)) for batch in batches]
+    sums = {
+        name: [math.fsum(column) for column in zip(*(each[name] for each in made), strict=True)] for name in made[0]
+    }
+    losses = {name: total / weight for name, (total, _, weight) in sums.items()}
+    right = {name: correct / weight for name, (_, correct, weight) in sums.items()}
+    tokens = next(iter(sums))
+    figures = {"eval_loss": math.fsum(losses.values()), "eval_perplexity": perplexity(losses[tokens])}
+    if len(sums) == 1:
+        return figures | {"eval_accuracy": right[tokens]}, sums[tokens][2]
+    each = {f"eval_{name}_{what}": of[name] for name in sums for what, of in (("loss", losses), ("accuracy", right))}
+    return figures | each, sums[tokens][2]
 
 
 def perplexity(loss: float) -> float:
@@ -48,8 +62,8 @@ def open_run(config: RunConfig) -> tuple[Program, Tree, int]:
 
 
 def evaluate_run(config: RunConfig) -> dict:
-    """`spmd-lm eval`: loss and perplexity of a run's newest checkpoint on its validation text."""
+    """`spmd-lm eval`: figures of a run's newest checkpoint on its validation text."""
     program, params, step = open_run(config)
     corpus = load(config.data, config.train.seed, config.model.vocab)
-    loss, tokens = validation_loss(program, params, validation_loader(config, corpus))
-    return {"step": step, "eval_loss": loss, "eval_perplexity": perplexity(loss), "tokens": int(tokens)}
+    figures, tokens = validation_figures(program, params, validation_loader(config, corpus))
+    return {"step": step, **figures, "tokens": int(tokens)}

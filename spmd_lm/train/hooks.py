@@ -17,7 +17,7 @@ from spmd_lm.errors import CheckpointError, NonFiniteError
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
 from spmd_lm.runtime.progress import Progress
 from spmd_lm.train.checkpoint import Checkpointer, make_meta
-from spmd_lm.train.evaluate import perplexity, validation_loader, validation_loss
+from spmd_lm.train.evaluate import validation_figures, validation_loader
 from spmd_lm.train.program import Program
 from spmd_lm.train.state import TrainState
 
@@ -112,7 +112,7 @@ class Run:
 
 
 class Evaluate:
-    """eval_loss: mean over the held-out text, the same every time.  At the end too, unless train.eval_every is 0."""
+    """Figures of the held-out text, the same every time.  At the end too, unless train.eval_every is 0."""
 
     def __init__(self, run: Run):
         self.every = run.config.train.eval_every
@@ -123,10 +123,10 @@ class Evaluate:
             return
         run.settle()
         with run.clock.time("eval"):
-            loss, _ = validation_loss(run.program, run.state.params, self.loader)
-        if not math.isfinite(loss):
+            figures, _ = validation_figures(run.program, run.state.params, self.loader)
+        if not math.isfinite(loss := figures["eval_loss"]):
             raise run.lost(f"evaluation after step {run.step}: loss {loss:g}", after=run.step)
-        run.record |= {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+        run.record |= figures
 
 
 class Log:

@@ -10,14 +10,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from spmd_lm.analysis import flops, hardware
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.batch import Batch, abstract_batch
-from spmd_lm.models.gpt import GPT
+from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import Schedule, schedule
 from spmd_lm.parallel.plan import Plan, Tree, fit
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
-from spmd_lm.train.step import make_eval_step, make_train_step, state_specs
+from spmd_lm.train.step import make_eval_step, make_forward, make_train_step, state_specs
 
 
 def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
@@ -27,10 +27,10 @@ def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
     return choose(m.attention, platform, rate=m.attention_dropout, dtype=dtype, packed=False, **sizes)
 
 
-def make_model(config: RunConfig, platform: str) -> GPT:
+def make_model(config: RunConfig, platform: str) -> LanguageModel:
     kernel, _ = choose_kernel(config, platform)
     m, p = config.model, config.precision
-    return GPT(m, p.params, kernel, config.remat_policy, p.reduce, config.looped)
+    return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, p.reduce, config.looped)
 
 
 def make_plan(config: RunConfig, devices: list[jax.Device]) -> Plan:
@@ -186,8 +186,13 @@ class Program:
 
     @functools.cached_property
     def evaluate(self):
-        """(params, batch) -> (sum of nll, sum of weights)."""
+        """(params, batch) -> of each loss (its sum, the weight of what was right, the weight of all)."""
         return make_eval_step(self.model, self.plan, self.schedule, self.config.precision, self._batch_specs)
+
+    @functools.cached_property
+    def forward(self):
+        """(params, batch) -> logits, by what they predict."""
+        return make_forward(self.model, self.plan, self.config.precision, self._batch_specs)
 
     def abstract_batch(self) -> Batch:
         return _lying(abstract_batch(self.config), self.batch_shardings)

@@ -1,5 +1,7 @@
 """The train step: an ordinary function of (state, batch), jitted under a Plan.  One body serves every layout."""
 
+import functools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -8,9 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.config.schema import Precision
 from spmd_lm.data.batch import Batch
-from spmd_lm.models.gpt import GPT
+from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.models.objectives import Sums, weights
 from spmd_lm.ops.dropout import Draw
-from spmd_lm.parallel.pipeline.executor import gradients, summed_loss
+from spmd_lm.parallel.pipeline.executor import gradients, summed
 from spmd_lm.parallel.pipeline.schedule import Schedule
 from spmd_lm.parallel.pipeline.stages import Pieces, Weights
 from spmd_lm.parallel.plan import Plan, Tree
@@ -22,27 +25,25 @@ def state_specs(plan: Plan) -> TrainState:
     return TrainState(P(), plan.specs, plan.specs, plan.specs)
 
 
-def model_pieces(model: GPT, weight: jax.Array, draw: Callable[[Batch], Draw | None]) -> Pieces:
-    """`model` as the executor runs it, each loss a share of the mean over a global batch of total `weight`."""
+def model_pieces(model: LanguageModel, head: Callable, draw: Callable[[Batch], Draw | None]) -> Pieces:
+    """`model` as the executor runs it.  head(params, x, part): what is made of each microbatch."""
 
     @jax.named_scope("embedding")
     def embed(params, part: Batch):
-        return model.embed(params, part.tokens, part.positions, draw(part))
+        return model.embed(params, part, draw(part))
 
     @jax.named_scope("blocks")
     def block(layer_params, x, part: Batch, layer):
         here = draw(part)
-        return model.train_block(layer_params, x, here and here.at(layer), part.segments)
+        return model.train_block(layer_params, x, part, here and here.at(layer))
 
-    @jax.named_scope("head")
-    def head(params, x, part: Batch):
-        return model.head(params, x, part.targets, part.weights.astype(weight.dtype) / weight)
-
-    return Pieces(embed, block, head, model.embedding_of, model.head_of, model.looped)
+    shared = model.c.layers if model.c.share_layers else 1
+    run = jax.named_scope("head")(head)
+    return Pieces(embed, block, run, model.embedding_of, model.head_of, model.looped, shared)
 
 
 def make_train_step(
-    model: GPT,
+    model: LanguageModel,
     optimizer: Optimizer,
     plan: Plan,
     schedule: Schedule,
@@ -54,37 +55,72 @@ def make_train_step(
 ) -> Callable:
     """(state, batch) -> (state, {loss, grad_norm, lr}); the state it is given is donated.
 
-    loss: mean negative log-likelihood per target token of the global batch, in nats."""
+    loss: the sum of the objective's losses, each a mean over the global batch, in nats; where there are several, each
+    as well, as `NAME_loss`."""
     dropout = model.c.dropout > 0 or model.c.attention_dropout > 0
 
     def body(state: TrainState, batch: Batch):
         draw = lambda part: Draw(jnp.uint32(seed), state.step, part.samples) if dropout else None  # noqa: E731
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
-        wide = jnp.promote_types(compute, jnp.float32)
-        pieces = model_pieces(model, plan.batch_sum(batch.weights.astype(wide).sum()), draw)
-        loss, grads = gradients(
+        totals = total_weights(model, plan, batch, compute)
+
+        def head(params, x, part: Batch):
+            of = weights(model.objective, part)
+            share = {name: of[name].astype(total.dtype) / total for name, total in totals.items()}
+            return model.losses(params, x, part, share)
+
+        pieces = model_pieces(model, head, draw)
+        losses, grads = gradients(
             plan, pieces, schedule, state.params, batch, compute=compute, reduce=reduce, once=reduce_once
         )
         state, scalars = optimizer.update(plan, state, grads)
-        return state, {"loss": loss} | scalars
+        return state, reported(losses) | scalars
 
+    several = weights(model.objective, batch_specs)
     specs = state_specs(plan)
-    outs = specs, {"loss": P(), "grad_norm": P(), "lr": P()}
+    outs = specs, jax.tree.map(lambda _: P(), reported(several) | {"grad_norm": 0, "lr": 0})
     step = plan.manual(body, (specs, batch_specs), outs)
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(outs))
 
 
-def make_eval_step(model: GPT, plan: Plan, schedule: Schedule, precision: Precision, batch_specs: Batch) -> Callable:
-    """(params, batch) -> (sum of weight x negative log-likelihood, sum of weights) of the global batch, without
-    dropout."""
+def total_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: jnp.dtype) -> Sums:
+    """Of each loss the weight of the whole global batch, which its mean is over."""
+    wide = jnp.promote_types(compute, jnp.float32)
+    total = plan.batch_sum({name: w.astype(wide).sum() for name, w in weights(model.objective, batch).items()})
+    return {name: jnp.where(weight > 0, weight, 1) for name, weight in total.items()}  # of nothing, the mean is 0
+
+
+def reported(losses: dict) -> dict:
+    """Losses as a step reports them: their sum, and each if there are several."""
+    each = {f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {}
+    return {"loss": functools.reduce(operator.add, losses.values())} | each
+
+
+def make_eval_step(
+    model: LanguageModel, plan: Plan, schedule: Schedule, precision: Precision, batch_specs: Batch
+) -> Callable:
+    """(params, batch) -> of each loss (its sum, the weight of what was right, the weight of all), of the global batch,
+    without dropout."""
 
     def body(params: Tree, batch: Batch):
-        weights = Weights.of(plan, params, jnp.dtype(precision.compute), jnp.dtype(precision.reduce))
-        wide = jnp.promote_types(precision.compute, jnp.float32)
-        pieces = model_pieces(model, jnp.ones((), wide), lambda part: None)
-        loss = summed_loss(plan, pieces, schedule, weights, batch)
-        return loss, plan.batch_sum(batch.weights.astype(wide).sum())
+        held = Weights.of(plan, params, jnp.dtype(precision.compute), jnp.dtype(precision.reduce))
+        pieces = model_pieces(model, model.scores, lambda part: None)
+        return summed(plan, pieces, schedule, held, batch)
 
-    outs = (P(), P())
+    outs = {name: (P(),) * 3 for name in weights(model.objective, batch_specs)}
     step = plan.manual(body, (plan.specs, batch_specs), outs)
     return jax.jit(step, out_shardings=plan.sharding(outs))
+
+
+def make_forward(model: LanguageModel, plan: Plan, precision: Precision, batch_specs: Batch) -> Callable:
+    """(params, batch) -> logits of each thing that the model predicts, [microbatches, rows, ...], on every device."""
+
+    def body(params: Tree, batch: Batch):
+        compute = jnp.dtype(precision.compute)
+        low, fetch = Weights.of(plan, params, compute, compute).to_read()
+        one = lambda part: model.forward(low, fetch, part)  # noqa: E731
+        return jax.lax.map(one, batch)
+
+    outs = plan.batch_spec
+    forward = plan.manual(body, (plan.specs, batch_specs), outs)
+    return jax.jit(forward, out_shardings=plan.sharding(P()))

@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from spmd_lm.analysis.flops import forward_per_sequence, parameters, train_step
-from spmd_lm.models.gpt import GPT
+from spmd_lm.data.batch import abstract_batch
+from spmd_lm.models.language_model import LanguageModel
 from tests import reference
 from tests.helpers import make_config
 
@@ -12,20 +13,24 @@ MODELS = {
     "plain": {"biases": False, "tie_embeddings": False},
     "untied": {"tie_embeddings": False, "layers": 3},
     "narrow": {"biases": False, "hidden": 40, "width": 24, "heads": 3},
+    "llama": {"norm_kind": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 2, "hidden": 40},
+    "bert": {"kind": "bert", "norm": "post", "token_types": 2},
+    "one layer": {"share_layers": True},
 }
 
 
 @pytest.fixture(params=MODELS)
 def config(request):
-    return make_config(model=MODELS[request.param])
+    masked = {"objective": {"kind": "masked_lm"}} if request.param == "bert" else {}
+    return make_config(model=MODELS[request.param], **masked)
 
 
 def make_shapes(config):
-    return GPT(config.model, "float32", "xla").shapes
+    return LanguageModel(config.model, config.objective, "float32", "xla").shapes
 
 
 def test_parameters_are_those_of_the_model(config):
-    assert parameters(config.model) == sum(leaf.size for leaf in jax.tree.leaves(make_shapes(config)))
+    assert parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(make_shapes(config)))
 
 
 def product_flops(jaxpr) -> int:
@@ -41,13 +46,13 @@ def product_flops(jaxpr) -> int:
 
 
 def test_flops_are_those_of_the_products(config):
-    tokens = jax.ShapeDtypeStruct((1, config.model.context), np.int32)
-    forward = lambda params, tokens: reference.logits(params, config.model, tokens)  # noqa: E731
-    counted = product_flops(jax.make_jaxpr(forward)(make_shapes(config), tokens).jaxpr)
-    assert forward_per_sequence(config.model) == counted
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[2:]), x.dtype), abstract_batch(config))
+    forward = lambda params, batch: reference.predictions(params, config, batch)  # noqa: E731
+    counted = product_flops(jax.make_jaxpr(forward)(make_shapes(config), one).jaxpr)
+    assert forward_per_sequence(config) == counted
     assert train_step(config) == 3 * config.train.batch * counted
 
 
 def test_gpt2_has_the_published_number_of_parameters():
     small = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50257}
-    assert parameters(make_config(model=small).model) == 124_439_808
+    assert parameters(make_config(model=small)) == 124_439_808

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.ops.attention import KERNELS, attention, attention_with_cache, choose
+from spmd_lm.ops.attention import KERNELS, Heads, attention, attention_with_cache, choose
 from spmd_lm.ops.dropout import Draw
 from tests import reference
 from tests.helpers import over_model, relative
 
 HEADS, WIDTH = 8, 32
+ALL = Heads(HEADS, HEADS)
 
 
 def inputs(time, rows=2, width=WIDTH):
@@ -46,9 +47,29 @@ def check(got, want, tolerance=1e-13):
 def test_xla_attention_is_the_naive_one(time, packed, x64):
     """From 128 on, an even number of positions is done in two blocks."""
     segments = documents(time) if packed else None
-    ours = lambda q, k, v: attention(q, k, v, heads=HEADS, kernel="xla", segments=segments)  # noqa: E731
+    ours = lambda q, k, v: attention(q, k, v, ALL, kernel="xla", segments=segments)  # noqa: E731
     naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments)  # noqa: E731
     check(*(jax.jit(with_gradients(f))(*inputs(time)) for f in (ours, naive)))
+
+
+@pytest.mark.parametrize("time", [7, 128])
+@pytest.mark.parametrize("model", [1, 2])
+@pytest.mark.parametrize(
+    "of",
+    [Heads(HEADS, HEADS, causal=False), Heads(HEADS, 2), Heads(HEADS, 4, causal=False, theta=100.0)],
+    ids=["both ways", "grouped", "grouped and turned"],
+)
+def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
+    q, k, v, g = inputs(time)
+    k, v = (x[..., : of.kv_heads * WIDTH // HEADS] for x in (k, v))
+    segments, places = documents(time), np.random.default_rng(2).integers(0, 300, (2, time), dtype=np.int32)
+    turn = (lambda x: reference.turned(x, places, of.theta)) if of.theta else lambda x: x
+    ours = lambda q, k, v: attention(q, k, v, of, kernel="xla", positions=places, segments=segments)  # noqa: E731
+    naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, causal=of.causal, turn=turn)  # noqa: E731
+    split = (None, None, "heads")
+    got = over_model(with_gradients(ours), model, (split,) * 4, (split,) * 4)(q, k, v, g)
+    for a, b in zip(got, jax.jit(with_gradients(naive))(q, k, v, g), strict=True):
+        assert relative(a, b) < 1e-13
 
 
 @pytest.mark.parametrize("model", [1, 2, 8])
@@ -57,7 +78,7 @@ def test_dropout_is_keyed_by_head_and_position_however_heads_are_split(time, mod
     samples, segments = np.array([3, 9]), documents(time)
     draw = Draw(jnp.uint32(5), jnp.int32(7), jnp.asarray(samples, jnp.int32), 2)
     ours = lambda q, k, v: attention(  # noqa: E731
-        q, k, v, heads=HEADS, kernel="xla", rate=0.25, draw=draw, segments=segments
+        q, k, v, ALL, kernel="xla", rate=0.25, draw=draw, segments=segments
     )
     drop = lambda p: reference.Draw((5, 7), samples).probabilities(p, 0.25, 2)  # noqa: E731
     naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, drop)  # noqa: E731
@@ -70,28 +91,32 @@ def test_dropout_is_keyed_by_head_and_position_however_heads_are_split(time, mod
 
 def test_no_draw_is_no_dropout(x64):
     q, k, v, _ = inputs(8)
-    with_rate, without = (attention(q, k, v, heads=HEADS, kernel="xla", rate=rate) for rate in (0.5, 0.0))
+    with_rate, without = (attention(q, k, v, ALL, kernel="xla", rate=rate) for rate in (0.5, 0.0))
     np.testing.assert_array_equal(with_rate, without)
 
 
 def test_softmax_of_bfloat16_is_float32():
     q, k, v, _ = (x.astype(jnp.bfloat16) for x in inputs(64))
-    got = attention(q, k, v, heads=HEADS, kernel="xla")
+    got = attention(q, k, v, ALL, kernel="xla")
     wide = reference.attention(*(x.astype(np.float32) for x in (q, k, v)), HEADS)
     assert got.dtype == jnp.bfloat16
     assert relative(got.astype(np.float32), wide) < 2**-7
-    jaxpr = str(jax.make_jaxpr(lambda q, k, v: attention(q, k, v, heads=HEADS, kernel="xla"))(q, k, v))
+    jaxpr = str(jax.make_jaxpr(lambda q, k, v: attention(q, k, v, ALL, kernel="xla"))(q, k, v))
     assert " exp " in jaxpr and "bf16[2,8,64,64] = exp" not in jaxpr
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
-@pytest.mark.parametrize("width", [64, 128])
-def test_splash_is_the_xla_attention(width, packed):
-    """The kernel that TPUs run, here by an interpreter, in float32."""
-    shape, segments = (1, 128, 2, width), documents(128, 1) if packed else None
+@pytest.mark.parametrize(
+    ("width", "packed", "causal", "shared"),
+    [(64, False, True, 1), (128, True, True, 1), (64, True, False, 1), (64, True, True, 2), (64, False, False, 4)],
+)
+def test_splash_is_the_xla_attention(width, packed, causal, shared):
+    """The kernel that TPUs run, here by an interpreter, in float32.  shared: queries for each head of keys."""
+    shape, segments = (1, 128, 4, width), documents(128, 1) if packed else None
     q, k, v, g = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
-    run = lambda kernel: with_gradients(lambda q, k, v: kernel(q, k, v, segments, 0.0, None))(q, k, v, g)  # noqa: E731
-    check(run(functools.partial(KERNELS["splash"], interpret=True)), run(KERNELS["xla"]), 2e-6)
+    k, v = k[:, :, ::shared], v[:, :, ::shared]
+    run = lambda kernel: with_gradients(lambda q, k, v: kernel(q, k, v, segments, causal, 0.0, None))(q, k, v, g)  # noqa: E731
+    for a, b in zip(run(functools.partial(KERNELS["splash"], interpret=True)), run(KERNELS["xla"]), strict=True):
+        assert relative(a, b) < 4e-6
 
 
 @pytest.mark.parametrize("model", [1, 4])
@@ -103,26 +128,28 @@ def test_a_cache_filled_token_by_token_gives_full_attention(model, x64):
     want = np.asarray(reference.attention(q, k, v, HEADS))
     split = (None, None, "heads")
     step = over_model(
-        lambda q, k, v, cache, positions: attention_with_cache(q, k, v, cache, heads=HEADS, positions=positions),
+        lambda q, k, v, cache, positions: attention_with_cache(q, k, v, ALL, cache, positions=positions),
         model,
         (split, split, split, (split, split), ()),
         (split, (split, split)),
     )
-    cache = (np.full((2, room, WIDTH), 1e3),) * 2  # what lies beyond a row's position is never looked at
+    cache = (
+        np.full((2, room, HEADS, WIDTH // HEADS), 1e3),
+    ) * 2  # what lies beyond a row's position is never looked at
     for i in range(time + 2):
         at = np.array([min(i, time - 1), max(i - 2, 0)], np.int32)
         rows = np.arange(2)
         out, cache = step(*(x[rows, at][:, None] for x in (q, k, v)), cache, at[:, None])
         np.testing.assert_allclose(out[:, 0], want[rows, at], rtol=0, atol=1e-13)
     for kept, new in zip(cache, (k, v), strict=True):
-        np.testing.assert_array_equal(kept[:, :time], new)
+        np.testing.assert_array_equal(kept[:, :time], new.reshape(2, time, HEADS, -1))
         assert (np.asarray(kept)[:, time:] == 1e3).all()
 
 
 def test_a_cache_takes_several_tokens_at_once(x64):
     q, k, v, _ = inputs(6)
-    cache, at = (jnp.zeros((2, 9, WIDTH)),) * 2, np.broadcast_to(np.arange(6, dtype=np.int32), (2, 6))
-    out, _ = attention_with_cache(q, k, v, cache, heads=HEADS, positions=at)
+    cache, at = (jnp.zeros((2, 9, HEADS, WIDTH // HEADS)),) * 2, np.broadcast_to(np.arange(6, dtype=np.int32), (2, 6))
+    out, _ = attention_with_cache(q, k, v, ALL, cache, positions=at)
     assert relative(out, reference.attention(q, k, v, HEADS)) < 1e-13
 
 
@@ -170,6 +197,6 @@ def test_a_kernel_that_cannot_run_is_refused(kernel, platform, dtype, head_width
 @pytest.mark.parametrize("width", [64, 128])
 def test_cudnn_is_the_xla_attention(width):
     q, k, v, g = (x.astype(jnp.bfloat16) for x in inputs(256, width=4 * width))
-    run = lambda kernel: with_gradients(lambda q, k, v: attention(q, k, v, heads=4, kernel=kernel))(q, k, v, g)  # noqa: E731
+    run = lambda kernel: with_gradients(lambda q, k, v: attention(q, k, v, Heads(4, 4), kernel=kernel))(q, k, v, g)  # noqa: E731
     cudnn, xla = ([x.astype(np.float32) for x in run(kernel)] for kernel in ("cudnn", "xla"))
     check(cudnn, xla, 2**-6)

@@ -10,44 +10,46 @@ from tests.helpers import assert_equal, over_model, relative
 VOCAB, PADDED, WIDTH, ROWS, TIME = 61, 64, 12, 3, 20
 R = np.random.default_rng(0)
 H, TABLE = R.normal(size=(ROWS, TIME, WIDTH)), R.normal(size=(PADDED, WIDTH))
+BIAS = R.normal(size=PADDED)
 TARGETS = R.integers(0, VOCAB, (ROWS, TIME), dtype=np.int32)
 WEIGHTS = np.maximum(R.uniform(-0.5, 2, (ROWS, TIME)), 0)
 
 
-def plain(h, table, targets, weights):
-    every = jax.nn.log_softmax(h @ table[:VOCAB].T)
+def plain(h, table, bias, targets, weights):
+    every = jax.nn.log_softmax(h @ table[:VOCAB].T + bias[:VOCAB])
     return -(weights * jnp.take_along_axis(every, targets[..., None], -1)[..., 0]).sum()
 
 
 def gradients(f):
     """Value and gradients of 3 f, so that what comes from above counts."""
-    return lambda *args: jax.value_and_grad(lambda *a: 3 * f(*a), (0, 1))(*args)
+    return lambda *args: jax.value_and_grad(lambda *a: 3 * f(*a), (0, 1, 2))(*args)
 
 
 @pytest.fixture
 def want(x64):
-    return gradients(plain)(H, TABLE, TARGETS, WEIGHTS)
+    return gradients(plain)(H, TABLE, BIAS, TARGETS, WEIGHTS)
 
 
 def check(got, want, tolerance=1e-13):
-    (value, (d_h, d_table)), (value_, (d_h_, d_table_)) = got, want
+    (value, gradients), (value_, gradients_) = got, want
     assert float(value) == pytest.approx(float(value_), rel=tolerance)
-    assert relative(d_h, d_h_) < tolerance and relative(d_table, d_table_) < tolerance
+    for d, d_ in zip(gradients, gradients_, strict=True):
+        assert relative(d, d_) < tolerance
 
 
-def ours(h, table, targets, weights):
-    return cross_entropy(h, table, targets, weights, VOCAB)
+def ours(h, table, bias, targets, weights):
+    return cross_entropy(h, table, bias, targets, weights, VOCAB)
 
 
-INS = ((), ("vocab", None), (), ())
-OUTS = ((), ((), ("vocab", None)))
+INS = ((), ("vocab", None), ("vocab",), (), ())
+OUTS = ((), ((), ("vocab", None), ("vocab",)))
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, ROWS * TIME], ids="{} rows at a time".format)
 @pytest.mark.parametrize("model", [1, 2, 4, 8])
 def test_value_and_gradients(model, chunk_rows, want, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk_rows * PADDED // model * 8)
-    got = over_model(gradients(ours), model, INS, OUTS)(H, TABLE, TARGETS, WEIGHTS)
+    got = over_model(gradients(ours), model, INS, OUTS)(H, TABLE, BIAS, TARGETS, WEIGHTS)
     check(got, want)
     assert not np.asarray(got[1][1])[VOCAB:].any()
 
@@ -56,13 +58,13 @@ def test_value_and_gradients(model, chunk_rows, want, monkeypatch):
 def test_padding_takes_no_probability(model, x64):
     """Whatever stands in it."""
     huge = np.concatenate([TABLE[:VOCAB], np.full((PADDED - VOCAB, WIDTH), 1e6)])
-    got = [over_model(gradients(ours), model, INS, OUTS)(H, table, TARGETS, WEIGHTS) for table in (huge, TABLE)]
+    got = [over_model(gradients(ours), model, INS, OUTS)(H, table, BIAS, TARGETS, WEIGHTS) for table in (huge, TABLE)]
     assert_equal(*got)
 
 
 def test_the_value_without_gradients_is_the_same(want):
     """It is another program."""
-    got = over_model(ours, 4, INS, ())(H, TABLE, TARGETS, WEIGHTS)
+    got = over_model(ours, 4, INS, ())(H, TABLE, BIAS, TARGETS, WEIGHTS)
     assert 3 * float(got) == pytest.approx(float(want[0]), rel=1e-14)
 
 
@@ -77,15 +79,25 @@ def test_chunks_are_few_and_equal(tokens, most, number, size, monkeypatch):
 
 
 def test_large_logits_do_not_overflow(x64):
-    got = over_model(gradients(ours), 2, INS, OUTS)(H * 1e4, TABLE, TARGETS, WEIGHTS)
-    check(got, gradients(plain)(H * 1e4, TABLE, TARGETS, WEIGHTS), 1e-12)
+    got = over_model(gradients(ours), 2, INS, OUTS)(H * 1e4, TABLE, BIAS, TARGETS, WEIGHTS)
+    check(got, gradients(plain)(H * 1e4, TABLE, BIAS, TARGETS, WEIGHTS), 1e-12)
 
 
 def test_bfloat16_matrices_give_float32_losses(x64):
-    h, table = H.astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16)
-    value, (d_h, d_table) = gradients(ours)(h, table, TARGETS, WEIGHTS.astype(np.float32))
-    assert (value.dtype, d_h.dtype, d_table.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
-    want = gradients(plain)(h.astype(np.float64), table.astype(np.float64), TARGETS, WEIGHTS)
+    low = [x.astype(jnp.bfloat16) for x in (H, TABLE, BIAS)]
+    value, made = gradients(ours)(*low, TARGETS, WEIGHTS.astype(np.float32))
+    assert value.dtype == jnp.float32 and {d.dtype for d in made} == {jnp.dtype(jnp.bfloat16)}
+    want = gradients(plain)(*(x.astype(np.float64) for x in low), TARGETS, WEIGHTS)
     assert float(value) == pytest.approx(float(want[0]), rel=1e-6)  # products are exact in float32, sums nearly
-    assert relative(d_h.astype(np.float64), want[1][0]) < 2**-7
-    assert relative(d_table.astype(np.float64), want[1][1]) < 2**-7
+    for d, d_ in zip(made, want[1], strict=True):
+        assert relative(d.astype(np.float64), d_) < 2**-7
+
+
+@pytest.mark.parametrize("model", [1, 4])
+def test_scores_tell_the_weight_of_what_was_likeliest(model, x64):
+    best = np.argmax(H @ TABLE[:VOCAB].T + BIAS[:VOCAB], axis=-1).astype(np.int32)
+    targets = np.where(np.arange(TIME) % 3 == 0, best, TARGETS)
+    run = over_model(lambda *args: module.scores(*args, VOCAB), model, INS, ((), ()))
+    loss, right = run(H, TABLE, BIAS, targets, WEIGHTS)
+    assert float(loss) == pytest.approx(float(plain(H, TABLE, BIAS, targets, WEIGHTS)), rel=1e-13)
+    assert float(right) == pytest.approx(WEIGHTS[targets == best].sum(), rel=1e-14)

@@ -23,7 +23,7 @@ def block(p, x, part, layer):
 def pieces(scan):
     whole = lambda params: params  # noqa: E731
     start = lambda params, part: params["start"] * part  # noqa: E731
-    return Pieces(start, block, lambda params, x, part: 10 * x, whole, whole, scan)
+    return Pieces(start, block, lambda params, x, part: {"end": 10 * x}, whole, whole, scan)
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -53,7 +53,8 @@ def test_auxiliary_losses_join_the_loss_and_reach_the_gradients(scan):
         )
 
     run = plan.manual(body, (plan.specs, P()), (P(), plan.specs))
-    loss, grads = jax.jit(run)(PARAMS, jnp.ones(1))
-    assert float(loss) == 10 * (43 * 5 + 2) + 10 + (7 + 14 + 43)
+    losses, grads = jax.jit(run)(PARAMS, jnp.ones(1))
+    made = {name: float(loss) for name, loss in losses.items()}
+    assert made == {"end": 10 * (43 * 5 + 2), "balance": 10, "size": 7 + 14 + 43}
     assert float(grads["start"]) == 10 * 30 + 1 + 2 + 6
     np.testing.assert_allclose(grads["blocks"]["w"], [10 * 7 * 15 + 1 + 7 + 21, 10 * 14 * 5 + 1 + 14, 10 * 43 + 1])

@@ -47,7 +47,7 @@ def test_figures():
         "tokens": 256,
         "steps": 10,
     }
-    assert d["parameter_count"] == flops.parameters(config.model)
+    assert d["parameter_count"] == flops.parameters(config)
     assert d["model_flops_per_step"] == flops.train_step(config)
     assert d["attention"]["kernel"] == "xla"
 

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -114,10 +115,8 @@ def test_evaluation_sampling_and_canonical_states(schedule):
     )
     p, one = program(config), program(make_config(model=MODEL))
     state = p.init()
-    for a, b in zip(
-        p.evaluate(state.params, device_batch(p, 0)), one.evaluate(one.init().params, device_batch(one, 0)), strict=True
-    ):
-        assert float(a) == pytest.approx(float(b), rel=1e-12)
+    got, want = (each.evaluate(each.init().params, device_batch(each, 0)) for each in (p, one))
+    assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), 1e-12)
     assert_equal(p.canonical(state), canonical(p, state))
     assert_equal(p.place(p.canonical(state)), state)
     prompts = [np.arange(n, dtype=np.int32) for n in (1, 5, 9, 12)]

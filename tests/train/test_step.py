@@ -97,10 +97,41 @@ def test_a_model_without_ties_biases_and_dropout_computes_the_reference():
     assert_same_run(got, want)
 
 
+BERT = {"model": {"kind": "bert", "norm": "post", "activation": "gelu", "token_types": 2}}
+LLAMA = {"norm_kind": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "hidden": 40}
+MODELS = {
+    "bert": BERT,
+    "bert, norms before": {"model": BERT["model"] | {"norm": "pre", "tie_embeddings": False}},
+    "llama": {"model": LLAMA | {"biases": False, "tie_embeddings": False}},
+    "one layer for all": {"model": {"share_layers": True, "layers": 3}},
+}
+ON = [
+    ("bert", "data4-model2", 2, "scan", "none"),
+    ("bert", "model8-sequence", 1, "unrolled", "residual"),
+    ("bert", "replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
+    ("bert, norms before", "data2-model4-sequence-zero1", 2, "scan", "selective"),
+    ("llama", "data2-model4-zero3", 2, "scan", "selective"),
+    ("llama", "data2-model4-sequence-zero1", 1, "unrolled", "full"),
+    ("one layer for all", "data4-model2-zero2", 2, "scan", "none"),
+    ("one layer for all", "data8-zero3", 1, "unrolled", "full"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "microbatches", "form", "remat"), ON)
+def test_every_model_computes_the_reference(model, layout, microbatches, form, remat):
+    """Dropout is on, and a batch of BERT's has padding, two types of tokens and two losses."""
+    sections = MODELS[model] | ({"objective": {"kind": "masked_lm"}} if "bert" in model else {})
+    got, want = (
+        trained(run_of(layout, microbatches, form, remat, **sections)),
+        trained_reference(make_config(**sections)),
+    )
+    assert_same_run(got, want)
+
+
 def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
     config = run_of("data4-model2", 2, **OTHER)
     p = program(config)
-    total, weight = p.evaluate(p.init().params, device_batch(p, 0))
+    ((total, _, weight),) = p.evaluate(p.init().params, device_batch(p, 0)).values()
     assert float(weight) == pytest.approx(np.asarray(device_batch(p, 0).weights, np.float64).sum(), rel=1e-12)
     assert float(total / weight) == pytest.approx(trained(config).losses[0], rel=1e-14)
 
@@ -108,7 +139,7 @@ def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
 def test_an_evaluation_has_no_dropout():
     config = run_of("data4-model2")
     p = program(config)
-    total, weight = p.evaluate(p.init().params, device_batch(p, 0))
+    ((total, _, weight),) = p.evaluate(p.init().params, device_batch(p, 0)).values()
     without = trained_reference(make_config(model=CERTAIN))
     assert float(total / weight) == pytest.approx(without.losses[0], rel=1e-12)
     assert trained(config).losses[0] != pytest.approx(without.losses[0], rel=1e-4)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_lm.parallel.pipeline.stages import Tree, Weights, plus
+from spmd_lm.parallel.pipeline.stages import Losses, Tree, Weights, merged, plus
 from spmd_lm.parallel.pipeline.ticks import Pipeline
 
 
@@ -24,8 +24,8 @@ class BreadthFirst(Pipeline):
         """Whether whole weights and gradients are had chunk by chunk."""
         return self.weights.early
 
-    def start(self, loss: jax.Array) -> Tree:
-        kept = super().start(loss) | {"edges": self.slots(jax.tree.leaves(self.batch)[0].shape[0])}
+    def start(self, losses: Losses) -> Tree:
+        kept = super().start(losses) | {"edges": self.slots(jax.tree.leaves(self.batch)[0].shape[0])}
         if self.at_hand:
             kept["chunk"] = jax.tree.map(jnp.zeros_like, jax.eval_shape(self.fetched, jnp.int32(0)))
         return kept
@@ -79,7 +79,7 @@ class BreadthFirst(Pipeline):
         else:
             blocks, d_x = pull(d_y, kept["total"]["blocks"], do["chunk"] * self.layers)
             new = {"total": kept["total"] | {"blocks": blocks}}
-        return new | {"loss": kept["loss"] + losses, "entering": d_x, "gradient": self.messages.pack(d_x)}
+        return new | {"losses": merged(kept["losses"], losses), "entering": d_x, "gradient": self.messages.pack(d_x)}
 
     def complete(self, do: Tree, kept: Tree) -> Tree:
         """`kept` with the gradients of a chunk in the total, once they are the sums over all microbatches."""
@@ -97,31 +97,31 @@ class BreadthFirst(Pipeline):
     def end_of(self, name: str, stage: int, of: Callable, run: Callable, kept: Tree) -> Tree:
         """`kept` after `run` has pulled every microbatch's edge back through one end of the model, on its stage.
 
-        of: of a tree of ends, what that end reads.  run: (its weights, edge, part) -> (loss, their gradients, the
-        edge's)."""
-        loss, edges, total = kept["loss"], kept["edges"], kept["total"]
+        of: of a tree of ends, what that end reads.  run: (its weights, edge, part) -> (losses, their gradients,
+        the edge's)."""
+        losses, edges, total = kept["losses"], kept["edges"], kept["total"]
         weights = of(self.weights.held["ends"])
         zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), weights, of(total["ends"]))
 
         def one(carry, each):
             more, d_weights, edge = run(weights, *each)
-            return (carry[0] + more, plus(carry[1], d_weights)), edge
+            return (merged(carry[0], more), plus(carry[1], d_weights)), edge
 
         def all_of_them():
-            (summed, made), d_edges = lax.scan(one, (loss, zeros), (edges[:-1], self.batch))
+            (summed, made), d_edges = lax.scan(one, (losses, zeros), (edges[:-1], self.batch))
             made = self.weights.scattered(made, of(self.weights.kept("ends"))) if self.weights.early else made
             return summed, edges.at[:-1].set(d_edges), merged(total["ends"], made)
 
         on = self.here == stage
-        loss, edges, ends = self.when(name, on, all_of_them, lambda: (loss, edges, total["ends"]))
-        return kept | {"loss": loss, "edges": edges, "total": total | {"ends": ends}}
+        losses, edges, ends = self.when(name, on, all_of_them, lambda: (losses, edges, total["ends"]))
+        return kept | {"losses": losses, "edges": edges, "total": total | {"ends": ends}}
 
     def head(self, kept: Tree) -> Tree:
         """`kept` with the head's part of the loss and of the total; the gradients of what left the last stage."""
 
         def run(weights, y, part):
-            loss, pull = jax.vjp(lambda weights, y: self.pieces.head(weights, y, part), weights, y)
-            return loss, *pull(jnp.ones_like(loss))
+            losses, pull = jax.vjp(lambda weights, y: self.pieces.head(weights, y, part), weights, y)
+            return losses, *pull(jax.tree.map(jnp.ones_like, losses))
 
         return self.end_of("between_leaves", self.stages - 1, self.pieces.last, run, kept)
 
@@ -130,22 +130,15 @@ class BreadthFirst(Pipeline):
 
         def run(weights, d_x, part):
             (d_weights,) = jax.vjp(lambda weights: self.pieces.embed(weights, part), weights)[1](d_x)
-            return jnp.zeros((), self.wide), d_weights, d_x
+            return {}, d_weights, d_x
 
         return self.end_of("after_enters", 0, self.pieces.first, run, kept)
 
-    def gradients(self, loss: jax.Array, total: Tree) -> tuple[jax.Array, Tree]:
+    def gradients(self, losses: Losses, total: Tree) -> tuple[Losses, Tree]:
         ahead, back = self.table.phases
-        kept = self.run(self.start(loss), *ahead)
+        kept = self.run(self.start(losses), *ahead)
         kept = self.head(kept | self.start_back(total))
         if self.at_hand:
             kept["made"] = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), kept["chunk"], total["blocks"])
         kept = self.embedding(self.run(kept, *back))
-        return kept["loss"], kept["total"]
-
-
-def merged(total: Tree, part: Tree) -> Tree:
-    """`total`, a tree of dicts, plus `part`, which has some of its leaves."""
-    if not isinstance(total, dict):
-        return plus(total, part)
-    return {name: merged(each, part[name]) if name in part else each for name, each in total.items()}
+        return kept["losses"], kept["total"]

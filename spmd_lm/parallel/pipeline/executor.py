@@ -2,13 +2,16 @@
 
 One stage is a pipeline whose microbatches are gradient accumulation."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from spmd_lm.parallel.pipeline.breadth_first import BreadthFirst
 from spmd_lm.parallel.pipeline.schedule import Schedule
-from spmd_lm.parallel.pipeline.stages import Pieces, Tree, Weights, plus
+from spmd_lm.parallel.pipeline.stages import Losses, Pieces, Tree, Weights, plus
 from spmd_lm.parallel.pipeline.ticks import Pipeline
 from spmd_lm.parallel.plan import Plan
 
@@ -23,24 +26,35 @@ def gradients(
     compute: jnp.dtype,
     reduce: jnp.dtype,
     once: bool,
-) -> tuple[jax.Array, Tree]:
-    """Mean loss of the global batch, and its gradients, reduced over data in dtype `reduce`, laid out as `params` are.
+) -> tuple[Losses, Tree]:
+    """Mean losses of the global batch, and the gradients of their sum, reduced over data in dtype `reduce`, laid out as
+    `params` are.
 
     batch: leaves [microbatches, rows here, ...].  compute: the dtype of the model's arithmetic.  Gradients of
     microbatches are added up in the parameters' own dtype."""
     weights = Weights.of(plan, params, compute, reduce, once)
     wide = jnp.promote_types(compute, jnp.float32)
     own = jnp.result_type(wide, *jax.tree.leaves(params))
-    zero = jnp.zeros((), wide), jax.tree.map(lambda w: jnp.zeros(w.shape, own), weights.source)
+    zero = (
+        weights.stage(pieces, weights.source).none(batch),
+        jax.tree.map(lambda w: jnp.zeros(w.shape, own), weights.source),
+    )
     if schedule.stages > 1:
-        loss, grads = pipeline(plan, pieces, schedule, weights, batch).gradients(*zero)
+        losses, grads = pipeline(plan, pieces, schedule, weights, batch).gradients(*zero)
     else:
-        loss, grads = _accumulated(pieces, weights, batch, zero)
-    return plan.batch_sum(plan.stage_sum(loss)), weights.reduced(grads)
+        losses, grads = _accumulated(pieces, weights, batch, zero)
+    return plan.batch_sum(plan.stage_sum(losses)), weights.reduced(grads)
 
 
-def _accumulated(pieces: Pieces, weights: Weights, batch: Tree, zero: Tree) -> tuple[jax.Array, Tree]:
-    one = jax.value_and_grad(lambda source, part: weights.stage(pieces, source).loss(part))
+def _accumulated(pieces: Pieces, weights: Weights, batch: Tree, zero: Tree) -> tuple[Losses, Tree]:
+    def one(source: Tree, part: Tree) -> tuple[Losses, Tree]:
+        def total(source: Tree) -> tuple[jax.Array, Losses]:
+            losses = weights.stage(pieces, source).losses(part)
+            return functools.reduce(operator.add, losses.values()), losses
+
+        grads, losses = jax.grad(total, has_aux=True)(source)
+        return losses, grads
+
     if jax.tree.leaves(batch)[0].shape[0] == 1:
         return one(weights.source, jax.tree.map(lambda x: x[0], batch))
     add = lambda total, part: (plus(total, one(weights.source, part)), None)  # noqa: E731
@@ -52,10 +66,12 @@ def pipeline(plan: Plan, pieces: Pieces, schedule: Schedule, weights: Weights, b
     return kind(plan, pieces, schedule, weights, batch)
 
 
-def summed_loss(plan: Plan, pieces: Pieces, schedule: Schedule, weights: Weights, batch: Tree) -> jax.Array:
-    """Of all microbatches of a batch, over all its shards, without gradients."""
+def summed(plan: Plan, pieces: Pieces, schedule: Schedule, weights: Weights, batch: Tree) -> Tree:
+    """What the head makes of all microbatches of a batch, summed over them and over all shards, without gradients."""
+    stage = weights.stage(pieces, weights.source)
+    none = stage.none(batch)
     if schedule.stages > 1:
-        loss = pipeline(plan, pieces, schedule, weights, batch).loss()
+        made = pipeline(plan, pieces, schedule, weights, batch).sums(none)
     else:
-        loss = lax.map(weights.stage(pieces, weights.source).loss, batch).sum()
-    return plan.batch_sum(plan.stage_sum(loss))
+        made = lax.scan(lambda total, part: (plus(total, stage.losses(part)), None), none, batch)[0]
+    return plan.batch_sum(plan.stage_sum(made))

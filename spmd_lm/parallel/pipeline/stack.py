@@ -12,10 +12,18 @@ from spmd_lm.parallel.residuals import without
 Tree = Any
 
 
-def run_layers(block: Callable, stack: Tree, x: jax.Array, scan: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """x through block(layer_params, x, layer) for each layer of `stack`; the layers' auxiliary losses, summed."""
-    step = lambda x, layer: block(layer[0], x, layer[1])  # noqa: E731
-    x, losses = _loop(step, x, _each(stack, scan), scan)
+def run_layers(
+    block: Callable, stack: Tree, x: jax.Array, scan: bool, shared: int = 1
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """x through block(layer_params, x, layer) for each layer of `stack`; the layers' auxiliary losses, summed.
+
+    shared: of how many layers the one of the stack is the weights."""
+    if shared > 1:
+        one = jax.tree.map(lambda w: lax.squeeze(w, (0,)), stack)
+        numbers = jnp.arange(shared, dtype=jnp.int32)
+        x, losses = _loop(lambda x, i: block(one, x, i), x, numbers if scan else list(numbers), scan)
+    else:
+        x, losses = _loop(lambda x, layer: block(layer[0], x, layer[1]), x, _each(stack, scan), scan)
     return x, _summed(losses, scan)
 
 

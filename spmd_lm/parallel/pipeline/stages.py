@@ -17,22 +17,26 @@ from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import fetching
 
 Tree = Any
+Losses = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
     """A model as a pipeline runs it.  `part` is one microbatch, whatever it holds.
 
-    embed(params, part) -> x; block(layer_params, x, part, layer) -> (x, losses); head(params, x, part) -> loss. Losses
-    are already divided by the weight of the whole global batch: a sum over microbatches and devices is the mean.
-    first, last: of a tree of parameters, what embed and head read; a table that is tied is in both."""
+    embed(params, part) -> x; block(layer_params, x, part, layer) -> (x, losses); head(params, x, part) -> losses,
+    by name. They are already divided by the weight of the whole global batch: a sum over microbatches and devices is
+    the mean, and the sum of them all is what gradients are of.
+    first, last: of a tree of parameters, what embed and head read; a table that is tied is in both.  shared: how many
+    layers one layer's weights serve."""
 
     embed: Callable[[Tree, Tree], jax.Array]
-    block: Callable[[Tree, jax.Array, Tree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
-    head: Callable[[Tree, jax.Array, Tree], jax.Array]
+    block: Callable[[Tree, jax.Array, Tree, jax.Array], tuple[jax.Array, Losses]]
+    head: Callable[[Tree, jax.Array, Tree], Losses]
     first: Callable[[Tree], Tree]
     last: Callable[[Tree], Tree]
     scan: bool = True
+    shared: int = 1
 
 
 def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:
@@ -44,6 +48,13 @@ def plus(total: Tree, new: Tree) -> Tree:
     return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, new)
 
 
+def merged(total: Tree, part: Tree) -> Tree:
+    """`total`, a tree of dicts, plus `part`, which has some of its leaves."""
+    if not isinstance(total, dict):
+        return plus(total, part)
+    return {name: merged(each, part[name]) if name in part else each for name, each in total.items()}
+
+
 def _parted(tree: Tree) -> dict[str, Tree]:
     """Parameters as the layers' and the rest, which no loop runs over."""
     return {"blocks": tree["blocks"], "ends": {name: part for name, part in tree.items() if name != "blocks"}}
@@ -53,18 +64,23 @@ def _parted(tree: Tree) -> dict[str, Tree]:
 class Stage:
     """A model's functions, and the weights of one stage in them.
 
-    layers: (x, part, the first one's number) -> (x, the sum of their losses).  pulled: the same, and pull_layers' pull
-    for the layers of the weights' source."""
+    layers: (x, part, the first one's number) -> (x, their losses, summed by name).  pulled: the same, and pull_layers'
+    pull for the layers of the weights' source."""
 
     embed: Callable[[Tree], jax.Array]
-    layers: Callable[[jax.Array, Tree, jax.Array | int], tuple[jax.Array, jax.Array]]
-    pulled: Callable[[jax.Array, Tree, jax.Array | int], tuple[jax.Array, jax.Array, Callable]]
-    head: Callable[[jax.Array, Tree], jax.Array]
+    layers: Callable[[jax.Array, Tree, jax.Array | int], tuple[jax.Array, Losses]]
+    pulled: Callable[[jax.Array, Tree, jax.Array | int], tuple[jax.Array, Losses, Callable]]
+    head: Callable[[jax.Array, Tree], Losses]
 
-    def loss(self, part: Tree) -> jax.Array:
+    def losses(self, part: Tree) -> Losses:
         """Of one microbatch, where one stage has all layers."""
         x, losses = self.layers(self.embed(part), part, 0)
-        return losses + self.head(x, part)
+        return losses | self.head(x, part)
+
+    def none(self, batch: Tree) -> Losses:
+        """Zeros like the losses of a microbatch of `batch`."""
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        return jax.tree.map(lambda loss: jnp.zeros(loss.shape, loss.dtype), jax.eval_shape(self.losses, one))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,16 +161,12 @@ class Weights:
             block = lambda layer, x, part, i: fetched(layer[0], *layer[1], x, (part, i))  # noqa: E731
 
         each = lambda part, first: lambda layer, x, i: block(layer, x, part, first + i)  # noqa: E731
-        wide = jnp.promote_types(self.compute, jnp.float32)
-        summed = lambda losses: sum(losses.values(), jnp.zeros((), wide))  # noqa: E731
 
         def layers(x, part, first):
-            x, losses = run_layers(each(part, first), (source["blocks"], rest), x, pieces.scan)
-            return x, summed(losses)
+            return run_layers(each(part, first), (source["blocks"], rest), x, pieces.scan, pieces.shared)
 
         def pulled(x, part, first):
-            x, losses, pull = pull_layers(each(part, first), source["blocks"], rest, x, pieces.scan)
-            return x, summed(losses), pull
+            return pull_layers(each(part, first), source["blocks"], rest, x, pieces.scan)
 
         return Stage(embed, layers, pulled, head)
 

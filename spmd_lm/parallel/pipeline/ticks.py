@@ -13,7 +13,7 @@ from jax import lax
 from spmd_lm.axes import PIPE
 from spmd_lm.parallel.pipeline.messages import Messages
 from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule
-from spmd_lm.parallel.pipeline.stages import Pieces, Stage, Tree, Weights, plus
+from spmd_lm.parallel.pipeline.stages import Losses, Pieces, Stage, Tree, Weights, merged, plus
 from spmd_lm.parallel.pipeline.steps import steps
 from spmd_lm.parallel.plan import Plan
 
@@ -21,8 +21,8 @@ from spmd_lm.parallel.plan import Plan
 class Pipeline:
     """What a stage keeps from tick to tick, and what it does in one.
 
-    kept: activation, gradient, the messages on their way; inputs, cotangents, slots for what waits; loss and total, the
-    sums so far."""
+    kept: activation, gradient, the messages on their way; inputs, cotangents, slots for what waits; losses and total,
+    the sums so far."""
 
     def __init__(self, plan: Plan, pieces: Pieces, schedule: Schedule, weights: Weights, batch: Tree):
         self.pieces, self.weights, self.batch = pieces, weights, batch
@@ -31,7 +31,6 @@ class Pipeline:
         self.here, self.mask, self.in_place = lax.axis_index(PIPE), plan.mask, plan.platform == "tpu"
         self.whole = weights.stage(pieces, weights.source)
         self.like = jax.eval_shape(lambda: self.whole.embed(self.part(0)))
-        self.wide = jnp.promote_types(weights.compute, jnp.float32)
         self.messages = Messages(plan, self.like, wraps=schedule.chunks > 1)
 
     def when(self, name: str, on: jax.Array, yes: Callable[[], Tree], no: Callable[[], Tree]) -> Tree:
@@ -99,8 +98,8 @@ class Pipeline:
         embed = lambda: self.whole.embed(self.part(do["microbatch"]))  # noqa: E731
         return self.when("forward_enters", do["enters"], embed, lambda: x)
 
-    def through(self, do: Tree, kept: Tree, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x through the layers of a chunk; the sum of their losses."""
+    def through(self, do: Tree, kept: Tree, x: jax.Array) -> tuple[jax.Array, Losses]:
+        """x through the layers of a chunk; their losses."""
         chunk = self.chunk(do, kept)
         return chunk.stage(self.pieces, chunk.source).layers(x, self.part(do["microbatch"]), self.first(do))
 
@@ -119,21 +118,23 @@ class Pipeline:
             chunk = chunk.fetched()
         stage = chunk.stage(self.pieces, chunk.source)
         y, losses, pull = stage.pulled(kept["input"], self.part(do["microbatch"]), self.first(do))
-        last, d_y, ends = self.end(do, y, kept["cotangent"], total["ends"])
+        last, d_y, ends = self.end(do, y, kept["losses"], kept["cotangent"], total["ends"])
         blocks, d_x = pull(d_y, total["blocks"], do["chunk"] * self.layers)
         total = {"blocks": blocks, "ends": self.begin(do, d_x, ends)}
-        return {"loss": kept["loss"] + last + losses, "total": total, "gradient": self.messages.pack(d_x)}
+        return {"losses": merged(last, losses), "total": total, "gradient": self.messages.pack(d_x)}
 
-    def end(self, do: Tree, y: jax.Array, cotangent: jax.Array, ends: Tree) -> tuple[jax.Array, jax.Array, Tree]:
-        """(loss, gradient of y, `ends` with the head's gradients): on the last stage from the head, else as it came."""
+    def end(
+        self, do: Tree, y: jax.Array, losses: Losses, cotangent: jax.Array, ends: Tree
+    ) -> tuple[Losses, jax.Array, Tree]:
+        """(losses with the head's, gradient of y, `ends` with the head's) on the last stage; on others as they came."""
 
         def last(old):
             head = lambda ends, y: self.with_ends(ends).head(y, self.part(do["microbatch"]))  # noqa: E731
-            loss, pull = jax.vjp(head, self.weights.source["ends"], y)
-            d_ends, d_y = pull(jnp.ones_like(loss))
-            return loss, d_y, plus(old[2], d_ends)
+            made, pull = jax.vjp(head, self.weights.source["ends"], y)
+            d_ends, d_y = pull(jax.tree.map(jnp.ones_like, made))
+            return merged(old[0], made), d_y, plus(old[2], d_ends)
 
-        return self.maybe("backward_leaves", do["leaves"], last, (jnp.zeros((), self.wide), cotangent, ends))
+        return self.maybe("backward_leaves", do["leaves"], last, (losses, cotangent, ends))
 
     def begin(self, do: Tree, d_x: jax.Array, ends: Tree) -> Tree:
         """`ends` with the embedding's gradients, on the stage where there are some."""
@@ -147,9 +148,9 @@ class Pipeline:
 
     # ---- all of it
 
-    def start(self, loss: jax.Array) -> Tree:
+    def start(self, losses: Losses) -> Tree:
         """What is kept before the first tick, for forward."""
-        return {"activation": self.messages.none(), "inputs": self.slots(self.table.inputs), "loss": loss}
+        return {"activation": self.messages.none(), "inputs": self.slots(self.table.inputs), "losses": losses}
 
     def start_back(self, total: Tree) -> Tree:
         """The same for backward."""
@@ -163,7 +164,7 @@ class Pipeline:
         """The forward half of a tick."""
         inputs = self.keep("forward", kept["inputs"], do["arrives"], kept["activation"])
         now = kept | {"input": inputs[do["slot"]]}
-        idle = {"activation": self.messages.none(), "entered": self.nothing(), "loss": kept["loss"]}
+        idle = {"activation": self.messages.none(), "entered": self.nothing(), "losses": kept["losses"]}
         new = self.half("forward_on", do, work, now, idle)
         entered = self.put(inputs, do["slot"], new.pop("entered"), do["on"] & do["enters"])
         return kept | new | {"inputs": entered}
@@ -172,7 +173,7 @@ class Pipeline:
         """The backward half."""
         cotangents = self.keep("backward", kept["cotangents"], do["arrives"], kept["gradient"])
         now = kept | {"input": kept["inputs"][do["slot"]], "cotangent": cotangents[do["gradient_slot"]]}
-        idle = {"gradient": self.messages.none(), "total": kept["total"], "loss": kept["loss"]}
+        idle = {"gradient": self.messages.none(), "total": kept["total"], "losses": kept["losses"]}
         return kept | {"cotangents": cotangents} | self.half("backward_on", do, self.backward, now, idle)
 
     def half(self, name: str, do: Tree, work: Callable[[Tree, Tree], Tree], kept: Tree, idle: Tree) -> Tree:
@@ -201,22 +202,24 @@ class Pipeline:
 
         return kept | lax.scan(tick, changed, (ahead, back))[0]
 
-    def gradients(self, loss: jax.Array, total: Tree) -> tuple[jax.Array, Tree]:
-        """Loss and gradients of the source, on this stage.  loss, total: zeros like them."""
-        kept = self.start(loss) | self.start_back(total)
+    def gradients(self, losses: Losses, total: Tree) -> tuple[Losses, Tree]:
+        """Losses and gradients of the source, on this stage.  losses, total: zeros like them."""
+        kept = self.start(losses) | self.start_back(total)
         for phase in self.table.phases:
             kept = self.run(kept, *phase)
-        return kept["loss"], kept["total"]
+        return kept["losses"], kept["total"]
 
-    def loss(self) -> jax.Array:
-        """Of all microbatches, on this stage; nothing is kept for backward."""
+    def sums(self, none: Losses) -> Losses:
+        """What the head makes of all microbatches, and the layers' losses, on this stage; nothing is kept for backward.
+        none: zeros like it."""
 
         def work(do, kept):
             x = self.enter(do, kept["input"])
             y, losses = self.through(do, kept, x)
-            last = lambda: losses + self.whole.head(y, self.part(do["microbatch"]))  # noqa: E731
-            loss = kept["loss"] + self.when("forward_leaves", do["leaves"], last, lambda: losses)
-            return {"loss": loss, "activation": self.messages.pack(y), "entered": x}
+            so_far = merged(kept["losses"], losses)
+            last = lambda: merged(so_far, self.whole.head(y, self.part(do["microbatch"])))  # noqa: E731
+            losses = self.when("forward_leaves", do["leaves"], last, lambda: so_far)
+            return {"losses": losses, "activation": self.messages.pack(y), "entered": x}
 
         def tick(kept, rows):
             kept = self.go(self.row(rows), kept, work)
@@ -224,5 +227,5 @@ class Pipeline:
 
         busy = self.table.forward["on"].any(1)
         rows = jax.tree.map(lambda column: column[busy], self.table.forward)
-        kept, _ = lax.scan(tick, self.start(jnp.zeros((), self.wide)), rows)
-        return kept["loss"]
+        kept, _ = lax.scan(tick, self.start(none), rows)
+        return kept["losses"]

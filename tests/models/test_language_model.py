@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from spmd_lm.axes import is_names
-from spmd_lm.models.gpt import GPT
+from spmd_lm.data.batch import Batch
+from spmd_lm.models.language_model import LanguageModel
 from tests import reference
 from tests.helpers import make_config, relative
 
@@ -34,11 +35,20 @@ NAMED = {
     "head.norm.bias": ((D,), ("width",)),
 }
 PLAIN = {"biases": False, "tie_embeddings": False}
+LLAMA = PLAIN | {"norm_kind": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 2, "hidden": 40}
+BERT = {"kind": "bert", "norm": "post", "norm_eps": 1e-12, "activation": "gelu", "token_types": 2}
+MASKED = {"kind": "masked_lm"}
+
+
+def config_of(**changes):
+    objective = {"objective": MASKED} if changes.get("kind") == "bert" else {}
+    return make_config(model=changes, **objective)
 
 
 @functools.cache
-def model(**changes) -> GPT:
-    return GPT(make_config(model=changes).model, "float32", "xla")
+def model(**changes) -> LanguageModel:
+    config = config_of(**changes)
+    return LanguageModel(config.model, config.objective, "float32", "xla")
 
 
 @functools.cache
@@ -86,13 +96,40 @@ def test_no_two_matrices_or_layers_or_seeds_are_alike():
     assert len(set(firsts)) == len(firsts) == 2 * 6 * L
 
 
-def forward(model, params, tokens, positions, segments=None):
-    x = model.embed(params, tokens, positions, None)
-    for layer in range(model.c.layers):
-        own = jax.tree.map(lambda p, layer=layer: p[layer], params["blocks"])
-        x, losses = model.train_block(own, x, None, segments)
-        assert losses == {}
-    return model.logits(params, x)
+def test_a_llama_s_parameters():
+    c = model(**LLAMA).c
+    names, shapes = flat(model(**LLAMA).names, is_leaf=is_names), flat(model(**LLAMA).shapes)
+    assert not [name for name in shapes if "bias" in name or "positions" in name]
+    assert shapes["blocks.attention.key"].shape == shapes["blocks.attention.value"].shape == (L, D, 2 * c.head_width)
+    assert shapes["blocks.mlp.gate"].shape == (L, D, 40) and names["blocks.mlp.gate"] == ("layers", "width", "mlp")
+
+
+def test_a_bert_s_parameters():
+    kept = {name: named for name, named in NAMED.items() if not name.startswith("head.")}
+    names, shapes = flat(model(**BERT).names, is_leaf=is_names), flat(model(**BERT).shapes)
+    vector, matrix = ((D,), ("width",)), ((D, D), ("width", "feature"))
+    assert {name: (shapes[name].shape, names[name]) for name in shapes} == kept | {
+        "embedding.types": ((2, D), ("type", "width")),
+        "embedding.norm.scale": vector,
+        "embedding.norm.bias": vector,
+        "head.transform": matrix,
+        "head.transform_bias": ((D,), ("feature",)),
+        "head.transform_norm.scale": vector,
+        "head.transform_norm.bias": vector,
+        "head.output_bias": ((V,), ("vocab",)),
+        "head.pooler": matrix,
+        "head.pooler_bias": ((D,), ("feature",)),
+        "head.binary": ((D, 2), ("width", "label")),
+        "head.binary_bias": ((2,), ("label",)),
+    }
+
+
+def batch_of(tokens, positions, segments=None) -> Batch:
+    return Batch(tokens, None, None, positions, segments, None, types=np.int32(positions > 5))
+
+
+def forward(model, params, batch: Batch):
+    return model.forward(params, lambda layer: layer, batch)
 
 
 TOKENS = np.random.default_rng(0).integers(0, V, (2, T), dtype=np.int32)
@@ -105,18 +142,35 @@ def loud(params):
     return jax.tree.map(lambda p: np.asarray(p, np.float64) * 8 + 0.1 * r.normal(size=p.shape), params)
 
 
-@pytest.mark.parametrize("changes", [{}, PLAIN | {"activation": "gelu"}], ids=["gpt2", "plain"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        PLAIN | {"activation": "gelu"},
+        LLAMA,
+        BERT,
+        BERT | {"norm": "pre"},
+        BERT | PLAIN | {"token_types": 0, "positions": "rotary", "norm_kind": "rms"},
+        {"share_layers": True, "norm": "post"},
+    ],
+    ids=["gpt2", "plain", "llama", "bert", "megatron bert", "plain bert", "shared layers, norms after"],
+)
 def test_logits_are_the_reference_s(changes, x64):
-    params = loud(weights(**changes))
-    got = jax.jit(lambda params: forward(model(**changes), params, TOKENS, PLACES))(params)
-    want = jax.jit(lambda params: reference.logits(params, model(**changes).c, TOKENS))(params)
-    assert relative(got, want) < 1e-13
+    params, config = loud(weights(**changes)), config_of(**changes)
+    batch = batch_of(TOKENS, PLACES, np.int32(PLACES < [[T], [11]]) if config.model.kind == "bert" else None)
+    got = jax.jit(lambda params: forward(model(**changes), params, batch))(params)
+    want = jax.jit(lambda params: reference.predictions(params, config, batch))(params)
+    assert relative(got["tokens"], want[config.objective.kind]) < 1e-13
+    assert ("sentence_order" in got) == ("sentence_order" in want)
+    if "sentence_order" in want:
+        assert relative(got["sentence_order"], want["sentence_order"]) < 1e-13
 
 
 def test_documents_packed_into_a_row_do_not_see_each_other(x64):
     params, cut = loud(weights()), 6
     segments = np.int32(cut <= PLACES)
-    packed = jax.jit(lambda p: forward(model(), p, TOKENS, PLACES - cut * segments, segments))(params)
+    batch = batch_of(TOKENS, PLACES - cut * segments, segments)
+    packed = jax.jit(lambda p: forward(model(), p, batch)["tokens"])(params)
     each = lambda p: [reference.logits(p, model().c, part) for part in np.split(TOKENS, [cut], axis=1)]  # noqa: E731
     assert relative(packed, np.concatenate(jax.jit(each)(params), axis=1)) < 1e-13
 
@@ -124,6 +178,6 @@ def test_documents_packed_into_a_row_do_not_see_each_other(x64):
 def test_padding_of_the_vocabulary_is_never_likely(x64):
     params = loud(weights())
     params["embedding"]["tokens"] = np.pad(params["embedding"]["tokens"], [(0, 3), (0, 0)], constant_values=1e3)
-    z = model().logits(params, jnp.ones((1, 1, D)))
+    z = model().logits(params, jnp.ones((1, 1, D)))["tokens"]
     assert z.shape == (1, 1, V + 3)
     assert np.isneginf(z[..., V:]).all() and np.isfinite(z[..., :V]).all()

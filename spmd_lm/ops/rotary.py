@@ -1,0 +1,18 @@
+"""Rotary positions (arXiv:2104.09864): queries and keys are turned by angles that grow with where they stand, so that
+their products know how far apart they are."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """x: [B, T, H, K]; positions: int32 [B, T].  Feature i turns with feature i + K/2, by position x theta^(-2i/K).
+
+    Angles are float32 or wider: bfloat16 cannot tell position 257 from 256."""
+    half = x.shape[-1] // 2
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    frequencies = theta ** (-jnp.arange(half, dtype=wide) / half)
+    angles = positions[..., None, None].astype(wide) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = jnp.split(x.astype(wide), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
