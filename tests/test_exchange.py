@@ -21,13 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.cli import main
 from spmd_lm.config.load import load
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.sources import load as load_corpus
 from spmd_lm.errors import ConfigError, Exit, UserError
-from spmd_lm.exchange import export_run, filled, import_run, locate, read_params
+from spmd_lm.exchange import export_run, filled, import_run, locate, paths, read_params
 from spmd_lm.huggingface import configure, open_directory
-from spmd_lm.models import convert
-from spmd_lm.parallel.pipeline.stages import Weights
 from spmd_lm.runtime.tensors import Planned, Tensors, write
 from spmd_lm.train.checkpoint import Checkpointer
 from spmd_lm.train.evaluate import evaluate_run, open_run, restore_run
@@ -41,22 +40,25 @@ LAYOUTS = {
     "data8": [],
     "data2-model4": ["parallel.model=4"],
     "pipe2-data2-model2": ["parallel.pipe=2", "parallel.model=2", "parallel.microbatches=2"],
-    "data4-model2-zero3": ["parallel.model=2", "parallel.zero=3"],
+    "zero3": ["parallel.model=2", "parallel.zero=3"],
 }
 
-GPT2 = {
-    "tied": {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4},
-    "untied": {
-        "vocab_size": 61,
-        "n_positions": 12,
-        "n_embd": 24,
-        "n_layer": 1,
-        "n_head": 2,
-        "n_inner": 40,
-        "activation_function": "gelu",
-        "tie_word_embeddings": False,
-        "layer_norm_epsilon": 1e-3,
-    },
+GPT2 = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}
+ODD = {"vocab_size": 61, "n_positions": 12, "n_embd": 24, "n_layer": 1, "n_head": 2, "n_inner": 40}
+ODD |= {"activation_function": "gelu", "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}
+SIZES = {"vocab_size": 64, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 8, "intermediate_size": 48}
+GROUPED = SIZES | {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2-odd": ("GPT2LMHeadModel", ODD),
+    "bert": ("BertForPreTraining", SIZES),
+    "bert-masked": (
+        "BertForMaskedLM",
+        SIZES | {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3},
+    ),
+    "llama": ("LlamaForCausalLM", GROUPED),
+    "llama-tied": ("LlamaForCausalLM", SIZES | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
 }
 
 
@@ -64,10 +66,10 @@ GPT2 = {
 
 
 @pytest.fixture(scope="session")
-def hf():
+def hf(tmp_path_factory):
     """A model of transformers with every parameter drawn, biases and norms as well, saved as it saves itself.
 
-    (class, config, dtype) -> (its directory, the model in that dtype)."""
+    (a name in MODELS, dtype) -> (its directory, the model in that dtype)."""
     reason = "the extra `hf` is not installed"
     torch = pytest.importorskip("torch", reason=reason)
     transformers = pytest.importorskip("transformers", reason=reason)
@@ -76,8 +78,9 @@ def hf():
     torch.set_num_threads(1)
 
     @functools.cache
-    def make(root: Path, name: str, said: str, dtype: str):
-        config = getattr(transformers, name).config_class(**json.loads(said), bos_token_id=1, eos_token_id=2)
+    def make(which: str, dtype: str):
+        name, said = MODELS[which]
+        config = getattr(transformers, name).config_class(**said, bos_token_id=1, eos_token_id=2)
         model = getattr(transformers, name)._from_config(config, attn_implementation="eager").eval()
         draw = torch.Generator().manual_seed(7)
         with torch.no_grad():
@@ -85,16 +88,11 @@ def hf():
                 norm = p.ndim == 1 and path.endswith("weight")
                 p.copy_(torch.randn(p.shape, generator=draw) * 0.2 + norm)
         model = model.to(getattr(torch, dtype))
-        directory = root / f"{name}-{abs(hash(said))}-{dtype}"
+        directory = tmp_path_factory.mktemp(which)
         model.save_pretrained(directory)
         return directory, model
 
     return make
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("exchange")
 
 
 def take_in(directory: Path, run: Path, *overrides: str):
@@ -105,32 +103,61 @@ def take_in(directory: Path, run: Path, *overrides: str):
     return config
 
 
-def gpt_logits(program: Program, params, tokens: np.ndarray) -> np.ndarray:
-    """[rows, time, vocab]: row by row, what `generate` would draw from after each token."""
-    rows, time = tokens.shape
-    plan, model, dtype = program.plan, program.model, np.dtype(program.config.precision.compute)
-    every, last = np.repeat(tokens, time, axis=0), np.tile(np.arange(time), rows)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What models are asked: int32 [rows, time].  real: 1, and 0 for padding, which BERTs have."""
 
-    def body(params, tokens, last):
-        low, fetch = Weights.of(plan, params, dtype, dtype).to_read()
-        places = jax.numpy.broadcast_to(jax.numpy.arange(time, dtype=np.int32), tokens.shape)
-        return model.extend(low, fetch, model.empty_cache(len(every), dtype), tokens, places, last)[0]
-
-    run = jax.jit(plan.manual(body, (plan.specs, P(), P()), P(), whole_sequence=True))
-    out = run(params, every.astype(np.int32), last.astype(np.int32))
-    return np.asarray(out)[:, : program.config.model.vocab].reshape(rows, time, -1)
+    tokens: np.ndarray
+    types: np.ndarray
+    real: np.ndarray
 
 
-def their_logits(model, tokens: np.ndarray) -> np.ndarray:
+def some_rows(config: RunConfig) -> Rows:
+    m, rows, r = config.model, config.train.batch, np.random.default_rng(5)
+    time = np.arange(m.context)
+    length = np.full((rows, 1), m.context) if m.causal else r.integers(m.context // 2, m.context + 1, (rows, 1))
+    tokens = r.integers(0, m.vocab, (rows, m.context), dtype=np.int32)
+    types = r.integers(0, max(m.token_types, 1), (rows, m.context), dtype=np.int32)
+    return Rows(tokens, types, np.int32(time < length))
+
+
+def our_logits(program: Program, params, rows: Rows) -> dict[str, np.ndarray]:
+    """By what they are of; [rows, time, vocab] and [rows, 2]."""
+    abstract = program.abstract_batch()
+    given = {"tokens": rows.tokens, "types": rows.types, "segments": rows.real}
+    given["positions"] = np.broadcast_to(np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
+
+    def put(path, leaf):
+        value = given.get(path[0].name, np.zeros(math.prod(leaf.shape), leaf.dtype))
+        return jax.device_put(value.reshape(leaf.shape), leaf.sharding)
+
+    batch = jax.tree_util.tree_map_with_path(put, abstract)
+    made = {name: np.asarray(z) for name, z in program.forward(params, batch).items()}
+    made = {name: z.reshape(-1, *z.shape[2:]) for name, z in made.items()}
+    return made | {"tokens": made["tokens"][..., : program.config.model.vocab]}
+
+
+def their_logits(model, rows: Rows) -> dict[str, np.ndarray]:
     import torch
 
+    more = {}
+    if model.config.model_type == "bert":
+        more = {"attention_mask": torch.tensor(rows.real), "token_type_ids": torch.tensor(rows.types)}
     with torch.no_grad():
-        return model(torch.as_tensor(tokens.astype(np.int64))).logits.numpy()
+        out = model(torch.tensor(rows.tokens), **more)
+    if "seq_relationship_logits" in out:
+        return {"tokens": out.prediction_logits.numpy(), "sentence_order": out.seq_relationship_logits.numpy()}
+    return {"tokens": out.logits.numpy()}
 
 
-def some_tokens(said: dict, rows: int = 2) -> np.ndarray:
-    time = said.get("n_positions") or said["max_position_embeddings"]
-    return np.random.default_rng(5).integers(0, said["vocab_size"], (rows, time), dtype=np.int32)
+def distance(program: Program, params, model) -> float:
+    """The largest difference of a logit from theirs, of tokens that are no padding; theirs are of order one."""
+    rows = some_rows(program.config)
+    ours, theirs = our_logits(program, params, rows), their_logits(model, rows)
+    assert ours.keys() == theirs.keys()
+    mask = {"tokens": rows.real[..., None].astype(bool), "sentence_order": True}
+    assert all(0.1 < np.abs(z).max() < 100 for z in theirs.values())
+    return max(float(np.abs(np.where(mask[name], ours[name] - theirs[name], 0)).max()) for name in ours)
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -146,26 +173,32 @@ def assert_same_tensors(one: Path, other: Path) -> None:
         assert a[name].tobytes() == b[name].tobytes(), name
 
 
-CAUSAL = [("GPT2LMHeadModel", GPT2[shape]) for shape in GPT2]
-NAMES = [f"{name}-{i}" for i, (name, _) in enumerate(CAUSAL)]
+@pytest.mark.parametrize(
+    ("which", "precision", "tolerance"),
+    [
+        *((which, FLOAT32, 1e-5) for which in ("gpt2", "bert", "llama", "llama-tied")),
+        *(
+            (which, FLOAT64, 1e-10) for which in ("gpt2", "gpt2-odd", "bert", "bert-masked")
+        ),  # llama's angles are float32
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_logits_are_theirs(hf, tmp_path, which, precision, tolerance):
+    directory, model = hf(which, precision[0].partition("=")[2])
+    program, params, step = open_run(take_in(directory, tmp_path / "run", *precision))
+    assert step == 0
+    assert distance(program, params, model) < tolerance
 
 
-@pytest.mark.parametrize(("name", "said"), CAUSAL, ids=NAMES)
-@pytest.mark.parametrize(("precision", "tolerance"), [(FLOAT32, 1e-5), (FLOAT64, 1e-10)], ids=["float32", "float64"])
-def test_logits_are_theirs(hf, root, tmp_path, name, said, precision, tolerance):
-    directory, model = hf(root, name, json.dumps(said), precision[0].partition("=")[2])
-    config = take_in(directory, tmp_path / "run", *precision)
-    program, params, step = open_run(config)
-    tokens = some_tokens(said)
-    want = their_logits(model, tokens)
-    assert step == 0 and np.abs(want).max() > 1
-    assert np.abs(gpt_logits(program, params, tokens) - want).max() < tolerance
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_reads_its_own_parts_and_computes_the_same(hf, root, tmp_path, monkeypatch, layout):
-    said = GPT2["tied"]
-    directory, model = hf(root, "GPT2LMHeadModel", json.dumps(said), "float64")
+@pytest.mark.parametrize(
+    ("which", "layout"),
+    [
+        *((which, layout) for which in ("gpt2", "bert", "llama") for layout in LAYOUTS if "model" in layout),
+        ("gpt2", "zero3"),
+    ],
+)
+def test_any_layout_reads_its_own_parts_and_computes_the_same(hf, tmp_path, monkeypatch, which, layout):
+    directory, model = hf(which, "float32")
     parts: dict[str, list[int]] = {}
     read = Tensors.read
 
@@ -174,28 +207,22 @@ def test_any_layout_reads_its_own_parts_and_computes_the_same(hf, root, tmp_path
         return read(self, name, index)
 
     monkeypatch.setattr(Tensors, "read", watched)
-    config = take_in(directory, tmp_path / "run", *FLOAT64, *LAYOUTS[layout])
+    config = take_in(directory, tmp_path / "run", *FLOAT32, *LAYOUTS[layout])
     program, params, _ = open_run(config)
-    tokens = some_tokens(said)
-    assert np.abs(gpt_logits(program, params, tokens) - their_logits(model, tokens)).max() < 1e-10
+    assert distance(program, params, model) < 1e-5
 
-    p, stored = config.parallel, open_directory(directory).tensors.stored
-    rows = {row.ours: row for row in convert.GPT2.rows}
-    canonical = program.abstract_canonical().params
-    for path, leaf in jax.tree_util.tree_leaves_with_path(canonical):
-        row = rows[jax.tree_util.keystr(path, simple=True, separator=".")]
-        mine, whole = leaf.sharding.shard_shape(leaf.shape), leaf.shape
-        matrix = len(whole) - row.stacked == 2 and row.ours != "embedding.positions"
-        cut = math.prod(whole) // math.prod(mine)
-        if matrix:  # no device ever holds a whole one
-            split = p.model * (program.plan.layout.data if p.zero else 1) * (p.pipe if row.stacked else 1)
-            assert cut % split == 0, row.ours
+    found, p = open_directory(directory), config.parallel
+    rows = {row.ours: row for row in found.description.architecture.rows}
+    for path, leaf in paths(program.abstract_canonical().params).items():
+        row, mine = rows[path], leaf.sharding.shard_shape(leaf.shape)
         name = row.theirs.format(layer=0)
-        largest = math.prod(mine[row.stacked :])
-        assert max(parts[name]) <= math.prod(stored[name].shape) // (row.parts if matrix and row.stacked else 1)
-        assert largest in parts[name], row.ours
-        if matrix and p.model > 1:  # nor does the host
-            assert max(parts[name]) * p.model * row.parts <= math.prod(stored[name].shape)
+        whole = math.prod(found.tensors.stored[name].shape)
+        here = math.prod(mine[row.stacked :])
+        assert here in parts[name] and max(parts[name]) <= whole // row.parts, path
+        if (row.stacked and len(mine) == 3) or path.endswith(".tokens"):  # no device and no read has a whole one
+            split = p.model * (program.plan.layout.data if p.zero else 1)
+            assert here * split * row.parts == whole and max(parts[name]) == here, path
+            assert mine[0] * (p.pipe if row.stacked else p.model) == leaf.shape[0], path
 
 
 def test_each_part_is_read_once_however_many_devices_hold_it():
@@ -213,22 +240,24 @@ def test_each_part_is_read_once_however_many_devices_hold_it():
         assert len(asked) == len(set(asked)) == parts
 
 
-@pytest.mark.parametrize(("name", "said"), CAUSAL, ids=NAMES)
-@pytest.mark.parametrize("layout", ["data8", "pipe2-data2-model2"])
-def test_export_gives_the_same_tensors_back(hf, root, tmp_path, name, said, layout):
-    if said is GPT2["untied"] and layout != "data8":
-        pytest.skip("one layer makes no two stages")
-    directory, model = hf(root, name, json.dumps(said), "float32")
+@pytest.mark.parametrize(
+    ("which", "layout"), [*((which, "data8") for which in MODELS), ("gpt2", "pipe2-data2-model2"), ("llama", "zero3")]
+)
+def test_export_gives_the_same_tensors_back(hf, tmp_path, which, layout):
+    directory, model = hf(which, "float32")
     config = take_in(directory, tmp_path / "run", *LAYOUTS[layout])
     export_run(config, tmp_path / "back", "float32", 5 * 10**9)
     assert_same_tensors(directory, tmp_path / "back")
-    loaded = type(model).from_pretrained(tmp_path / "back", attn_implementation="eager")
-    assert loaded.config.eos_token_id == 2  # carried along
-    np.testing.assert_array_equal(their_logits(loaded, some_tokens(said)), their_logits(model, some_tokens(said)))
+    loaded = type(model).from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    assert (loaded.config.eos_token_id, str(loaded.dtype)) == (2, "torch.float32")  # the first was carried along
+    rows = some_rows(config)
+    theirs, again = their_logits(model, rows), their_logits(loaded, rows)
+    for name, z in theirs.items():
+        np.testing.assert_array_equal(again[name], z)
 
 
-def test_large_models_are_exported_in_several_files_and_read_from_them(hf, root, tmp_path):
-    directory, model = hf(root, "GPT2LMHeadModel", json.dumps(GPT2["tied"]), "float32")
+def test_large_models_are_exported_in_several_files_and_read_from_them(hf, tmp_path):
+    directory, model = hf("gpt2", "float32")
     config = take_in(directory, tmp_path / "run")
     result = export_run(config, tmp_path / "parts", "float32", 64_000)
     sizes = [file.stat().st_size for file in (tmp_path / "parts").glob("*.safetensors")]
@@ -241,10 +270,10 @@ def test_large_models_are_exported_in_several_files_and_read_from_them(hf, root,
         np.testing.assert_array_equal(a, b)
 
 
-def test_bfloat16_is_rounded_as_torch_rounds_it_and_read_again(hf, root, tmp_path):
+def test_bfloat16_is_rounded_as_torch_rounds_it_and_read_again(hf, tmp_path):
     import torch
 
-    directory, model = hf(root, "GPT2LMHeadModel", json.dumps(GPT2["tied"]), "float32")
+    directory, model = hf("gpt2", "float32")
     export_run(take_in(directory, tmp_path / "run"), tmp_path / "half", "bfloat16", 10**9)
     loaded = type(model).from_pretrained(tmp_path / "half")
     assert loaded.dtype == torch.bfloat16
@@ -256,27 +285,29 @@ def test_bfloat16_is_rounded_as_torch_rounds_it_and_read_again(hf, root, tmp_pat
     np.testing.assert_array_equal(table, loaded.transformer.wte.weight.detach().float().numpy())
 
 
-def test_the_likeliest_tokens_are_theirs(hf, root, tmp_path, capsys):
+@pytest.mark.parametrize(("which", "told"), [("gpt2", "gpt2 of 53,440"), ("llama", "llama of 35,104")])
+def test_the_likeliest_tokens_are_theirs(hf, tmp_path, capsys, which, told):
     import torch
 
-    directory, model = hf(root, "GPT2LMHeadModel", json.dumps(GPT2["tied"]), "float32")
+    directory, model = hf(which, "float32")
     run = str(tmp_path / "run")
     assert main(["import", str(directory), run, *FLOAT32, *SMALL, "parallel.model=2"]) == 0
-    assert "gpt2 of 53,408 parameters, step 0" in capsys.readouterr().out
+    assert f"{told} parameters, step 0" in capsys.readouterr().out
     assert main(["generate", run, "--prompt", "3 1 4", "--tokens", "9", "--greedy"]) == 0
     begun = torch.tensor([[0, 3, 1, 4]])  # a document begins with 0, where a tokenizer has no other
     with torch.no_grad():
-        theirs = model.generate(begun, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
+        how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(begun)}
+        theirs = model.generate(begun, max_new_tokens=9, **how)
     assert capsys.readouterr().out.split() == [str(token) for token in theirs[0, 1:].tolist()]
 
 
-def test_an_imported_run_is_evaluated_and_trained_from_there(hf, root, tmp_path, capsys):
-    directory, model = hf(root, "GPT2LMHeadModel", json.dumps(GPT2["tied"]), "float32")
+def test_an_imported_run_is_evaluated_and_trained_from_there(hf, tmp_path, capsys):
+    directory, model = hf("gpt2", "float32")
     config = take_in(directory, tmp_path / "run", *FLOAT32, "model.dropout=0", "model.attention_dropout=0")
     corpus = load_corpus(config.data, config.train.seed, config.model.vocab)
 
     def their_loss(tokens, targets) -> float:
-        z = their_logits(model, tokens).astype(np.float64)
+        z = their_logits(model, Rows(tokens, tokens, tokens))["tokens"].astype(np.float64)
         z -= np.log(np.exp(z).sum(-1, keepdims=True))
         return -np.take_along_axis(z, targets[..., None], -1).mean()
 
@@ -298,7 +329,7 @@ def test_an_imported_run_is_evaluated_and_trained_from_there(hf, root, tmp_path,
 # --- without torch ----------------------------------------------------------------------------------------------------
 
 
-SAID = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2["tied"]}
+SAID = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2}
 
 
 def make_tensors(said: dict = SAID, dtype=np.float32) -> dict[str, np.ndarray]:
@@ -386,7 +417,7 @@ def test_how_it_is_trained_comes_from_a_file_and_the_line(directory, tmp_path, c
     line = ["import", str(directory), str(tmp_path / "run"), "--config", str(base), "train.batch=8", "model.dropout=0"]
     assert main([*line, "--json", "-"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["directory"], result["parameters"], result["unread"]) == (str(tmp_path / "run"), 53_408, [])
+    assert (result["directory"], result["parameters"], result["unread"]) == (str(tmp_path / "run"), 53_440, [])
     config = load(tmp_path / "run" / "config.yaml")
     assert (config.model.width, config.model.scan, config.model.dropout) == (32, False, 0)
     assert (config.train.steps, config.train.batch, config.optim.lr, config.optim.b2) == (7, 8, 1e-3, 0.999)
@@ -654,8 +685,7 @@ def expected(tmp_path_factory):
     """What import asks of SAID's tensors: its configuration's shapes, from one program."""
     path = make_directory(tmp_path_factory.mktemp("whole") / "model", make_tensors())
     program = Program(configure(open_directory(path), "run", None, SMALL))
-    leaves = jax.tree_util.tree_leaves_with_path(program.plan.shapes)
-    return program, {jax.tree_util.keystr(p, simple=True, separator="."): leaf.shape for p, leaf in leaves}
+    return program, {path: leaf.shape for path, leaf in paths(program.plan.shapes).items()}
 
 
 def test_any_damage_is_an_error_of_ours_or_none(directory, expected):
@@ -686,9 +716,7 @@ def test_any_damage_is_an_error_of_ours_or_none(directory, expected):
 STRANGE = [None, True, -1, 0, 0.5, 3, 10**30, 1e308, math.inf, math.nan, "", "x", [], [1], {}, {"a": 1}]
 
 
-@pytest.mark.parametrize(
-    "key", ["architectures", "model_type", *GPT2["tied"], "n_inner", "resid_pdrop", "layer_norm_epsilon"]
-)
+@pytest.mark.parametrize("key", ["architectures", "model_type", *GPT2, "n_inner", "resid_pdrop", "layer_norm_epsilon"])
 def test_any_value_of_any_key_is_an_error_of_ours_or_none(directory, expected, key):
     _, shapes = expected
     for value in STRANGE:

@@ -139,6 +139,7 @@ GPT2 = Architecture(
         "norm_kind": "layer",
         "positions": "learned",
         "biases": True,
+        "share_layers": False,
     },
     only={
         "scale_attn_weights": True,
@@ -197,6 +198,7 @@ BERT = Architecture(
         "norm_kind": "layer",
         "positions": "learned",
         "biases": True,
+        "share_layers": False,
         "tie_embeddings": True,
     },
     only={
@@ -253,6 +255,7 @@ LLAMA = Architecture(
         "norm_kind": "rms",
         "positions": "rotary",
         "biases": False,
+        "share_layers": False,
     },
     only={
         "rope_type": "default",
