@@ -39,17 +39,19 @@ def compilable(name: str) -> topology.Topology:
 
 
 def audited(
-    name: str, remat: str = "none", scan: bool = True, layers: int = LAYERS, tied: bool = True, **parallel
+    name: str, remat: str = "none", scan: bool = True, layers: int = LAYERS, model: dict | None = None, **parallel
 ) -> dict:
     compilable(name)
-    return _audited(name, remat, scan, layers, tied, json.dumps(parallel))
+    return _audited(name, remat, scan, layers, json.dumps(model or {}), json.dumps(parallel))
 
 
 @functools.cache
-def _audited(name: str, remat: str, scan: bool, layers: int, tied: bool, parallel: str) -> dict:
+def _audited(name: str, remat: str, scan: bool, layers: int, model: str, parallel: str) -> dict:
+    other = json.loads(model)
     layout = {"data": -1, "model": MODEL} | json.loads(parallel)
     config = make_config(
-        model=SIZES | {"attention_dropout": 0.0, "scan": scan, "layers": layers, "tie_embeddings": tied},
+        model=SIZES | {"attention_dropout": 0.0, "scan": scan, "layers": layers} | other,
+        objective={"kind": "masked_lm" if other.get("kind") == "bert" else "causal_lm"},
         parallel=layout,
         remat={"policy": remat},
         precision=BF16,
@@ -209,6 +211,23 @@ def test_each_stage_of_zero_needs_fewer_temporaries():
     assert one > two > three
 
 
+BERT = {"kind": "bert", "norm": "post", "token_types": 2}
+LLAMA = {"norm_kind": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "biases": False}
+MODELS = [
+    ("v5p:4x4x4", BERT, {"zero": 1, "sequence": True}),
+    ("v5p:4x4x4", LLAMA | {"tie_embeddings": False}, {"zero": 3}),
+    pytest.param("h100:2x8", BERT, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
+    pytest.param("h100:2x8", LLAMA, {"zero": 2, "sequence": True}, marks=slow),
+    pytest.param("h100:2x8", {"share_layers": True}, {"zero": 1}, marks=slow),
+    pytest.param("h100:2x8", {"share_layers": True}, {"zero": 3}, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "parallel"), MODELS, ids=str)
+def test_every_model_sends_what_theory_asks_for(name, model, parallel):
+    exact(audited(name, "full", model=model, **parallel))
+
+
 PIPELINES = [
     # TPU, GPU; each exact to a few bytes
     ("v5p:4x4x4", "full", True, {"pipe": 4, "zero": 3, "microbatches": 8}),
@@ -249,7 +268,9 @@ PIPELINES = [
 @slow
 @pytest.mark.parametrize("keys", [{"schedule": "breadth_first", "chunks": 2}, {"schedule": "1f1b"}], ids=str)
 def test_ends_that_are_not_tied_are_scattered_where_they_are_used(keys):
-    exact(audited("h100:2x8", "full", layers=4, tied=False, pipe=2, zero=3, microbatches=4, **keys))
+    exact(
+        audited("h100:2x8", "full", layers=4, model={"tie_embeddings": False}, pipe=2, zero=3, microbatches=4, **keys)
+    )
 
 
 @pytest.mark.parametrize("parallel", [{"schedule": "interleaved", "chunks": 2, "sequence": True}, {"zero": 3}], ids=str)

@@ -31,17 +31,19 @@ def block_bytes(config: RunConfig, plan: Plan, kernel: str) -> float:
     """Bytes per token and layer that the backward pass finds saved on a device."""
     m, t, size = config.model, plan.layout.model, bytes_of(config.precision.compute)
     stream = 1 / t if plan.sequence else 1  # each device's share of what lies between the branches
-    if config.remat_policy in ("full", "residual"):  # the block's input, and the stream between its branches
-        return m.width * stream * size * (1 if config.remat_policy == "full" else 2)
+    if config.remat_policy in ("full", "residual"):  # the block's input, and sums that end its branches
+        sums = 0 if config.remat_policy == "full" else 1 if m.norm == "pre" else 2
+        return m.width * stream * size * (1 + sums)
     whole = 4 * m.width * stream * size  # the stream twice, and both norms' results
-    # q, k, v, and what attention gives; the MLP's hidden layer on both sides of GELU
-    split = (4 * m.width + 2 * m.mlp_width) / t * size
+    # q, k, v, and what attention gives; the MLP's hidden layer on both sides of its activation, and what gates it
+    hidden = 3 if m.activation == "swiglu" else 2
+    split = (2 * m.width + 2 * m.kv_width + hidden * m.mlp_width) / t * size
     masks = 2 * m.width * stream if m.dropout else 0  # a byte each, at the branches' ends
-    causal = 0.75  # two blocks of queries: the first sees half of the keys
+    seen = 0.75 if m.causal else 1  # two blocks of queries: the first sees half of the keys
     scores = 2 * size + (size + 1 if m.attention_dropout else 0)  # before and after softmax; dropped ones, and a mask
     if kernel != "xla" or config.remat_policy == "selective":
         scores = 0
-    return whole + split + masks + scores * causal * m.heads * m.context / t
+    return whole + split + masks + scores * seen * m.heads * m.context / t
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class _Bytes:
     @classmethod
     def of(cls, config: RunConfig, plan: Plan, kernel: str) -> "_Bytes":
         c, p, t = config, config.precision, plan.layout.model
-        layers = c.model.layers // plan.layout.pipe
+        layers = c.model.layers_kept // plan.layout.pipe
         early = scatters_early(config)
         width_of, widest = bytes_of(p.compute), max(bytes_of("float32"), bytes_of(p.compute))
 
@@ -79,7 +81,7 @@ class _Bytes:
         whole, shards = of(plan.whole_specs, p.compute), of(plan.specs, p.compute)
         low = p.compute != p.params
         copied = low or plan.zero > 0  # else the parameters themselves serve
-        held = shards["blocks"] * low if early and plan.zero == 3 else whole["blocks"] * copied
+        held = shards["blocks"] * low if fetches_layers(config) else whole["blocks"] * copied
         added = sum(of(plan.specs, p.params).values()) if early else sum(whole.values()) * widest // width_of
         tokens = c.train.batch // c.parallel.microbatches // plan.layout.batch_shards * c.model.context
         vocab = padded_vocab(c.model.vocab, t) // t
@@ -99,6 +101,11 @@ class _Bytes:
         )
 
 
+def fetches_layers(config: RunConfig) -> bool:
+    """Whether layers are gathered one by one; a single one is held."""
+    return scatters_early(config) and config.parallel.zero == 3 and config.model.layers_kept > 1
+
+
 def scatters_early(config: RunConfig) -> bool:
     """Whether gradients are scattered as they are made."""
     return config.parallel.zero > 1 and not config.parallel.reduce_once
@@ -112,7 +119,7 @@ def _phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, i
     """Bytes per device beside the state, where a step may hold most: in the head, in backward through the blocks, and
     in the embedding's gradient."""
     b, accumulating, early = _Bytes.of(config, plan, kernel), config.parallel.microbatches > 1, scatters_early(config)
-    one_by_one, added = early and plan.zero == 3, b.added * accumulating
+    one_by_one, added = fetches_layers(config), b.added * accumulating
     return {
         "the head": _row(b.held + b.ends, b.table + added, b.saved, 2 * b.logits),
         "backward through the blocks": _row(
@@ -131,7 +138,7 @@ def _pipeline_phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, di
     breadth_first = p.schedule == "breadth_first"
     chunk = b.layer * config.layers_together if breadth_first and early else 0
     slots = (table.inputs + table.cotangents + 2 + breadth_first * p.microbatches) * b.stream
-    held, layerwise = b.held + b.ends, b.layer if early and plan.zero == 3 and not chunk else 0
+    held, layerwise = b.held + b.ends, b.layer if fetches_layers(config) and not chunk else 0
     # Of a chunk all microbatches are added up before anything is scattered: shards are not added to.
     made = b.shards + chunk * b.wide if chunk else b.added + b.layer
     if breadth_first:  # both ends are done apart from the layers

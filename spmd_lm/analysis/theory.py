@@ -1,4 +1,4 @@
-"""What a step of GPT must send, kind by kind, as the papers' formulas say.
+"""What a step must send, kind by kind, as the papers' formulas say.
 
 Bytes are those that each device sends in one step on a ring of n: an all-reduce of S bytes 2S(n-1)/n, an all-gather or
 reduce-scatter to or from S bytes S(n-1)/n.  Sources: tensor parallelism arXiv:1909.08053, section 3; sequence
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import jax
 
 from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, Names, is_names
-from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.schema import MaskedLM, RunConfig
 from spmd_lm.parallel.pipeline.schedule import schedule
 from spmd_lm.parallel.pipeline.steps import steps
 from spmd_lm.parallel.plan import Plan
@@ -106,6 +106,11 @@ class Work:
         )
 
 
+def _ordered(config: RunConfig) -> bool:
+    """Whether rows have a loss as well as tokens."""
+    return isinstance(config.objective, MaskedLM) and config.objective.sentence_order
+
+
 def activation_bytes(config: RunConfig, plan: Plan) -> int:
     """A: of one microbatch, on a device, whole."""
     tokens = config.train.batch // config.parallel.microbatches // plan.layout.batch_shards * config.model.context
@@ -140,8 +145,9 @@ def _model(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
             kind, (MODEL,), part, dtype, count, count * wire(kind, full, n), formula, repeated * wire(kind, full, n)
         )
 
-    # What ends the attention branch is made again; what ends the MLP is not.
-    again = config.remat_policy == "full"
+    wide = jax.numpy.promote_types(compute, "float32").name
+    # What ends the attention branch is made again; what ends the MLP is not, unless a norm follows it.
+    again = (1 + (c.norm == "post")) * (config.remat_policy == "full")
     sums, gathers = (4 + again) * work.passes + 2 * work.ahead, 6 * work.passes + 2 * work.ahead
     if work.breadth_first and not (
         c.scan and work.together > 1
@@ -151,19 +157,22 @@ def _model(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     ahead = ", and 2 ahead of it" if work.ahead else ""
     each = f"{4 + again}Lm: A, 2 forward, 2 backward a layer{ahead}"
     repeated = again * work.passes
+    # A norm behind the embedding needs its sum again where a pipeline keeps none.
+    embedding = work.embedding + (work.unembedding if c.norm == "post" and work.ticks else 0)
     if not plan.sequence:
-        yield row(AR, "embedding", work.embedding, "m: A forward")
+        yield row(AR, "embedding", embedding, "m: A forward")
         yield row(AR, "blocks", sums, each, repeated=repeated)
         yield row(AR, "head", work.head, "m: A backward")
     else:
-        yield row(RS, "embedding", work.embedding, "m: A forward")
+        yield row(RS, "embedding", embedding, "m: A forward")
         yield row(AG, "embedding", work.unembedding, "m: A backward")
         yield row(RS, "blocks", sums, each, repeated=repeated)
         formula = f"6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole{ahead}"
         yield row(AG, "blocks", gathers, formula, repeated=2 * work.passes)
         yield row(AG, "head", work.head, "m: A forward")
         yield row(RS, "head", work.head, "m: A backward")
-    wide = jax.numpy.promote_types(compute, "float32").name
+        if _ordered(config):
+            yield row(AR, "head", work.head, "m: a number, of the first token", size(wide), wide)
     tokens = a // c.width // size(compute)
     formula = "3m: maximum, normaliser and target's logit of each token"
     yield row(AR, "head", 3 * work.head, formula, tokens * size(wide), wide)
@@ -202,14 +211,18 @@ def _weights(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     if not plan.zero:
         return
     p, once = config.precision, config.parallel.reduce_once
-    early, layerwise = plan.zero > 1 and not once, plan.zero == 3 and not once
+    early, layerwise = plan.zero > 1 and not once, plan.zero == 3 and not once and config.model.layers_kept > 1
     gathers, again, told = _gathers(work) if layerwise else (work.layers, 0, "P, once")
     scatters = (work.completes * work.together if work.breadth_first else work.passes) if early else work.layers
+    sharing = config.model.layers // config.model.layers_kept  # layers that each layer's weights serve
     ends = {"embedding": work.unembedding, "head": work.head}
     if work.breadth_first:  # for all microbatches at once
         ends = {name: times / config.parallel.microbatches for name, times in ends.items()}
     # A stack is one array where it goes as a whole, and as many as there are runs where it goes layer by layer.
-    of_stack = {AG: (gathers, gathers if layerwise else 1), RS: (scatters, scatters)}
+    of_stack = {
+        AG: (gathers, gathers if layerwise else 1),
+        RS: (scatters * sharing, scatters) if early else (scatters, scatters // sharing),
+    }
     matrices = [leaf for leaf in _leaves(config, plan) if leaf.matrix]
 
     def row(ring: str, kind: str, part: str, dtype: str, formula: str, share: float) -> Row:
@@ -259,14 +272,15 @@ def _sums(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
 
 
 def _scalars(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
-    """The loss, the weight it is a mean over, and the gradients' norm: a few bytes, sent once."""
+    """Losses, the weights they are means over, and the gradients' norm: a few bytes, sent once."""
+    losses = 1 + _ordered(config)
     wide = jax.numpy.promote_types(config.precision.compute, "float32").name
     master = jax.numpy.promote_types(config.precision.params, "float32").name
     if batch := plan.live(*BATCH_AXES):
         n = plan.layout.batch_shards
-        yield Row(AR, batch, "scalars", wide, 2, 2 * wire(AR, size(wide), n), "loss and weight")
+        yield Row(AR, batch, "scalars", wide, 2 * losses, 2 * losses * wire(AR, size(wide), n), "losses and weights")
     if stages := plan.live(PIPE):
-        yield Row(AR, stages, "scalars", wide, 1, wire(AR, size(wide), plan.layout.pipe), "loss")
+        yield Row(AR, stages, "scalars", wide, losses, losses * wire(AR, size(wide), plan.layout.pipe), "losses")
     kept = jax.tree.leaves(plan.kept, is_leaf=is_names)
     splits = {plan.live(*(axis for name in names for axis in plan.parameters.axes(name))) for names in kept}
     for axes in sorted(splits - {()}):

@@ -57,6 +57,39 @@ def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Messa
         )
 
 
+def keys_serve_queries(model: Model, parallel: Parallel) -> Messages:
+    """Heads of keys and values, each for as many of queries, and on one device with them."""
+    groups, degree = model.kv_heads, parallel.model
+    if groups is None or model.heads % groups == 0 == groups % degree:
+        return
+    fits = [n for n in divisors(model.heads) if n % degree == 0]
+    ways = [_nearest("model.kv_heads", groups, fits)]
+    if model.heads % groups:
+        what = f"does not divide model.heads={model.heads}"
+    else:
+        what = f"is not divisible by parallel.model={degree} (attention key, dim 'heads')"
+        ways.insert(0, _nearest("parallel.model", degree, divisors(groups)))
+    yield f"model.kv_heads={groups} {what}. Use {', or '.join(filter(None, ways)) or 'parallel.model=1'}."
+
+
+def features_turn_in_pairs(model: Model) -> Messages:
+    if model.positions == "rotary" and model.width % model.heads == 0 and model.head_width % 2:
+        fits = [n for n in divisors(model.width) if model.width // n % 2 == 0]
+        heads = f"{_nearest('model.heads', model.heads, fits)}, or " if fits else ""
+        yield (
+            f"model.positions=rotary with model.width={model.width} and model.heads={model.heads}: heads are "
+            f"{model.head_width} wide, and features turn in pairs. Use {heads}model.positions=learned."
+        )
+
+
+def shared_layers_are_on_one_stage(model: Model, parallel: Parallel) -> Messages:
+    if model.share_layers and parallel.pipe > 1:
+        yield (
+            f"model.share_layers=true with parallel.pipe={parallel.pipe}: every stage would need the one layer. "
+            "Use parallel.pipe=1, or model.share_layers=false."
+        )
+
+
 def sequence_divides(model: Model, parallel: Parallel, run: Run) -> Messages:
     degree = parallel.model
     if parallel.sequence and model.context % degree:
@@ -227,6 +260,9 @@ def not_in_this_version(precision: Precision) -> Messages:
 CHECKS: tuple[Callable[..., Messages], ...] = (
     heads_divide_width,
     tensor_parallel_divides,
+    keys_serve_queries,
+    features_turn_in_pairs,
+    shared_layers_are_on_one_stage,
     sequence_divides,
     microbatches_divide_batch,
     stages_have_layers,

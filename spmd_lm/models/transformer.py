@@ -18,7 +18,7 @@ AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING = 1, 2, 3
 """Dropout sites; 0 is attention's own."""
 
 RESIDUAL = "residual"
-"""What remat calls the stream between a block's two branches."""
+"""What remat calls the sum that ends a branch and that backward needs: of both, where a norm follows it."""
 
 ACTIVATIONS = {
     "gelu": lean(lambda x: jax.nn.gelu(x, approximate=False)),
@@ -78,11 +78,11 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Losses]:
         """x: [batch, sequence, width].  draw: where dropout falls; None for none."""
         x = self.branch(x, lambda x: self.attention(x, attend, project), self.norm1, draw, AFTER_ATTENTION)
-        x = checkpoint_name(x, RESIDUAL)
+        x = x if self.after else checkpoint_name(x, RESIDUAL)
         return self.branch(x, lambda x: self.mlp(x, project), self.norm2, draw, AFTER_MLP), {}
 
     def branch(
         self, x: jax.Array, f: Callable[[jax.Array], jax.Array], norm: Norm, draw: Draw | None, site: int
     ) -> jax.Array:
         y = residual_dropout(f(x if self.after else norm(x)), self.dropout, draw, site)
-        return norm(x + y) if self.after else x + y
+        return norm(checkpoint_name(x + y, RESIDUAL)) if self.after else x + y

@@ -106,7 +106,8 @@ class Weights:
         if plan.zero == 0:
             return cls(plan, compute, reduce, low, low, low, early=False)
         held: dict[str, Tree] = {"ends": plan.gather(low["ends"], kept["ends"]), "blocks": None}
-        if plan.zero < 3 or once:
+        alone = jax.tree.leaves(plan.shapes["blocks"])[0].shape[0] == 1  # there is no next one to make room for
+        if plan.zero < 3 or once or alone:
             held["blocks"] = plan.gather(low["blocks"], kept["blocks"])
         early = plan.zero > 1 and not once
         slots = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute, reduce)), params)
