@@ -1,7 +1,7 @@
 """`spmd-lm import` and `spmd-lm export`: between a Hugging Face directory and a run's checkpoint.
 
-Neither holds a model twice: import reads of each tensor the parts that a layout's devices hold, export gathers one
-tensor at a time.  Both make a directory that appears whole or not at all."""
+Import reads of each tensor the parts that the devices of a layout hold, export gathers one tensor at a time: neither
+has a second copy of the model on the host.  Both make a directory that appears whole or not at all."""
 
 import shutil
 from collections.abc import Callable, Mapping

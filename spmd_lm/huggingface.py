@@ -28,13 +28,18 @@ TOKENIZER = (
 """Files that travel with a model, as they are."""
 
 DEFAULTS = {
-    "data": {"source": "synthetic"},  # a model knows ids, and no text before it is given a tokenizer
     # As Hugging Face's own trainer tunes a model, unless it is told otherwise.
     "optim": {"lr": 5e-5, "decay": "linear", "b2": 0.999, "weight_decay": 0.0},
     "train": {"steps": 1000, "batch": 32},
     "checkpoint": {"every": 500},
 }
 """What an imported run is, where neither --config nor the command line says otherwise."""
+
+DATA = {
+    "causal_lm": {"source": "synthetic"},  # without a tokenizer a model knows ids and no text
+    "masked_lm": {"source": "python-stdlib"},  # ids are no words that could be hidden
+}
+"""Its data, by its objective."""
 
 FREE = ("dropout", "attention_dropout", "scan", "attention")
 """Keys of section model that a model may be trained with as one likes: its parameters mean the same."""
@@ -130,11 +135,11 @@ def _ids_of_tokenizer(path: Path) -> Iterable[int]:
 
 
 def configure(found: Directory, run: str, base: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a run in the directory `run` that has this model: DEFAULTS, then the file `base`, then
+    """The configuration of a run in the directory `run` that has this model: defaults, then the file `base`, then
     config.json, then `overrides`.  ConfigError, and where these would make another model of it."""
     origin = str(found.path / CONFIG)
     what = found.description
-    under = Layer("defaults of import", DEFAULTS)
+    under = Layer("defaults of import", DEFAULTS | {"data": DATA[what.objective["kind"]]})
     over = Layer(origin, {"run": {"dir": run}, "model": what.model, "objective": what.objective})
     config = load_layers(under, base, over, overrides)
     ours = config.model.model_dump()

@@ -49,10 +49,11 @@ ODD |= {"activation_function": "gelu", "tie_word_embeddings": False, "layer_norm
 SIZES = {"vocab_size": 64, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 8, "intermediate_size": 48}
 GROUPED = SIZES | {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+WORDS = SIZES | {"vocab_size": 264}  # bytes, and what hides them
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2-odd": ("GPT2LMHeadModel", ODD),
-    "bert": ("BertForPreTraining", SIZES),
+    "bert": ("BertForPreTraining", WORDS),
     "bert-masked": (
         "BertForMaskedLM",
         SIZES | {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3},
