@@ -428,15 +428,15 @@ def test_how_it_is_trained_comes_from_a_file_and_the_line(directory, tmp_path, c
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.width=64", "model.json makes it 32"),
-        ("objective.kind=masked_lm", "config.json makes it causal_lm"),
+        ("model.width=64", "model.width=64: "),
+        ("objective.kind=masked_lm", "objective.kind=masked_lm"),
         ("run.dir=elsewhere", "run.dir=elsewhere: the run is made in "),
         ("model.heds=2", "unknown key 'heds'"),
         ("parallel.model=3", "is not divisible by parallel.model=3"),
     ],
 )
 def test_another_model_than_is_there_cannot_be_asked_for(directory, capsys, override, message):
-    assert message.replace("model.json", "config.json") in "\n".join(refused(capsys, directory, override))
+    assert message in "\n".join(refused(capsys, directory, override))
 
 
 def change(name: str, value) -> dict[str, np.ndarray]:
