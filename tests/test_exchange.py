@@ -56,7 +56,7 @@ MODELS = {
     "bert": ("BertForPreTraining", WORDS),
     "bert-masked": (
         "BertForMaskedLM",
-        SIZES | {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3},
+        WORDS | {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3},
     ),
     "llama": ("LlamaForCausalLM", GROUPED),
     "llama-tied": ("LlamaForCausalLM", SIZES | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
@@ -712,6 +712,15 @@ def test_any_damage_is_an_error_of_ours_or_none(directory, expected):
             assert str(directory) in str(error)
             ends["refused"] += 1
     assert ends["refused"] > 100, ends
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 10**5, '{"n_embd": ' + "1" * 5000 + "}", "\ufeff{}", "", "{'a': 1}", '"x"', "\0"]
+)
+def test_a_config_that_is_no_json(directory, capsys, text):
+    (directory / "config.json").write_text(text, "utf-8")
+    (told,) = refused(capsys, directory)
+    assert told.startswith(f"{directory / 'config.json'}: ")
 
 
 STRANGE = [None, True, -1, 0, 0.5, 3, 10**30, 1e308, math.inf, math.nan, "", "x", [], [1], {}, {"a": 1}]
