@@ -1,6 +1,6 @@
 """`spmd-lm audit`: what the compiled step sends beside what theory asks for, on hardware that need not be there.
 
-On `cpu:N` the compiler sends 16-bit values as float32: listed as such, and no excess."""
+On `cpu:N` the compiler sends bfloat16, though not float16, as float32: listed as such, and no excess."""
 
 import dataclasses
 import re
@@ -172,11 +172,11 @@ def by_stage(found: Iterable[Found]) -> tuple[float, ...]:
 
 
 def as_simulated(found: list[Found], asked: list[theory.Row]) -> tuple[list[Found], list[theory.Row]]:
-    """Both as a CPU's compiler writes them: what has 16 bits in theory is sent as float32."""
-    narrow = {(row.kind, row.axes) for row in asked if theory.size(row.dtype) == 2}
+    """Both as a CPU's compiler writes them: what is bfloat16 in theory is sent as float32."""
+    narrow = {(row.kind, row.axes) for row in asked if row.dtype == "bfloat16"}
 
     def widen(row: theory.Row) -> theory.Row:
-        times = max(1, 4 // theory.size(row.dtype))
+        times = 2 if row.dtype == "bfloat16" else 1
         return dataclasses.replace(row, bytes=row.bytes * times, repeated=row.repeated * times)
 
     lowered = lambda f: f.dtype == "f32" and (f.kind, f.axes) in narrow  # noqa: E731

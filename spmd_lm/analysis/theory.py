@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import jax
 
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, Names, is_names
+from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, Names, is_names
 from spmd_lm.config.schema import MaskedLM, RunConfig
 from spmd_lm.parallel.pipeline.schedule import schedule
 from spmd_lm.parallel.pipeline.steps import steps
@@ -272,7 +272,8 @@ def _sums(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
 
 
 def _scalars(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
-    """Losses, the weights they are means over, and the gradients' norm: a few bytes, sent once."""
+    """Losses, the weights they are means over, the gradients' norm, and with a scale whether they are finite: a few
+    bytes, sent once."""
     losses = 1 + _ordered(config)
     wide = jax.numpy.promote_types(config.precision.compute, "float32").name
     master = jax.numpy.promote_types(config.precision.params, "float32").name
@@ -286,3 +287,6 @@ def _scalars(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     for axes in sorted(splits - {()}):
         n = math.prod(plan.sizes[axis] for axis in axes)
         yield Row(AR, axes, "scalars", master, 1, wire(AR, size(master), n), "norm of the gradients")
+    if config.precision.loss_scale == "dynamic" and (every := plan.live(*MESH_AXES)):
+        n = math.prod(plan.sizes[axis] for axis in every)
+        yield Row(AR, every, "scalars", "int32", 1, wire(AR, size("int32"), n), "gradients are finite")

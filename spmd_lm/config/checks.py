@@ -205,6 +205,26 @@ def parameters_hold_compute(precision: Precision) -> Messages:
         )
 
 
+def float16_is_scaled(precision: Precision) -> Messages:
+    compute, scale = f"precision.compute={precision.compute}", f"precision.loss_scale={precision.loss_scale}"
+    if (precision.compute == "float16") > (precision.loss_scale == "dynamic"):
+        yield (
+            f"{compute} with {scale}: gradients below 6e-8 would be zero. "
+            f"Use precision.loss_scale=dynamic, or precision.compute=bfloat16."
+        )
+    if (precision.compute == "float16") < (precision.loss_scale == "dynamic"):
+        yield (
+            f"{scale} with {compute}: only float16 has a range so small. "
+            f"Use precision.loss_scale=none, or precision.compute=float16."
+        )
+    if precision.initial_scale < precision.min_scale:
+        first, least = (f"{value:.17g}" for value in (precision.initial_scale, precision.min_scale))
+        yield (
+            f"precision.initial_scale={first} is less than precision.min_scale={least}. "
+            f"Use precision.initial_scale={least}, or precision.min_scale={first}."
+        )
+
+
 def kernel_has_dropout(model: Model) -> Messages:
     if model.attention in ("cudnn", "splash") and model.attention_dropout:
         yield (
@@ -242,14 +262,11 @@ def _cudnn_takes(head_width: int) -> bool:
 
 def not_in_this_version(precision: Precision) -> Messages:
     """Refused, since a key that is read and then ignored would be a lie."""
-    refused: list[tuple[str, object, bool, object]] = [
-        ("precision.loss_scale", precision.loss_scale, precision.loss_scale == "dynamic", "none"),
-    ]
-    for key in ("compute", "reduce"):  # its range needs a loss scale
-        refused.append((f"precision.{key}", "float16", getattr(precision, key) == "float16", "bfloat16"))
-    for name, value, asked, instead in refused:
-        if asked:
-            yield f"{name}={value} is not in this version. Use {name}={instead}."
+    if precision.reduce == "float16":
+        yield (
+            "precision.reduce=float16 is not in this version: a sum of gradients would overflow where none of them "
+            "does. Use precision.reduce=float32."
+        )
     if BITS[precision.params] == 16:
         yield (
             f"precision.params={precision.params} is not in this version: moments and accumulated gradients would be "
@@ -274,6 +291,7 @@ CHECKS: tuple[Callable[..., Messages], ...] = (
     text_has_a_path,
     schedule_descends,
     parameters_hold_compute,
+    float16_is_scaled,
     kernel_has_dropout,
     kernel_takes_shapes,
     not_in_this_version,

@@ -2,7 +2,9 @@
 
 metrics.jsonl is the truth, one object per step: step, loss, grad_norm, lr, tokens (since step 1), tokens_per_second,
 mfu (null where the hardware's peak is unknown), seconds (per step, since the record before), eval_loss,
-eval_perplexity. A step stands there once, however often the run was resumed."""
+eval_perplexity; where the loss is scaled, loss_scale, skipped (whether this step left the parameters as they were, and
+its grad_norm is no number) and skipped_steps (since step 1). A step stands there once, however often the run was
+resumed."""
 
 import json
 import math
@@ -86,7 +88,7 @@ class MetricsLog:
     def write(self, record: Record) -> None:
         self._file.write(_line(record))
         self._file.flush()
-        for key, value in record.items():
+        for key, value in _finite(record).items():
             if key != "step" and value is not None:
                 self._tensorboard.add_scalar(key, value, record["step"])
 
@@ -95,9 +97,12 @@ class MetricsLog:
         self._tensorboard.close()
 
 
+def _finite(record: Record) -> Record:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
 def _line(record: Record) -> str:
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
 
 
 @dataclass
@@ -106,7 +111,7 @@ class Status:
 
     path: Path
     state: str = "running"  # running | done | preempted | failed
-    step: int = 0  # updates done
+    step: int = 0  # steps done
     exit_code: int | None = None  # None while running
     restarts: int = 0
     goodput: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.0))

@@ -2,6 +2,7 @@
 
 step 120/400  loss 2.3104  31k tok/s  MFU 12%  ETA 1m12s"""
 
+import math
 import os
 import sys
 import time
@@ -92,8 +93,11 @@ def describe(record: Record) -> str:
     """`  loss 2.3104  31k tok/s  MFU 12%  eval 2.4010`, as far as the record goes."""
     parts = []
     if "loss" in record:
-        parts += [f"loss {record['loss']:.4f}", f"{quantity(record['tokens_per_second'])} tok/s"]
+        loss = math.nan if record["loss"] is None else record["loss"]  # null in the file
+        parts += [f"loss {loss:.4f}", f"{quantity(record['tokens_per_second'])} tok/s"]
         parts += [f"MFU {100 * record['mfu']:.0f}%"] if record["mfu"] is not None else []
+    if "loss_scale" in record:
+        parts += [f"scale 2^{math.log2(record['loss_scale']):.4g} ({record['skipped_steps']} skipped)"]
     if "eval_loss" in record:
         parts += [f"eval {record['eval_loss']:.4f} (perplexity {record['eval_perplexity']:.2f})"]
     return "".join(f"  {part}" for part in parts)

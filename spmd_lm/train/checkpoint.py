@@ -4,10 +4,10 @@ What is on disk decides: a step counts when orbax has committed it, and nothing 
 reports a failed background save only to whoever waits for it, so every save waits for the one before; it casts silently
 on restore, so shapes and dtypes are compared before anything is read."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import spmd_lm
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
 
-Tree = Any  # a pytree, here a TrainState: canonical shapes, any sharding
+Tree = Any  # a pytree, here a TrainState or a dict of such fields: canonical shapes, any sharding
 Config = dict[str, Any]  # a RunConfig as JSON
 Meta = dict[str, Any]  # JSON: config, data, versions
 
@@ -32,6 +32,9 @@ COMMITTED = "commit_success.txt"
 IDENTITY = ("model", "objective", "precision.params")
 # ... except how a layer is computed and how it is regularized: the saved arrays mean the same.
 NOT_IDENTITY = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout")
+
+# Fields of a state that a run may take up or give up on its way.
+OPTIONAL = ("scaling",)
 
 
 def make_meta(config: Config, samples: int, fingerprint: str) -> Meta:
@@ -69,8 +72,11 @@ class Checkpointer:
         """The state of `step`, bit for bit, in the shardings of `abstract_state`; and its meta.
 
         Raises CheckpointError, before any array is read, for a leaf too many or too few, or of another shape or dtype.
+        Of the OPTIONAL fields one too many is left where it is, and one that is not there comes back as None.
         """
-        return self._load(step, abstract_state), self.meta(step)
+        loaded = self._load(step, _present(abstract_state))
+        plain = isinstance(abstract_state, dict)
+        return loaded if plain else dataclasses.replace(abstract_state, **loaded), self.meta(step)
 
     def restore_params(self, step: int, abstract_params: Tree) -> Tree:
         """The parameters of `step` alone, a third of the state, as `restore` would give them."""
@@ -89,7 +95,8 @@ class Checkpointer:
             # The number may be taken by a directory that is no checkpoint, or no longer; that one is replaced.
             taken = self._path(step).exists() and step not in self.steps()
             # force: orbax otherwise skips, without a word, a step that is older than its newest.
-            self._writer.save_checkpointables_async(step, {"state": state, "meta": meta}, force=True, overwrite=taken)
+            parts = {"state": _present(state), "meta": meta}
+            self._writer.save_checkpointables_async(step, parts, force=True, overwrite=taken)
         if not self._asynchronous:
             self.wait()
 
@@ -105,20 +112,20 @@ class Checkpointer:
             with self._writing():
                 writer.close()
 
-    def _load(self, step: int, abstract: Tree, part: bool = False) -> Tree:
-        """The saved state; if `part`, only those of its fields that `abstract` has."""
+    def _load(self, step: int, fields: dict[str, Tree], part: bool = False) -> dict[str, Tree]:
+        """The saved state's fields, None for OPTIONAL ones that it lacks; if `part`, only those that are asked for."""
         with self._reading(step) as path:
             saved = ocp.metadata(path, "state").metadata
             if saved is None:  # orbax tells the reason to its log alone
                 raise ValueError("the description of its arrays is missing or damaged")
-        if part:
-            saved = {name: field for name, field in saved.items() if name in abstract}
-        if problems := _differences(_leaves(saved), _leaves(abstract)):
+        there = {name: field for name, field in fields.items() if name in saved or name not in OPTIONAL}
+        wanted = {name: field for name, field in saved.items() if name in fields or not (part or name in OPTIONAL)}
+        if problems := _differences(_leaves(wanted), _leaves(there)):
             raise CheckpointError("\n".join([f"{path} holds another state than this configuration makes:", *problems]))
         context = ocp.Context()
-        context.pytree.loading.partial_load = part
+        context.pytree.loading.partial_load = len(wanted) < len(saved)
         with self._reading(step) as path, context:
-            return ocp.load_checkpointables(path, {"state": abstract})["state"]
+            return dict.fromkeys(fields) | ocp.load_checkpointables(path, {"state": there})["state"]
 
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
@@ -147,7 +154,7 @@ class Checkpointer:
             ) from error
 
 
-@dataclass
+@dataclasses.dataclass
 class KeepNewest:
     """Orbax's LatestN, but a foreign directory with a number for a name neither counts nor is deleted.
 
@@ -167,6 +174,14 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+
+
+def _present(state: Tree) -> dict[str, Tree]:
+    """A state's fields, less those that are None: orbax would write even these, and miss them where they are not."""
+    if isinstance(state, dict):
+        return state
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _leaves(tree: Tree) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -1,6 +1,7 @@
 """`spmd-lm plan`: what a run will be, before it runs and without its devices."""
 
 import functools
+import math
 
 import jax
 
@@ -83,13 +84,20 @@ def summary(description: dict) -> str:
         (
             f"mesh    {mesh} = {count(d['devices'], 'device')} ({d['platform']}), {extras}",
             f"model   {d['parameter_count']:,} parameters{padding}, remat {d['remat']}",
-            f"kernel  attention {attention['kernel']} ({attention['why']}), compute {d['precision']['compute']}",
+            f"kernel  attention {attention['kernel']} ({attention['why']}), compute {_arithmetic(d['precision'])}",
             f"batch   {batch['sequences']} sequences = {rows}",
             *([f"pipe    {describe_pipeline.line(d['pipeline'])}"] if d["pipeline"] else []),
             f"step    {batch['tokens']:,} tokens, {flop:.3g} model FLOPs; {batch['steps']:,} steps",
             f"memory  {human(state)} of state per device, about {human(whole)} in all",
         )
     )
+
+
+def _arithmetic(precision: dict) -> str:
+    """`float16, the loss scaled by 2^32 at first`, or the dtype alone."""
+    dtype = precision["compute"]
+    scaled = precision["loss_scale"] == "dynamic"
+    return dtype + (f", the loss scaled by 2^{math.log2(precision['initial_scale']):.4g} at first" if scaled else "")
 
 
 def render(description: dict) -> str:

@@ -24,6 +24,11 @@ from spmd_lm.train.state import TrainState
 IN_FLIGHT = 2  # steps sent to the devices and not waited for; each holds a batch, and none can be taken back
 
 
+PATIENCE = 20
+"""Steps in a row that may overflow at the least scale.  They leave the parameters as they are, so that it is neither
+one odd batch nor a scale still too large: the model has left float16's range."""
+
+
 @jax.jit
 def all_finite(state: TrainState) -> jax.Array:
     """Whether every number in it is one: a bool, on devices."""
@@ -43,10 +48,11 @@ class Run:
     log: MetricsLog | None
     progress: Progress
     state: TrainState  # on devices
-    step: int  # updates done
+    step: int  # steps done
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step that was read
     record: Record = field(default_factory=dict)  # what this step has to say, for the log
     _flying: deque[tuple[int, dict[str, jax.Array]]] = field(default_factory=deque)
+    _helpless: int = 0  # steps up to the newest that was read, in a row, that overflowed at the least scale
 
     @property
     def directory(self) -> Path:
@@ -72,22 +78,41 @@ class Run:
     def _land(self) -> None:
         step, arrays = self._flying.popleft()
         arrays = jax.device_get(arrays)
-        self.metrics = {name: float(arrays[name]) for name in sorted(arrays, key=lambda name: name != "loss")}
+        self.metrics = {name: arrays[name].item() for name in sorted(arrays, key=lambda name: name != "loss")}
+        if self.metrics.get("skipped"):
+            self._overflowed(step)
+            return
+        self._helpless = 0
         if not all(map(math.isfinite, self.metrics.values())):
             figures = ", ".join(f"{name} {value:g}" for name, value in self.metrics.items())
             raise self.lost(f"step {step}: {figures}", after=step - 1)
 
-    def lost(self, what: str, after: int) -> NonFiniteError:
-        """What to say and do about `what`, which comes from the state after step `after`."""
+    def _overflowed(self, step: int) -> None:
+        """Of a step that was skipped: as it should be, as long as there is a smaller scale to try.
+
+        Raises NonFiniteError at the last of PATIENCE steps in a row without one."""
+        least = self.config.precision.min_scale
+        if self.metrics["loss_scale"] > least:
+            return
+        self._helpless += 1
+        what = f"gradients overflow float16 at precision.min_scale={least:g}"
+        self.progress.say(f"step {step}: {what}: skipped, and there is no smaller scale to go on with.")
+        if self._helpless == PATIENCE:
+            raise self.lost(f"steps {step - PATIENCE + 1} to {step}: {what}")
+
+    def lost(self, what: str, after: int | None = None) -> NonFiniteError:
+        """What to say and do about `what`.  after: the step that left the state from which it comes, and would come
+        again."""
         with suppress(CheckpointError):
             self.checkpoints.wait()
         saved, advice = self.checkpoints.steps(), ""
         if saved and saved[-1] == after:  # it would end in the same way each time
             saved.pop()
             advice = f"Move {self.checkpoints.directory / str(after)} away: what was saved there is lost already. "
+        unscaled = " precision.loss_scale=none" if self.config.precision.loss_scale == "dynamic" else ""
         return NonFiniteError(
             f"{what}. Training cannot go on from here. {advice}Lower optim.lr, lengthen optim.warmup, or set "
-            f"precision.compute=float32, and train again: it will start from "
+            f"precision.compute=float32{unscaled}, and train again: it will start from "
             f"{f'step {saved[-1]}, which was saved before' if saved else 'the beginning'}."
         )
 

@@ -48,7 +48,7 @@ class Optimizer:
         lr."""
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
         wide = jnp.result_type(jnp.float32, *jax.tree.leaves(state.params))
-        lr = jnp.asarray(schedule(self.config, self.steps)(state.step.astype(wide)), wide)
+        lr = jnp.asarray(schedule(self.config, self.steps)(state.updates.astype(wide)), wide)
         decay = optax.add_decayed_weights(self.config.weight_decay, decayed(plan.names))
         adam = optax.scale_by_adam(self.config.b1, self.config.b2, self.config.eps)
 
@@ -58,7 +58,7 @@ class Optimizer:
         if self.config.clip:
             shrink = jnp.minimum(1, self.config.clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
-        moves, adam_state = adam.update(grads, optax.ScaleByAdamState(state.step, mu, nu), params)
+        moves, adam_state = adam.update(grads, optax.ScaleByAdamState(state.updates, mu, nu), params)
         moves, _ = decay.update(moves, decay.init(params), params)
         params = jax.tree.map(lambda p, m: p - lr.astype(p.dtype) * m, params, moves)
         after = dataclasses.replace(state, step=state.step + 1, params=params, mu=adam_state.mu, nu=adam_state.nu)

@@ -1,5 +1,6 @@
 """Everything compiled for one config on one set of devices: the plan, the first state, the step, the evaluation."""
 
+import dataclasses
 import functools
 import time
 
@@ -15,6 +16,7 @@ from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import Schedule, schedule
 from spmd_lm.parallel.plan import Plan, Tree, fit
+from spmd_lm.train import precision as scaling
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
 from spmd_lm.train.step import make_eval_step, make_forward, make_train_step, state_specs
@@ -112,7 +114,11 @@ class Program:
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
-        return self.plan.sharding(state_specs(self.plan))
+        return self.plan.sharding(self._state_specs)
+
+    @property
+    def _state_specs(self) -> TrainState:
+        return state_specs(self.plan, self.config.precision)
 
     @functools.cached_property
     def batch_shardings(self) -> Batch:
@@ -128,14 +134,15 @@ class Program:
         def make() -> TrainState:
             params = self.plan.place(self.model.init(self.config.train.seed))
             zeros = jax.tree.map(jnp.zeros_like, params)
-            return TrainState(jnp.zeros((), jnp.int32), params, zeros, jax.tree.map(jnp.zeros_like, params))
+            scalars = jax.tree.map(jnp.asarray, scaling.first(self.config.precision))
+            moments = zeros, jax.tree.map(jnp.zeros_like, params)
+            return TrainState(jnp.zeros((), jnp.int32), params, *moments, scaling=scalars)
 
         return jax.jit(make, out_shardings=self.state_shardings)()
 
     @functools.cached_property
     def _canonical_shardings(self) -> TrainState:
-        specs = self.plan.canonical_specs
-        return self.plan.sharding(TrainState(state_specs(self.plan).step, specs, specs, specs))
+        return self.plan.sharding(self._state_specs.map_params(lambda _: self.plan.canonical_specs))
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state as devices hold it."""
@@ -145,9 +152,11 @@ class Program:
         """The same of the canonical state, as checkpoints hold it."""
         return self._abstract(self.plan.shapes, self._canonical_shardings)
 
-    @staticmethod
-    def _abstract(shapes: Tree, shardings: TrainState) -> TrainState:
-        return _lying(TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, shapes, shapes), shardings)
+    def _abstract(self, shapes: Tree, shardings: TrainState) -> TrainState:
+        scalars = scaling.first(self.config.precision)
+        return _lying(
+            TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, shapes, shapes, scaling=scalars), shardings
+        )
 
     def canonical(self, state: TrainState) -> TrainState:
         """`state` without padding, its layers in order, as checkpoints hold it.  What is so stays the same array,
@@ -155,7 +164,10 @@ class Program:
         return _refit(self._arranged(state, back=True), self.abstract_canonical())
 
     def place(self, canonical: TrainState) -> TrainState:
-        """A canonical state, padded and laid out for the step."""
+        """A canonical state, padded and laid out for the step.  A scale that it lacks begins anew."""
+        if canonical.scaling is None:
+            anew = jax.device_put(scaling.first(self.config.precision), self.state_shardings.scaling)
+            canonical = dataclasses.replace(canonical, scaling=anew)
         return self._arranged(_refit(canonical, self.abstract_state()))
 
     def place_params(self, canonical: Tree) -> Tree:

@@ -11,14 +11,21 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: int32 array, updates done.  params: the master weights, trainable.  mu, nu: Adam's moments, the same tree.
-    frozen: parameters that no gradient reaches.  Canonical in checkpoints, placed on devices."""
+    """step: int32 array, steps done: the place in the data.  params: the master weights, trainable.  mu, nu: Adam's
+    moments, the same tree.  frozen: parameters that no gradient reaches.  scaling: of the loss, see train/precision.py;
+    None in runs without.  Canonical in checkpoints, placed on devices."""
 
     step: Any
     params: Tree
     mu: Tree
     nu: Tree
     frozen: Tree = dataclasses.field(default_factory=dict)
+    scaling: Any = None
+
+    @property
+    def updates(self) -> Any:
+        """int32 array, steps done less those that were skipped: what Adam and the learning rate count."""
+        return self.step if self.scaling is None else self.step - self.scaling.skipped
 
     def map_params(self, f) -> "TrainState":
         """`f` applied to each of the trees that are laid out as the parameters."""

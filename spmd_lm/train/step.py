@@ -17,12 +17,14 @@ from spmd_lm.parallel.pipeline.executor import gradients, summed
 from spmd_lm.parallel.pipeline.schedule import Schedule
 from spmd_lm.parallel.pipeline.stages import Pieces, Weights
 from spmd_lm.parallel.plan import Plan, Tree
+from spmd_lm.train import precision as scaling
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
 
 
-def state_specs(plan: Plan) -> TrainState:
-    return TrainState(P(), plan.specs, plan.specs, plan.specs)
+def state_specs(plan: Plan, precision: Precision) -> TrainState:
+    scalars = jax.tree.map(lambda _: P(), scaling.first(precision))
+    return TrainState(P(), plan.specs, plan.specs, plan.specs, scaling=scalars)
 
 
 def model_pieces(model: LanguageModel, head: Callable, draw: Callable[[Batch], Draw | None]) -> Pieces:
@@ -53,7 +55,8 @@ def make_train_step(
     *,
     reduce_once: bool,
 ) -> Callable:
-    """(state, batch) -> (state, {loss, grad_norm, lr}); the state it is given is donated.
+    """(state, batch) -> (state, {loss, grad_norm, lr}), and precision.FIGURES where the loss is scaled; the state it is
+    given is donated.
 
     loss: the sum of the objective's losses, each a mean over the global batch, in nats; where there are several, each
     as well, as `NAME_loss`."""
@@ -62,7 +65,8 @@ def make_train_step(
     def body(state: TrainState, batch: Batch):
         draw = lambda part: Draw(jnp.uint32(seed), state.step, part.samples) if dropout else None  # noqa: E731
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
-        totals = total_weights(model, plan, batch, compute)
+        # Scaled where they are formed: what cross-entropy makes of them in float16 is scaled already.
+        totals = scaling.unscaled(total_weights(model, plan, batch, compute), state.scaling)
 
         def head(params, x, part: Batch):
             of = weights(model.objective, part)
@@ -73,12 +77,14 @@ def make_train_step(
         losses, grads = gradients(
             plan, pieces, schedule, state.params, batch, compute=compute, reduce=reduce, once=reduce_once
         )
-        state, scalars = optimizer.update(plan, state, grads)
+        losses = scaling.unscaled(losses, state.scaling)
+        state, scalars = scaling.update(precision, optimizer, plan, state, grads)
         return state, reported(losses) | scalars
 
-    several = weights(model.objective, batch_specs)
-    specs = state_specs(plan)
-    outs = specs, jax.tree.map(lambda _: P(), reported(several) | {"grad_norm": 0, "lr": 0})
+    specs = state_specs(plan, precision)
+    several = reported(weights(model.objective, batch_specs))
+    figures = (*several, "grad_norm", "lr", *(scaling.FIGURES if specs.scaling else ()))
+    outs = specs, dict.fromkeys(figures, P())
     step = plan.manual(body, (specs, batch_specs), outs)
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(outs))
 

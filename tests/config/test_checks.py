@@ -10,6 +10,7 @@ from spmd_lm.config.checks import check_devices, divisors
 from spmd_lm.config.load import load
 from spmd_lm.errors import ConfigError
 
+FLOAT16 = "precision.compute=float16 precision.loss_scale=dynamic"
 CUDNN = "model.attention=cudnn model.attention_dropout=0 precision.compute=bfloat16"
 DEBUG = Path(__file__).parents[2] / "configs" / "debug.yaml"  # 4 layers, 8 heads, width 64, context 64, batch 16
 
@@ -193,12 +194,31 @@ def test_what_sections_disagree_on_is_told_with_the_nearest_that_would_do(overri
 @pytest.mark.parametrize(
     ("overrides", "asked", "use"),
     [
-        ("precision.loss_scale=dynamic", "precision.loss_scale=dynamic", "precision.loss_scale=none"),
-        ("precision.compute=float16", "precision.compute=float16", "precision.compute=bfloat16"),
+        (
+            "precision.loss_scale=dynamic precision.compute=bfloat16",
+            "precision.loss_scale=dynamic with precision.compute=bfloat16: only float16 has a range so small",
+            "precision.loss_scale=none, or precision.compute=float16",
+        ),
+        (
+            "precision.compute=float16",
+            "precision.compute=float16 with precision.loss_scale=none: gradients below 6e-8 would be zero",
+            "precision.loss_scale=dynamic, or precision.compute=bfloat16",
+        ),
+        (
+            f"{FLOAT16} precision.initial_scale=0.5",
+            "precision.initial_scale=0.5 is less than precision.min_scale=1",
+            "precision.initial_scale=1, or precision.min_scale=0.5",
+        ),
+        (
+            f"{FLOAT16} precision.reduce=float16",
+            "precision.reduce=float16 is not in this version: a sum of gradients would overflow where none of them "
+            "does",
+            "precision.reduce=float32",
+        ),
     ],
 )
-def test_what_this_version_does_not_do_is_refused(overrides, asked, use):
-    assert problems(*overrides.split()) == [f"{asked} is not in this version. Use {use}."]
+def test_float16_is_scaled_and_reduced_in_more(overrides, asked, use):
+    assert problems(*overrides.split()) == [f"{asked}. Use {use}."]
 
 
 def test_a_sequence_that_model_does_not_divide_is_refused():
@@ -217,6 +237,7 @@ def test_a_sequence_that_model_does_not_divide_is_refused():
         "parallel.zero=3 run.simulate_devices=8 parallel.model=4 parallel.sequence=true",
         "optim.warmup=30 optim.decay=constant",
         "precision.params=float64 precision.compute=float32",
+        f"{FLOAT16} precision.initial_scale=65536 precision.scale_window=200",
         "model.attention=splash model.attention_dropout=0 model.context=128",
         CUDNN,  # heads of 8
         f"{CUDNN} model.width=1024",  # of 128

@@ -78,6 +78,13 @@ def test_one_of_a_thing_is_one_thing():
     assert "= 2 devices (cpu)" in several and "= 2 microbatches x 2 shards x 4" in several
 
 
+def test_a_scaled_loss_is_told():
+    float16 = {"compute": "float16", "loss_scale": "dynamic"}
+    text = summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32 | float16)))
+    assert "compute float16, the loss scaled by 2^32 at first" in text
+    assert "scaled" not in summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32)))
+
+
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 1.5, "1.5 MiB"), (2**50, "1024.0 TiB")]
 )

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from spmd_lm.config.load import dump, load
-from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.schema import Precision, RunConfig
 from spmd_lm.data.batch import Batch
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
-from spmd_lm.train import loop
+from spmd_lm.train import hooks, loop
 from spmd_lm.train.checkpoint import Checkpointer
 from spmd_lm.train.state import TrainState
 
@@ -258,6 +258,63 @@ def test_a_state_that_its_own_update_destroyed_is_never_saved(tmp_path, monkeypa
         loop.train(make_config(tmp_path, **QUIET, checkpoint__keep=1))
     assert Checkpointer(tmp_path / "checkpoints").steps() == ([] if step == 5 else [5])
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 6)
+
+
+def overflow(monkeypatch, steps, scale):
+    """These steps are skipped, at this scale."""
+    take = FakeProgram.step
+
+    def step(self, state, batch):
+        number = int(state.step) + 1
+        after, metrics = take(self, state, batch)
+        skipped = number in steps
+        figures = {"loss_scale": jnp.float32(scale), "skipped": jnp.bool_(skipped), "skipped_steps": jnp.int32(0)}
+        if skipped:
+            after, metrics = dataclasses.replace(state, step=after.step), metrics | {"grad_norm": jnp.float32(jnp.nan)}
+        return after, metrics | figures
+
+    monkeypatch.setattr(FakeProgram, "step", step)
+
+
+def scaled(directory, **changes):
+    precision = Precision(compute="float16", loss_scale="dynamic")
+    return make_config(directory, **changes).model_copy(update={"precision": precision})
+
+
+def test_a_skipped_step_is_as_it_should_be(tmp_path, monkeypatch, capsys):
+    overflow(monkeypatch, range(1, 13), 2.0)
+    assert loop.train(scaled(tmp_path)) is Exit.DONE
+    last = records(tmp_path)[-1]
+    assert (last["skipped"], last["skipped_steps"], last["loss_scale"], last["grad_norm"]) == (True, 0, 2.0, None)
+    out = capsys.readouterr().out
+    assert "scale 2^1 (0 skipped)" in out and "smaller scale" not in out
+
+
+def test_an_overflow_at_the_least_scale_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hooks, "PATIENCE", 3)
+    overflow(monkeypatch, (2, 3, 5, 6), 1.0)
+    assert loop.train(scaled(tmp_path)) is Exit.DONE
+    told = re.findall(
+        r"^step (\d+): gradients overflow float16 at precision\.min_scale=1: ", capsys.readouterr().out, re.M
+    )
+    assert told == ["2", "3", "5", "6"]
+
+
+def test_steps_without_end_at_the_least_scale_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(hooks, "PATIENCE", 3)
+    overflow(monkeypatch, range(7, 13), 1.0)
+    what = r"steps 7 to 9: gradients overflow float16 at precision\.min_scale=1\. .* step 5, which was saved before"
+    with pytest.raises(NonFiniteError, match=what) as error:
+        loop.train(scaled(tmp_path))
+    assert "precision.compute=float32 precision.loss_scale=none" in str(error.value)
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 6)
+
+
+def test_with_a_scale_too_a_step_that_was_taken_has_a_finite_loss(tmp_path, monkeypatch):
+    overflow(monkeypatch, (2, 3), 2.0)
+    FakeProgram.at = {4: lambda: float("nan")}
+    with pytest.raises(NonFiniteError, match="step 4: loss nan"):
+        loop.train(scaled(tmp_path))
 
 
 def test_a_signal_does_not_save_a_destroyed_state(tmp_path, monkeypatch):
