@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.batch import Batch
 from spmd_lm.train.program import Program
 
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from spmd_lm import axes
+from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.batch import Batch
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.rules import Rules
 from spmd_lm.train.program import Program

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
+from spmd_lm.batch import Batch
 from spmd_lm.config.schema import AdamW, Model, RunConfig
-from spmd_lm.data.batch import Batch
 
 ATTENTION, AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING = range(4)  # dropout sites
 

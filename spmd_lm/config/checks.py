@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from spmd_lm.config.schema import (
     AdamW,
+    CausalLM,
     Data,
+    MaskedLM,
     Model,
     Parallel,
     Precision,
@@ -171,12 +173,77 @@ def data_is_a_degree(parallel: Parallel) -> Messages:
         yield "parallel.data=0 is no number of devices. Use parallel.data=-1 for all that the other axes leave."
 
 
-def vocabulary_holds_tokens(model: Model, data: Data | Synthetic) -> Messages:
-    if isinstance(data, Data) and model.vocab < 256:
-        yield f"model.vocab={model.vocab} is less than the 256 tokens of data.tokenizer=bytes. Use model.vocab=256."
+def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: CausalLM | MaskedLM) -> Messages:
+    """Of a vocabulary in a file nothing is known before it is read."""
+    masked = isinstance(objective, MaskedLM)
+    least = 260 if masked else 256
+    if isinstance(data, Data) and data.tokenizer == "bytes" and model.vocab < least:
+        more = ", with the four that objective.kind=masked_lm adds" if masked else ""
+        yield (
+            f"model.vocab={model.vocab} is less than the {least} tokens of data.tokenizer=bytes{more}. "
+            f"Use model.vocab={least}."
+        )
     if isinstance(data, Synthetic) and data.branching > model.vocab:
         most = model.vocab
         yield f"data.branching={data.branching} is more than model.vocab={most}. Use data.branching={most}."
+
+
+def objective_has_a_model(model: Model, objective: CausalLM | MaskedLM) -> Messages:
+    kind = {"causal_lm": "gpt", "masked_lm": "bert"}
+    if model.kind != kind[objective.kind]:
+        (other,) = kind.keys() - {objective.kind}
+        sees = "sees what it is to predict" if model.kind == "bert" else "sees only what stands before a hidden word"
+        yield (
+            f"objective.kind={objective.kind} with model.kind={model.kind}, which {sees}. "
+            f"Use model.kind={kind[objective.kind]}, or objective.kind={other}."
+        )
+
+
+def objective_has_words(data: Data | Synthetic, objective: CausalLM | MaskedLM) -> Messages:
+    if isinstance(objective, MaskedLM) and isinstance(data, Synthetic):
+        yield (
+            "objective.kind=masked_lm with data.source=synthetic: a chain has no words to hide. "
+            "Use data.source=python-stdlib, or objective.kind=causal_lm with model.kind=gpt."
+        )
+
+
+def rows_hold_pieces(model: Model, objective: CausalLM | MaskedLM) -> Messages:
+    """Rows of masked text are [CLS] A [SEP] B [SEP]."""
+    if isinstance(objective, MaskedLM) and model.context < 8:
+        yield (
+            f"model.context={model.context} with objective.kind=masked_lm: [CLS] and [SEP] would leave no room for "
+            "text. Use model.context=8 or more."
+        )
+
+
+def types_have_parts(model: Model, objective: CausalLM | MaskedLM) -> Messages:
+    types = model.token_types
+    if types and isinstance(objective, CausalLM):
+        yield (
+            f"model.token_types={types} with objective.kind=causal_lm: running text has no parts. "
+            "Use model.token_types=0."
+        )
+    if types == 1 and isinstance(objective, MaskedLM) and objective.sentence_order:
+        yield (
+            "model.token_types=1 with objective.sentence_order=true: a row has two pieces. "
+            "Use model.token_types=0 or 2, or objective.sentence_order=false."
+        )
+
+
+def spans_leave_words(objective: CausalLM | MaskedLM) -> Messages:
+    """No two spans touch, so that there are as many words between them as there are spans, or more."""
+    if not isinstance(objective, MaskedLM):
+        return
+    longest, rate = objective.max_span, objective.rate
+    mean = longest / sum(1 / n for n in range(1, longest + 1))
+    most = mean / (mean + 1)
+    if rate == 0:
+        yield "objective.rate=0.0 hides nothing, so nothing is learned. Use objective.rate=0.15."
+    elif rate > most:
+        yield (
+            f"objective.rate={rate} with objective.max_span={longest}: spans of {mean:.2g} words on average, a word or "
+            f"more between them, hide at most {most:.0%}. Use objective.rate={math.floor(100 * most) / 100} or less."
+        )
 
 
 def text_has_a_path(data: Data | Synthetic) -> Messages:
@@ -288,6 +355,11 @@ CHECKS: tuple[Callable[..., Messages], ...] = (
     data_is_a_degree,
     layout_fills_devices,
     vocabulary_holds_tokens,
+    objective_has_a_model,
+    objective_has_words,
+    rows_hold_pieces,
+    types_have_parts,
+    spans_leave_words,
     text_has_a_path,
     schedule_descends,
     parameters_hold_compute,

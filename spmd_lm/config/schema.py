@@ -111,7 +111,7 @@ class MaskedLM(Section):
 
 class Data(Section):
     source: str  # which of the classes below; stands first in what is written
-    tokenizer: Literal["bytes"] = "bytes"
+    tokenizer: Annotated[str, AfterValidator(possible_path)] = "bytes"  # or the path of a vocabulary: data/subwords.py
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the documents; of a single document, its end
 
 

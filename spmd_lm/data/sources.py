@@ -12,9 +12,9 @@ import platform
 import numpy as np
 
 from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
-from spmd_lm.data import tokenizer
 from spmd_lm.data.documents import Document, standard_library, text_files
 from spmd_lm.data.shuffle import fold, permute
+from spmd_lm.data.tokenizer import Tokenizer, make
 from spmd_lm.errors import ConfigError, DataError
 
 SYNTHETIC_TRAIN = 2**20
@@ -28,6 +28,7 @@ class Corpus:
     validation: np.ndarray
     documents: int
     bytes: int  # of text; of tokens where there is no text
+    tokenizer: Tokenizer  # tells where words begin, and what parts documents
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -49,18 +50,25 @@ class Corpus:
 def load(data: PythonStdlib | Text | Synthetic, seed: int, vocab: int) -> Corpus:
     """The tokens of a run.  `seed` matters to synthetic data alone.
 
-    Raises DataError for text that is missing, empty, unreadable or not UTF-8, and for a token not below `vocab`."""
+    Raises DataError for text that is missing, empty, unreadable or not UTF-8, for a damaged vocabulary, and for a token
+    not below `vocab`; ConfigError for a vocabulary of a file that is larger than `vocab`."""
     if isinstance(data, Synthetic):
-        return _markov(data.branching, seed % 2**64, vocab)
+        return _markov(data, seed % 2**64, vocab)
+    tokenizer = make(data)
+    if data.tokenizer != "bytes" and tokenizer.vocab > vocab:  # of bytes, the ones there are decide
+        raise ConfigError(
+            f"model.vocab={vocab} is less than the {tokenizer.vocab} tokens of data.tokenizer={data.tokenizer}. "
+            f"Use model.vocab={tokenizer.vocab} or more."
+        )
     if isinstance(data, PythonStdlib):
         name, documents = f"Python {platform.python_version()} standard library", standard_library()
     else:
         name, documents = ", ".join(data.paths), text_files(data.paths)
-    return _corpus(name, documents, tokenizer.make(data), data.validation, vocab)
+    return _corpus(name, documents, tokenizer, data.validation, vocab)
 
 
-def _corpus(name: str, documents: list[Document], tok: tokenizer.Tokenizer, fraction: float, vocab: int) -> Corpus:
-    encoded = [tok.encode(document.text) for document in documents]
+def _corpus(name: str, documents: list[Document], tokenizer: Tokenizer, fraction: float, vocab: int) -> Corpus:
+    encoded = [tokenizer.encode(document.text) for document in documents]
     for document, tokens in zip(documents, encoded, strict=True):
         _check(document, tokens, vocab)
     if len(documents) == 1:
@@ -68,9 +76,9 @@ def _corpus(name: str, documents: list[Document], tok: tokenizer.Tokenizer, frac
         train, validation = encoded[0][:cut], encoded[0][cut:]
     else:
         held_out = hold_out([document.name for document in documents], fraction)
-        train = _join([tokens for tokens, held in zip(encoded, held_out, strict=True) if not held], tok.end)
-        validation = _join([tokens for tokens, held in zip(encoded, held_out, strict=True) if held], tok.end)
-    return Corpus(name, train, validation, len(documents), sum(len(document.text) for document in documents))
+        train = _join([tokens for tokens, held in zip(encoded, held_out, strict=True) if not held], tokenizer.end)
+        validation = _join([tokens for tokens, held in zip(encoded, held_out, strict=True) if held], tokenizer.end)
+    return Corpus(name, train, validation, len(documents), sum(len(each.text) for each in documents), tokenizer)
 
 
 def hold_out(names: list[str], fraction: float) -> list[bool]:
@@ -91,7 +99,7 @@ def _uniform(name: str) -> float:
 
 
 def _check(document: Document, tokens: np.ndarray, vocab: int) -> None:
-    if tokens.max() >= vocab:
+    if tokens.max(initial=0) >= vocab:
         offset = int(np.argmax(tokens >= vocab))
         raise DataError(
             f"{document.path}: token {tokens[offset]} at offset {offset} is not below model.vocab={vocab}. "
@@ -100,16 +108,18 @@ def _check(document: Document, tokens: np.ndarray, vocab: int) -> None:
 
 
 def _join(pieces: list[np.ndarray], end: int | None) -> np.ndarray:
-    separator = np.array([end], pieces[0].dtype)
+    """One array, `end` between the pieces where there is one."""
+    separator = np.array([] if end is None else [end], pieces[0].dtype)
     return np.concatenate([part for piece in pieces for part in (separator, piece)][1:])
 
 
-def _markov(branching: int, seed: int, vocab: int) -> Corpus:
+def _markov(data: Synthetic, seed: int, vocab: int) -> Corpus:
     """A chain in which each token has `branching` equally likely successors, and as many predecessors.
 
     State c steps to (branching * c + draw + 1) mod vocab, a de Bruijn graph: any token follows any other within
     log(vocab) / log(branching) steps, and all are equally frequent.  A permutation then hides the arithmetic, so that a
     model must learn a table.  The recurrence is linear, hence a scan of log2(length) passes and no loop over tokens."""
+    branching = data.branching
     if branching > vocab:
         raise ConfigError(
             f"data.branching={branching}: no token has more successors than model.vocab={vocab} has tokens. "
@@ -124,4 +134,4 @@ def _markov(branching: int, seed: int, vocab: int) -> Corpus:
     names = permute(np.arange(vocab), vocab, fold(seed, 0)).astype(np.min_scalar_type(vocab - 1))
     tokens = names[states % vocab]
     name = f"Markov chain of {math.log(branching):.4f} nat per token"
-    return Corpus(name, tokens[:SYNTHETIC_TRAIN], tokens[SYNTHETIC_TRAIN:], 1, tokens.nbytes)
+    return Corpus(name, tokens[:SYNTHETIC_TRAIN], tokens[SYNTHETIC_TRAIN:], 1, tokens.nbytes, make(data))

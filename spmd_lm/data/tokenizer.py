@@ -1,6 +1,7 @@
 """Between text and token ids.
 
-Sources and generation know only `Tokenizer`, so that another one costs a class here and a kind in the configuration."""
+Sources and generation know only `Tokenizer`, so that another one costs a class here and a kind in the configuration.
+Vocabularies of files are in `subwords`."""
 
 from typing import Protocol
 
@@ -8,12 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
-from spmd_lm.errors import DataError
+from spmd_lm.data.words import Special, Words, of_bytes
+from spmd_lm.errors import ConfigError, DataError
 
 
 class Tokenizer(Protocol):
-    vocab: int  # every id is below it
-    end: int | None  # the id between documents, which no text has; None where there are no documents
+    vocab: int  # every id that a text has is below it
+    end: int | None  # the id between documents, which no text has; None where nothing parts them
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The ids of `text`, 1-D, in the narrowest unsigned type that holds them."""
@@ -23,9 +25,13 @@ class Tokenizer(Protocol):
         """Text of any ids that a model may emit; never raises, for half a character is common in samples."""
         ...
 
+    def masking(self) -> tuple[Special, Words]:
+        """What masked rows are made with, and where words begin.  ConfigError if the vocabulary does not have it."""
+        ...
+
 
 class ByteTokenizer:
-    """UTF-8 bytes.  NUL separates documents: no text file has one."""
+    """UTF-8 bytes.  NUL separates documents: no text file has one.  What masked rows need stands above the bytes."""
 
     vocab = 256
     end: int | None = 0
@@ -39,6 +45,10 @@ class ByteTokenizer:
         ids = np.asarray(ids)
         # An id of the padding of the vocabulary has no byte; 0xff is never UTF-8, so it shows as U+FFFD.
         return np.where(ids < self.vocab, ids, 0xFF).astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def masking(self) -> tuple[Special, Words]:
+        text = [None if byte == self.end else bytes([byte]) for byte in range(256)]
+        return Special(cls=256, sep=257, mask=258, pad=259), of_bytes([*text, None, None, None, None])
 
 
 class NumberTokenizer:
@@ -56,8 +66,19 @@ class NumberTokenizer:
     def decode(self, ids: ArrayLike) -> str:
         return " ".join(str(token) for token in np.asarray(ids).tolist())
 
+    def masking(self) -> tuple[Special, Words]:
+        raise ConfigError(
+            "objective.kind=masked_lm with data.source=synthetic: a chain has no words. Use data.source=python-stdlib, "
+            "or objective.kind=causal_lm with model.kind=gpt."
+        )
+
 
 def make(data: PythonStdlib | Text | Synthetic) -> Tokenizer:
+    """DataError for a vocabulary that is not there or damaged."""
     if isinstance(data, Synthetic):
         return NumberTokenizer()
-    return {"bytes": ByteTokenizer}[data.tokenizer]()
+    if data.tokenizer == "bytes":
+        return ByteTokenizer()
+    from spmd_lm.data.subwords import read  # what imports the library is imported by those alone who use it
+
+    return read(data.tokenizer)

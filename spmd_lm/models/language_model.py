@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd_lm import axes
+from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Model
-from spmd_lm.data.batch import Batch
 from spmd_lm.models.attention import Attend
 from spmd_lm.models.embedding import Embedding
 from spmd_lm.models.layers import Project, project

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd_lm import axes
+from spmd_lm.batch import Batch
 from spmd_lm.config.schema import CausalLM, MaskedLM, Model
-from spmd_lm.data.batch import Batch
 from spmd_lm.models.layers import INIT_STD, Norm, add_bias, constant, dense, normal
 from spmd_lm.models.transformer import ACTIVATIONS
 from spmd_lm.ops.cross_entropy import cross_entropy, scores

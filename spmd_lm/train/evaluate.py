@@ -5,21 +5,16 @@ import math
 import jax
 
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.loader import ValidationLoader
-from spmd_lm.data.sources import Corpus, load
+from spmd_lm.data.loader import validation
+from spmd_lm.data.rows import HeldOut
+from spmd_lm.data.sources import load
 from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.train.checkpoint import Checkpointer, check_same_run
 from spmd_lm.train.program import Program
 
 
-def validation_loader(config: RunConfig, corpus: Corpus) -> ValidationLoader:
-    """The sequences that every evaluation of this config looks at, always the same."""
-    c, t = config.model.context, config.train
-    return ValidationLoader(corpus.validation, c, t.batch, config.parallel.microbatches, t.eval_batches)
-
-
-def validation_figures(program: Program, params: Tree, loader: ValidationLoader) -> tuple[dict[str, float], float]:
+def validation_figures(program: Program, params: Tree, loader: HeldOut) -> tuple[dict[str, float], float]:
     """Figures of held-out text, without dropout; and how many tokens they are of.
 
     eval_loss: the sum of the losses, each a mean in nats.  eval_perplexity: of the tokens.  eval_accuracy: the share of
@@ -65,5 +60,5 @@ def evaluate_run(config: RunConfig) -> dict:
     """`spmd-lm eval`: figures of a run's newest checkpoint on its validation text."""
     program, params, step = open_run(config)
     corpus = load(config.data, config.train.seed, config.model.vocab)
-    figures, tokens = validation_figures(program, params, validation_loader(config, corpus))
+    figures, tokens = validation_figures(program, params, validation(config, corpus))
     return {"step": step, **figures, "tokens": int(tokens)}

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.loader import validation
 from spmd_lm.data.sources import Corpus
 from spmd_lm.errors import CheckpointError, NonFiniteError
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
 from spmd_lm.runtime.progress import Progress
 from spmd_lm.train.checkpoint import Checkpointer, make_meta
-from spmd_lm.train.evaluate import validation_figures, validation_loader
+from spmd_lm.train.evaluate import validation_figures
 from spmd_lm.train.program import Program
 from spmd_lm.train.state import TrainState
 
@@ -141,7 +142,7 @@ class Evaluate:
 
     def __init__(self, run: Run):
         self.every = run.config.train.eval_every
-        self.loader = validation_loader(run.config, run.corpus) if self.every else None
+        self.loader = validation(run.config, run.corpus) if self.every else None
 
     def __call__(self, run: Run) -> None:
         if self.loader is None or not run.due(self.every):

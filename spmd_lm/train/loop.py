@@ -16,7 +16,8 @@ import jax
 from spmd_lm.config.load import dump
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import RunConfig, Synthetic
-from spmd_lm.data.loader import Loader
+from spmd_lm.data.loader import training, validation
+from spmd_lm.data.rows import Rows
 from spmd_lm.data.sources import Corpus, load
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
 from spmd_lm.runtime.claim import claimed
@@ -25,7 +26,6 @@ from spmd_lm.runtime.progress import Progress, describe, duration
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.train import describe as plans
 from spmd_lm.train.checkpoint import Checkpointer, Meta, check_same_run
-from spmd_lm.train.evaluate import validation_loader
 from spmd_lm.train.hooks import Evaluate, Log, Run, Save
 from spmd_lm.train.program import Program
 from spmd_lm.train.sample import sample_text
@@ -69,9 +69,9 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
         with failure_told(status, clock):
             with clock.time("init"):
                 corpus = load(config.data, config.train.seed, config.model.vocab)
-                loader = training_loader(config, corpus)
+                loader = training(config, corpus)
                 if config.train.eval_every:
-                    validation_loader(config, corpus)  # refuses too little text before there are files to leave behind
+                    validation(config, corpus)  # refuses too little text before there are files to leave behind
                 for line in (corpus.describe(), *notices):
                     progress.say(line)
                 state = first_state(program, saves, past.saved, corpus, progress)
@@ -80,7 +80,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
                 return carry_out(run, loader, signals)
 
 
-def carry_out(run: Run, loader: Loader, signals: StopSignals) -> Exit:
+def carry_out(run: Run, loader: Rows, signals: StopSignals) -> Exit:
     """Compiles, takes the steps, and ends in good order."""
     hooks: list[Hook] = [Evaluate(run), Log(run), Save(run)]
     if signals.received is None:  # a compile may outlast the grace that a preempted job is given
@@ -92,11 +92,6 @@ def carry_out(run: Run, loader: Loader, signals: StopSignals) -> Exit:
         return finish(run)
     assert signals.received is not None
     return stop(run, STOPPED[signals.received])
-
-
-def training_loader(config: RunConfig, corpus: Corpus) -> Loader:
-    t = config.train
-    return Loader(corpus.train, config.model.context, t.batch, config.parallel.microbatches, t.seed)
 
 
 def first_state(
@@ -113,7 +108,7 @@ def first_state(
     return program.place(canonical)
 
 
-def take_steps(run: Run, loader: Loader, hooks: list[Hook], signals: StopSignals) -> None:
+def take_steps(run: Run, loader: Rows, hooks: list[Hook], signals: StopSignals) -> None:
     """The loop: up to train.steps, or until a signal has come."""
     with run.progress.running():
         for step in signals.until_received(range(run.step + 1, run.config.train.steps + 1)):
@@ -153,8 +148,8 @@ def time_taken(run: Run) -> str:
 
 
 def sample(run: Run) -> str:
-    """A few continuations; none where the data is no text."""
-    if isinstance(run.config.data, Synthetic):
+    """A few continuations; none where the data is no text, or the model writes none."""
+    if isinstance(run.config.data, Synthetic) or not run.config.model.causal:
         return ""
     texts = sample_text(run.program, run.state.params, PROMPTS, Sampling(temperature=0.8))
     rule = "\n" + "-" * 80 + "\n"

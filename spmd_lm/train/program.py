@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd_lm.analysis import flops, hardware
+from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.batch import Batch, abstract_batch
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Precision
-from spmd_lm.data.batch import Batch
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.objectives import Sums, weights
 from spmd_lm.ops.dropout import Draw

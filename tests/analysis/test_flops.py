@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from spmd_lm.analysis.flops import forward_per_sequence, parameters, train_step
-from spmd_lm.data.batch import abstract_batch
+from spmd_lm.batch import abstract_batch
 from spmd_lm.models.language_model import LanguageModel
 from tests import reference
 from tests.helpers import make_config

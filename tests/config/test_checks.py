@@ -12,6 +12,7 @@ from spmd_lm.errors import ConfigError
 
 FLOAT16 = "precision.compute=float16 precision.loss_scale=dynamic"
 CUDNN = "model.attention=cudnn model.attention_dropout=0 precision.compute=bfloat16"
+MASKED = "objective.kind=masked_lm model.kind=bert model.vocab=260"
 DEBUG = Path(__file__).parents[2] / "configs" / "debug.yaml"  # 4 layers, 8 heads, width 64, context 64, batch 16
 
 
@@ -61,6 +62,53 @@ def problems(*overrides: str) -> list[str]:
             "model.vocab=100",
             "model.vocab=100 is less than the 256 tokens of data.tokenizer=bytes",
             "model.vocab=256",
+        ),
+        (
+            f"{MASKED} model.vocab=259",
+            "model.vocab=259 is less than the 260 tokens of data.tokenizer=bytes, with the four that "
+            "objective.kind=masked_lm adds",
+            "model.vocab=260",
+        ),
+        (
+            f"{MASKED} model.kind=gpt",
+            "objective.kind=masked_lm with model.kind=gpt, which sees only what stands before a hidden word",
+            "model.kind=bert, or objective.kind=causal_lm",
+        ),
+        (
+            "model.kind=bert",
+            "objective.kind=causal_lm with model.kind=bert, which sees what it is to predict",
+            "model.kind=gpt, or objective.kind=masked_lm",
+        ),
+        (
+            f"{MASKED} data.source=synthetic",
+            "objective.kind=masked_lm with data.source=synthetic: a chain has no words to hide",
+            "data.source=python-stdlib, or objective.kind=causal_lm with model.kind=gpt",
+        ),
+        (
+            f"{MASKED} model.context=7",
+            "model.context=7 with objective.kind=masked_lm: [CLS] and [SEP] would leave no room for text",
+            "model.context=8 or more",
+        ),
+        (
+            f"{MASKED} model.token_types=1",
+            "model.token_types=1 with objective.sentence_order=true: a row has two pieces",
+            "model.token_types=0 or 2, or objective.sentence_order=false",
+        ),
+        (
+            "model.token_types=2",
+            "model.token_types=2 with objective.kind=causal_lm: running text has no parts",
+            "model.token_types=0",
+        ),
+        (
+            f"{MASKED} objective.rate=0",
+            "objective.rate=0.0 hides nothing, so nothing is learned",
+            "objective.rate=0.15",
+        ),
+        (
+            f"{MASKED} objective.rate=0.7",
+            "objective.rate=0.7 with objective.max_span=3: spans of 1.6 words on average, a word or more between them, "
+            "hide at most 62%",
+            "objective.rate=0.62 or less",
         ),
         (
             "data.source=synthetic model.vocab=3",
@@ -242,6 +290,9 @@ def test_a_sequence_that_model_does_not_divide_is_refused():
         CUDNN,  # heads of 8
         f"{CUDNN} model.width=1024",  # of 128
         "data.source=synthetic model.vocab=16",
+        f"{MASKED} model.token_types=2 model.context=8",
+        f"{MASKED} model.token_types=1 objective.sentence_order=false objective.rate=0.5 objective.max_span=1",
+        "data.tokenizer=vocab.txt model.vocab=100",  # of a file nothing is known yet
         "run.simulate_devices=8 parallel.model=2 parallel.replica=2 parallel.microbatches=4",
         "parallel.pipe=2 parallel.microbatches=3 train.batch=18",
         "parallel.pipe=4 parallel.schedule=gpipe parallel.microbatches=2 parallel.zero=3",

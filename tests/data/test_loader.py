@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.data.batch import Batch
+from spmd_lm.batch import Batch
 from spmd_lm.data.loader import Loader, ValidationLoader
 from spmd_lm.errors import DataError
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_lm.axes import is_names
-from spmd_lm.data.batch import Batch
+from spmd_lm.batch import Batch
 from spmd_lm.models.language_model import LanguageModel
 from tests import reference
 from tests.helpers import make_config, relative

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_lm.batch import Batch
 from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import Precision, RunConfig
-from spmd_lm.data.batch import Batch
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
 from spmd_lm.train import hooks, loop
 from spmd_lm.train.checkpoint import Checkpointer
@@ -153,7 +153,7 @@ def test_a_run_leaves_what_the_contract_says(reference):
 def test_losses_are_written_to_the_last_bit(reference):
     program = FakeProgram(make_config(reference))
     corpus = loop.load(program.config.data, 0, 16)
-    state, batches = program.init(), loop.Loader(corpus.train, 8, 4, 1, 0)
+    state, batches = program.init(), loop.training(program.config, corpus)
     for step in range(2):
         state, metrics = program.step(state, batches.batch(step, program.batch_shardings))
     assert records(reference)[0]["loss"] == float(metrics["loss"])

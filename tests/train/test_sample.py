@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_lm.errors import ConfigError
+from spmd_lm.generate import generate_run
 from spmd_lm.train.sample import Generator, draw_token, filter_logits, sample_text, window
 from spmd_lm.train.sampling import Sampling
 from tests import reference
@@ -152,6 +153,15 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(sampling):
         share = np.bincount(drawn[:, row], minlength=50) / len(drawn)
         assert (share[p == 0] == 0).all()
         assert (np.abs(share - p) <= 5 * np.sqrt(p * (1 - p) / len(drawn)) + 2e-3).all()
+
+
+def test_a_model_that_reads_both_ways_writes_nothing():
+    config = make_config()
+    both = config.model_copy(update={"model": config.model.model_copy(update={"kind": "bert"})})
+    with pytest.raises(
+        ConfigError, match=r"model\.kind=bert fills in hidden words.* Generate from a run of model\.kind"
+    ):
+        generate_run(both, [""], Sampling())
 
 
 def test_a_text_ends_where_its_document_does(monkeypatch):

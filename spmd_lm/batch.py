@@ -23,15 +23,18 @@ class Batch:
     targets: Leaf  # int32 [M, B, T]: what each position must predict
     weights: Leaf  # float32 [M, B, T]: of each target in the loss; 0 is padding
     positions: Leaf  # int32 [M, B, T]: within the document or the row
-    segments: Leaf  # int32 [M, B, T]: which document a token is of; None where each row is one
+    segments: Leaf  # int32 [M, B, T]: tokens see those of their own segment; None where each row is one
     samples: Leaf  # int32 [M, B]: index of the row within its step; dropout is keyed by it
     types: Leaf = None  # int32 [M, B, T]: which part of a row a token is of; None where models do not ask
     labels: Leaf = None  # int32 [M, B]: what a row is; None where objectives do not ask
     label_weights: Leaf = None  # float32 [M, B]: of each label in the loss; 0 is padding
 
 
+PER_ROW = ("samples", "labels", "label_weights")  # fields without a time dimension
+
+
 def abstract_batch(config: RunConfig) -> Batch:
-    """Shapes and dtypes of one step's batch."""
+    """Shapes and dtypes of one step's batch; None for what this objective and this model do not ask."""
     m = config.parallel.microbatches
     rows = (m, config.train.batch // m)
     long = (*rows, config.model.context)
