@@ -16,7 +16,7 @@ import numpy as np
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, NonFiniteError
-from spmd_lm.huggingface import CONFIG, TOKENIZER, Directory, differences
+from spmd_lm.huggingface import CONFIG, FILES, TOKENIZER, Directory, differences
 from spmd_lm.models import convert
 from spmd_lm.models.convert import CARRIED, Row, Span, Tensor
 from spmd_lm.parallel.plan import Tree
@@ -26,9 +26,6 @@ from spmd_lm.train.checkpoint import Checkpointer, make_meta
 from spmd_lm.train.evaluate import restore_run
 from spmd_lm.train.program import Program
 from spmd_lm.train.state import TrainState
-
-FILES = "tokenizer"
-"""Where a run keeps what came with its model."""
 
 
 def paths(tree: Tree) -> dict[str, Any]:

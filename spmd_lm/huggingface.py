@@ -14,6 +14,12 @@ from spmd_lm.runtime.tensors import Tensors, read_json, some
 
 CONFIG = "config.json"
 
+FILES = "tokenizer"
+"""Where a run keeps what came with its model."""
+
+VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json")
+"""Of these files any is a tokenizer's, as data.tokenizer reads them."""
+
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,12 +40,6 @@ DEFAULTS = {
     "checkpoint": {"every": 500},
 }
 """What an imported run is, where neither --config nor the command line says otherwise."""
-
-DATA = {
-    "causal_lm": {"source": "synthetic"},  # without a tokenizer a model knows ids and no text
-    "masked_lm": {"source": "python-stdlib"},  # ids are no words that could be hidden
-}
-"""Its data, by its objective."""
 
 FREE = ("dropout", "attention_dropout", "scan", "attention")
 """Keys of section model that a model may be trained with as one likes: its parameters mean the same."""
@@ -134,12 +134,19 @@ def _ids_of_tokenizer(path: Path) -> Iterable[int]:
 # --- the run that it becomes ------------------------------------------------------------------------------------------
 
 
+def _data(found: Directory, run: str) -> dict[str, str]:
+    """Text by the model's own tokenizer.  Without one it knows ids and no text, unless words are to be hidden in it."""
+    if any(path.name in VOCABULARIES for path in found.carried):
+        return {"source": "python-stdlib", "tokenizer": str(Path(run) / FILES)}
+    return {"source": "synthetic" if found.description.objective["kind"] == "causal_lm" else "python-stdlib"}
+
+
 def configure(found: Directory, run: str, base: str | None, overrides: Sequence[str]) -> RunConfig:
     """The configuration of a run in the directory `run` that has this model: defaults, then the file `base`, then
     config.json, then `overrides`.  ConfigError, and where these would make another model of it."""
     origin = str(found.path / CONFIG)
     what = found.description
-    under = Layer("defaults of import", DEFAULTS | {"data": DATA[what.objective["kind"]]})
+    under = Layer("defaults of import", DEFAULTS | {"data": _data(found, run)})
     over = Layer(origin, {"run": {"dir": run}, "model": what.model, "objective": what.objective})
     config = load_layers(under, base, over, overrides)
     ours = config.model.model_dump()
@@ -148,10 +155,6 @@ def configure(found: Directory, run: str, base: str | None, overrides: Sequence[
         for key, value in what.model.items()
         if ours[key] != value and key not in FREE
     ]
-    if config.objective.kind != what.objective["kind"]:
-        problems.append(
-            f"objective.kind={config.objective.kind}: {origin} makes it {what.objective['kind']}. Leave it out."
-        )
     if config.run.dir != run:
         problems.append(f"run.dir={config.run.dir}: the run is made in {run}. Leave it out.")
     if problems:

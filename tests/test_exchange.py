@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.cli import main
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.loader import Loader
+from spmd_lm.data.loader import training, validation
 from spmd_lm.data.sources import load as load_corpus
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.exchange import export_run, filled, import_run, locate, paths, read_params
@@ -302,19 +302,39 @@ def test_the_likeliest_tokens_are_theirs(hf, tmp_path, capsys, which, told):
     assert capsys.readouterr().out.split() == [str(token) for token in theirs[0, 1:].tolist()]
 
 
+def their_nll(logits: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> float:
+    """The weighted mean."""
+    z = logits.astype(np.float64)
+    z = np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, targets[..., None], -1)[..., 0]
+    return float((z * weights).sum() / weights.sum())
+
+
+@pytest.mark.parametrize("which", ["bert", "llama"])
+def test_an_imported_run_has_their_losses(hf, tmp_path, which):
+    """Of held-out text; a row's label is theirs too: 0 where its second part follows its first."""
+    directory, model = hf(which, "float32")
+    config = take_in(directory, tmp_path / "run", *FLOAT32)
+    program, corpus = Program(config), load_corpus(config.data, config.train.seed, config.model.vocab)
+    batch = jax.tree.map(lambda x: np.asarray(x)[0], validation(config, corpus).batch(0, program.batch_shardings))
+    z = their_logits(model, Rows(batch.tokens, batch.types, batch.segments))
+    figures = evaluate_run(config)
+    want = their_nll(z["tokens"], batch.targets, batch.weights)
+    if which == "bert":
+        order = their_nll(z["sentence_order"], batch.labels, batch.label_weights)
+        assert figures["eval_masked_lm_loss"] == pytest.approx(want, abs=1e-5)
+        assert figures["eval_sentence_order_loss"] == pytest.approx(order, abs=1e-5)
+        want += order
+    assert figures["eval_loss"] == pytest.approx(want, abs=1e-5)
+
+
 def test_an_imported_run_is_evaluated_and_trained_from_there(hf, tmp_path, capsys):
     directory, model = hf("gpt2", "float32")
     config = take_in(directory, tmp_path / "run", *FLOAT32, "model.dropout=0", "model.attention_dropout=0")
     corpus = load_corpus(config.data, config.train.seed, config.model.vocab)
 
-    def their_loss(tokens, targets) -> float:
-        z = their_logits(model, Rows(tokens, tokens, tokens))["tokens"].astype(np.float64)
-        z -= np.log(np.exp(z).sum(-1, keepdims=True))
-        return -np.take_along_axis(z, targets[..., None], -1).mean()
-
-    whole = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), Program(config).batch_shardings)
-    batch = Loader(corpus.train, 16, 8, 1, config.train.seed).batch(0, whole)
-    first = their_loss(np.asarray(batch.tokens[0]), np.asarray(batch.targets[0]))
+    batch = training(config, corpus).batch(0, Program(config).batch_shardings)
+    tokens, targets, weights = (np.asarray(x)[0] for x in (batch.tokens, batch.targets, batch.weights))
+    first = their_nll(their_logits(model, Rows(tokens, tokens, tokens))["tokens"], targets, weights)
     assert evaluate_run(config)["step"] == 0
     steps = {"steps": 2, "log_every": 1}
     config = config.model_copy(update={"train": config.train.model_copy(update=steps)})
@@ -410,6 +430,17 @@ def test_tokenizer_files_travel_along(directory, tmp_path):
     export_run(config, tmp_path / "back", "float32", 10**9)
     assert all((tmp_path / "back" / name).read_text() == text for name, text in files.items())
     assert not (tmp_path / "back" / "README.md").exists()
+
+
+def test_a_model_with_its_tokenizer_reads_and_writes_text(tmp_path, capsys):
+    said = SAID | {"vocab_size": 264}
+    directory = make_directory(tmp_path / "model", make_tensors(said), said)
+    pieces = ["[UNK]", *map(chr, range(33, 127))]
+    (directory / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    config = take_in(directory, tmp_path / "run", *FLOAT32)
+    assert (config.data.source, config.data.tokenizer) == ("python-stdlib", str(tmp_path / "run" / "tokenizer"))
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "x", "--tokens", "2", "--greedy"]) == 0
+    assert capsys.readouterr().out.startswith("x")
 
 
 def test_how_it_is_trained_comes_from_a_file_and_the_line(directory, tmp_path, capsys):
