@@ -1,9 +1,10 @@
 """Rows of masked text: [CLS] A [SEP] B [SEP], two pieces of one document, or [CLS] A [SEP].
 
 A document is cut into stretches of what a row holds, at an offset of the epoch's own, and a stretch is trimmed to whole
-words; documents never meet in a row, and what is left of one is padding.  Spans are hidden first and the row is cut in
-two afterwards, where a sentence or a line begins and no span is, so that none reaches from A into B.  Which came first,
-A or B, is a label.
+sentences or lines, else to whole words; documents never meet in a row, and what is left of one is padding.  Spans are
+hidden first and the row is cut in two afterwards, where a sentence or a line begins and no span is, so that none
+reaches from A into B.  Which came first, A or B, is a label, and what they say alone tells it: both begin and end
+alike.
 
 All is drawn from (seed, epoch, stretch): each epoch has masks, cuts and swaps of its own.
 
@@ -121,7 +122,8 @@ class MaskedRows(Rows):
     def _read(
         self, stretch_R: np.ndarray, shift_R: np.ndarray, keys_R: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Whole words of each stretch: int32 [R, P] from the left, which of them begin words, how many tokens they are.
+        """Whole sentences of each stretch, or whole words where it has no two or a row is not cut: int32 [R, P]
+        from the left, which of them begin words, how many tokens they are.
 
         A word longer than the row is cut; one that begins or ends outside is left out."""
         document_R = self.stretches.documents(stretch_R)
@@ -133,14 +135,19 @@ class MaskedRows(Rows):
         near = self.tokens[np.clip(at, begin_R[:, None], end_R[:, None] - 1)].astype(np.int32)
         rows, here = np.arange(len(near)), np.arange(self.room + 1)
         bounds = self.words.begins(near)[:, 1:]  # between words, from 0 to limit
-        bounds[offset_R == begin_R, 0] = True
-        bounds[rows, limit_R] |= offset_R + limit_R == end_R
-        bounds &= here <= limit_R[:, None]
+        sentences = bounds & self.words.sentences(near)[:, 1:]
+        for each in (bounds, sentences):
+            each[offset_R == begin_R, 0] = True
+            each[rows, limit_R] |= offset_R + limit_R == end_R
+            each &= here <= limit_R[:, None]
+        # Where the two pieces part, there both begin and end: else how a row begins would tell which came first.
+        whole_R = self.objective.sentence_order & (sentences.sum(axis=1) > 2)
+        units = np.where(whole_R[:, None], sentences, bounds)
 
-        first_R = np.argmax(bounds, axis=1)
-        first_R = np.where(bounds[rows, first_R] & (first_R < limit_R), first_R, 0)  # within one word: where it starts
-        bounds[rows, first_R] = True
-        rank = np.cumsum(bounds & (here >= first_R[:, None]), axis=1) - 1  # words before each bound
+        first_R = np.argmax(units, axis=1)
+        first_R = np.where(units[rows, first_R] & (first_R < limit_R), first_R, 0)  # within one word: where it starts
+        bounds[rows, first_R] = units[rows, first_R] = True
+        rank = np.cumsum(units & (here >= first_R[:, None]), axis=1) - 1  # units before each bound
         reached_R = rank[rows, np.minimum(first_R + self._lengths(limit_R, keys_R), limit_R)]
         wanted_R = np.maximum(reached_R, np.minimum(rank[:, -1], 2 if self.objective.sentence_order else 1))
         last_R = np.where(wanted_R > 0, np.argmax(rank >= wanted_R[:, None], axis=1), limit_R)

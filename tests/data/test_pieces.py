@@ -111,6 +111,15 @@ def test_pieces_part_at_sentences_where_there_are_any(seen):
     assert parted / len(seen.tokens) > 0.5  # without looking, a tenth
 
 
+def test_both_pieces_begin_alike_so_that_only_what_they_say_tells_their_order():
+    """Lines, of which a row has many: a piece that began within one would be the first of the text."""
+    lines = b"\n".join(b"word and another %d" % n for n in range(4000))
+    rows = many(make(tokens=np.frombuffer(lines, np.uint8), context=128, short=0.0, rate=0.05))
+    parted = [pieces(rows, row) for row in range(len(rows.tokens))]
+    begins = [all(piece.startswith(b"\n") for piece in both) for both in parted if not lines.startswith(both[0])]
+    assert np.mean(begins) > 0.99  # else every such place is within a span
+
+
 def test_no_span_reaches_from_one_piece_into_the_other(seen):
     """No two spans touch, so that hidden words on both sides of the cut would be of one."""
     ends = np.array([np.flatnonzero(row) for row in (seen.targets == SPECIAL.sep)])  # of A, of B
