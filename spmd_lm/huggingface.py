@@ -2,9 +2,8 @@
 wrong with it.  Without jax, so that a refusal does not wait for it."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from spmd_lm.config.load import Layer, load_layers
 from spmd_lm.config.schema import RunConfig
@@ -47,10 +46,9 @@ FREE = ("dropout", "attention_dropout", "scan", "attention")
 
 @dataclass(frozen=True)
 class Directory:
-    """said: config.json.  description: the same in our words.  carried: the files that travel with the model."""
+    """description: what config.json says.  carried: the files that travel with the model."""
 
     path: Path
-    said: dict[str, Any]
     description: Description
     tensors: Tensors
     carried: list[Path]
@@ -77,14 +75,15 @@ def open_directory(path: Path) -> Directory:
         problems += _vocabulary(path, description.model["vocab"])
     if problems:
         raise ConfigError(*problems)
-    _with_its_heads(description, tensors)
-    return Directory(path, said, description, tensors, [path / name for name in TOKENIZER if (path / name).is_file()])
+    carried = [path / name for name in TOKENIZER if (path / name).is_file()]
+    return Directory(path, _with_its_heads(description, tensors), tensors, carried)
 
 
-def _with_its_heads(description: Description, tensors: Tensors) -> None:
+def _with_its_heads(description: Description, tensors: Tensors) -> Description:
     """The first BERTs call themselves BertForMaskedLM, and have the other head in their files all the same."""
-    if description.architecture is BERT and "cls.seq_relationship.weight" in tensors.stored:
-        description.objective["sentence_order"] = True
+    if description.architecture is not BERT or "cls.seq_relationship.weight" not in tensors.stored:
+        return description
+    return replace(description, objective=description.objective | {"sentence_order": True})
 
 
 def _too_large(description: Description, tensors: Tensors) -> Iterable[str]:
