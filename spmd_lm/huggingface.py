@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spmd_lm.config.load import Layer, load_layers
-from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.convert import BERT, Description, read_config
 from spmd_lm.runtime.tensors import Tensors, read_json, some
@@ -52,6 +52,10 @@ class Directory:
     description: Description
     tensors: Tensors
     carried: list[Path]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any(path.name in VOCABULARIES for path in self.carried)
 
 
 def open_directory(path: Path) -> Directory:
@@ -135,7 +139,7 @@ def _ids_of_tokenizer(path: Path) -> Iterable[int]:
 
 def _data(found: Directory, run: str) -> dict[str, str]:
     """Text by the model's own tokenizer.  Without one it knows ids and no text, unless words are to be hidden in it."""
-    if any(path.name in VOCABULARIES for path in found.carried):
+    if found.has_tokenizer:
         return {"source": "python-stdlib", "tokenizer": str(Path(run) / FILES)}
     return {"source": "synthetic" if found.description.objective["kind"] == "causal_lm" else "python-stdlib"}
 
@@ -154,6 +158,11 @@ def configure(found: Directory, run: str, base: str | None, overrides: Sequence[
         for key, value in what.model.items()
         if ours[key] != value and key not in FREE
     ]
+    if found.has_tokenizer and isinstance(config.data, Data) and config.data.tokenizer == "bytes":
+        problems.append(
+            f"data.tokenizer=bytes, and {found.path} has a tokenizer of its own, whose ids the model knows. "
+            f"Use data.tokenizer={Path(run) / FILES}."
+        )
     if config.run.dir != run:
         problems.append(f"run.dir={config.run.dir}: the run is made in {run}. Leave it out.")
     if problems:

@@ -450,6 +450,8 @@ def test_a_model_with_its_tokenizer_reads_and_writes_text(tmp_path, capsys):
     directory = make_directory(tmp_path / "model", make_tensors(said), said)
     pieces = ["[UNK]", *map(chr, range(33, 127))]
     (directory / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    text = ["data.source=text", "data.path=x"]  # another source begins with bytes
+    assert f"Use data.tokenizer={tmp_path / 'deep' / 'run'}/tokenizer" in refused(capsys, directory, *text)[0]
     config = take_in(directory, tmp_path / "run", *FLOAT32)
     assert (config.data.source, config.data.tokenizer) == ("python-stdlib", str(tmp_path / "run" / "tokenizer"))
     assert main(["generate", str(tmp_path / "run"), "--prompt", "x", "--tokens", "2", "--greedy"]) == 0
