@@ -37,6 +37,14 @@ class Verb:
     help: str
     run: Callable[[Arguments], int]
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    places: tuple[str, ...] = ("CONFIG",)  # what comes before the overrides
+
+
+PLACES = {
+    "CONFIG": "a YAML file, or a run's directory",
+    "RUN_DIR": "a run's directory",
+    "DIR": "a Hugging Face directory: config.json, *.safetensors, tokenizer files",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,17 +127,21 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         mending = f"Did you mean {near}?" if near else f"Verbs: {', '.join(VERBS)}."
         raise ConfigError(f"spmd-lm: no verb '{name}'. {mending}")
 
-    usage = "%(prog)s CONFIG [section.key=value ...] [OPTION ...]"
+    places = VERBS[name].places
+    usage = f"%(prog)s {' '.join(places)} [section.key=value ...] [OPTION ...]"
     parser = Parser(prog=f"spmd-lm {name}", usage=usage, description=VERBS[name].help, allow_abbrev=False)
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file, or a run's directory")
+    for place in places:
+        parser.add_argument(place, nargs="?", metavar=place, help=PLACES[place])
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it; values are YAML")
     parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
     parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
     VERBS[name].options(parser)
     parser.line = rest
     arguments = parser.parse_intermixed_args(rest)
-    if arguments.config is None:  # argparse alone would ask for the overrides as well
-        parser.error("no CONFIG given: name a YAML file, or a run's directory")
+    for place in places:  # argparse alone would ask for the overrides as well
+        given = getattr(arguments, place)
+        if given is None or (len(places) > 1 and "=" in given and not os.path.exists(given)):
+            parser.error(f"no {place} given: name {PLACES[place]}")
     return name, arguments
 
 
@@ -167,6 +179,27 @@ def audit_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def import_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="YAML", help="how to train it: a file whose model is not looked at")
+
+
+def export_options(parser: argparse.ArgumentParser) -> None:
+    types = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=types, default=types[0], help=f"of the tensors (default {types[0]})")
+    parser.add_argument("--shard", type=size, default="5GB", metavar="SIZE", help="most bytes of a file (default 5GB)")
+
+
+def size(text: str) -> int:
+    """Bytes, written as 5GB or 500MB; in thousands, as Hugging Face counts."""
+    digits, unit = text[:-2], text[-2:].upper()
+    if unit not in UNITS or not digits.isdecimal() or not int(digits):
+        raise argparse.ArgumentTypeError(f"expected a size as 5GB, 500MB or 64KB, got '{text}'")
+    return int(digits) * UNITS[unit]
+
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
 def at_least(low: int) -> Callable[[str], int]:
     def count(text: str) -> int:
         if not text.isdecimal() or int(text) < low:
@@ -179,26 +212,35 @@ def at_least(low: int) -> Callable[[str], int]:
 # --- verbs ------------------------------------------------------------------------------------------------------------
 
 
-def configuration(arguments: Arguments) -> "RunConfig":
-    """What CONFIG and the overrides say."""
-    path, overrides = Path(arguments.config), arguments.overrides
+def configuration(arguments: Arguments, place: str = "CONFIG") -> "RunConfig":
+    """What the file or run in this place and the overrides say."""
+    given = getattr(arguments, place)
+    path, overrides = Path(given), arguments.overrides
     if path.is_dir():
         overrides = [f"run.dir={json.dumps(str(path), ensure_ascii=False)}", *overrides]  # a run may have been moved
         path = path / "config.yaml"
         if not path.exists():
             raise ConfigError(
-                f"{arguments.config}: no config.yaml in this directory, so it is no run. Give a run's, or a YAML file."
+                f"{given}: no config.yaml in this directory, so it is no run. Give a run's, or a YAML file."
             )
-    if arguments.devices is not None:
-        overrides = [*overrides, f"run.simulate_devices={arguments.devices}"]
     from spmd_lm.config.load import load
 
-    config = load(path, overrides)
-    if arguments.json not in (None, "-"):  # told before the work rather than after it
+    config = load(path, [*overrides, *simulated(arguments)])
+    check_json(arguments)
+    return config
+
+
+def simulated(arguments: Arguments) -> list[str]:
+    """What --devices says, as an override."""
+    return [] if arguments.devices is None else [f"run.simulate_devices={arguments.devices}"]
+
+
+def check_json(arguments: Arguments) -> None:
+    """Whether --json can be written is told before the work rather than after it."""
+    if arguments.json not in (None, "-"):
         target = Path(arguments.json)
         if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
             raise ConfigError(f"--json {target}: cannot be written. Give a file in a directory that can be.")
-    return config
 
 
 def on_devices(config: "RunConfig") -> "RunConfig":
@@ -316,6 +358,32 @@ def audit(arguments: Arguments) -> int:
     return Exit.DONE if result["ok"] else Exit.CHECK_FAILED
 
 
+def take_in(arguments: Arguments) -> int:
+    from spmd_lm.huggingface import configure, open_directory
+    from spmd_lm.runtime.fresh import refuse_taken
+
+    refuse_taken(Path(arguments.RUN_DIR))
+    found = open_directory(Path(arguments.DIR))
+    config = configure(found, arguments.RUN_DIR, arguments.config, [*arguments.overrides, *simulated(arguments)])
+    check_json(arguments)
+    config = on_devices(config)
+    from spmd_lm.exchange import import_run, render
+
+    result = import_run(found, config)
+    return deliver(arguments, result, render(result))
+
+
+def give_out(arguments: Arguments) -> int:
+    from spmd_lm.runtime.fresh import refuse_taken
+
+    refuse_taken(Path(arguments.DIR))
+    config = on_devices(configuration(arguments, "RUN_DIR"))
+    from spmd_lm.exchange import export_run, render
+
+    result = export_run(config, Path(arguments.DIR), arguments.dtype, arguments.shard)
+    return deliver(arguments, result, render(result))
+
+
 def show(arguments: Arguments) -> int:
     config = configuration(arguments)
     from spmd_lm.config.load import dump
@@ -330,5 +398,7 @@ VERBS = {
     "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan),
     "audit": Verb("compiles the step and compares what it sends with theory", audit, audit_options),
     "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench, bench_options),
+    "import": Verb("makes a run of a Hugging Face directory", take_in, import_options, ("DIR", "RUN_DIR")),
+    "export": Verb("makes a Hugging Face directory of a run", give_out, export_options, ("RUN_DIR", "DIR")),
     "config": Verb("prints the resolved YAML", show),
 }

@@ -15,9 +15,9 @@ LAYERS = (
     {"config"},
     {"ops", "batch"},
     {"models", "parallel", "data", "runtime"},
-    {"analysis"},
+    {"analysis", "huggingface"},
     {"train"},
-    {"audit", "bench", "generate"},
+    {"audit", "bench", "exchange", "generate"},
     {"cli"},
     {"__main__"},
 )

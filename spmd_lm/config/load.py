@@ -35,8 +35,20 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     layers = _chain(path, problems)
     if not layers:  # nothing to judge keys against
         raise ConfigError(*problems)
-    layers.append(command)
+    return _resolve([*layers, command], problems)
 
+
+def load_layers(under: Layer, path: str | Path | None, over: Layer, overrides: Iterable[str] = ()) -> RunConfig:
+    """The configuration of `under`, then the file at `path` if there is one, then `over`, then `overrides`; raises as
+    `load` does."""
+    command, problems = _command(overrides)
+    files = _chain(path, problems) if path is not None else []
+    if path is not None and not files:
+        raise ConfigError(*problems)
+    return _resolve([under, *files, over, command], problems)
+
+
+def _resolve(layers: Sequence[Layer], problems: list[str]) -> RunConfig:
     tree = functools.reduce(_lay, (layer.tree for layer in layers))
     sections: dict[str, Section] = {}
     for name in (name for name in tree if name not in FIELDS):

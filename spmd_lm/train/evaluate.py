@@ -38,16 +38,21 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf  # exp(709.8) is the last finite one
 
 
-def open_run(config: RunConfig) -> tuple[Program, Tree, int]:
-    """A run's newest parameters, laid out as `config` says, and their step.  CheckpointError if there are none, or they
-    are of another model."""
+def restore_run(config: RunConfig) -> tuple[Program, Tree, int]:
+    """A run's newest parameters, canonical, in the shardings of `config`'s layout, and their step.  CheckpointError if
+    there are none, or they are of another model."""
     saves = Checkpointer(config.run.directory / "checkpoints")
     newest = saves.latest()
     if newest is None:
         raise CheckpointError(f"{saves.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
     check_same_run(saves.meta(newest)["config"], config.model_dump(by_alias=True), saves.directory)
     program = Program(config)
-    params = saves.restore_params(newest, program.abstract_canonical().params)
+    return program, saves.restore_params(newest, program.abstract_canonical().params), newest
+
+
+def open_run(config: RunConfig) -> tuple[Program, Tree, int]:
+    """The same, laid out for the step."""
+    program, params, newest = restore_run(config)
     return program, program.place_params(params), newest
 
 

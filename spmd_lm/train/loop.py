@@ -103,7 +103,7 @@ def first_state(
         return program.init()
     progress.say(f"resuming after step {saved} of {progress.steps}")
     canonical, meta = saves.restore(saved, program.abstract_canonical())
-    if meta["data"]["fingerprint"] != corpus.fingerprint:
+    if meta["data"]["samples"] and meta["data"]["fingerprint"] != corpus.fingerprint:
         progress.say("The text is not the one that this run was trained on so far: other batches from here on.")
     return program.place(canonical)
 
@@ -259,6 +259,8 @@ def check_position(config: RunConfig, past: Past) -> None:
                 f"{directory} finished its {past.done} steps and kept no checkpoint (checkpoint.every=0), nothing to "
                 f"go on from. Choose another run.dir, or delete this one."
             )
+        return
+    if past.saved == 0:  # imported: no batch was taken yet
         return
     then = past.meta["data"]["samples"] // past.saved
     if then != batch:
