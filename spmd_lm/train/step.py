@@ -27,21 +27,32 @@ def state_specs(plan: Plan, precision: Precision) -> TrainState:
     return TrainState(P(), plan.specs, plan.specs, plan.specs, scaling=scalars)
 
 
-def model_pieces(model: LanguageModel, head: Callable, draw: Callable[[Batch], Draw | None], group: int = 1) -> Pieces:
-    """`model` as the executor runs it.  head(params, x, part): what is made of each microbatch.  group: see Pieces."""
+Part = tuple[Batch, jax.Array | None]
+"""A microbatch, and the step it is of.  None: there is no dropout."""
+
+
+def model_pieces(model: LanguageModel, head: Callable, seed: int = 0, group: int = 1) -> Pieces:
+    """`model` as the executor runs it.  head(params, x, batch): what is made of each microbatch.  group: see Pieces."""
+
+    def draw(part: Part) -> Draw | None:
+        batch, step = part
+        return None if step is None else Draw(jnp.uint32(seed), step, batch.samples)
 
     @jax.named_scope("embedding")
-    def embed(params, part: Batch):
-        return model.embed(params, part, draw(part))
+    def embed(params, part: Part):
+        return model.embed(params, part[0], draw(part))
 
     @jax.named_scope("blocks")
-    def block(layer_params, x, part: Batch, layer):
+    def block(layer_params, x, part: Part, layer):
         here = draw(part)
-        return model.train_block(layer_params, x, part, here and here.at(layer))
+        return model.train_block(layer_params, x, part[0], here and here.at(layer))
+
+    @jax.named_scope("head")
+    def end(params, x, part: Part):
+        return head(params, x, part[0])
 
     shared = model.c.layers if model.c.share_layers else 1
-    run = jax.named_scope("head")(head)
-    return Pieces(embed, block, run, model.embedding_of, model.head_of, model.looped, shared, group)
+    return Pieces(embed, block, end, model.embedding_of, model.head_of, model.looped, shared, group)
 
 
 def make_train_step(
@@ -64,7 +75,6 @@ def make_train_step(
     dropout = model.c.dropout > 0 or model.c.attention_dropout > 0
 
     def body(state: TrainState, batch: Batch):
-        draw = lambda part: Draw(jnp.uint32(seed), state.step, part.samples) if dropout else None  # noqa: E731
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
         # Scaled where they are formed: what cross-entropy makes of them in float16 is scaled already.
         totals = scaling.unscaled(total_weights(model, plan, batch, compute), state.scaling)
@@ -74,9 +84,11 @@ def make_train_step(
             share = {name: of[name].astype(total.dtype) / total for name, total in totals.items()}
             return model.losses(params, x, part, share)
 
-        pieces = model_pieces(model, head, draw, group)
+        pieces = model_pieces(model, head, seed, group)
+        # The step goes with each part: what a block closes over, jax cannot take through two kinds of remat.
+        parts = batch, jnp.broadcast_to(state.step, batch.samples.shape[:1]) if dropout else None
         losses, grads = gradients(
-            plan, pieces, schedule, state.params, batch, compute=compute, reduce=reduce, once=reduce_once
+            plan, pieces, schedule, state.params, parts, compute=compute, reduce=reduce, once=reduce_once
         )
         losses = scaling.unscaled(losses, state.scaling)
         state, scalars = scaling.update(precision, optimizer, plan, state, grads)
@@ -111,8 +123,7 @@ def make_eval_step(
 
     def body(params: Tree, batch: Batch):
         held = Weights.of(plan, params, jnp.dtype(precision.compute), jnp.dtype(precision.reduce))
-        pieces = model_pieces(model, model.scores, lambda part: None)
-        return summed(plan, pieces, schedule, held, batch)
+        return summed(plan, model_pieces(model, model.scores), schedule, held, (batch, None))
 
     outs = {name: (P(),) * 3 for name in weights(model.objective, batch_specs)}
     step = plan.manual(body, (plan.specs, batch_specs), outs)
