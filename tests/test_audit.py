@@ -39,15 +39,15 @@ def compilable(name: str) -> topology.Topology:
 
 
 def audited(
-    name: str, remat: str = "none", scan: bool = True, layers: int = LAYERS, model: dict | None = None, **parallel
+    name: str, remat: str = "none", scan: bool = True, layers: int = LAYERS, of: dict | None = None, **parallel
 ) -> dict:
     compilable(name)
-    return _audited(name, remat, scan, layers, json.dumps(model or {}), json.dumps(parallel))
+    return _audited(name, remat, scan, layers, json.dumps(of or {}), json.dumps(parallel))
 
 
 @functools.cache
-def _audited(name: str, remat: str, scan: bool, layers: int, model: str, parallel: str) -> dict:
-    other = json.loads(model)
+def _audited(name: str, remat: str, scan: bool, layers: int, of: str, parallel: str) -> dict:
+    other = json.loads(of)
     layout = {"data": -1, "model": MODEL} | json.loads(parallel)
     config = make_config(
         model=SIZES | {"attention_dropout": 0.0, "scan": scan, "layers": layers} | other,
@@ -238,7 +238,7 @@ def test_groups_that_run_again_send_what_theory_asks_for(name, parallel):
 
 @pytest.mark.parametrize(("name", "model", "parallel"), MODELS, ids=str)
 def test_every_model_sends_what_theory_asks_for(name, model, parallel):
-    exact(audited(name, "full", model=model, **parallel))
+    exact(audited(name, "full", of=model, **parallel))
 
 
 PIPELINES = [
@@ -281,9 +281,7 @@ PIPELINES = [
 @slow
 @pytest.mark.parametrize("keys", [{"schedule": "breadth_first", "chunks": 2}, {"schedule": "1f1b"}], ids=str)
 def test_ends_that_are_not_tied_are_scattered_where_they_are_used(keys):
-    exact(
-        audited("h100:2x8", "full", layers=4, model={"tie_embeddings": False}, pipe=2, zero=3, microbatches=4, **keys)
-    )
+    exact(audited("h100:2x8", "full", layers=4, of={"tie_embeddings": False}, pipe=2, zero=3, microbatches=4, **keys))
 
 
 @pytest.mark.parametrize("parallel", [{"schedule": "interleaved", "chunks": 2, "sequence": True}, {"zero": 3}], ids=str)

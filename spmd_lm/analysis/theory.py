@@ -149,8 +149,8 @@ def _model(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     # What ends the attention branch is made again; what ends the MLP is not, unless a norm follows it.
     again: float = (1 + (c.norm == "post")) * (config.remat_policy == "full")
     sums, gathers = (4 + again) * work.passes + 2 * work.ahead, 6 * work.passes + 2 * work.ahead
-    if config.remat_policy == "every":  # a layer runs again, but for what ends the last one of a group
-        again = 2 - (c.norm == "pre") / config.remat_group
+    if config.remat_policy == "every":  # a layer runs again; unrolled, but for what ends the last one of a group
+        again = 2.0 if c.scan or c.norm == "post" else 2 - 1 / config.remat_group
         sums, gathers = sums + again * work.passes, gathers + 2 * work.passes
     if work.breadth_first and not (
         c.scan and work.together > 1
