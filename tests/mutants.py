@@ -22,6 +22,7 @@ FILES = [
     "axes.py",
     "models/attention.py",
     "models/layers.py",
+    "models/objectives.py",
     "models/transformer.py",
     "ops/cross_entropy.py",
     "ops/embedding.py",

@@ -42,7 +42,7 @@ CASES = [
     case("1f1b", 2, 1, 1, "residual", slow, replica=2, data=2, zero=3, reduce_once=True),
     case("1f1b", 4, 1, 8, "none", slow, data=2, zero=2),
     case("1f1b", 4, 1, 2, "full", slow, model=2, sequence=True, mask=True),
-    case("1f1b", 8, 1, 16, "full", slow),
+    case("1f1b", 8, 1, 8, "full", slow),
     case("1f1b", 2, 1, 5, "none", slow, data=2, model=2, zero=1, scan=False),
     case("interleaved", 2, 4, 2, "none", slow, data=4, zero=3),
     case("interleaved", 4, 2, 4, "residual", slow, model=2, sequence=True, zero=1),
@@ -53,7 +53,7 @@ CASES = [
     case("breadth_first", 4, 1, 3, "full", slow, data=2, zero=1),
     case("breadth_first", 4, 2, 8, "residual", slow, data=2, zero=2),
     case("breadth_first", 2, 2, 4, "full", slow, data=2, model=2, zero=3, sequence=True, scan=False),
-    case("breadth_first", 8, 4, 16, "full", slow),
+    case("breadth_first", 8, 2, 8, "full", slow),
     case("breadth_first", 2, 1, 4, "none", slow, data=4, zero=3, reduce_once=True),
 ]
 
