@@ -215,7 +215,7 @@ BERT = {"kind": "bert", "norm": "post", "token_types": 2}
 LLAMA = {"norm_kind": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "biases": False}
 MODELS = [
     ("v5p:4x4x4", BERT, {"zero": 1, "sequence": True}),
-    ("v5p:4x4x4", LLAMA | {"tie_embeddings": False}, {"zero": 3}),
+    pytest.param("v5p:4x4x4", LLAMA | {"tie_embeddings": False}, {"zero": 3}, marks=slow),
     pytest.param("h100:2x8", BERT, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
     pytest.param("h100:2x8", LLAMA, {"zero": 2, "sequence": True}, marks=slow),
     pytest.param("h100:2x8", {"share_layers": True}, {"zero": 1}, marks=slow),

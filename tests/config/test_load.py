@@ -185,7 +185,7 @@ def test_all_problems_are_told_at_once_each_with_its_origin(write):
         ),
         ("train.learning_rate=3", "train: unknown key 'learning_rate'. Did you mean 'optim.lr'?"),
         ("model.n_layer=3", "model: unknown key 'n_layer'. Did you mean 'layers'?"),
-        ("remat.xyz=3", "remat: unknown key 'xyz'. Known: policy."),
+        ("remat.xyz=3", "remat: unknown key 'xyz'. Known: policy, every."),
         ("checkpoint.asynchronous=true", "checkpoint: unknown key 'asynchronous'. Did you mean 'async'?"),
         (
             "data.path=x",

@@ -38,7 +38,7 @@ ROUNDED = {  # as the papers print them, in billions
     "gpt_22b": "22",
     "ptd-p/1t": "1008.0",  # arXiv:2104.04473, table 1
 } | {f"ptd-p/{b}b": b for b in ("1.7", "3.6", "7.5", "18.4", "39.1", "76.1", "145.6", "310.1", "529.6")}
-TRIALS = {"debug", "pipeline", "quickstart", "tinyshakespeare"}  # nobody's but ours
+TRIALS = {"debug", "pipeline", "quickstart", "tinyshakespeare", "bert/quickstart"}  # nobody's but ours
 
 name_of = lambda path: str(path.relative_to(CONFIGS).with_suffix(""))  # noqa: E731
 shipped = pytest.mark.parametrize("path", SHIPPED, ids=name_of)

@@ -105,15 +105,16 @@ MODELS = {
     "llama": {"model": LLAMA | {"biases": False, "tie_embeddings": False}},
     "one layer for all": {"model": {"share_layers": True, "layers": 3}},
 }
+slow = pytest.mark.slow
 ON = [
-    ("bert", "data4-model2", 2, "scan", "none"),
-    ("bert", "model8-sequence", 1, "unrolled", "residual"),
     ("bert", "replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
-    ("bert, norms before", "data2-model4-sequence-zero1", 2, "scan", "selective"),
+    pytest.param("bert", "data4-model2", 2, "scan", "none", marks=slow),
+    pytest.param("bert", "data2-model4-sequence-zero1", 1, "unrolled", "residual", marks=slow),
+    pytest.param("bert, norms before", "data2-model4-sequence-zero1", 2, "scan", "selective", marks=slow),
     ("llama", "data2-model4-zero3", 2, "scan", "selective"),
-    ("llama", "data2-model4-sequence-zero1", 1, "unrolled", "full"),
+    pytest.param("llama", "data2-model4-sequence-zero1", 1, "unrolled", "full", marks=slow),
     ("one layer for all", "data4-model2-zero2", 2, "scan", "none"),
-    ("one layer for all", "data8-zero3", 1, "unrolled", "full"),
+    pytest.param("one layer for all", "data8-zero3", 1, "unrolled", "full", marks=slow),
 ]
 
 
@@ -132,8 +133,8 @@ def test_every_model_computes_the_reference(model, layout, microbatches, form, r
     ("parallel", "every", "scan"),
     [
         ({"data": 4, "model": 2, "zero": 3, "sequence": True}, 2, True),
-        ({"data": 2, "zero": 2, "microbatches": 2}, 4, False),
-        pytest.param({"pipe": 2, "data": 2, "zero": 3, "microbatches": 4}, 2, True, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "zero": 2, "microbatches": 2}, 4, False, marks=slow),
+        pytest.param({"pipe": 2, "data": 2, "zero": 3, "microbatches": 4}, 2, True, marks=slow),
     ],
     ids=str,
 )
