@@ -7,11 +7,13 @@
 # make clean        remove environments and caches; runs stay
 # make help         these lines
 #
-# PYTHON=python3.12 picks another Python; a virtual environment made by a different one is made anew.
+# PYTHON=python3.12 picks another Python; a virtual environment made by a different one is made anew. EXTRAS=dev,hf
+# installs torch and transformers too, with which imported models are compared.
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+EXTRAS ?= dev
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-by$(subst /,-,$(PYTHON))
@@ -75,7 +77,7 @@ $(VENV)/.runtime: $(MADE) pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "installing what the tests need into $(VENV) ..."
-	@$(INSTALL) --editable '.[dev]'
+	@$(INSTALL) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # Released Pythons of 3.12 and later, on the path or under pyenv; the newest one's own name for itself.
