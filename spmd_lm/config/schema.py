@@ -104,7 +104,7 @@ class MaskedLM(Section):
 
     kind: Literal["masked_lm"]
     rate: Rate = 0.15  # of a row's tokens
-    max_span: Count = 3  # words; a span of n has probability proportional to 1/n
+    max_span: Annotated[int, Field(ge=1, le=16)] = 3  # words; a span of n has probability proportional to 1/n
     short: Rate = 0.1  # of the rows, which end early
     sentence_order: bool = True  # a row is two pieces of text; which came first is predicted too
 

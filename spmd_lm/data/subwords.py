@@ -22,6 +22,7 @@ from spmd_lm.errors import ConfigError, DataError
 
 FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # what parts documents, the first there is
+BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")  # what a prompt begins with; where there is none, what parts documents
 MARKS = (("[CLS]", "[SEP]", "[MASK]", "[PAD]"), ("<s>", "</s>", "<mask>", "<pad>"))  # of masked rows
 WORD_MARK = "\u2581"  # SentencePiece begins a word with it
 
@@ -36,7 +37,8 @@ class SubwordTokenizer:
         self.ids: dict[str, int] = library.get_vocab(with_added_tokens=True)
         self.vocab = max(self.ids.values()) + 1
         self.dtype = np.min_scalar_type(self.vocab - 1)
-        self.end = next((self.ids[mark] for mark in ENDS if mark in self.ids), None)
+        first = lambda marks: next((self.ids[mark] for mark in marks if mark in self.ids), None)  # noqa: E731
+        self.end, self.begin = first(ENDS), first((*BEGINS, *ENDS))
         library.encode_special_tokens = not self._missing()
 
     def encode(self, text: str | bytes) -> np.ndarray:

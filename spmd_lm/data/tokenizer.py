@@ -15,7 +15,8 @@ from spmd_lm.errors import ConfigError, DataError
 
 class Tokenizer(Protocol):
     vocab: int  # every id that a text has is below it
-    end: int | None  # the id between documents, which no text has; None where nothing parts them
+    end: int | None  # the id between documents, which a text has only by its name; None where nothing parts them
+    begin: int | None  # the id that a prompt begins with; None where it begins with its own first
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The ids of `text`, 1-D, in the narrowest unsigned type that holds them."""
@@ -35,6 +36,7 @@ class ByteTokenizer:
 
     vocab = 256
     end: int | None = 0
+    begin: int | None = 0
 
     def encode(self, text: str | bytes) -> np.ndarray:
         # surrogateescape: bytes of a command line that are not UTF-8 come back as they were typed
@@ -56,6 +58,7 @@ class NumberTokenizer:
 
     vocab = 2**32
     end: int | None = None
+    begin: int | None = None
 
     def encode(self, text: str | bytes) -> np.ndarray:
         try:

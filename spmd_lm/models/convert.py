@@ -412,6 +412,8 @@ def _differences(architecture: Architecture, model: Model, objective: CausalLM |
         for key, value in architecture.fixed.items()
         if getattr(model, key) not in alike.get(key, (value,))
     ]
+    if architecture.fixed["kind"] == "bert" and not model.token_types:
+        found.append("model.token_types=0")
     words = next(key.words for key in architecture.keys if key.ours == "activation")
     if model.activation not in words.values():
         found.append(f"model.activation={model.activation}")

@@ -1,5 +1,5 @@
-"""A language model as pure functions of plain dicts: `embed`, `block` and `losses`, which is all that a train step or a
-pipeline needs to know.
+"""A language model as pure functions of plain dicts: `embed`, `train_block` and `losses` (or `scores`), which is what a
+step or a pipeline runs, and `extend`, which writes.
 
 nnx defines the modules and their names; here, at the edge, they become trees of arrays.  Layers are stacked along a
 leading dimension, `layers`.  GPT, BERT and Llama are settings of it.  Nothing here knows a mesh or a rank.

@@ -123,18 +123,24 @@ class Generator:
 
 
 def sample_text(program: Program, params: Tree, prompts: Sequence[str], sampling: Sampling = DEFAULT) -> list[str]:
-    """Each prompt and what the model adds to it, up to the end of a document.  An empty prompt begins a document."""
+    """Each prompt and what the model adds to it, up to the end of a document.  An empty prompt begins a document.
+
+    DataError for a prompt without a token, where nothing says how a text begins."""
     tokenizer = tokenizers.make(program.config.data)
-    start = np.array([tokenizer.end or 0], np.int32)
+    start = np.array([] if tokenizer.begin is None else [tokenizer.begin], np.int32)
     ids = [np.concatenate([start, np.asarray(tokenizer.encode(p), np.int32)]) for p in prompts]
     vocab = program.config.model.vocab
     for prompt, tokens in zip(prompts, ids, strict=True):
+        if not tokens.size:
+            raise DataError(
+                "an empty prompt: this run has no token that begins a text. Give one, as in --prompt '3 1'."
+            )
         if tokens.max() >= vocab:
             raise DataError(f"prompt {prompt!r:.60}: token {tokens.max()} is not below model.vocab={vocab}.")
     written = Generator(program, len(ids), sampling).extend(params, ids)
 
     def text(ids: np.ndarray, prompt: np.ndarray) -> str:
         ends = np.flatnonzero(ids[len(prompt) :] == tokenizer.end)
-        return tokenizer.decode(ids[1 : len(prompt) + ends[0]] if len(ends) else ids[1:])
+        return tokenizer.decode(ids[len(start) : len(prompt) + ends[0] if len(ends) else None])
 
     return [text(*pair) for pair in zip(written, ids, strict=True)]

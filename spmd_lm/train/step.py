@@ -95,7 +95,7 @@ def make_train_step(
         return state, reported(losses) | scalars
 
     specs = state_specs(plan, precision)
-    several = reported(weights(model.objective, batch_specs))
+    several = reported(dict.fromkeys(weights(model.objective, batch_specs), 0))
     figures = (*several, "grad_norm", "lr", *(scaling.FIGURES if specs.scaling else ()))
     outs = specs, dict.fromkeys(figures, P())
     step = plan.manual(body, (specs, batch_specs), outs)

@@ -130,16 +130,17 @@ def test_every_model_computes_the_reference(model, layout, microbatches, form, r
 
 
 @pytest.mark.parametrize(
-    ("parallel", "every", "scan"),
+    ("parallel", "every", "shape"),
     [
-        ({"data": 4, "model": 2, "zero": 3, "sequence": True}, 2, True),
-        pytest.param({"data": 2, "zero": 2, "microbatches": 2}, 4, False, marks=slow),
-        pytest.param({"pipe": 2, "data": 2, "zero": 3, "microbatches": 4}, 2, True, marks=slow),
+        ({"data": 4, "model": 2, "zero": 3, "sequence": True}, 2, {}),
+        pytest.param({"data": 2, "zero": 3}, 2, {"share_layers": True}, marks=slow),
+        pytest.param({"data": 2, "zero": 2, "microbatches": 2}, 4, {"scan": False}, marks=slow),
+        pytest.param({"pipe": 2, "data": 2, "zero": 3, "microbatches": 4}, 2, {}, marks=slow),
     ],
     ids=str,
 )
-def test_layers_run_again_in_groups_and_nothing_changes(parallel, every, scan):
-    model = {"layers": 4 * parallel.get("pipe", 1), "scan": scan}
+def test_layers_run_again_in_groups_and_nothing_changes(parallel, every, shape):
+    model = {"layers": 4 * parallel.get("pipe", 1)} | shape
     remat = {"policy": "every", "every": every}
     config = make_config(model=model, parallel={"data": 1} | parallel, remat=remat, optim={"eps": 1e-6})
     assert config.remat_policy == "every"

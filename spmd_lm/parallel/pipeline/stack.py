@@ -19,21 +19,20 @@ def run_layers(
 
     shared: of how many layers the one of the stack is the weights.  group: of so many layers backward finds the first
     one's input alone, and runs them again."""
-    if group > 1:
-        one = lambda layers, x, i: _run_group(block, layers, x, i, scan)  # noqa: E731
-        return run_layers(jax.checkpoint(one, prevent_cse=not scan), _grouped(stack, group), x, scan)
     if shared > 1:
-        one = jax.tree.map(lambda w: lax.squeeze(w, (0,)), stack)
-        numbers = jnp.arange(shared, dtype=jnp.int32)
-        x, losses = _loop(lambda x, i: block(one, x, i), x, numbers if scan else list(numbers), scan)
-    else:
-        x, losses = _loop(lambda x, layer: block(layer[0], x, layer[1]), x, _each(stack, scan), scan)
+        alone = jax.tree.map(lambda w: lax.squeeze(w, (0,)), stack)
+        again = lambda _, x, i: block(alone, x, i)  # noqa: E731
+        return run_layers(again, jnp.zeros((shared, 0)), x, scan, group=group)
+    if group > 1:
+        some = lambda layers, x, i: _run_group(block, layers, x, i, scan)  # noqa: E731
+        return run_layers(jax.checkpoint(some, prevent_cse=not scan), _grouped(stack, group), x, scan)
+    x, losses = _loop(lambda x, layer: block(layer[0], x, layer[1]), x, _each(stack, scan), scan)
     return x, _summed(losses, scan)
 
 
 def _grouped(stack: Tree, group: int) -> Tree:
     """[layers, ...] as [groups, layers of each, ...]."""
-    return jax.tree.map(lambda w: w.reshape(-1, group, *w.shape[1:]), stack)
+    return jax.tree.map(lambda w: w.reshape(w.shape[0] // group, group, *w.shape[1:]), stack)
 
 
 def _run_group(block: Callable, layers: Tree, x: jax.Array, i: jax.Array, scan: bool):
@@ -51,8 +50,8 @@ def pull_layers(
     `total`, from its entry `at` on, layer by layer as they are made: they are never all there beside it.  fresh: where
     it is true, what `total` held is forgotten."""
     if group > 1:
-        one = lambda layers, x, i: _run_group(block, layers, x, i, scan)  # noqa: E731
-        again = jax.checkpoint(one, prevent_cse=not scan)
+        some = lambda layers, x, i: _run_group(block, layers, x, i, scan)  # noqa: E731
+        again = jax.checkpoint(some, prevent_cse=not scan)
         y, losses, pull_groups = pull_layers(again, _grouped(source, group), _grouped(rest, group), x, scan)
 
         def pull_grouped(d_y, total, at, fresh=None):
