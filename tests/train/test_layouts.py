@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from spmd_lm.config.checks import problems
+from spmd_lm.config.checks import check_devices, problems
 from tests.helpers import assert_close, make_config, program, trained, trained_reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
@@ -44,11 +44,13 @@ def runs(draw):
         "sequence": draw(chance),
         "reduce_once": draw(chance),
     }
-    hypothesis.assume(2 <= math.prod(parallel[axis] for axis in ("pipe", "replica", "data", "model")) <= 8)
+    devices = math.prod(parallel[axis] for axis in ("pipe", "replica", "data", "model"))
+    hypothesis.assume(2 <= devices <= 8)
     remat = {"policy": draw(st.sampled_from(["none", "selective", "residual", "full"]))}
     sections = {"model": model, "train": {"batch": 24}, "optim": {"clip": draw(st.sampled_from([0.0, 0.05]))}}
     config = make_config(parallel=parallel, remat=remat, **sections)
     hypothesis.assume(not problems({name: getattr(config, name) for name in type(config).model_fields}))
+    hypothesis.assume(not check_devices(config, devices))
     return config, make_config(remat={"policy": "none"}, **sections)
 
 
