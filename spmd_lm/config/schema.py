@@ -1,12 +1,12 @@
 """Every key of a run's YAML: its type, its default, its meaning.
 
-A section is frozen and strict, and knows only itself.  What two sections must agree on is a check in `checks.py`.
+A section is frozen and strict, and knows only itself.  What two sections must agree on is a check, by way of `checks.py`.
 Values that follow from others are properties; no field is ever rewritten.  This package does not import jax: a bad file
 fails in no time."""
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -95,11 +95,28 @@ class Model(Section):
         return self.kind == "gpt"
 
 
-class CausalLM(Section):
+class Objective(Section):
+    """What a model is trained for."""
+
+    kind: str
+    of_tokens: ClassVar[bool] = True  # whether it predicts words, out of the vocabulary
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether it says one thing of a whole row."""
+        return not self.of_tokens
+
+    @property
+    def rows_of_one(self) -> int:
+        """Rows that are judged together."""
+        return 1
+
+
+class CausalLM(Objective):
     kind: Literal["causal_lm"] = "causal_lm"
 
 
-class MaskedLM(Section):
+class MaskedLM(Objective):
     """Whole words are hidden in spans, and predicted."""
 
     kind: Literal["masked_lm"]
@@ -108,20 +125,65 @@ class MaskedLM(Section):
     short: Rate = 0.1  # of the rows, which end early
     sentence_order: bool = True  # a row is two pieces of text; which came first is predicted too
 
+    @property
+    def of_rows(self) -> bool:
+        return self.sentence_order
+
+
+class Classification(Objective):
+    """A row, of one text or of two, is of one of several classes."""
+
+    kind: Literal["classification"]
+    of_tokens: ClassVar[bool] = False
+    classes: Annotated[int, Field(ge=2)]
+
+
+class MultipleChoice(Objective):
+    """Of as many rows as there are choices, one is right; `train.batch` counts rows."""
+
+    kind: Literal["multiple_choice"]
+    of_tokens: ClassVar[bool] = False
+    choices: Annotated[int, Field(ge=2)] = 4
+
+    @property
+    def rows_of_one(self) -> int:
+        return self.choices
+
+
+class Span(Objective):
+    """A question's answer stands in the text after it: where it begins, and where it ends.  A text too long for a row
+    is read in several, which overlap."""
+
+    kind: Literal["span"]
+    of_tokens: ClassVar[bool] = False
+    stride: Count = 128  # tokens from where one of these rows begins to where the next does, at most
+    longest: Count = 30  # tokens of an answer
+
+    @property
+    def of_rows(self) -> bool:
+        return False
+
 
 class Data(Section):
     source: str  # which of the classes below; stands first in what is written
     tokenizer: Annotated[str, AfterValidator(possible_path)] = "bytes"  # or the path of a vocabulary: data/subwords.py
+
+
+class Documents(Data):
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the documents; of a single document, its end
 
 
-class PythonStdlib(Data):
+def _several(paths: str | list[str]) -> list[str]:
+    return [paths] if isinstance(paths, str) else paths
+
+
+class PythonStdlib(Documents):
     """The standard library's own sources: text that is on every machine with Python."""
 
     source: Literal["python-stdlib"]
 
 
-class Text(Data):
+class Text(Documents):
     """UTF-8 files: paths, globs or directories, relative to where the command runs."""
 
     source: Literal["text"]
@@ -129,7 +191,24 @@ class Text(Data):
 
     @property
     def paths(self) -> list[str]:
-        return [self.path] if isinstance(self.path, str) else self.path
+        return _several(self.path)
+
+
+class Task(Data):
+    """Labelled examples in a task's own files: `data/tasks.py` tells each one's form."""
+
+    source: Literal["task"]
+    task: Literal["mnli", "qqp", "sst2", "cola", "race", "squad", "jsonl"]
+    path: str | list[str]  # to train on; files, globs or directories
+    validation: str | list[str]  # to be judged by, the whole of it
+
+    @property
+    def paths(self) -> list[str]:
+        return _several(self.path)
+
+    @property
+    def held_out(self) -> list[str]:
+        return _several(self.validation)
 
 
 class Synthetic(Section):
@@ -208,14 +287,21 @@ class RunConfig(Section):
 
     run: Run = Run()
     model: Model
-    objective: Annotated[CausalLM | MaskedLM, Field(discriminator="kind")] = CausalLM()
-    data: Annotated[PythonStdlib | Text | Synthetic, Field(discriminator="source")]
+    objective: Annotated[CausalLM | MaskedLM | Classification | MultipleChoice | Span, Field(discriminator="kind")] = (
+        CausalLM()
+    )
+    data: Annotated[PythonStdlib | Text | Task | Synthetic, Field(discriminator="source")]
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
     optim: AdamW
     remat: Remat = Remat()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding's table is the head's as well."""
+        return self.model.tie_embeddings and self.objective.of_tokens
 
     @property
     def chunks(self) -> int:

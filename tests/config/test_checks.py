@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_lm.config.checks import check_devices, divisors
+from spmd_lm.config.layouts import check_devices
+from spmd_lm.config.numbers import divisors
 from spmd_lm.config.load import load
 from spmd_lm.errors import ConfigError
 

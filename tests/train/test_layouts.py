@@ -6,7 +6,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from spmd_lm.config.checks import check_devices, problems
+from spmd_lm.config.checks import problems
+from spmd_lm.config.layouts import check_devices
 from tests.helpers import assert_close, make_config, program, trained, trained_reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]

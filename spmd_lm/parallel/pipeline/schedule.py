@@ -103,7 +103,7 @@ class Schedule:
 
 
 def schedule(kind: Kind, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The arguments fit each other: config.checks refuses others."""
+    """The arguments fit each other: config.layouts refuses others."""
     p, m, v = stages, microbatches, chunks
     assert v == 1 or kind in ("interleaved", "breadth_first"), kind
     assert p == 1 or v == 1 or (m % p == 0 if kind == "interleaved" else m >= p), (kind, p, m, v)
