@@ -128,6 +128,16 @@ def at_first(x: jax.Array) -> jax.Array:
 at_first.defvjp(lambda x: (_from_first(x), None), lambda _, g: (jnp.where(index(SEQUENCE) == 0, g, 0),))
 
 
+@jax.custom_vjp
+def together(x: jax.Array) -> jax.Array:
+    """x [batch, sequence, ...] with all of the sequence, of which every device then makes the same; so that of the
+    gradient each takes its part."""
+    return gathered(x)
+
+
+together.defvjp(lambda x: (gathered(x), None), lambda _, g: (part(g, SEQUENCE, 1),))
+
+
 def scatter(x: jax.Array, axes: str | tuple[str, ...], dim: int, *, pinned: bool = False) -> jax.Array:
     """The sum of x over mesh axes, of which each device keeps its part of the dimension `dim`.
 

@@ -168,6 +168,11 @@ def generate_options(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--greedy", action="store_true", help="always take the likeliest token")
 
 
+def train_options(parser: argparse.ArgumentParser) -> None:
+    several = "train so many runs, of seeds from train.seed on, in run.dir/seed-N, and tell the median of their figures"
+    parser.add_argument("--seeds", type=at_least(1), metavar="N", help=several)
+
+
 def bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=at_least(1), default=10, metavar="N", help="timed steps (default 10)")
     parser.add_argument("--warmup", type=at_least(0), default=2, metavar="N", help="steps before them (default 2)")
@@ -214,18 +219,10 @@ def at_least(low: int) -> Callable[[str], int]:
 
 def configuration(arguments: Arguments, place: str = "CONFIG") -> "RunConfig":
     """What the file or run in this place and the overrides say."""
-    given = getattr(arguments, place)
-    path, overrides = Path(given), arguments.overrides
-    if path.is_dir():
-        overrides = [f"run.dir={json.dumps(str(path), ensure_ascii=False)}", *overrides]  # a run may have been moved
-        path = path / "config.yaml"
-        if not path.exists():
-            raise ConfigError(
-                f"{given}: no config.yaml in this directory, so it is no run. Give a run's, or a YAML file."
-            )
-    from spmd_lm.config.load import load
+    path = Path(getattr(arguments, place))
+    from spmd_lm.config.load import load, load_run
 
-    config = load(path, [*overrides, *simulated(arguments)])
+    config = (load_run if path.is_dir() else load)(path, [*arguments.overrides, *simulated(arguments)])
     check_json(arguments)
     return config
 
@@ -291,11 +288,18 @@ def train(arguments: Arguments) -> int:
         with interruptible():
             config = on_devices(configuration(arguments))
             from spmd_lm.train.loop import train
+            from spmd_lm.train.seeds import render, train_seeds
 
+        result: dict[str, Any] = {"directory": str(config.run.directory)}
         with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
-            code = train(config, signals)
-    if arguments.json:
-        deliver(arguments, {"directory": str(config.run.directory), "exit_code": int(code)}, "")
+            if arguments.seeds is None:
+                code = train(config, signals)
+            else:
+                code, figures = train_seeds(config, arguments.seeds, signals)
+                result |= figures
+    text = render(result) if "median" in result else ""
+    if arguments.json or text:
+        deliver(arguments, result | {"exit_code": int(code)}, text)
     return code
 
 
@@ -392,7 +396,7 @@ def show(arguments: Arguments) -> int:
 
 
 VERBS = {
-    "train": Verb("trains, or resumes the run in run.dir", train),
+    "train": Verb("trains, or resumes the run in run.dir", train, train_options),
     "eval": Verb("perplexity of a run's newest checkpoint on its validation text", evaluate),
     "generate": Verb("samples text from a run's newest checkpoint", generate, generate_options),
     "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan),

@@ -13,25 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_lm.config.load import dump
+from spmd_lm.config.load import TOKENIZER, dump
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.vocabulary import BESIDE, VOCABULARIES
 from spmd_lm.errors import ConfigError, NonFiniteError
-from spmd_lm.huggingface import CONFIG, FILES, TOKENIZER, Directory, differences
+from spmd_lm.huggingface import CONFIG, Directory, differences
 from spmd_lm.models import convert
-from spmd_lm.models.convert import CARRIED, Row, Span, Tensor
+from spmd_lm.models.architectures import CARRIED, Row, Span
+from spmd_lm.models.convert import Tensor
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.runtime.fresh import fresh, refuse_taken
 from spmd_lm.runtime.tensors import FLOATS, Planned, read_json, some, write, write_json
+from spmd_lm.train.beginning import paths
 from spmd_lm.train.checkpoint import Checkpointer, make_meta
 from spmd_lm.train.evaluate import restore_run
 from spmd_lm.train.program import Program
 from spmd_lm.train.state import TrainState
-
-
-def paths(tree: Tree) -> dict[str, Any]:
-    """The leaves of a tree of dicts by path, as in 'blocks.attention.query'."""
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
 def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
@@ -68,9 +65,9 @@ def import_run(found: Directory, config: RunConfig) -> dict[str, Any]:
         meta = make_meta(config.model_dump(by_alias=True), samples=0, fingerprint="")
         with closing(Checkpointer(place / "checkpoints", config.checkpoint.keep, asynchronous=False)) as saves:
             saves.save(0, state, meta)
-        (place / FILES).mkdir()
+        (place / TOKENIZER).mkdir()
         for file in (found.path / CONFIG, *found.carried):
-            shutil.copyfile(file, place / FILES / file.name)
+            shutil.copyfile(file, place / TOKENIZER / file.name)
         (place / "config.yaml").write_text(dump(config), "utf-8")
     what = found.description
     return {
@@ -173,8 +170,8 @@ def export_run(config: RunConfig, target: Path, dtype: str, most: int) -> dict[s
     _, params, step = restore_run(config)
     leaves = paths(params)
     tensors = convert.tensors(architecture, {path: leaf.shape for path, leaf in leaves.items()})
-    kept = [path for name in TOKENIZER if (path := config.run.directory / FILES / name).is_file()]
-    before = config.run.directory / FILES / CONFIG  # of the model that this one began as
+    kept = [path for name in (*VOCABULARIES, *BESIDE) if (path := config.run.directory / TOKENIZER / name).is_file()]
+    before = config.run.directory / TOKENIZER / CONFIG  # of the model that this one began as
     carried = {key: value for key, value in read_json(before).items() if key in CARRIED} if before.exists() else {}
     with fresh(target) as place:
         planned = [Planned(tensor.name, tensor.shape, jnp.dtype(dtype)) for tensor in tensors]

@@ -5,32 +5,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spmd_lm.config.load import Layer, load_layers
+from spmd_lm.config.load import TOKENIZER, Layer, load_layers
 from spmd_lm.config.schema import Data, RunConfig
+from spmd_lm.data.vocabulary import BESIDE, VOCABULARIES
 from spmd_lm.errors import ConfigError
-from spmd_lm.models.convert import BERT, Description, read_config
+from spmd_lm.models.architectures import BERT
+from spmd_lm.models.convert import Description, read_config
 from spmd_lm.runtime.tensors import Tensors, read_json, some
 
 CONFIG = "config.json"
-
-FILES = "tokenizer"
-"""Where a run keeps what came with its model."""
-
-VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json")
-"""Of these files any is a tokenizer's, as data.tokenizer reads them."""
-
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "generation_config.json",
-)
-"""Files that travel with a model, as they are."""
 
 DEFAULTS = {
     # As Hugging Face's own trainer tunes a model, unless it is told otherwise.
@@ -79,7 +62,7 @@ def open_directory(path: Path) -> Directory:
         problems += _vocabulary(path, description.model["vocab"])
     if problems:
         raise ConfigError(*problems)
-    carried = [path / name for name in TOKENIZER if (path / name).is_file()]
+    carried = [path / name for name in (*VOCABULARIES, *BESIDE) if (path / name).is_file()]
     return Directory(path, _with_its_heads(description, tensors), tensors, carried)
 
 
@@ -140,7 +123,7 @@ def _ids_of_tokenizer(path: Path) -> Iterable[int]:
 def _data(found: Directory, run: str) -> dict[str, str]:
     """Text by the model's own tokenizer.  Without one it knows ids and no text, unless words are to be hidden in it."""
     if found.has_tokenizer:
-        return {"source": "python-stdlib", "tokenizer": str(Path(run) / FILES)}
+        return {"source": "python-stdlib", "tokenizer": str(Path(run) / TOKENIZER)}
     return {"source": "synthetic" if found.description.objective["kind"] == "causal_lm" else "python-stdlib"}
 
 
@@ -161,7 +144,7 @@ def configure(found: Directory, run: str, base: str | None, overrides: Sequence[
     if found.has_tokenizer and isinstance(config.data, Data) and config.data.tokenizer == "bytes":
         problems.append(
             f"data.tokenizer=bytes, and {found.path} has a tokenizer of its own, whose ids the model knows. "
-            f"Use data.tokenizer={Path(run) / FILES}."
+            f"Use data.tokenizer={Path(run) / TOKENIZER}."
         )
     if config.run.dir != run:
         problems.append(f"run.dir={config.run.dir}: the run is made in {run}. Leave it out.")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from spmd_lm import axes
-from spmd_lm.batch import Batch
+from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.rules import Rules
@@ -77,7 +77,7 @@ def program(config: RunConfig) -> Program:
 
 def host_batch(config: RunConfig, step: int) -> Batch:
     """Random tokens of uneven weights, a fifth of them 0; leaves [rows, time].  A masked model's rows have padding, two
-    types and labels."""
+    types and labels; what is judged has labels alone."""
     rows, time, r = config.train.batch, config.model.context, np.random.default_rng(step)
     tokens = r.integers(0, config.model.vocab, (rows, time + 1), dtype=np.int32)
     weights = np.maximum(r.uniform(-0.25, 1, (rows, time)), 0).astype(np.float32)
@@ -86,14 +86,20 @@ def host_batch(config: RunConfig, step: int) -> Batch:
     if config.objective.kind == "causal_lm":
         return batch
     real = positions < r.integers(time // 2, time + 1, (rows, 1))
-    return dataclasses.replace(
+    made = dataclasses.replace(
         batch,
         weights=weights * real,
         segments=np.int32(real),
         types=np.int32(positions >= time // 3) if config.model.token_types else None,
-        labels=r.integers(0, 2, rows, dtype=np.int32) if config.objective.sentence_order else None,
-        label_weights=r.uniform(0.5, 1, rows).astype(np.float32) if config.objective.sentence_order else None,
+        labels=r.integers(0, 2, rows, dtype=np.int32),
+        label_weights=r.uniform(0.5, 1, rows).astype(np.float32),
+        ends=r.integers(0, time // 2, rows, dtype=np.int32),
     )
+    if (together := config.objective.rows_of_one) > 1:  # one question's rows say the same, and the first one counts
+        label_weights = made.label_weights * (np.arange(rows) % together == 0)
+        made = dataclasses.replace(made, labels=made.labels.repeat(together)[:rows], label_weights=label_weights)
+    wanted = abstract_batch(config)
+    return Batch(**{name: value if getattr(wanted, name) is not None else None for name, value in vars(made).items()})
 
 
 def device_batch(p: Program, step: int) -> Batch:

@@ -4,6 +4,7 @@ judges.
 It takes the package's tree of parameters and returns the same tree, so that every leaf can be compared.  Legend of
 shapes: B batch, T time, S keys' time, H heads, K head width."""
 
+import fnmatch
 import math
 
 import jax
@@ -14,7 +15,7 @@ from jax.extend.random import threefry2x32_p
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import AdamW, Model, RunConfig
 
-ATTENTION, AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING = range(4)  # dropout sites
+ATTENTION, AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING, AFTER_POOLER = range(5)  # dropout sites
 
 
 def bits(*counters) -> jax.Array:
@@ -121,8 +122,10 @@ def hidden(params, c: Model, batch, draw: Draw | None = None):
 
 
 def predictions(params, config: RunConfig, batch, draw: Draw | None = None):
-    """Logits by loss: of tokens [B, T, vocab]; of BERT's second head [B, 2]."""
+    """Logits by loss: of tokens [B, T, vocab]; of BERT's second head [B, 2]; of examples, see `judged`."""
     c, head, h = config.model, params["head"], hidden(params, config.model, batch, draw)
+    if config.objective.kind in ("classification", "multiple_choice", "span"):
+        return judged(head, config, h, batch, draw)
     table = head.get("tokens", params["embedding"]["tokens"])
     if config.objective.kind == "causal_lm":
         return {"causal_lm": h @ table.T}
@@ -133,6 +136,18 @@ def predictions(params, config: RunConfig, batch, draw: Draw | None = None):
         pooled = jnp.tanh(h[:, 0] @ head["pooler"] + head.get("pooler_bias", 0))
         made["sentence_order"] = pooled @ head["binary"] + head.get("binary_bias", 0)
     return made
+
+
+def judged(head, config: RunConfig, h, batch, draw: Draw | None):
+    """Of classes [B, classes]; of choices [B / choices, choices]; of spans [B, T, 2]."""
+    kind = config.objective.kind
+    if kind != "span":
+        h = jnp.tanh(h[:, :1] @ head["pooler"] + head.get("pooler_bias", 0))
+        h = draw.hidden(h, config.model.dropout, 0, AFTER_POOLER) if draw else h
+    z = h @ head["output"] + head.get("output_bias", 0)
+    if kind == "span":
+        return {kind: jnp.where(batch.segments[..., None] == 1, z, -jnp.inf)}
+    return {kind: z[:, 0] if kind == "classification" else z.reshape(-1, config.objective.choices)}
 
 
 def logits(params, c: Model, tokens):
@@ -146,12 +161,33 @@ def loss(params, config: RunConfig, batch, draw: Draw | None = None):
     """The sum of the objective's losses, each a weighted mean negative log-likelihood, in nats."""
     total = 0
     for name, z in predictions(params, config, batch, draw).items():
+        if not config.objective.of_tokens:
+            z = z.swapaxes(1, 2) if name == "span" else z[:, None]  # [rows, what is asked, answers]
+            step = batch.labels.shape[0] // z.shape[0]
+            asked = jnp.stack([batch.labels, batch.ends][: z.shape[1]], axis=1)[::step]
+            nll = -jnp.take_along_axis(jax.nn.log_softmax(z, axis=-1), asked[..., None], axis=-1)[..., 0].mean(1)
+            return (batch.label_weights[::step] * nll).sum() / batch.label_weights.sum(dtype=np.float64)
         rows = name == "sentence_order"
         targets, weights = (batch.labels, batch.label_weights) if rows else (batch.targets, batch.weights)
         nll = -jnp.take_along_axis(jax.nn.log_softmax(z, axis=-1), targets[..., None], axis=-1)[..., 0]
         weights = weights.astype(np.float64)
         total = total + (weights * nll).sum() / weights.sum()
     return total
+
+
+def left_alone(patterns, params):
+    """Of each entry of the parameters 0 where its name matches one of these patterns, else 1; a layer's has its
+    number."""
+
+    def of(path, leaf):
+        first, *rest = (key.key for key in path)
+        if first != "blocks":
+            return float(not any(fnmatch.fnmatch(".".join([first, *rest]), p) for p in patterns))
+        names = (".".join([first, str(layer), *rest]) for layer in range(leaf.shape[0]))
+        each = [float(not any(fnmatch.fnmatch(name, p) for p in patterns)) for name in names]
+        return np.array(each).reshape(-1, *[1] * (leaf.ndim - 1))
+
+    return jax.tree_util.tree_map_with_path(of, params)
 
 
 def learning_rate(o: AdamW, steps: int, step: int) -> float:
@@ -166,16 +202,18 @@ def learning_rate(o: AdamW, steps: int, step: int) -> float:
 
 def adamw(o: AdamW, steps: int, step: int, params, mu, nu, grads):
     """One update of trees whose vectors are called ...bias or scale: the new params, mu, nu; the gradients' norm."""
+    moving = left_alone(o.freeze.split(), params)
+    grads = jax.tree.map(lambda g, moves: np.asarray(g) * moves, grads, moving)
     size = math.sqrt(sum(float((np.asarray(g) ** 2).sum()) for g in jax.tree.leaves(grads)))
     shrink = min(1.0, o.clip / size) if o.clip else 1.0
     rate, n = learning_rate(o, steps, step), step + 1
 
-    def update(path, p, m, v, g):
+    def update(path, p, m, v, g, moving):
         m = o.b1 * m + (1 - o.b1) * (g * shrink)
         v = o.b2 * v + (1 - o.b2) * (g * shrink) ** 2
         move = (m / (1 - o.b1**n)) / (np.sqrt(v / (1 - o.b2**n)) + o.eps)
         vector = path[-1].key.endswith(("bias", "scale"))
-        return p - rate * (move + (0 if vector else o.weight_decay) * p), m, v
+        return p - rate * (move + (0 if vector else o.weight_decay) * p) * moving, m, v
 
-    trees = jax.tree_util.tree_map_with_path(update, params, mu, nu, jax.tree.map(np.asarray, grads))
+    trees = jax.tree_util.tree_map_with_path(update, params, mu, nu, grads, moving)
     return (*(jax.tree.map(lambda t, i=i: t[i], trees, is_leaf=lambda t: isinstance(t, tuple)) for i in range(3)), size)

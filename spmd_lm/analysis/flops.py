@@ -3,7 +3,7 @@
 Matrix products only, 2 per multiply-add, backward twice the forward; attention counted over the whole square, as papers
 do (arXiv:2104.04473, section 5.1, less recomputation)."""
 
-from spmd_lm.config.schema import MaskedLM, Model, RunConfig
+from spmd_lm.config.schema import Classification, MaskedLM, Model, MultipleChoice, RunConfig, Span
 
 
 def _block(m: Model) -> int:
@@ -14,13 +14,25 @@ def _block(m: Model) -> int:
 
 def forward_per_sequence(config: RunConfig) -> float:
     """FLOPs of one sequence of model.context tokens, forward."""
-    m, objective = config.model, config.objective
-    each = m.layers * (_block(m) + 2 * m.context * m.width) + m.width * m.vocab
-    once = 0
-    if isinstance(objective, MaskedLM):
-        each += m.width**2
-        once = (m.width + 2) * m.width if objective.sentence_order else 0
+    m = config.model
+    each, once = _head(config)
+    each += m.layers * (_block(m) + 2 * m.context * m.width) + m.width * m.vocab * config.objective.of_tokens
     return 2.0 * (m.context * each + once)
+
+
+def _head(config: RunConfig) -> tuple[int, int]:
+    """Entries of the matrices that an objective adds: of those that meet each token, and of those that meet a row."""
+    width, objective = config.model.width, config.objective
+    match objective:
+        case MaskedLM():
+            return width**2, (width + 2) * width * objective.of_rows
+        case Classification():
+            return 0, (width + objective.classes) * width
+        case MultipleChoice():
+            return 0, (width + 1) * width
+        case Span():
+            return 2 * width, 0
+    return 0, 0
 
 
 def train_step(config: RunConfig) -> float:
@@ -30,13 +42,15 @@ def train_step(config: RunConfig) -> float:
 
 def parameters(config: RunConfig) -> int:
     """Number of parameters, unpadded."""
-    m, objective, b = config.model, config.objective, int(config.model.biases)
+    m, b = config.model, int(config.model.biases)
     norm = m.width * (1 + (b and m.norm_kind == "layer"))
     hidden = m.mlp_width * (2 if m.activation == "swiglu" else 1)
     block = _block(m) + 2 * norm + b * (3 * m.width + 2 * m.kv_width + hidden)
-    tables = m.vocab * (1 if m.tie_embeddings else 2) + m.context * (m.positions == "learned") + m.token_types
-    total = m.layers_kept * block + tables * m.width + norm  # the last one after the embedding, or before the head
-    if isinstance(objective, MaskedLM):
-        total += m.width**2 + norm + b * (m.width + m.vocab)
-        total += (m.width + b) * (m.width + 2) if objective.sentence_order else 0
-    return total
+    untied = config.objective.of_tokens and not m.tie_embeddings
+    tables = m.vocab * (1 + untied) + m.context * (m.positions == "learned") + m.token_types
+    # The last norm is after the embedding, or before the head.
+    total = m.layers_kept * block + tables * m.width + norm + sum(_head(config))
+    each, once = (entries // m.width for entries in _head(config))
+    if isinstance(config.objective, MaskedLM):
+        total += norm + b * m.vocab
+    return total + b * (each + once)

@@ -88,7 +88,7 @@ class _Bytes:
         held = shards["blocks"] * low if fetches_layers(config) else whole["blocks"] * copied
         added = sum(of(plan.specs, p.params).values()) if early else sum(whole.values()) * widest // width_of
         tokens = c.train.batch // c.parallel.microbatches // plan.layout.batch_shards * c.model.context
-        vocab = padded_vocab(c.model.vocab, t) // t
+        vocab = padded_vocab(c.model.vocab, t) // t if c.objective.of_tokens else 0
         work = tokens * (2 * c.model.mlp_width / t + (3 * c.model.width if plan.sequence else 0)) * width_of
         return cls(
             layer=whole["blocks"] // layers,

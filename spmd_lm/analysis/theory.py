@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import jax
 
 from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, Names, is_names
-from spmd_lm.config.schema import MaskedLM, RunConfig
+from spmd_lm.config.schema import RunConfig, Span
 from spmd_lm.parallel.pipeline.schedule import schedule
 from spmd_lm.parallel.pipeline.steps import steps
 from spmd_lm.parallel.plan import Plan
@@ -106,11 +106,6 @@ class Work:
         )
 
 
-def _ordered(config: RunConfig) -> bool:
-    """Whether rows have a loss as well as tokens."""
-    return isinstance(config.objective, MaskedLM) and config.objective.sentence_order
-
-
 def activation_bytes(config: RunConfig, plan: Plan) -> int:
     """A: of one microbatch, on a device, whole."""
     tokens = config.train.batch // config.parallel.microbatches // plan.layout.batch_shards * config.model.context
@@ -165,20 +160,23 @@ def _model(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     if not plan.sequence:
         yield row(AR, "embedding", embedding, "m: A forward")
         yield row(AR, "blocks", sums, each, repeated=repeated)
-        yield row(AR, "head", work.head, "m: A backward")
     else:
         yield row(RS, "embedding", embedding, "m: A forward")
         yield row(AG, "embedding", work.unembedding, "m: A backward")
         yield row(RS, "blocks", sums, each, repeated=repeated)
         formula = f"6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole{ahead}"
         yield row(AG, "blocks", gathers, formula, repeated=2 * work.passes)
-        yield row(AG, "head", work.head, "m: A forward")
-        yield row(RS, "head", work.head, "m: A backward")
-        if _ordered(config):
-            yield row(AR, "head", work.head, "m: a number, of the first token", size(wide), wide)
     tokens = a // c.width // size(compute)
-    formula = "3m: maximum, normaliser and target's logit of each token"
-    yield row(AR, "head", 3 * work.head, formula, tokens * size(wide), wide)
+    if plan.sequence and config.objective.of_rows:
+        yield row(AR, "head", work.head, "m: a number, of the first token", size(wide), wide)
+    if plan.sequence and isinstance(config.objective, Span):
+        yield row(AG, "head", work.head, "m: two numbers of each token", 2 * tokens * size(wide), wide)
+    if config.objective.of_tokens:
+        if plan.sequence:
+            yield row(AG, "head", work.head, "m: A forward")
+        yield row(RS if plan.sequence else AR, "head", work.head, "m: A backward")
+        formula = "3m: maximum, normaliser and target's logit of each token"
+        yield row(AR, "head", 3 * work.head, formula, tokens * size(wide), wide)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +201,7 @@ def _leaves(config: RunConfig, plan: Plan) -> list[_Leaf]:
         place, *name = (key.key for key in path)
         on = {axis for name in names for axis in plan.parameters.axes(name)} & {MODEL, PIPE}
         elements = math.prod(leaf.shape) // math.prod(plan.sizes[axis] for axis in on)
-        tied = config.model.tie_embeddings and (place, *name) == ("embedding", "tokens")
+        tied = config.objective.ties(config.model) and (place, *name) == ("embedding", "tokens")
         uses = ("embedding", "head") if tied else (place,)
         leaves.append(_Leaf(names, place == "blocks", elements, uses))
     return leaves
@@ -243,7 +241,7 @@ def _weights(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
         return Row(kind, (ring,), part, dtype, count, sent, formula, repeated)
 
     each = "chunk by chunk" if work.breadth_first else "layer by layer"
-    twice = "; a tied table twice" if config.model.tie_embeddings else ""
+    twice = "; a tied table twice" if config.objective.ties(config.model) else ""
     back = f"P{'' if work.breadth_first else 'm'}, {each}{twice}" if early else "P, once"
     share = 1.0
     for ring in plan.live(DATA):
@@ -280,7 +278,7 @@ def _sums(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
 def _scalars(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     """Losses, the weights they are means over, the gradients' norm, and with a scale whether they are finite: a few
     bytes, sent once."""
-    losses = 1 + _ordered(config)
+    losses = 1 + (config.objective.of_tokens and config.objective.of_rows)
     wide = jax.numpy.promote_types(config.precision.compute, "float32").name
     master = jax.numpy.promote_types(config.precision.params, "float32").name
     if batch := plan.live(*BATCH_AXES):

@@ -15,10 +15,10 @@ def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Messa
     if model.heads % degree:
         # Of two numbers of heads as near, the larger: more heads cost nothing.
         heads = [n for n in divisors(model.width) if n % degree == 0]
-        nearest = min(heads, key=lambda n: (abs(n - model.heads), -n), default=None)
+        closest = min(heads, key=lambda n: (abs(n - model.heads), -n), default=None)
         yield (
             f"model.heads={model.heads} is not divisible by parallel.model={degree} (attention query, dim 'heads'). "
-            f"Use {degrees}" + (f", or model.heads={nearest}." if nearest else ".")
+            f"Use {degrees}" + (f", or model.heads={closest}." if closest else ".")
         )
     if model.mlp_width % degree:
         derived = "" if model.hidden else f" (4 x model.width={model.width})"

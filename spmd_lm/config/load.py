@@ -14,11 +14,18 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 
 from spmd_lm.config import checks, messages, syntax
-from spmd_lm.config.schema import RunConfig, Section
+from spmd_lm.config.schema import Data, RunConfig, Section
 from spmd_lm.errors import ConfigError
 
 COMMAND_LINE = "command line"
 FIELDS = RunConfig.model_fields
+
+CONFIG = "config.yaml"
+TOKENIZER = "tokenizer"
+"""What a run's directory calls its configuration, and the copy that it keeps of its vocabulary."""
+
+LASTING = {"data": ("tokenizer",)}
+"""Keys that outlive a change of their section's variant: the ids of a model's words are the same in any text."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,32 @@ def load_layers(under: Layer, path: str | Path | None, over: Layer, overrides: I
     return _resolve([under, *files, over, command], problems)
 
 
+def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The configuration of the run in `directory`, which may have been moved, changed by `overrides`; raises as `load`
+    does, and for another vocabulary than the run's own."""
+    if not (directory / CONFIG).exists():
+        raise ConfigError(f"{directory}: no {CONFIG} in this directory, so it is no run. Give a run's, or a YAML file.")
+    command, problems = _command(overrides)
+    layers = _chain(directory / CONFIG, problems)
+    if not layers:
+        raise ConfigError(*problems)
+    here: dict[str, Any] = {"run": {"dir": str(directory)}}
+    kept = directory / TOKENIZER
+    said = functools.reduce(_lay, (layer.tree for layer in layers)).get("data")
+    own = kept.is_dir() and isinstance(said, dict) and said.get("tokenizer", "bytes") != "bytes"
+    if own:
+        here["data"] = {"tokenizer": str(kept)}
+    config = _resolve([*layers, Layer(str(directory), here), command], problems)
+    if own and isinstance(config.data, Data) and config.data.tokenizer != str(kept):
+        raise ConfigError(
+            f"data.tokenizer={config.data.tokenizer}: {directory} has a vocabulary of its own, whose ids its model "
+            f"knows. Leave it out."
+        )
+    return config
+
+
 def _resolve(layers: Sequence[Layer], problems: list[str]) -> RunConfig:
+    layers = [*_beginning(layers, problems), *layers]
     tree = functools.reduce(_lay, (layer.tree for layer in layers))
     sections: dict[str, Section] = {}
     for name in (name for name in tree if name not in FIELDS):
@@ -72,6 +104,26 @@ def _resolve(layers: Sequence[Layer], problems: list[str]) -> RunConfig:
 def dump(config: RunConfig) -> str:
     """YAML that `load` reads back as an equal configuration."""
     return syntax.write(config.model_dump(by_alias=True))
+
+
+def _beginning(layers: Sequence[Layer], problems: list[str]) -> list[Layer]:
+    """Of a run that starts from another: that one's model, and the vocabulary whose ids it knows.  Who says the model
+    in full, as a run's own file does, needs nobody's."""
+    tree = functools.reduce(_lay, (layer.tree for layer in layers))
+    of = lambda name: section if isinstance(section := tree.get(name), dict) else {}  # noqa: E731
+    run, data, model = of("run"), of("data"), of("model")
+    said = run.get("init_from")
+    if not isinstance(said, str) or "layers" in model:
+        return []
+    try:
+        config = load_run(Path(said).expanduser())
+    except ConfigError as error:
+        problems += (f"{_origin(layers, 'run', 'init_from')}: run.init_from={said}: {line}" for line in error.problems)
+        return []
+    under: dict[str, Any] = {"model": config.model.model_dump()}
+    if isinstance(config.data, Data) and data.get("source") != "synthetic":
+        under["data"] = {"tokenizer": config.data.tokenizer}
+    return [Layer(str(Path(said) / CONFIG), under)]
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -170,10 +222,19 @@ def _merge(under: dict, over: dict) -> dict:
 
 
 def _lay(under: dict, over: dict) -> dict:
-    """`over` merged onto `under`; a section whose variant changes is replaced, its old keys being the old variant's."""
-    pairs = {name: (_variant(name, under.get(name)), _variant(name, over.get(name))) for name in FIELDS}
-    replaced = {name for name, (old, new) in pairs.items() if old and new and old != new}
-    return _merge({name: section for name, section in under.items() if name not in replaced}, over)
+    """`over` merged onto `under`; a section whose variant changes is replaced, its old keys being the old variant's but
+    for the LASTING ones that the new one has."""
+
+    def left(name: str, section: Any) -> Any:
+        if name not in FIELDS:
+            return section
+        old, new = _variant(name, section), _variant(name, over.get(name))
+        if not old or not new or old == new:
+            return section
+        known = messages.keys(types[new]) if new in (types := messages.variants(name)) else []
+        return {key: section[key] for key in LASTING.get(name, ()) if key in section and key in known}
+
+    return _merge({name: left(name, section) for name, section in under.items()}, over)
 
 
 def _variant(name: str, section: Any) -> str:

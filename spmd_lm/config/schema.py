@@ -1,6 +1,6 @@
 """Every key of a run's YAML: its type, its default, its meaning.
 
-A section is frozen and strict, and knows only itself.  What two sections must agree on is a check, by way of `checks.py`.
+A section is frozen and strict, and knows only itself.  What two sections must agree on is a check of `checks.py`.
 Values that follow from others are properties; no field is ever rewritten.  This package does not import jax: a bad file
 fails in no time."""
 
@@ -40,6 +40,7 @@ def possible_path(path: str) -> str:
 class Run(Section):
     name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$"), AfterValidator(possible_path)] = "run"  # under runs/
     dir: Annotated[str, AfterValidator(possible_path)] | None = None  # default: runs/<name>
+    init_from: Annotated[str, AfterValidator(possible_path)] | None = None  # a run whose model this one starts as
     simulate_devices: Natural = 0  # CPU devices to pretend to have; 0 takes what is there
 
     @property
@@ -110,6 +111,10 @@ class Objective(Section):
     def rows_of_one(self) -> int:
         """Rows that are judged together."""
         return 1
+
+    def ties(self, model: Model) -> bool:
+        """Whether the embedding's table is the head's as well."""
+        return model.tie_embeddings and self.of_tokens
 
 
 class CausalLM(Objective):
@@ -260,6 +265,7 @@ class AdamW(Section):
     eps: Positive = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # none on biases and norms
     clip: Annotated[float, Field(ge=0)] = 1.0  # of the global gradient norm; 0 switches it off
+    freeze: str = ""  # patterns of names, spaces between: these parameters stay as they are; train/freeze.py
 
 
 class Remat(Section):
@@ -297,11 +303,6 @@ class RunConfig(Section):
     remat: Remat = Remat()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
-
-    @property
-    def tied(self) -> bool:
-        """Whether the embedding's table is the head's as well."""
-        return self.model.tie_embeddings and self.objective.of_tokens
 
     @property
     def chunks(self) -> int:

@@ -17,10 +17,10 @@ import tokenizers
 from numpy.typing import ArrayLike
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from spmd_lm.data.vocabulary import find
 from spmd_lm.data.words import Special, Words, of_bytes, of_pieces
 from spmd_lm.errors import ConfigError, DataError
 
-FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # what parts documents, the first there is
 BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")  # what a prompt begins with; where there is none, what parts documents
 MARKS = (("[CLS]", "[SEP]", "[MASK]", "[PAD]"), ("<s>", "</s>", "<mask>", "<pad>"))  # of masked rows
@@ -110,21 +110,8 @@ def _letters() -> list[str]:
 
 def read(name: str) -> SubwordTokenizer:
     """The vocabulary at the path `name`, of a file or a directory.  DataError says what is wrong with it."""
-    path = _file(name)
+    path = find(name)
     return SubwordTokenizer(name, _wordpiece(path) if path.suffix == ".txt" else _of_json(path))
-
-
-def _file(name: str) -> Path:
-    path, where = Path(name).expanduser(), f"data.tokenizer={name}"
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        what = "not a regular file" if path.exists() else f"no such file or directory (looked from {Path.cwd()})"
-        raise DataError(f"{where}: {what}. Give the path of a {', a '.join(FILES)}, or of their directory, or `bytes`.")
-    for file in FILES:
-        if (path / file).is_file():
-            return path / file
-    raise DataError(f"{where}: this directory has no {', '.join(FILES)}. Name one that has, or `bytes`.")
 
 
 def _of_json(path: Path) -> tokenizers.Tokenizer:

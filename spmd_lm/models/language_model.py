@@ -15,11 +15,12 @@ from flax import nnx
 
 from spmd_lm import axes
 from spmd_lm.batch import Batch
-from spmd_lm.config.schema import Model
+from spmd_lm.config.schema import Model, Objective
 from spmd_lm.models.attention import Attend
 from spmd_lm.models.embedding import Embedding
+from spmd_lm.models.heads import Head, Sums
 from spmd_lm.models.layers import Project, project
-from spmd_lm.models.objectives import Head, Objective, Sums, make_head
+from spmd_lm.models.objectives import make_head
 from spmd_lm.models.transformer import RESIDUAL, Block, Losses
 from spmd_lm.ops.attention import Cache, Heads, attention, attention_with_cache
 from spmd_lm.ops.dropout import Draw
@@ -104,7 +105,7 @@ class LanguageModel:
 
     def head_of(self, params: Params) -> Params:
         """What the head reads."""
-        tied = {"embedding": {"tokens": params["embedding"]["tokens"]}} if self.c.tie_embeddings else {}
+        tied = {"embedding": {"tokens": params["embedding"]["tokens"]}} if self.objective.ties(self.c) else {}
         return {"head": params["head"]} | tied
 
     def embed(self, params: Params, batch: Batch, draw: Draw | None) -> jax.Array:
@@ -147,30 +148,31 @@ class LanguageModel:
         return run(layer, x, batch.positions, draw, batch.segments)
 
     def _end(self, params: Params) -> tuple[Head, jax.Array | None]:
-        table = params["embedding"]["tokens"] if self.c.tie_embeddings else None
+        table = params["embedding"]["tokens"] if self.objective.ties(self.c) else None
         return nnx.merge(self._head, params["head"]), table
 
-    def losses(self, params: Params, x: jax.Array, batch: Batch, weights: Sums) -> Sums:
+    def losses(self, params: Params, x: jax.Array, batch: Batch, weights: Sums, draw: Draw | None) -> Sums:
         """Of each loss the sum of weight x negative log-likelihood.  x: the last block's."""
         head, table = self._end(params)
-        return head.losses(x, table, batch, weights, self.sums)
+        return head.losses(x, table, batch, weights, draw, self.sums)
 
-    def scores(self, params: Params, x: jax.Array, batch: Batch) -> dict[str, tuple[jax.Array, ...]]:
-        """Of each loss its sum, the weight of what was right, and the weight of all."""
+    def scores(self, params: Params, x: jax.Array, batch: Batch, rows: int) -> dict:
+        """What a validation is made of, to be summed over microbatches and devices.  Of tokens, for each loss: its sum,
+        the weight of what was right, and the weight of all.  Of labelled examples: logits of all `rows` of a step."""
         head, table = self._end(params)
-        return head.scores(x, table, batch)
+        return head.scores(x, table, batch, rows)
 
-    def logits(self, params: Params, x: jax.Array) -> dict[str, jax.Array]:
+    def logits(self, params: Params, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """Of each thing that the head predicts.  x: the last block's."""
         head, table = self._end(params)
-        return head.logits(x, table)
+        return head.logits(x, table, batch)
 
     # ---- without training
 
     def forward(self, params: Params, fetch: Callable[[Params], Params], batch: Batch) -> dict[str, jax.Array]:
         """Logits of a batch [batch, time].  fetch: makes one layer's parameters, of the stack, whole."""
         layer = lambda x, part: (self.train_block(fetch(part[0]), x, batch, None)[0], None)  # noqa: E731
-        return self.logits(params, self._through(layer, self.embed(params, batch, None), params["blocks"])[0])
+        return self.logits(params, self._through(layer, self.embed(params, batch, None), params["blocks"])[0], batch)
 
     def _through(self, layer: Callable, x: jax.Array, stack: Params, rest=None) -> tuple:
         """lax.scan of layer(x, (weights, its part of `rest`)) over all layers."""
@@ -211,4 +213,4 @@ class LanguageModel:
         batch = Batch(tokens, None, None, positions, None, None)
         x, cache = self._through(layer, self.embed(params, batch, None), params["blocks"], cache)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-        return self.logits(params, x)["tokens"][:, 0], cache
+        return self.logits(params, x, batch)["tokens"][:, 0], cache

@@ -14,7 +14,7 @@ from spmd_lm.models.attention import Attend, Attention
 from spmd_lm.models.layers import INIT_STD, Norm, Project, add_bias, constant, dense, lean, normal, project
 from spmd_lm.ops.dropout import Draw, dropout
 
-AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING = 1, 2, 3
+AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING, AFTER_POOLER = 1, 2, 3, 4
 """Dropout sites; 0 is attention's own."""
 
 RESIDUAL = "residual"

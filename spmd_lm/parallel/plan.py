@@ -237,6 +237,12 @@ class Plan:
         gather = lambda x: lax.all_gather(x, PIPE, axis=0, tiled=True)  # noqa: E731
         return jax.tree.map(lambda x: dealt(gather(x), 0, self.layout.pipe, self.chunks), stack)
 
+    def own_layers(self, each: jax.Array) -> jax.Array:
+        """Of values [layers], in the model's order, those of the layers that this stage has, in its order."""
+        each = dealt(each, 0, self.chunks, self.layout.pipe)
+        here = each.shape[0] // self.layout.pipe
+        return lax.dynamic_slice_in_dim(each, lax.axis_index(PIPE) * here, here) if self.live(PIPE) else each
+
     def unsummed(self, kept: Names) -> tuple[str, ...]:
         """The axes over which a leaf's gradient is still to be summed, once that of matrices is scattered.
 

@@ -5,6 +5,7 @@ reports a failed background save only to whoever waits for it, so every save wai
 on restore, so shapes and dtypes are compared before anything is read."""
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,6 +83,25 @@ class Checkpointer:
         """The parameters of `step` alone, a third of the state, as `restore` would give them."""
         return self._load(step, {"params": abstract_params}, part=True)["params"]
 
+    def parameters(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The canonical shapes and dtypes of what `step` has, by path, as in 'blocks.attention.query'."""
+        found = _leaves(self._saved(step)["params"])
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in found.items()}
+
+    def restore_some(self, step: int, abstract_params: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """These parameters of `step`, by path, as `restore` would give them.  Each must be there, in this shape."""
+        nested: Tree = {}
+        for name, leaf in abstract_params.items():
+            *above, last = name.split(".")
+            functools.reduce(lambda tree, key: tree.setdefault(key, {}), above, nested)[last] = leaf
+        context = ocp.Context()
+        context.pytree.loading.partial_load = True
+        with self._reading(step) as path, context:
+            params = ocp.load_checkpointables(path, {"state": {"params": nested}})["state"]["params"]
+        return {
+            name: functools.reduce(lambda tree, key: tree[key], name.split("."), params) for name in abstract_params
+        }
+
     def save(self, step: int, state: Tree, meta: Meta) -> None:
         """Saves, in the background if asynchronous; raises CheckpointError if this save or the one before it failed."""
         self.wait()
@@ -114,10 +134,7 @@ class Checkpointer:
 
     def _load(self, step: int, fields: dict[str, Tree], part: bool = False) -> dict[str, Tree]:
         """The saved state's fields, None for OPTIONAL ones that it lacks; if `part`, only those that are asked for."""
-        with self._reading(step) as path:
-            saved = ocp.metadata(path, "state").metadata
-            if saved is None:  # orbax tells the reason to its log alone
-                raise ValueError("the description of its arrays is missing or damaged")
+        saved, path = self._saved(step), self._path(step)
         there = {name: field for name, field in fields.items() if name in saved or name not in OPTIONAL}
         wanted = {name: field for name, field in saved.items() if name in fields or not (part or name in OPTIONAL)}
         if problems := _differences(_leaves(wanted), _leaves(there)):
@@ -126,6 +143,14 @@ class Checkpointer:
         context.pytree.loading.partial_load = len(wanted) < len(saved)
         with self._reading(step) as path, context:
             return dict.fromkeys(fields) | ocp.load_checkpointables(path, {"state": there})["state"]
+
+    def _saved(self, step: int) -> dict[str, Tree]:
+        """The saved state's fields, described."""
+        with self._reading(step) as path:
+            saved = ocp.metadata(path, "state").metadata
+            if saved is None:  # orbax tells the reason to its log alone
+                raise ValueError("the description of its arrays is missing or damaged")
+        return saved
 
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
@@ -208,18 +233,43 @@ def check_same_run(saved: Config, config: Config, directory: Path) -> list[str]:
     """What differs between a run's saved config and today's, a line each, if it may go on in spite of it.
 
     Raises CheckpointError where the difference makes another model."""
-    old, new = dict(_flatten(_with_defaults(saved))), dict(_flatten(config))
-    changed = {
-        key: f"  {key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    }
+    changed = _changes(saved, config)
     if other := [line for key, line in changed.items() if _under(key, IDENTITY) and not _under(key, NOT_IDENTITY)]:
         lines = [f"{directory} holds a run of another model (saved -> asked for):", *other]
         raise CheckpointError(
             "\n".join([*lines, "Choose another run.dir, or put these values back. Nothing was changed."])
         )
     return [line for key, line in changed.items() if not _under(key, ("run",))]
+
+
+def check_same_model(saved: Config, config: Config, directory: Path) -> None:
+    """Raises CheckpointError where a run cannot start as the one in `directory`: its rows may be shorter, what it is
+    trained for may be another thing, and the rest of the model must be the same."""
+    apart = (*NOT_IDENTITY, "model.context")
+    changed = _changes(saved, config)
+    other = [line for key, line in changed.items() if _under(key, ("model",)) and not _under(key, apart)]
+    if saved["model"]["context"] < config["model"]["context"]:
+        other.append(changed["model.context"])
+    if other:
+        raise CheckpointError(
+            "\n".join(
+                [
+                    f"run.init_from={directory} is another model (its -> asked for):",
+                    *other,
+                    "Leave these keys out, and they are as they are there.",
+                ]
+            )
+        )
+
+
+def _changes(saved: Config, config: Config) -> dict[str, str]:
+    """What differs, by key, a line each."""
+    old, new = dict(_flatten(_with_defaults(saved))), dict(_flatten(config))
+    return {
+        key: f"  {key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
 
 
 def _with_defaults(saved: Config) -> Config:

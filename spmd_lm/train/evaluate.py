@@ -5,6 +5,7 @@ import math
 import jax
 
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.labelled import Judged
 from spmd_lm.data.loader import validation
 from spmd_lm.data.rows import HeldOut
 from spmd_lm.data.sources import load
@@ -15,12 +16,15 @@ from spmd_lm.train.program import Program
 
 
 def validation_figures(program: Program, params: Tree, loader: HeldOut) -> tuple[dict[str, float], float]:
-    """Figures of held-out text, without dropout; and how many tokens they are of.
+    """Figures of what is held out, without dropout; and how many tokens, or examples, they are of.
 
+    Of labelled examples the loader says which.  Of text:
     eval_loss: the sum of the losses, each a mean in nats.  eval_perplexity: of the tokens.  eval_accuracy: the share of
     targets that were the likeliest.  Where there are several losses, eval_NAME_loss and eval_NAME_accuracy of each."""
     batches = (loader.batch(i, program.batch_shardings) for i in range(len(loader)))
     made = [jax.device_get(program.evaluate(params, batch)) for batch in batches]
+    if isinstance(loader, Judged):
+        return loader.figures(made), loader.count
     sums = {
         name: [math.fsum(column) for column in zip(*(each[name] for each in made), strict=True)] for name in made[0]
     }

@@ -13,18 +13,21 @@ from typing import Any
 
 import jax
 
-from spmd_lm.config.load import dump
+from spmd_lm.config.load import TOKENIZER, dump
 from spmd_lm.config.load import load as load_config
-from spmd_lm.config.schema import RunConfig, Synthetic
+from spmd_lm.config.schema import Data, RunConfig, Synthetic
 from spmd_lm.data.loader import training, validation
 from spmd_lm.data.rows import Rows
 from spmd_lm.data.sources import Corpus, load
+from spmd_lm.data.vocabulary import keep
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
 from spmd_lm.runtime.claim import claimed
+from spmd_lm.runtime.fresh import fresh
 from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, plot_loss, read_records, write_atomically
 from spmd_lm.runtime.progress import Progress, describe, duration
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.train import describe as plans
+from spmd_lm.train.beginning import begin
 from spmd_lm.train.checkpoint import Checkpointer, Meta, check_same_run
 from spmd_lm.train.hooks import Evaluate, Log, Run, Save
 from spmd_lm.train.program import Program
@@ -99,8 +102,10 @@ def first_state(
 ) -> TrainState:
     """The saved state of a step, or the initial one, on devices."""
     if saved is None:
-        progress.say(f"starting, {progress.steps} steps to go")
-        return program.init()
+        origin = program.config.run.init_from
+        state, told = begin(program, Path(origin).expanduser()) if origin else (program.init(), "starting")
+        progress.say(f"{told}; {progress.steps} steps to go")
+        return state
     progress.say(f"resuming after step {saved} of {progress.steps}")
     canonical, meta = saves.restore(saved, program.abstract_canonical())
     if meta["data"]["samples"] and meta["data"]["fingerprint"] != corpus.fingerprint:
@@ -283,6 +288,14 @@ def next_life(directory: Path, past: Past) -> Status:
     return status
 
 
+def keep_vocabulary(config: RunConfig) -> None:
+    """A run has its vocabulary with it, wherever it is moved."""
+    kept = config.run.directory / TOKENIZER
+    if isinstance(config.data, Data) and config.data.tokenizer != "bytes" and not kept.exists():
+        with fresh(kept) as place:
+            keep(config.data.tokenizer, place)
+
+
 def open_files(
     config: RunConfig, past: Past, status: Status, progress: Progress
 ) -> AbstractContextManager[MetricsLog | None]:
@@ -290,6 +303,7 @@ def open_files(
     if jax.process_index() > 0:
         return nullcontext()
     directory = config.run.directory
+    keep_vocabulary(config)
     log = MetricsLog(directory, after=status.step)  # first: it may refuse what it finds
     if past.meta and (gap := log.missing(past.meta["config"]["train"]["log_every"])):
         progress.say(f"{log.path} lacks the records of steps {gap[0]} to {gap[1]}, which were taken before.")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -37,10 +38,13 @@ def decayed(names: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """Decoupled weight decay (arXiv:1711.05101) with clipping by the global norm of the gradients."""
+    """Decoupled weight decay (arXiv:1711.05101) with clipping by the global norm of the gradients.
+
+    frozen: of freeze.frozen, parameters that neither move nor count in the norm; None: there are none."""
 
     config: AdamW
     steps: int
+    frozen: Tree = None
 
     @jax.named_scope("scalars")
     def update(self, plan: Plan, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -53,16 +57,26 @@ class Optimizer:
         adam = optax.scale_by_adam(self.config.b1, self.config.b2, self.config.eps)
 
         params, mu, nu = state.params, state.mu, state.nu
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        grads = self._trained(plan, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params))
         norm = _global_norm(plan, grads)
         if self.config.clip:
             shrink = jnp.minimum(1, self.config.clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
         moves, adam_state = adam.update(grads, optax.ScaleByAdamState(state.updates, mu, nu), params)
         moves, _ = decay.update(moves, decay.init(params), params)
+        moves = self._trained(plan, moves)
         params = jax.tree.map(lambda p, m: p - lr.astype(p.dtype) * m, params, moves)
         after = dataclasses.replace(state, step=state.step + 1, params=params, mu=adam_state.mu, nu=adam_state.nu)
         return after, {"grad_norm": norm, "lr": lr}
+
+    def _trained(self, plan: Plan, tree: Tree) -> Tree:
+        """A tree like the parameters, zero where they are frozen."""
+
+        def of(frozen: np.ndarray, x: jax.Array) -> jax.Array:
+            kept = jnp.asarray(~frozen, x.dtype)
+            return x * (kept if kept.ndim == 0 else plan.own_layers(kept).reshape(-1, *(1,) * (x.ndim - 1)))
+
+        return tree if self.frozen is None else jax.tree.map(of, self.frozen, tree)
 
 
 def _global_norm(plan: Plan, grads: Tree) -> jax.Array:

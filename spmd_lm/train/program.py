@@ -17,6 +17,7 @@ from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import Schedule, schedule
 from spmd_lm.parallel.plan import Plan, Tree, fit
 from spmd_lm.train import precision as scaling
+from spmd_lm.train.freeze import frozen
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
 from spmd_lm.train.step import make_eval_step, make_forward, make_train_step, state_specs
@@ -82,6 +83,8 @@ class Program:
         self.config = config
         self.plan = make_plan(config, devices or jax.devices())
         self.model = make_model(config, self.plan.platform)
+        freeze = config.optim.freeze.split()
+        self.frozen = frozen(freeze, self.model.names, self.model.shapes) if freeze else None
 
     @property
     def device(self) -> jax.Device:
@@ -192,15 +195,16 @@ class Program:
     @functools.cached_property
     def train_step(self):
         c = self.config
-        optimizer = Optimizer(c.optim, c.train.steps)
+        optimizer = Optimizer(c.optim, c.train.steps, self.frozen)
         of = self.model, optimizer, self.plan, self.schedule, c.precision, c.train.seed, self._batch_specs
         group = c.remat_group if c.remat_policy == "every" else 1
         return make_train_step(*of, reduce_once=c.parallel.reduce_once, group=group)
 
     @functools.cached_property
     def evaluate(self):
-        """(params, batch) -> of each loss (its sum, the weight of what was right, the weight of all)."""
-        return make_eval_step(self.model, self.plan, self.schedule, self.config.precision, self._batch_specs)
+        """(params, batch) -> what a validation is made of, as LanguageModel.scores says."""
+        c = self.config
+        return make_eval_step(self.model, self.plan, self.schedule, c.precision, self._batch_specs, c.train.batch)
 
     @functools.cached_property
     def forward(self):

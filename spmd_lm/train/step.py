@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Precision
+from spmd_lm.models.heads import Sums
 from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.models.objectives import Sums, weights
+from spmd_lm.models.objectives import weights
 from spmd_lm.ops.dropout import Draw
 from spmd_lm.parallel.pipeline.executor import gradients, summed
 from spmd_lm.parallel.pipeline.schedule import Schedule
@@ -32,7 +33,8 @@ Part = tuple[Batch, jax.Array | None]
 
 
 def model_pieces(model: LanguageModel, head: Callable, seed: int = 0, group: int = 1) -> Pieces:
-    """`model` as the executor runs it.  head(params, x, batch): what is made of each microbatch.  group: see Pieces."""
+    """`model` as the executor runs it.  head(params, x, batch, draw): what is made of each microbatch.  group: see
+    Pieces."""
 
     def draw(part: Part) -> Draw | None:
         batch, step = part
@@ -49,7 +51,7 @@ def model_pieces(model: LanguageModel, head: Callable, seed: int = 0, group: int
 
     @jax.named_scope("head")
     def end(params, x, part: Part):
-        return head(params, x, part[0])
+        return head(params, x, part[0], draw(part))
 
     shared = model.c.layers if model.c.share_layers else 1
     return Pieces(embed, block, end, model.embedding_of, model.head_of, model.looped, shared, group)
@@ -79,10 +81,10 @@ def make_train_step(
         # Scaled where they are formed: what cross-entropy makes of them in float16 is scaled already.
         totals = scaling.unscaled(total_weights(model, plan, batch, compute), state.scaling)
 
-        def head(params, x, part: Batch):
+        def head(params, x, part: Batch, draw: Draw | None):
             of = weights(model.objective, part)
             share = {name: of[name].astype(total.dtype) / total for name, total in totals.items()}
-            return model.losses(params, x, part, share)
+            return model.losses(params, x, part, share, draw)
 
         pieces = model_pieces(model, head, seed, group)
         # The step goes with each part: what a block closes over, jax cannot take through two kinds of remat.
@@ -116,18 +118,19 @@ def reported(losses: dict) -> dict:
 
 
 def make_eval_step(
-    model: LanguageModel, plan: Plan, schedule: Schedule, precision: Precision, batch_specs: Batch
+    model: LanguageModel, plan: Plan, schedule: Schedule, precision: Precision, batch_specs: Batch, rows: int
 ) -> Callable:
-    """(params, batch) -> of each loss (its sum, the weight of what was right, the weight of all), of the global batch,
-    without dropout."""
+    """(params, batch) -> what `model.scores` makes of the global batch of so many rows, without dropout."""
+
+    def head(params, x, part: Batch, draw: None):
+        return model.scores(params, x, part, rows)
 
     def body(params: Tree, batch: Batch):
         held = Weights.of(plan, params, jnp.dtype(precision.compute), jnp.dtype(precision.reduce))
-        return summed(plan, model_pieces(model, model.scores), schedule, held, (batch, None))
+        return summed(plan, model_pieces(model, head), schedule, held, (batch, None))
 
-    outs = {name: (P(),) * 3 for name in weights(model.objective, batch_specs)}
-    step = plan.manual(body, (plan.specs, batch_specs), outs)
-    return jax.jit(step, out_shardings=plan.sharding(outs))
+    step = plan.manual(body, (plan.specs, batch_specs), P())
+    return jax.jit(step, out_shardings=plan.sharding(P()))
 
 
 def make_forward(model: LanguageModel, plan: Plan, precision: Precision, batch_specs: Batch) -> Callable:

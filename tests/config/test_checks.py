@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_lm.config.layouts import check_devices
-from spmd_lm.config.numbers import divisors
 from spmd_lm.config.load import load
+from spmd_lm.config.numbers import divisors
 from spmd_lm.errors import ConfigError
 
 FLOAT16 = "precision.compute=float16 precision.loss_scale=dynamic"

@@ -7,10 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from spmd_lm.config.schema import CausalLM, MaskedLM, Model
+from spmd_lm.config.messages import variants
+from spmd_lm.config.schema import MaskedLM, Model, Objective
 from spmd_lm.errors import ConfigError
 from spmd_lm.models import convert
-from spmd_lm.models.convert import ARCHITECTURES, BERT, CLASSES, GPT2, LLAMA, read_config, write_config
+from spmd_lm.models.architectures import ARCHITECTURES, BERT, CLASSES, GPT2, LLAMA
+from spmd_lm.models.convert import read_config, write_config
 
 SIZES = {"vocab_size": 64, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "intermediate_size": 48}
@@ -18,6 +20,9 @@ CONFIGS = {
     "GPT2LMHeadModel": {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "BertForPreTraining": SIZES | {"type_vocab_size": 2},
     "BertForMaskedLM": SIZES | {"type_vocab_size": 2},
+    "BertForSequenceClassification": SIZES | {"type_vocab_size": 2, "id2label": {"0": "a", "1": "b", "2": "c"}},
+    "BertForMultipleChoice": SIZES | {"type_vocab_size": 2},
+    "BertForQuestionAnswering": SIZES | {"type_vocab_size": 2},
     "LlamaForCausalLM": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
 }
 
@@ -26,13 +31,15 @@ def theirs(name: str, **changes) -> dict:
     return {"architectures": [name], "model_type": CLASSES[name].kind} | CONFIGS[name] | changes
 
 
-def ours(name: str, **changes) -> tuple[Model, CausalLM | MaskedLM]:
+def ours(name: str, **changes) -> tuple[Model, Objective]:
     what = read_config(theirs(name, **changes))
-    kind = {"causal_lm": CausalLM, "masked_lm": MaskedLM}[what.objective["kind"]]
-    return Model(**what.model), kind(**what.objective)
+    return Model(**what.model), variants("objective")[what.objective["kind"]](**what.objective)
 
 
-def leaves(m: Model, objective: CausalLM | MaskedLM) -> dict[str, tuple[int, ...]]:
+OUTPUTS = {"multiple_choice": 1, "span": 2}
+
+
+def leaves(m: Model, objective: Objective) -> dict[str, tuple[int, ...]]:
     """The canonical shapes of a model's parameters, by path."""
     keys = (m.kv_heads or m.heads) * m.head_width
     block = {"attention.query": m.width, "attention.key": keys, "attention.value": keys, "attention.out": m.width}
@@ -60,6 +67,11 @@ def leaves(m: Model, objective: CausalLM | MaskedLM) -> dict[str, tuple[int, ...
         if objective.sentence_order:
             found |= {"head.pooler": (m.width, m.width), "head.pooler_bias": (m.width,)}
             found |= {"head.binary": (m.width, 2), "head.binary_bias": (2,)}
+    if not objective.of_tokens:
+        outputs = OUTPUTS.get(objective.kind) or objective.classes
+        found |= {"head.output": (m.width, outputs), "head.output_bias": (outputs,)}
+        if objective.kind != "span":
+            found |= {"head.pooler": (m.width, m.width), "head.pooler_bias": (m.width,)}
     found |= {f"{name}.scale": shape for name, shape in norms.items()}
     if m.biases and m.norm_kind == "layer":
         found |= {f"{name}.bias": shape for name, shape in norms.items()}
@@ -68,7 +80,7 @@ def leaves(m: Model, objective: CausalLM | MaskedLM) -> dict[str, tuple[int, ...
     return found
 
 
-EVERY = [(name, tied) for name in CLASSES for tied in (True, False) if tied or CLASSES[name] is not BERT]
+EVERY = [(name, tied) for name in CLASSES for tied in (True, False) if tied or CLASSES[name].kind != "bert"]
 
 
 @pytest.mark.parametrize(("name", "tied"), EVERY)

@@ -105,12 +105,31 @@ MODELS = {
     "llama": {"model": LLAMA | {"biases": False, "tie_embeddings": False}},
     "one layer for all": {"model": {"share_layers": True, "layers": 3}},
 }
+FILES = {"source": "task", "path": "train", "validation": "dev"}  # which nobody opens here
+OBJECTIVES = {
+    "classification": {"objective": {"kind": "classification", "classes": 2}, "data": FILES | {"task": "sst2"}},
+    "multiple choice": {"objective": {"kind": "multiple_choice", "choices": 4}, "data": FILES | {"task": "race"}},
+    "span": {
+        "objective": {"kind": "span"},
+        "data": FILES | {"task": "squad"},
+        "optim": {
+            "eps": 1e-6
+        },  # what is added to all of a row moves no softmax over it: gradients that are rounding alone
+    },
+}
+MODELS |= {name: BERT | sections for name, sections in OBJECTIVES.items()}
 slow = pytest.mark.slow
 ON = [
     ("bert", "replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
     pytest.param("bert", "data4-model2", 2, "scan", "none", marks=slow),
     pytest.param("bert", "data2-model4-sequence-zero1", 1, "unrolled", "residual", marks=slow),
     pytest.param("bert, norms before", "data2-model4-sequence-zero1", 2, "scan", "selective", marks=slow),
+    ("classification", "data2-model4-sequence-zero1", 2, "scan", "none"),
+    pytest.param("classification", "data4-model2-zero2", 1, "unrolled", "full", marks=slow),
+    ("multiple choice", "data2-model4-sequence-zero1", 2, "unrolled", "none"),
+    pytest.param("multiple choice", "data4-model2", 1, "scan", "none", marks=slow),
+    ("span", "data4-model2-sequence", 1, "scan", "none"),
+    pytest.param("span", "replica2-data2-model2-sequence-zero3", 2, "unrolled", "full", marks=slow),
     ("llama", "data2-model4-zero3", 2, "scan", "selective"),
     pytest.param("llama", "data2-model4-sequence-zero1", 1, "unrolled", "full", marks=slow),
     ("one layer for all", "data4-model2-zero2", 2, "scan", "none"),
@@ -121,7 +140,7 @@ ON = [
 @pytest.mark.parametrize(("model", "layout", "microbatches", "form", "remat"), ON)
 def test_every_model_computes_the_reference(model, layout, microbatches, form, remat):
     """Dropout is on, and a batch of BERT's has padding, two types of tokens and two losses."""
-    sections = MODELS[model] | ({"objective": {"kind": "masked_lm"}} if "bert" in model else {})
+    sections = ({"objective": {"kind": "masked_lm"}} if "bert" in model else {}) | MODELS[model]
     got, want = (
         trained(run_of(layout, microbatches, form, remat, **sections)),
         trained_reference(make_config(**sections)),
@@ -145,6 +164,23 @@ def test_layers_run_again_in_groups_and_nothing_changes(parallel, every, shape):
     config = make_config(model=model, parallel={"data": 1} | parallel, remat=remat, optim={"eps": 1e-6})
     assert config.remat_policy == "every"
     assert_same_run(trained(config), trained_reference(make_config(model=model, optim={"eps": 1e-6})))
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"data": 4, "model": 2, "zero": 3}, {"pipe": 2, "data": 2, "microbatches": 2}], ids=str
+)
+def test_what_is_frozen_stays_and_the_rest_computes_the_reference(parallel):
+    """Two of four layers, in two chunks a stage where there is a pipeline, one matrix of another, and the table."""
+    frozen = "embedding.* blocks.[02].* blocks.3.mlp.up *norm1.bias"
+    if "pipe" in parallel:
+        parallel = parallel | {"chunks": 2, "schedule": "interleaved"}
+    sections = {"model": {"layers": 4}, "optim": {"freeze": frozen}}
+    got = trained(make_config(parallel={"data": 1} | parallel, **sections))
+    assert_same_run(got, trained_reference(make_config(**sections)))
+    first, last = got.first.params, got.last.params
+    assert_equal(last["embedding"], first["embedding"])
+    moved = last["blocks"]["mlp"]["down"] != first["blocks"]["mlp"]["down"]
+    assert moved.any(axis=(1, 2)).tolist() == [False, True, False, True]
 
 
 def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
