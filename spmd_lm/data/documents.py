@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from spmd_lm.errors import DataError
 
+PATH = "data.path"  # the key that messages name, where no other is said
+
 # What a directory is searched for; any other text is named by a file or a glob.
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 
@@ -47,34 +49,35 @@ def standard_library() -> list[Document]:
     return found
 
 
-def text_files(patterns: list[str]) -> list[Document]:
+def text_files(patterns: list[str], key: str = PATH, suffixes: tuple[str, ...] = SUFFIXES) -> list[Document]:
     """The documents of files, globs and directories, each file once, in the order of `patterns`, then of names.
 
-    An empty file adds nothing where a directory or a glob found it; asked for by its own name, it is an error."""
+    key: where in the configuration `patterns` stand; suffixes: what directories are searched for.  An empty file adds
+    nothing where a directory or a glob found it; asked for by its own name, it is an error."""
     if not patterns:
-        raise DataError("data.path: no path is given. Name a file, a glob or a directory.")
+        raise DataError(f"{key}: no path is given. Name a file, a glob or a directory.")
     files: dict[Path, tuple[str, Path]] = {}
     for pattern in patterns:
-        for name, path in _find(pattern):
+        for name, path in _find(pattern, key, suffixes):
             files.setdefault(path.resolve(), (name, path))
-    documents = [Document(name, path, _utf8(path)) for name, path in files.values()]
+    documents = [Document(name, path, _utf8(path, key)) for name, path in files.values()]
     if not any(document.text for document in documents):
         raise DataError(
-            f"data.path={', '.join(patterns)}: {len(documents)} files, all of them empty. Name text that has content."
+            f"{key}={', '.join(patterns)}: {len(documents)} files, all of them empty. Name text that has content."
         )
     return [document for document in documents if document.text]
 
 
-def _find(pattern: str) -> list[tuple[str, Path]]:
-    """Name and path of each file that one entry of data.path stands for."""
-    where = f"data.path={pattern}"
-    path = _expanded(pattern)
+def _find(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
+    """Name and path of each file that one entry of `key` stands for."""
+    where = f"{key}={pattern}"
+    path = _expanded(pattern, key)
     try:
         if path.is_dir():
-            if found := _walk(path, SUFFIXES):
+            if found := _walk(path, suffixes, key=key):
                 return found
             raise DataError(
-                f"{where}: no file under this directory ends in {' '.join(SUFFIXES)}. "
+                f"{where}: no file under this directory ends in {' '.join(suffixes)}. "
                 f"Name files of other kinds by a glob, such as {os.path.join(pattern, '**', '*.tex')}."
             )
         if path.is_file():
@@ -82,38 +85,40 @@ def _find(pattern: str) -> list[tuple[str, Path]]:
                 raise DataError(f"{where}: the file is empty. Name a file that has text.")
             return [(path.name, path)]
     except OSError as error:
-        raise _unreadable(error, path) from error
+        raise _unreadable(error, path, key) from error
     if glob.has_magic(pattern):
-        return _glob(pattern)
+        return _glob(pattern, key)
     what = "not a regular file" if path.exists() else f"no such file or directory (looked from {Path.cwd()})"
     raise DataError(f"{where}: {what}. Give the path of a text file, a glob or a directory.")
 
 
-def _expanded(pattern: str) -> Path:
+def _expanded(pattern: str, key: str) -> Path:
     try:
         return Path(pattern).expanduser()
     except RuntimeError:
-        raise DataError(f"data.path={pattern}: there is no such home directory. Write the path in full.") from None
+        raise DataError(f"{key}={pattern}: there is no such home directory. Write the path in full.") from None
 
 
-def _glob(pattern: str) -> list[tuple[str, Path]]:
-    parts = _expanded(pattern).parts
+def _glob(pattern: str, key: str) -> list[tuple[str, Path]]:
+    parts = _expanded(pattern, key).parts
     fixed = next(count for count, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
     matches = [path for match in glob.glob(str(Path(*parts)), recursive=True) if (path := Path(match)).is_file()]
     if not matches:
         raise DataError(
-            f"data.path={pattern}: matches no file (looked from {Path.cwd()}). "
+            f"{key}={pattern}: matches no file (looked from {Path.cwd()}). "
             "Mind that * stays within one directory; ** does not."
         )
     return sorted((path.relative_to(root).as_posix(), path) for path in matches)
 
 
-def _walk(root: Path, suffixes: tuple[str, ...], skipped: AbstractSet[str] = frozenset()) -> list[tuple[str, Path]]:
+def _walk(
+    root: Path, suffixes: tuple[str, ...], skipped: AbstractSet[str] = frozenset(), key: str = PATH
+) -> list[tuple[str, Path]]:
     """Name and path of the files below `root`, by name; hidden ones and `skipped` directories are left out."""
 
     def fail(error: OSError) -> None:
-        raise _unreadable(error, root) from error
+        raise _unreadable(error, root, key) from error
 
     found = []
     for directory, subdirectories, files in os.walk(root, onerror=fail):
@@ -123,41 +128,37 @@ def _walk(root: Path, suffixes: tuple[str, ...], skipped: AbstractSet[str] = fro
     return sorted(found)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, key: str = PATH) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _unreadable(error, path) from error
+        raise _unreadable(error, path, key) from error
 
 
-def _unreadable(error: OSError, path: Path) -> DataError:
+def _unreadable(error: OSError, path: Path, key: str) -> DataError:
     return DataError(
-        f"{error.filename or path}: cannot be read: {error.strerror}. "
-        "Mend its permissions, or leave it out of data.path."
+        f"{error.filename or path}: cannot be read: {error.strerror}. Mend its permissions, or leave it out of {key}."
     )
 
 
-def _utf8(path: Path) -> bytes:
-    text = _read(path)
+def _utf8(path: Path, key: str) -> bytes:
+    text = _read(path, key)
     if problem := _problem(text):
-        raise DataError(f"{path}: {problem}. {_mending(text, shlex.quote(str(path)))}")
+        raise DataError(f"{path}: {problem}. {_mending(text, shlex.quote(str(path)), key)}")
     return text
 
 
-def _mending(text: bytes, source: str) -> str:
+def _mending(text: bytes, source: str, key: str) -> str:
     """How to make a document of what is none; source: its path, as a shell reads it."""
     if not (encoding := _wide(text)):
         try:
             text.decode()
-            return f"Drop it, for example by `tr -d '\\0' < {source} > text.txt`, or leave the file out of data.path."
+            return f"Drop it, for example by `tr -d '\\0' < {source} > text.txt`, or leave the file out of {key}."
         except UnicodeDecodeError:
             if len(text.translate(None, UNPRINTABLE)) < len(text):
-                return "It is no text: leave it out of data.path."
+                return f"It is no text: leave it out of {key}."
             encoding = "latin1"
-    return (
-        f"Re-encode it, for example by `iconv -f {encoding} -t utf-8 {source} > text.txt`, "
-        "or leave it out of data.path."
-    )
+    return f"Re-encode it, for example by `iconv -f {encoding} -t utf-8 {source} > text.txt`, or leave it out of {key}."
 
 
 def _wide(text: bytes) -> str:

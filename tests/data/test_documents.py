@@ -108,6 +108,25 @@ def test_what_is_not_a_regular_file(tmp_path):
     assert "not a regular file" in fails(tmp_path / "pipe")
 
 
+def test_messages_name_the_key_that_is_said(tmp_path):
+    """What another part of the configuration names is found in the same way, by suffixes of its own."""
+    write(tmp_path, a_txt="a", b_json="{}", c_json=b"abcdef\0", d_json=b"\xff")
+    with pytest.raises(DataError, match=r"^data\.validation: no path is given"):
+        text_files([], "data.validation")
+    for name, message in {
+        "": r"^data\.validation=.*: no file under this directory ends in \.tsv \.csv\. Name files of other kinds",
+        "absent": r"^data\.validation=.*/absent: no such file",
+        "*.tsv": r"^data\.validation=.*/\*\.tsv: matches no file",
+        "c.json": r"c\.json: not text: .*or leave the file out of data\.validation\.$",
+        "d.json": r"d\.json: not UTF-8: .*or leave it out of data\.validation\.$",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            text_files([str(tmp_path / name)], "data.validation", (".tsv", ".csv"))
+    with pytest.raises(DataError, match=r"^data\.validation=~nouser/x: there is no such home"):
+        text_files(["~nouser/x"], "data.validation")
+    assert [each.name for each in text_files([str(tmp_path)], "data.validation", (".txt",))] == ["a.txt"]
+
+
 def test_an_unreadable_file(tmp_path, monkeypatch):
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
