@@ -47,6 +47,10 @@ class SubwordTokenizer:
         (encoding,) = self.library.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, self.dtype)
 
+    def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        (encoding,) = self.library.encode_batch([text], add_special_tokens=False)  # the fast one tells no offsets
+        return np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int32).reshape(-1, 2)
+
     def decode(self, ids: ArrayLike) -> str:
         """Special tokens by their names; an id of the padding of the vocabulary has no text."""
         ids = np.asarray(ids)
@@ -55,7 +59,7 @@ class SubwordTokenizer:
     def masking(self) -> tuple[Special, Words]:
         if missing := self._missing():
             raise ConfigError(
-                f"objective.kind=masked_lm with data.tokenizer={self.name}: it has no {', '.join(missing)}. "
+                f"data.tokenizer={self.name}: it has no {', '.join(missing)}. "
                 "Use data.tokenizer=bytes or a BERT's, or objective.kind=causal_lm with model.kind=gpt."
             )
         marks = next(marks for marks in MARKS if all(mark in self.ids for mark in marks))
@@ -84,7 +88,7 @@ class SubwordTokenizer:
         if "Metaspace" in kinds:
             return of_pieces(pieces, [piece is not None and piece.startswith(WORD_MARK) for piece in pieces])
         raise ConfigError(
-            f"objective.kind=masked_lm with data.tokenizer={self.name}: its {plan['model']['type']} pieces do not say "
+            f"data.tokenizer={self.name}: its {plan['model']['type']} pieces do not say "
             "where words begin. Use data.tokenizer=bytes, or a WordPiece, byte-level or SentencePiece vocabulary."
         )
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
+from spmd_lm.config.schema import Data, Synthetic
 from spmd_lm.data.words import Special, Words, of_bytes
 from spmd_lm.errors import ConfigError, DataError
 
@@ -20,6 +20,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The ids of `text`, 1-D, in the narrowest unsigned type that holds them."""
+        ...
+
+    def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of `text`, and which of its characters each is of: int32 [N, 2], the first and past the last."""
         ...
 
     def decode(self, ids: ArrayLike) -> str:
@@ -42,6 +46,11 @@ class ByteTokenizer:
         # surrogateescape: bytes of a command line that are not UTF-8 come back as they were typed
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8)
+
+    def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        ids = self.encode(text)
+        at = np.cumsum(ids & 0xC0 != 0x80, dtype=np.int32) - 1  # 0b10xxxxxx continues a character
+        return ids, np.stack([at, at + 1], axis=1)
 
     def decode(self, ids: ArrayLike) -> str:
         ids = np.asarray(ids)
@@ -66,17 +75,23 @@ class NumberTokenizer:
         except (ValueError, OverflowError):
             raise DataError(f"prompt {text!r:.60}: a synthetic run reads numbers, as in --prompt '3 1 4'.") from None
 
+    def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        raise self._wordless()
+
     def decode(self, ids: ArrayLike) -> str:
         return " ".join(str(token) for token in np.asarray(ids).tolist())
 
     def masking(self) -> tuple[Special, Words]:
-        raise ConfigError(
-            "objective.kind=masked_lm with data.source=synthetic: a chain has no words. Use data.source=python-stdlib, "
+        raise self._wordless()
+
+    def _wordless(self) -> ConfigError:
+        return ConfigError(
+            "data.source=synthetic: a chain has no words. Use data.source=python-stdlib, "
             "or objective.kind=causal_lm with model.kind=gpt."
         )
 
 
-def make(data: PythonStdlib | Text | Synthetic) -> Tokenizer:
+def make(data: Data | Synthetic) -> Tokenizer:
     """DataError for a vocabulary that is not there or damaged."""
     if isinstance(data, Synthetic):
         return NumberTokenizer()

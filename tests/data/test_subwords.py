@@ -92,6 +92,25 @@ def test_byte_level_there_and_back(tmp_path_factory, text):
     assert tokenizer.encode(text.encode()).tolist() == ids.tolist()
 
 
+def test_pieces_know_their_characters(tmp_path):
+    text = "  UNwantéd, ru\u0301nning\u200b."
+    tokenizer = read(str(wordpiece(tmp_path)))
+    ids, offsets = tokenizer.located(text)
+    assert ids.tolist() == tokenizer.encode(text).tolist() and ids.dtype == np.uint8
+    assert [text[a:b] for a, b in offsets] == ["UN", "want", "éd", ",", "ru\u0301nn", "ing", "."]
+    assert tokenizer.located("")[1].shape == (0, 2)
+
+
+@given(st.text(" abcé→😀"))
+def test_byte_level_pieces_know_their_characters(tmp_path_factory, text):
+    tokenizer = read(str(byte_level(tmp_path_factory.getbasetemp())))
+    ids, offsets = tokenizer.located(text)
+    assert ids.tolist() == tokenizer.encode(text).tolist()
+    for number, (first, stop) in zip(ids, offsets, strict=True):
+        assert tokenizer.decode([number]).strip("\ufffd") in text[first:stop]
+    assert {at for first, stop in offsets for at in range(first, stop)} == {*range(len(text))}
+
+
 def test_byte_level_marks_where_words_begin(tmp_path):
     tokenizer = read(str(byte_level(tmp_path, ("<|endoftext|>", "<s>", "</s>", "<mask>", "<pad>"))))
     special, words = tokenizer.masking()
