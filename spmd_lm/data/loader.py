@@ -1,6 +1,7 @@
 """Loaders: what a config's objective reads of a corpus, in training and in validation.
 
-Causal rows are here; those of masked text are in `pieces`.  R rows, T the context."""
+Causal rows are here; those of masked text are in `pieces`, those of labelled examples in `examples`.
+R rows, T the context."""
 
 import abc
 
@@ -8,6 +9,8 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import MaskedLM, RunConfig
+from spmd_lm.data.examples import LabelledLoader, LabelledValidation
+from spmd_lm.data.labelled import Labelled
 from spmd_lm.data.pieces import MaskedLoader, MaskedValidation
 from spmd_lm.data.rows import SHIFT, HeldOut, Rows, Shuffled
 from spmd_lm.data.shuffle import fold
@@ -15,20 +18,26 @@ from spmd_lm.data.sources import Corpus
 from spmd_lm.errors import DataError
 
 
-def training(config: RunConfig, corpus: Corpus) -> Rows:
+def training(config: RunConfig, corpus: Corpus | Labelled) -> Rows:
     """The batches of every step of this config.
 
-    Raises DataError for too little text, ConfigError for an objective that the vocabulary has no tokens for."""
+    Raises DataError for too little text and for a label that is no class, ConfigError for an objective that the
+    vocabulary has no tokens for."""
     model, t, microbatches = config.model, config.train, config.parallel.microbatches
+    if isinstance(corpus, Labelled):
+        return LabelledLoader(corpus.train, corpus.tokenizer, model, config.objective, t.batch, microbatches, t.seed)
     if isinstance(config.objective, MaskedLM):
         of = corpus.train, corpus.tokenizer, model, config.objective
         return MaskedLoader(*of, t.batch, microbatches, t.seed)
     return Loader(corpus.train, model.context, t.batch, microbatches, t.seed)
 
 
-def validation(config: RunConfig, corpus: Corpus) -> HeldOut:
-    """The batches that every evaluation of this config looks at, always the same.  Raises what `training` does."""
+def validation(config: RunConfig, corpus: Corpus | Labelled) -> HeldOut:
+    """The batches that every evaluation of this config looks at, always the same; of labelled examples all.  Raises
+    what `training` does."""
     model, t, microbatches = config.model, config.train, config.parallel.microbatches
+    if isinstance(corpus, Labelled):
+        return LabelledValidation(corpus.validation, corpus.tokenizer, model, config.objective, t.batch, microbatches)
     if isinstance(config.objective, MaskedLM):
         of = corpus.validation, corpus.tokenizer, model, config.objective
         return MaskedValidation(*of, t.batch, microbatches, t.eval_batches)

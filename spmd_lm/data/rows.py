@@ -24,6 +24,7 @@ class Rows(abc.ABC):
     context: int
     batch_size: int  # rows of a step
     microbatches: int
+    together: int = 1  # rows of one window, which follow each other; they divide batch_size
 
     @abc.abstractmethod
     def rows(self, step: int, start: int, stop: int) -> Batch:
@@ -61,7 +62,7 @@ class Shuffled(Rows):
 
     def turn(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The epoch of each row, and its window."""
-        epoch, index = np.divmod(step * self.batch_size + samples_R, self.windows)
+        epoch, index = np.divmod((step * self.batch_size + samples_R) // self.together, self.windows)
         return epoch, permute(index, self.windows, fold(self.seed, ORDER, epoch))
 
 
@@ -74,7 +75,7 @@ class HeldOut(Rows):
     taken: np.ndarray
 
     def __len__(self) -> int:
-        return -(-len(self.taken) // self.batch_size)
+        return -(-len(self.taken) * self.together // self.batch_size)
 
     def take(self, available: int, count: int) -> None:
         """At most `count` batches of `available` windows."""
@@ -84,6 +85,6 @@ class HeldOut(Rows):
     def turn(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The window of each row, and whether it counts."""
         assert 0 <= step < len(self)
-        index = step * self.batch_size + samples_R
+        index = (step * self.batch_size + samples_R) // self.together
         real = index < len(self.taken)
         return self.taken[np.where(real, index, 0)], real

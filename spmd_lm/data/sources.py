@@ -8,10 +8,12 @@ import functools
 import hashlib
 import math
 import platform
+from typing import Protocol
 
 import numpy as np
 
-from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
+from spmd_lm.config.schema import PythonStdlib, Synthetic, Task, Text
+from spmd_lm.data import labelled
 from spmd_lm.data.documents import Document, standard_library, text_files
 from spmd_lm.data.shuffle import fold, permute
 from spmd_lm.data.tokenizer import Tokenizer, make
@@ -19,6 +21,22 @@ from spmd_lm.errors import ConfigError, DataError
 
 SYNTHETIC_TRAIN = 2**20
 SYNTHETIC_VALIDATION = 2**16
+
+
+class Source(Protocol):
+    """What a run says of its data, be it a `Corpus` or `labelled.Labelled`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 in hex, the same of the same data."""
+        ...
+
+    def describe(self) -> str:
+        """One line, with its figures."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +65,11 @@ class Corpus:
         )
 
 
-def load(data: PythonStdlib | Text | Synthetic, seed: int, vocab: int) -> Corpus:
-    """The tokens of a run.  `seed` matters to synthetic data alone.
+def load(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab: int) -> Corpus | labelled.Labelled:
+    """The tokens of a run, or its examples.  `seed` matters to synthetic data alone.
 
-    Raises DataError for text that is missing, empty, unreadable or not UTF-8, for a damaged vocabulary, and for a token
-    not below `vocab`; ConfigError for a vocabulary of a file that is larger than `vocab`."""
+    Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged
+    vocabulary, and for a token not below `vocab`; ConfigError for a vocabulary of a file that is larger than that."""
     if isinstance(data, Synthetic):
         return _markov(data, seed % 2**64, vocab)
     tokenizer = make(data)
@@ -60,6 +78,8 @@ def load(data: PythonStdlib | Text | Synthetic, seed: int, vocab: int) -> Corpus
             f"model.vocab={vocab} is less than the {tokenizer.vocab} tokens of data.tokenizer={data.tokenizer}. "
             f"Use model.vocab={tokenizer.vocab} or more."
         )
+    if isinstance(data, Task):
+        return labelled.load(data, tokenizer)
     if isinstance(data, PythonStdlib):
         name, documents = f"Python {platform.python_version()} standard library", standard_library()
     else:
