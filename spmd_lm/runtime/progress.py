@@ -99,8 +99,21 @@ def describe(record: Record) -> str:
     if "loss_scale" in record:
         parts += [f"scale 2^{math.log2(record['loss_scale']):.4g} ({record['skipped_steps']} skipped)"]
     if "eval_loss" in record:
-        parts += [f"eval {record['eval_loss']:.4f} (perplexity {record['eval_perplexity']:.2f})"]
+        parts += [f"eval {record['eval_loss']:.4f} ({', '.join(judged(record))})"]
     return "".join(f"  {part}" for part in parts)
+
+
+def judged(record: Record) -> list[str]:
+    """What an evaluation says besides its loss: a perplexity where words are predicted and nothing else is, or shares
+    of what was right."""
+    shares = {
+        name.removeprefix("eval_").removesuffix("_accuracy"): value
+        for name, value in record.items()
+        if name.startswith("eval_") and not name.endswith(("_loss", "_perplexity"))
+    }
+    if "eval_perplexity" in record and len(shares) < 2:
+        return [f"perplexity {record['eval_perplexity']:.2f}"]
+    return [f"{name.replace('_', ' ')} {100 * value:.1f}%" for name, value in shares.items()]
 
 
 def quantity(number: float) -> str:

@@ -5,7 +5,7 @@ import math
 import jax
 
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.labelled import Judged
+from spmd_lm.data.examples import LabelledValidation
 from spmd_lm.data.loader import validation
 from spmd_lm.data.rows import HeldOut
 from spmd_lm.data.sources import load
@@ -23,7 +23,7 @@ def validation_figures(program: Program, params: Tree, loader: HeldOut) -> tuple
     targets that were the likeliest.  Where there are several losses, eval_NAME_loss and eval_NAME_accuracy of each."""
     batches = (loader.batch(i, program.batch_shardings) for i in range(len(loader)))
     made = [jax.device_get(program.evaluate(params, batch)) for batch in batches]
-    if isinstance(loader, Judged):
+    if isinstance(loader, LabelledValidation):
         return loader.figures(made), loader.count
     sums = {
         name: [math.fsum(column) for column in zip(*(each[name] for each in made), strict=True)] for name in made[0]
@@ -64,5 +64,5 @@ def evaluate_run(config: RunConfig) -> dict:
     """`spmd-lm eval`: figures of a run's newest checkpoint on its validation text."""
     program, params, step = open_run(config)
     corpus = load(config.data, config.train.seed, config.model.vocab)
-    figures, tokens = validation_figures(program, params, validation(config, corpus))
-    return {"step": step, **figures, "tokens": int(tokens)}
+    figures, count = validation_figures(program, params, validation(config, corpus))
+    return {"step": step, **figures, "tokens" if config.objective.of_tokens else "examples": int(count)}

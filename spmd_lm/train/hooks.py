@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.labelled import Labelled
 from spmd_lm.data.loader import validation
 from spmd_lm.data.sources import Corpus
 from spmd_lm.errors import CheckpointError, NonFiniteError
@@ -42,7 +43,7 @@ class Run:
 
     config: RunConfig
     program: Program
-    corpus: Corpus
+    corpus: Corpus | Labelled
     checkpoints: Checkpointer
     status: Status
     clock: Clock

@@ -16,6 +16,7 @@ import jax
 from spmd_lm.config.load import TOKENIZER, dump
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig, Synthetic
+from spmd_lm.data.labelled import Labelled
 from spmd_lm.data.loader import training, validation
 from spmd_lm.data.rows import Rows
 from spmd_lm.data.sources import Corpus, load
@@ -98,7 +99,7 @@ def carry_out(run: Run, loader: Rows, signals: StopSignals) -> Exit:
 
 
 def first_state(
-    program: Program, saves: Checkpointer, saved: int | None, corpus: Corpus, progress: Progress
+    program: Program, saves: Checkpointer, saved: int | None, corpus: Corpus | Labelled, progress: Progress
 ) -> TrainState:
     """The saved state of a step, or the initial one, on devices."""
     if saved is None:
