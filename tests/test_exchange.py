@@ -58,8 +58,17 @@ MODELS = {
         "BertForMaskedLM",
         WORDS | {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3},
     ),
+    "bert-classes": ("BertForSequenceClassification", WORDS | {"id2label": {0: "a", 1: "b", 2: "c"}}),
+    "bert-choices": ("BertForMultipleChoice", WORDS),
+    "bert-spans": ("BertForQuestionAnswering", WORDS),
     "llama": ("LlamaForCausalLM", GROUPED),
     "llama-tied": ("LlamaForCausalLM", SIZES | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+}
+FILES = ["data.source=task", "data.path=train", "data.validation=dev"]  # which nobody opens here
+TASKS = {
+    "classification": [*FILES, "data.task=jsonl"],
+    "multiple_choice": [*FILES, "data.task=race", "train.batch=32"],  # a question for each of eight devices
+    "span": [*FILES, "data.task=squad"],
 }
 
 
@@ -99,7 +108,7 @@ def hf(tmp_path_factory):
 def take_in(directory: Path, run: Path, *overrides: str):
     """The configuration of the run made of a directory."""
     found = open_directory(directory)
-    config = configure(found, str(run), None, [*SMALL, *overrides])
+    config = configure(found, str(run), None, [*SMALL, *TASKS.get(found.description.objective["kind"], []), *overrides])
     import_run(found, config)
     return config
 
@@ -123,7 +132,7 @@ def some_rows(config: RunConfig) -> Rows:
 
 
 def our_logits(program: Program, params, rows: Rows) -> dict[str, np.ndarray]:
-    """By what they are of; [rows, time, vocab] and [rows, 2]."""
+    """By what they are of; [rows, ...]."""
     abstract = program.abstract_batch()
     given = {"tokens": rows.tokens, "types": rows.types, "segments": rows.real}
     given["positions"] = np.broadcast_to(np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
@@ -135,17 +144,25 @@ def our_logits(program: Program, params, rows: Rows) -> dict[str, np.ndarray]:
     batch = jax.tree_util.tree_map_with_path(put, abstract)
     made = {name: np.asarray(z) for name, z in program.forward(params, batch).items()}
     made = {name: z.reshape(-1, *z.shape[2:]) for name, z in made.items()}
-    return made | {"tokens": made["tokens"][..., : program.config.model.vocab]}
+    return {name: z[..., : program.config.model.vocab] if name == "tokens" else z for name, z in made.items()}
 
 
 def their_logits(model, rows: Rows) -> dict[str, np.ndarray]:
     import torch
 
-    more = {}
+    given = {"input_ids": rows.tokens}
     if model.config.model_type == "bert":
-        more = {"attention_mask": torch.tensor(rows.real), "token_type_ids": torch.tensor(rows.types)}
+        given |= {"attention_mask": rows.real, "token_type_ids": rows.types}
+    kind = type(model).__name__
+    if kind == "BertForMultipleChoice":
+        given = {name: x.reshape(-1, 4, x.shape[1]) for name, x in given.items()}
     with torch.no_grad():
-        out = model(torch.tensor(rows.tokens), **more)
+        out = model(**{name: torch.tensor(x) for name, x in given.items()})
+    if kind == "BertForQuestionAnswering":
+        return {"spans": np.stack([out.start_logits.numpy(), out.end_logits.numpy()], axis=-1)}
+    if kind in ("BertForSequenceClassification", "BertForMultipleChoice"):
+        classes = kind == "BertForSequenceClassification"
+        return {"classes": out.logits.numpy()} if classes else {"choices": out.logits.numpy().reshape(-1)}
     if "seq_relationship_logits" in out:
         return {"tokens": out.prediction_logits.numpy(), "sentence_order": out.seq_relationship_logits.numpy()}
     return {"tokens": out.logits.numpy()}
@@ -156,9 +173,10 @@ def distance(program: Program, params, model) -> float:
     rows = some_rows(program.config)
     ours, theirs = our_logits(program, params, rows), their_logits(model, rows)
     assert ours.keys() == theirs.keys()
-    mask = {"tokens": rows.real[..., None].astype(bool), "sentence_order": True}
+    of_tokens = rows.real[..., None].astype(bool)
+    mask = {"tokens": of_tokens, "spans": of_tokens}
     assert all(0.1 < np.abs(z).max() < 100 for z in theirs.values())
-    return max(float(np.abs(np.where(mask[name], ours[name] - theirs[name], 0)).max()) for name in ours)
+    return max(float(np.abs(np.where(mask.get(name, True), ours[name] - theirs[name], 0)).max()) for name in ours)
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -178,6 +196,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     ("which", "precision", "tolerance"),
     [
         *((which, FLOAT32, 1e-5) for which in ("gpt2", "bert", "llama", "llama-tied")),
+        *((which, FLOAT64, 1e-10) for which in ("bert-classes", "bert-choices", "bert-spans")),
         *(
             (which, FLOAT64, 1e-10) for which in ("gpt2", "gpt2-odd", "bert", "bert-masked")
         ),  # llama's angles are float32

@@ -8,13 +8,16 @@ import jax
 import numpy as np
 import pytest
 
+from tests import reference
 from tests.helpers import (
     FLOAT32,
     LAYOUTS,
     assert_close,
     assert_equal,
+    canonical,
     degrees,
     device_batch,
+    host_batch,
     make_config,
     program,
     run_of,
@@ -189,6 +192,18 @@ def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
     ((total, _, weight),) = p.evaluate(p.init().params, device_batch(p, 0)).values()
     assert float(weight) == pytest.approx(np.asarray(device_batch(p, 0).weights, np.float64).sum(), rel=1e-12)
     assert float(total / weight) == pytest.approx(trained(config).losses[0], rel=1e-14)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_what_is_judged_is_the_reference_s_logits_row_by_row(objective):
+    """Out of a pipeline's last stage, from rows split over data and a sequence split over model; without dropout."""
+    parallel = {"pipe": 2, "data": 2, "model": 2, "sequence": True, "microbatches": 2}
+    p = program(make_config(parallel=parallel, **MODELS[objective]))
+    params = p.init().params
+    ((_, got),) = p.evaluate(params, device_batch(p, 0)).items()
+    first = canonical(p, p.init()).params
+    ((_, want),) = reference.predictions(first, p.config, host_batch(p.config, 0)).items()
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want).reshape(got.shape), rtol=0, atol=1e-12)
 
 
 def test_an_evaluation_has_no_dropout():
