@@ -1,0 +1,165 @@
+"""Rows of labelled examples against a slow and plain making of them."""
+
+import json
+import os
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd_lm.batch import abstract_batch
+from spmd_lm.data import loader
+from tests.labelled import (
+    FIELDS,
+    SPECIAL,
+    assert_rows,
+    assert_same,
+    config,
+    corpus,
+    joined,
+    keys,
+    plain_row,
+    plain_rows,
+    training,
+    validation,
+    write_squad,
+)
+
+
+@settings(max_examples=60)
+@given(
+    texts=st.lists(
+        st.tuples(st.text("abé", max_size=40), st.none() | st.text("xyz→", max_size=40)), min_size=1, max_size=6
+    ),
+    context=st.integers(8, 40),
+)
+def test_a_row_is_as_bert_makes_it(tmp_path_factory, texts, context):
+    root = tmp_path_factory.mktemp("texts")
+    lines = [{"text": a, "label": 0} | ({} if b is None else {"pair": b}) for a, b in texts]
+    for name in ("train.jsonl", "dev.jsonl"):
+        (root / name).write_text("\n".join(map(json.dumps, lines)))
+    made = config("jsonl", root, context=context, batch=8, microbatches=1)
+    rows = loader.validation(made, corpus(made)).rows(0, 0, 8)
+    expected = [plain_row(list(a.encode()), None if b is None else list(b.encode()), context) for a, b in texts]
+    assert_rows(rows, expected)
+
+
+def test_a_batch_has_what_the_step_asks_for(task, root):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, P(None, "data"))
+    for types in (0, 2):
+        made = config(task, root / task, types=types)
+        expected = abstract_batch(made)
+        shardings = jax.tree.map(lambda _: sharding, expected)
+        for rows in (loader.training(made, corpus(made)), loader.validation(made, corpus(made))):
+            batch, host = rows.batch(0, shardings), rows.rows(0, 0, 8)
+            for field in FIELDS:
+                asked, placed, read = (getattr(each, field) for each in (expected, batch, host))
+                assert (asked is None) == (placed is None) == (read is None), field
+                if asked is not None:
+                    assert (placed.shape, placed.dtype, read.dtype) == (asked.shape, asked.dtype, asked.dtype), field
+                    np.testing.assert_array_equal(placed, read.reshape(asked.shape), err_msg=field)
+
+
+def test_positions_and_samples_count(task, root):
+    rows = training(task, root).rows(3, 2, 7)
+    assert (rows.positions == np.arange(32)).all() and rows.samples.tolist() == [2, 3, 4, 5, 6]
+
+
+@given(step=st.integers(0, 10**9), cuts=st.sets(st.integers(1, 7)))
+@settings(max_examples=20)
+def test_rows_do_not_depend_on_how_they_are_asked_for(task, root, step, cuts):
+    rows = training(task, root)
+    parts = [rows.rows(step, start, stop) for start, stop in pairwise([0, *sorted(cuts), 8])]
+    assert_same(jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), rows.rows(step, 0, 8))
+
+
+def test_validation_is_every_row_in_order_and_weight_0_at_the_end(task, root):
+    held_out, expected = validation(task, root), plain_rows(root / task / "dev.jsonl", task)
+    assert len(held_out) == -(-len(expected) // 8) > 1, "whatever train.eval_batches says"
+    rows = joined(held_out, len(held_out))
+    assert_rows(rows, [row for row, _, _ in expected])
+    assert keys(rows)[: len(expected)] == [(tuple(row[0]), label, end) for row, label, end in expected]
+    firsts = np.arange(len(rows.labels)) % held_out.together == 0
+    real = np.arange(len(rows.labels)) < len(expected)
+    assert (rows.label_weights == (firsts & real)).all() and not real.all()
+    assert held_out.count == 21
+
+
+def test_each_example_comes_once_in_every_epoch(task, root):
+    rows, expected = training(task, root), plain_rows(root / task / "train.jsonl", task)
+    together, seen = rows.together, keys(joined(rows, 3 * len(expected)))
+    expected = [(tuple(row[0]), label, end) for row, label, end in expected]
+    groups = lambda of: [tuple(of[at : at + together]) for at in range(0, len(of), together)]  # noqa: E731
+    orders = [groups(seen[epoch * len(expected) : (epoch + 1) * len(expected)]) for epoch in range(3)]
+    for order in orders:
+        assert sorted(order) == sorted(groups(expected)), "a question's choices follow each other"
+    assert orders[0] != orders[1] != orders[2] and groups(expected) not in orders
+    assert keys(joined(training(task, root, seed=6), 1)) != seen[:8] == keys(joined(training(task, root), 1))
+
+
+def test_choices_of_one_question_share_its_label_and_its_weight(root):
+    rows = joined(training("race", root, batch=16, context=128), 4)
+    labels, weights = (each.reshape(-1, 4) for each in (rows.labels, rows.label_weights))
+    assert (labels == labels[:, :1]).all() and set(labels.flat) == {0, 1, 2, 3}
+    assert (weights == [1, 0, 0, 0]).all()
+    for row, ids in enumerate(rows.tokens.tolist()):
+        shown = bytes(token for token in ids if token < 256)
+        assert shown.endswith((b"one", b"two", b"three", b"four")[row % 4])
+
+
+@pytest.mark.parametrize("impossible", [0.25, 0])
+@given(context=st.integers(8, 60), stride=st.integers(1, 40), seed=st.integers(0, 100))
+@settings(max_examples=25)
+def test_windows_show_all_of_a_context_and_answers_are_found_where_they_stand(
+    tmp_path_factory, impossible, context, stride, seed
+):
+    root = tmp_path_factory.mktemp("squad")
+    for name in ("train.jsonl", "dev.jsonl"):
+        write_squad(root / name, random.Random(seed), 5, impossible)
+    made = config("squad", root, context=context, stride=stride, batch=4, microbatches=1)
+    held_out = loader.validation(made, corpus(made))
+    rows = joined(held_out, len(held_out))
+    paragraphs = json.loads((root / "dev.jsonl").read_text())["data"][0]["paragraphs"]
+    for example, paragraph in enumerate(paragraphs):
+        (entry,) = paragraph["qas"]
+        whole, found, reached = paragraph["context"].encode(), 0, 0
+        for row in np.flatnonzero(held_out.table.example == example):
+            ids = rows.tokens[row]
+            first, last = np.flatnonzero(ids == SPECIAL.sep)
+            assert bytes(ids[1:first].astype(np.uint8)) == entry["question"].encode()[: context // 4]
+            begin = held_out.table.begin[row, 1] - held_out.table.begin[held_out.table.example == example][0, 1]
+            shown = bytes(ids[first + 1 : last].astype(np.uint8))
+            assert begin <= reached and whole[begin : begin + len(shown)] == shown, "no gap"
+            reached = begin + len(shown)
+            label, end = rows.labels[row], rows.ends[row]
+            answer = entry["answers"][0]["text"].encode() if entry["answers"] else None
+            if label:
+                assert first < label <= end < last and bytes(ids[label : end + 1].astype(np.uint8)) == answer
+                found += 1
+            else:
+                assert end == 0
+        assert reached == len(whole)
+        if answer is not None and len(answer) + min(stride, context - 3 - first) <= context - 2 - first:
+            assert found, "windows that overlap by as much as an answer show it whole"
+
+
+def test_rows_of_published_articles(tmp_path):
+    """Of RACE: some are longer than a row, and share it with questions of all forms."""
+    if "SPMD_LM_DATA" not in os.environ:
+        pytest.skip("SPMD_LM_DATA is not set: race_dev_middle.jsonl is looked for there")
+    published = (Path(os.environ["SPMD_LM_DATA"]) / "race_dev_middle.jsonl").read_text()
+    (tmp_path / "dev.jsonl").write_text("".join(published.splitlines(keepends=True)[:40]))
+    made = config("race", tmp_path, path=str(tmp_path / "dev.jsonl"), context=1024, batch=400)
+    held_out, expected = loader.validation(made, corpus(made)), plain_rows(tmp_path / "dev.jsonl", "race", 1024)
+    rows, lengths = joined(held_out, len(held_out)), {sum(row[1]) for row, _, _ in expected}
+    assert len(lengths) > 50 and max(lengths) == 1024, "some are cut, some are not"
+    assert_rows(rows, [row for row, _, _ in expected])
+    assert rows.labels[: len(expected)].tolist() == [label for _, label, _ in expected]

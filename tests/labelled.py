@@ -1,0 +1,180 @@
+"""Small files of every task, runs on them, and a slow and plain making of their rows, of bytes that stand for
+themselves."""
+
+import dataclasses
+import json
+import random
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from spmd_lm.batch import Batch
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data import loader, sources
+from spmd_lm.data.examples import LabelledValidation
+from spmd_lm.data.tokenizer import ByteTokenizer
+
+SPECIAL, _ = ByteTokenizer().masking()
+FIELDS = [field.name for field in dataclasses.fields(Batch)]
+OBJECTIVES = {
+    "jsonl": {"kind": "classification", "classes": 3},
+    "race": {"kind": "multiple_choice"},
+    "squad": {"kind": "span", "stride": 9},
+}
+
+
+def words(draw: random.Random, most: int) -> str:
+    return " ".join("".join(draw.choices("abcdefghi", k=draw.randint(1, 5))) for _ in range(draw.randint(1, most)))
+
+
+def write_jsonl(path: Path, draw: random.Random, count: int) -> None:
+    rows = [{"text": f"{n} {words(draw, 8)}", "label": draw.randrange(3)} for n in range(count)]
+    for row in rows[::2]:
+        row["pair"] = words(draw, 8)
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def write_race(path: Path, draw: random.Random, count: int) -> None:
+    def article(n: int) -> dict:
+        asked = [f"{n} {words(draw, 3)} _"]
+        return {
+            "article": words(draw, 12),
+            "questions": asked,
+            "options": [["one", "two", "three", "four"]],
+            "answers": [draw.choice("ABCD")],
+        }
+
+    path.write_text("\n".join(json.dumps(article(n)) for n in range(count)))
+
+
+def write_squad(path: Path, draw: random.Random, count: int, impossible: float = 0.25) -> None:
+    """Contexts have letters of two and of three bytes, so that characters are not tokens.  Every second answer lies at
+    the end of its context."""
+
+    def question(n: int, context: str) -> dict:
+        entry: dict = {"id": str(n), "question": f"{n} {words(draw, 4)}?", "answers": []}
+        if impossible and draw.random() < impossible:
+            return entry | {"is_impossible": True}
+        size = draw.randint(1, min(8, len(context) - 1))
+        start = len(context) - size if n % 2 else draw.randrange(len(context) - size)
+        text = context[start : start + size]
+        if text.strip():
+            entry["answers"] = [{"text": text, "answer_start": start}, {"text": context, "answer_start": 0}]
+            return entry | ({"is_impossible": False} if impossible else {})
+        return question(n, context)
+
+    def paragraph(n: int) -> dict:
+        context = words(draw, 20).replace("a", "é").replace("b", "→") + " end"
+        return {"context": context, "qas": [question(n, context)]}
+
+    path.write_text(json.dumps({"data": [{"paragraphs": [paragraph(n) for n in range(count)]}]}))
+
+
+WRITERS = {"jsonl": write_jsonl, "race": write_race, "squad": write_squad}
+
+
+def config(task: str, root: Path, context=32, batch=8, microbatches=2, types=2, seed=5, vocab=260, **data) -> RunConfig:
+    """`data` may say where files are, and has the keys of an objective, too."""
+    files = {"path": str(root / "train.jsonl"), "validation": str(root / "dev.jsonl"), "tokenizer": "bytes"}
+    given = {key: data.pop(key, value) for key, value in files.items()}
+    return RunConfig.model_validate(
+        {
+            "model": {
+                "kind": "bert", "layers": 1, "width": 8, "heads": 1, "context": context, "vocab": vocab,
+                "token_types": types,
+            },
+            "objective": {**OBJECTIVES.get(task, {"kind": "classification", "classes": 3}), **data},
+            "data": {"source": "task", "task": task, **given},
+            "parallel": {"microbatches": microbatches},
+            "optim": {"lr": 1e-3},
+            "train": {"steps": 1, "batch": batch, "seed": seed, "eval_batches": 1},
+        }
+    )  # fmt: skip
+
+
+def corpus(made: RunConfig):
+    return sources.load(made.data, 0, made.model.vocab)
+
+
+def training(task: str, root: Path, **changes):
+    made = config(task, root / task, **changes)
+    return loader.training(made, corpus(made))
+
+
+def validation(task: str, root: Path, **changes) -> LabelledValidation:
+    made = config(task, root / task, **changes)
+    return loader.validation(made, corpus(made))
+
+
+def joined(rows, steps: int) -> Batch:
+    parts = [rows.rows(step, 0, rows.batch_size) for step in range(steps)]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def assert_same(actual: Batch, expected: Batch) -> None:
+    for field in FIELDS:
+        np.testing.assert_array_equal(getattr(actual, field), getattr(expected, field), err_msg=field)
+
+
+def plain_row(a: list[int], b: list[int] | None, context: int) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, segments and types, as google-research/bert's run_classifier.py makes them."""
+    a = list(a)
+    if b is None:
+        a = a[: context - 2]
+    else:
+        b = list(b)
+        while len(a) + len(b) > context - 3:
+            (a if len(a) > len(b) else b).pop()
+    tokens, types = [SPECIAL.cls, *a, SPECIAL.sep], [0] * (len(a) + 2)
+    if b is not None:
+        tokens, types = [*tokens, *b, SPECIAL.sep], [*types, *[1] * (len(b) + 1)]
+    empty = context - len(tokens)
+    return [*tokens, *[SPECIAL.pad] * empty], [1] * len(tokens) + [0] * empty, [*types, *[0] * empty]
+
+
+def assert_rows(rows: Batch, expected: list[tuple[list[int], list[int], list[int]]]) -> None:
+    for field, values in zip(("tokens", "segments", "types"), zip(*expected, strict=True), strict=True):
+        assert getattr(rows, field)[: len(expected)].tolist() == [*values], field
+
+
+def plain_rows(path: Path, task: str, context: int = 32) -> list[tuple]:
+    """Each row, its label and its end, of one of the files above or of a published one of its kind."""
+    read = [json.loads(line) for line in path.read_text().splitlines()]
+    if task == "jsonl":
+        ids = lambda row, key: [*row[key].encode()] if key in row else None  # noqa: E731
+        return [(plain_row(ids(row, "text"), ids(row, "pair"), context), row["label"], None) for row in read]
+    made = []
+    if task == "race":
+        for row in read:
+            article = row["article"].encode()
+            for question, options, answer in zip(row["questions"], row["options"], row["answers"], strict=True):
+                for option in options:
+                    filled = question.replace("_", option) if "_" in question else question + " " + option
+                    asked = re.sub(r"\s+", " ", filled).strip().encode()
+                    made.append((plain_row(article, asked, context), "ABCD".index(answer), None))
+        return made
+    for paragraph in read[0]["data"][0]["paragraphs"]:
+        text, (entry,) = paragraph["context"], paragraph["qas"]
+        asked, whole = entry["question"].encode()[: context // 4], text.encode()
+        room = context - 3 - len(asked)
+        for begin in range(0, len(whole), min(OBJECTIVES["squad"]["stride"], room)):
+            row = plain_row(asked, whole[begin : begin + room], context)
+            label = end = 0
+            if entry["answers"]:
+                answer = entry["answers"][0]
+                first = len(text[: answer["answer_start"]].encode())
+                last = first + len(answer["text"].encode()) - 1
+                if begin <= first and last < begin + room:
+                    label, end = (place - begin + len(asked) + 2 for place in (first, last))
+            made.append((row, label, end))
+            if begin + room >= len(whole):
+                break
+    return made
+
+
+def keys(rows: Batch) -> list[tuple]:
+    ends = rows.ends if rows.ends is not None else [None] * len(rows.labels)
+    each = zip(rows.tokens.tolist(), rows.labels.tolist(), ends, strict=True)
+    return [(tuple(tokens), label, end if end is None else int(end)) for tokens, label, end in each]
