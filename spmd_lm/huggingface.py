@@ -4,6 +4,7 @@ wrong with it.  Without jax, so that a refusal does not wait for it."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from spmd_lm.config.load import TOKENIZER, Layer, load_layers
 from spmd_lm.config.schema import Data, RunConfig
@@ -139,7 +140,7 @@ def configure(found: Directory, run: str, base: str | None, overrides: Sequence[
     problems = [
         f"model.{key}={ours[key]}: {origin} makes it {value}. Leave it out, or import another model."
         for key, value in what.model.items()
-        if ours[key] != value and key not in FREE
+        if ours[key] != value and key not in FREE and not (key == "context" and _shorter(ours, value))
     ]
     if found.has_tokenizer and isinstance(config.data, Data) and config.data.tokenizer == "bytes":
         problems.append(
@@ -151,6 +152,11 @@ def configure(found: Directory, run: str, base: str | None, overrides: Sequence[
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def _shorter(ours: dict[str, Any], context: int) -> bool:
+    """Whether rows are shorter than the model's, which is free where no table has their positions."""
+    return ours["positions"] == "rotary" and ours["context"] <= context
 
 
 def differences(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:

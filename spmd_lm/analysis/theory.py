@@ -147,9 +147,7 @@ def _model(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     if config.remat_policy == "every":  # a layer runs again; unrolled, but for what ends the last one of a group
         again = 2.0 if c.scan or c.norm == "post" else 2 - 1 / config.remat_group
         sums, gathers = sums + again * work.passes, gathers + 2 * work.passes
-    if work.breadth_first and not (
-        c.scan and work.together > 1
-    ):  # what ends a chunk serves the head alone, long before
+    if work.breadth_first and not config.looped:  # what ends a chunk serves the head alone, long before
         unused = work.passes / work.together
         sums, gathers = sums - (1 + again) * unused, gathers - UNUSED_GATHERS.get(config.remat_policy, 0) * unused
     ahead = ", and 2 ahead of it" if work.ahead else ""

@@ -246,7 +246,7 @@ class Precision(Section):
     params: Dtype = "float32"
     compute: Dtype = "bfloat16"
     reduce: Dtype = "float32"
-    loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, as train/precision.py says
+    loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, as train/scaling.py says
     initial_scale: Annotated[float, Field(gt=0, le=2**64)] = 2.0**32  # far too much for most: halved in the first steps
     scale_window: Count = 1000  # steps without overflow, in a row, that double the scale
     hysteresis: Count = 2  # overflows, up to the first that halves it; a full window counts anew

@@ -74,9 +74,9 @@ class SubwordTokenizer:
         pieces: list[str | None] = [None] * self.vocab
         for piece, number in self.ids.items():
             pieces[number] = piece
-        for number, added in self.library.get_added_tokens_decoder().items():
-            if added.special:
-                pieces[number] = None
+        added = self.library.get_added_tokens_decoder()
+        for number, token in added.items():
+            pieces[number] = None if token.special else token.content
         plan = json.loads(self.library.to_str())
         if plan["model"]["type"] == "WordPiece":
             inside = plan["model"]["continuing_subword_prefix"]
@@ -84,7 +84,9 @@ class SubwordTokenizer:
         kinds = _kinds(plan["pre_tokenizer"]) | _kinds(plan["decoder"])
         if "ByteLevel" in kinds:
             byte = {letter: number for number, letter in enumerate(_letters())}
-            return of_bytes([None if piece is None else bytes(byte[letter] for letter in piece) for piece in pieces])
+            spelled = lambda piece: bytes(byte[letter] for letter in piece)  # noqa: E731
+            plain = lambda number, piece: piece.encode() if number in added else spelled(piece)  # noqa: E731
+            return of_bytes([None if piece is None else plain(number, piece) for number, piece in enumerate(pieces)])
         if "Metaspace" in kinds:
             return of_pieces(pieces, [piece is not None and piece.startswith(WORD_MARK) for piece in pieces])
         raise ConfigError(

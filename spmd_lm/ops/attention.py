@@ -19,12 +19,10 @@ SITE = 0
 """The dropout site of attention probabilities."""
 
 
-def choose(
-    kernel: str, platform: str, *, rate: float, dtype: str, time: int, head_width: int, packed: bool
-) -> tuple[str, str]:
+def choose(kernel: str, platform: str, *, rate: float, dtype: str, time: int, head_width: int) -> tuple[str, str]:
     """The kernel that `kernel` ('auto' or a name) means here, and why.  ConfigError for one that cannot run.
 
-    rate: dropout of the probabilities; time: sequence length; packed: rows hold several documents."""
+    rate: dropout of the probabilities; time: sequence length."""
     fused = {"gpu": "cudnn", "tpu": "splash"}.get(platform)
     wanted = fused if kernel == "auto" else kernel
     if wanted is None or wanted == "xla":
@@ -37,7 +35,6 @@ def choose(
         f"cuDNN takes heads of a multiple of 8, up to 128 wide, not {head_width}": (
             cudnn and (head_width % 8 > 0 or head_width > 128)
         ),
-        "cuDNN takes no segment ids": cudnn and packed,
         f"splash takes multiples of 128 positions, not {time}": not cudnn and time % 128 > 0,
     }
     found = [what for what, is_so in obstacles.items() if is_so]

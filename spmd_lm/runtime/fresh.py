@@ -46,8 +46,9 @@ def fresh(target: Path) -> Iterator[Path]:
             refuse_taken(target)
             os.rename(filling, place)
         except OSError as error:
+            where = error.filename or target
             raise ConfigError(
-                f"{error.filename or target}: cannot be written: {error.strerror}. Make room, or choose another place."
+                f"{where}: {error.strerror}. Nothing was made of {target}: make room, mend it, or choose another place."
             ) from error
 
 

@@ -16,7 +16,7 @@ from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import Schedule, schedule
 from spmd_lm.parallel.plan import Plan, Tree, fit
-from spmd_lm.train import precision as scaling
+from spmd_lm.train import scaling
 from spmd_lm.train.freeze import frozen
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
@@ -27,7 +27,7 @@ def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
     """The attention kernel that this run trains with on `platform`, and why."""
     m, dtype = config.model, config.precision.compute
     sizes = {"time": m.context, "head_width": m.head_width}
-    return choose(m.attention, platform, rate=m.attention_dropout, dtype=dtype, packed=False, **sizes)
+    return choose(m.attention, platform, rate=m.attention_dropout, dtype=dtype, **sizes)
 
 
 def make_model(config: RunConfig, platform: str) -> LanguageModel:

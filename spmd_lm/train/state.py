@@ -12,14 +12,13 @@ Tree = Any
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """step: int32 array, steps done: the place in the data.  params: the master weights, trainable.  mu, nu: Adam's
-    moments, the same tree.  frozen: parameters that no gradient reaches.  scaling: of the loss, see train/precision.py;
+    moments, the same tree.  scaling: of the loss, see train/scaling.py;
     None in runs without.  Canonical in checkpoints, placed on devices."""
 
     step: Any
     params: Tree
     mu: Tree
     nu: Tree
-    frozen: Tree = dataclasses.field(default_factory=dict)
     scaling: Any = None
 
     @property

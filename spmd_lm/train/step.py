@@ -18,7 +18,7 @@ from spmd_lm.parallel.pipeline.executor import gradients, summed
 from spmd_lm.parallel.pipeline.schedule import Schedule
 from spmd_lm.parallel.pipeline.stages import Pieces, Weights
 from spmd_lm.parallel.plan import Plan, Tree
-from spmd_lm.train import precision as scaling
+from spmd_lm.train import scaling
 from spmd_lm.train.optim import Optimizer
 from spmd_lm.train.state import TrainState
 
@@ -69,7 +69,7 @@ def make_train_step(
     reduce_once: bool,
     group: int,
 ) -> Callable:
-    """(state, batch) -> (state, {loss, grad_norm, lr}), and precision.FIGURES where the loss is scaled; the state it is
+    """(state, batch) -> (state, {loss, grad_norm, lr}), and scaling.FIGURES where the loss is scaled; the state it is
     given is donated.
 
     loss: the sum of the objective's losses, each a mean over the global batch, in nats; where there are several, each

@@ -69,6 +69,19 @@ def test_case_is_what_the_config_beside_says(tmp_path):
     assert [TINY[number] for number in tokenizer.encode("un Un")] == ["un", "[UNK]"]
 
 
+def test_words_that_were_added_to_bytes_are_text_as_they_stand(tmp_path):
+    """Of a vocabulary of bytes in letters, they alone are not spelled so."""
+    library = read(str(byte_level(tmp_path, ("<s>", "</s>", "<mask>", "<pad>")))).library
+    library.add_tokens(["two words", "\u00e9t\u00e9"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = read(str(tmp_path))
+    ids = tokenizer.encode("a two words")
+    assert ids[-1] == tokenizer.ids["two words"]
+    _, words = tokenizer.masking()
+    assert {tokenizer.ids["two words"], tokenizer.ids["\u00e9t\u00e9"]} <= set(words.ordinary.tolist())
+    assert words.begins(np.array([ids])).tolist() == [[True, True, False]], "white space begins a word"
+
+
 def test_words_are_those_of_the_library(tmp_path):
     tokenizer = read(str(wordpiece(tmp_path)))
     special, words = tokenizer.masking()

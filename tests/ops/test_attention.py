@@ -157,25 +157,24 @@ GPU, TPU = ("gpu", "bfloat16"), ("tpu", "bfloat16")
 
 
 @pytest.mark.parametrize(
-    ("asked", "where", "rate", "time", "packed", "kernel", "why"),
+    ("asked", "where", "rate", "time", "kernel", "why"),
     [
-        ("auto", ("cpu", "bfloat16"), 0.0, 1024, False, "xla", "no fused kernel for cpu"),
-        ("auto", GPU, 0.0, 1024, False, "cudnn", "fused"),
-        ("auto", GPU, 0.1, 1024, False, "xla", "attention_dropout=0.1"),
-        ("auto", GPU, 0.0, 1024, True, "xla", "segment ids"),
-        ("auto", ("gpu", "float16"), 0.0, 1000, False, "cudnn", "fused"),
-        ("auto", ("gpu", "float32"), 0.0, 1024, False, "xla", "float32"),
-        ("auto", TPU, 0.0, 1024, True, "splash", "fused"),
-        ("auto", ("tpu", "float32"), 0.0, 128, False, "splash", "fused"),
-        ("auto", TPU, 0.1, 1024, False, "xla", "attention_dropout=0.1"),
-        ("auto", TPU, 0.0, 1000, False, "xla", "multiples of 128"),
-        ("xla", TPU, 0.0, 1024, False, "xla", "as configured"),
-        ("splash", TPU, 0.0, 128, False, "splash", "as configured"),
+        ("auto", ("cpu", "bfloat16"), 0.0, 1024, "xla", "no fused kernel for cpu"),
+        ("auto", GPU, 0.0, 1024, "cudnn", "fused"),
+        ("auto", GPU, 0.1, 1024, "xla", "attention_dropout=0.1"),
+        ("auto", ("gpu", "float16"), 0.0, 1000, "cudnn", "fused"),
+        ("auto", ("gpu", "float32"), 0.0, 1024, "xla", "float32"),
+        ("auto", TPU, 0.0, 1024, "splash", "fused"),
+        ("auto", ("tpu", "float32"), 0.0, 128, "splash", "fused"),
+        ("auto", TPU, 0.1, 1024, "xla", "attention_dropout=0.1"),
+        ("auto", TPU, 0.0, 1000, "xla", "multiples of 128"),
+        ("xla", TPU, 0.0, 1024, "xla", "as configured"),
+        ("splash", TPU, 0.0, 128, "splash", "as configured"),
     ],
 )
-def test_the_kernel_and_why(asked, where, rate, time, packed, kernel, why):
+def test_the_kernel_and_why(asked, where, rate, time, kernel, why):
     platform, dtype = where
-    chosen, reason = choose(asked, platform, rate=rate, dtype=dtype, time=time, head_width=64, packed=packed)
+    chosen, reason = choose(asked, platform, rate=rate, dtype=dtype, time=time, head_width=64)
     assert chosen == kernel and why in reason
 
 
@@ -190,7 +189,7 @@ def test_the_kernel_and_why(asked, where, rate, time, packed, kernel, why):
 )
 def test_a_kernel_that_cannot_run_is_refused(kernel, platform, dtype, head_width, why):
     with pytest.raises(ConfigError, match=f"model.attention={kernel}.*{why}"):
-        choose(kernel, platform, rate=0.0, dtype=dtype, time=128, head_width=head_width, packed=False)
+        choose(kernel, platform, rate=0.0, dtype=dtype, time=128, head_width=head_width)
 
 
 @pytest.mark.gpu

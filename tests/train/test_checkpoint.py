@@ -28,7 +28,7 @@ class State:  # the shape of a TrainState
     step: Any
     params: Any
     mu: Any
-    frozen: Any
+    buffers: Any
 
 
 def make_state(seed=0, mesh=None):
@@ -146,7 +146,7 @@ def test_another_state_is_refused_by_name(tmp_path, change, complaint):
     saver = Checkpointer(tmp_path)
     saver.save(1, state, META)
     saver.close()
-    other = State(state.step, change(state.params), state.mu, state.frozen)
+    other = State(state.step, change(state.params), state.mu, state.buffers)
     with pytest.raises(CheckpointError, match="another state") as error:
         saver.restore(1, abstract(other, make_mesh(4, 2)))
     assert complaint in str(error.value)

@@ -16,8 +16,8 @@ from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.train import loop
 from spmd_lm.train.checkpoint import Checkpointer
-from spmd_lm.train.precision import LARGEST, finite, first, following
 from spmd_lm.train.program import Program
+from spmd_lm.train.scaling import LARGEST, finite, first, following
 from tests.helpers import FLOAT32, assert_equal, device_batch, make_config, program
 
 FLOAT16 = FLOAT32 | {"compute": "float16", "loss_scale": "dynamic"}
@@ -106,7 +106,7 @@ def test_a_skipped_step_leaves_parameters_and_moments_as_they_were():
     p, before = after_two()
     after, figures = p.step(rescaled(p, before, TOO_MUCH), device_batch(p, 2))
     assert figures["skipped"] and figures["skipped_steps"] == 1 and figures["loss_scale"] == TOO_MUCH
-    for tree in ("params", "mu", "nu", "frozen"):
+    for tree in ("params", "mu", "nu"):
         assert_equal(getattr(after, tree), getattr(before, tree))
     assert (int(before.step), int(after.step)) == (2, 3)
     assert int(after.updates) == int(before.updates) == 2
