@@ -245,7 +245,7 @@ def test_a_second_interrupt_ends_quietly(capsys, work):
         (["fly"], f"no verb 'fly'. Verbs: {', '.join(VERBS)}."),
         (["train"], "spmd-lm train: no CONFIG given"),
         (["train", DEBUG, "--devcies", "8"], "unrecognized arguments: --devcies 8. Did you mean --devices?"),
-        (["train", DEBUG, "--steps", "8"], "unrecognized arguments: --steps 8. See spmd-lm train --help."),
+        (["train", DEBUG, "--steps", "8"], "unrecognized arguments: --steps 8. Did you mean train.steps=...?"),
         (["train", DEBUG, "--devices", "many"], "run.simulate_devices: expected a whole number, got 'many'."),
         (["train", DEBUG, "--devices"], "expected one argument"),
         (["train", "debug.yml"], "debug.yml: no such file."),

@@ -18,6 +18,7 @@ LAYERS = (
     {"analysis", "huggingface"},
     {"train"},
     {"audit", "bench", "exchange", "generate"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 )

@@ -84,7 +84,7 @@ def unknown_section(name: str, value: Any) -> str:
     if name == "base":  # a file's own is read before sections are
         give = f", or give {value} as the CONFIG" if isinstance(value, str) else ""
         return f"base: stands in a file only. Write it there{give}."
-    near = did_you_mean(name, RunConfig.model_fields) or _elsewhere(name)
+    near = did_you_mean(name, RunConfig.model_fields) or elsewhere(name)
     return f"unknown section '{name}'. " + (f"Did you mean '{near}'?" if near else _known(RunConfig.model_fields))
 
 
@@ -97,7 +97,7 @@ def unknown_key(section: str, key: str, variant: str) -> str:
             f"{section}: '{key}' belongs to {field}={owners[0]}, not {variant}. Remove it, or set {field}={owners[0]}."
         )
     known = keys(types[variant]) if variant in types else {key: None for each in types.values() for key in keys(each)}
-    near = did_you_mean(key, known) or _elsewhere(key, section)
+    near = did_you_mean(key, known) or elsewhere(key, section)
     return f"{section}: unknown key '{key}'. " + (f"Did you mean '{near}'?" if near else _known(known))
 
 
@@ -119,7 +119,7 @@ def wrong_value(section: str, key: str, errors: list[dict[str, Any]]) -> str:
     return f"{section}.{key}: {what}.{_mend(kind, got) or _default(section, key)}"
 
 
-def _elsewhere(word: str, section: str = "") -> str | None:
+def elsewhere(word: str, section: str = "") -> str | None:
     """A key of any section, or what another trainer calls it; without the section where that is the one we are in."""
     names = dict(OTHER_NAMES)
     for name in RunConfig.model_fields:

@@ -3,6 +3,7 @@
 A handler only takes a note: XLA cannot be interrupted, and a checkpoint can only be written between steps.  Whoever
 presses Ctrl-C a second time means it, and gets KeyboardInterrupt at once."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -55,3 +56,20 @@ class StopSignals:
         if number == signal.SIGINT:
             # os.write: print() is not reentrant, and a handler may run within one.
             os.write(2, f"\n{self._answer}\n".encode())
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Within, Ctrl-C ends the process at once, in silence; a shell calls that 130.  For where nothing has to be saved.
+
+    A KeyboardInterrupt would come too late, or never: XLA holds it up, and extension modules that are being imported
+    swallow it or make an ImportError of it."""
+    before = signal.getsignal(signal.SIGINT)
+    ours = threading.current_thread() is threading.main_thread() and before not in (signal.SIG_IGN, None)
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
