@@ -1,0 +1,79 @@
+"""The whole way: a model that was trained on text is tuned on labels, for several seeds, judged, and given away."""
+
+import json
+import statistics
+
+import numpy as np
+import pytest
+
+from spmd_lm.cli import main
+from spmd_lm.config.load import load_run
+
+pytestmark = pytest.mark.slow
+
+PRETRAINING = """
+run: {name: first, dir: DIR/first}
+model: {kind: bert, layers: 2, width: 32, heads: 4, context: 32, vocab: 260, token_types: 2, norm: post}
+objective: {kind: masked_lm}
+data: {source: text, path: DIR/text.txt}
+parallel: {data: 4, model: 2}
+precision: {compute: float32}
+optim: {lr: 1e-3}
+train: {steps: 3, batch: 16}
+checkpoint: {every: 3}
+"""
+TUNING = """
+run: {name: second, dir: DIR/second, init_from: DIR/first}
+model: {dropout: 0.0, attention_dropout: 0.0, context: 24}
+objective: {kind: classification, classes: 3}
+data: {source: task, task: jsonl, path: DIR/train.jsonl, validation: DIR/dev.jsonl}
+parallel: {data: 4, model: 2, sequence: true, zero: 3}
+precision: {compute: float32}
+optim: {lr: 3e-3, warmup: 10, freeze: embedding.positions}
+train: {steps: 120, batch: 32, log_every: 40, eval_every: 60, seed: 5}
+checkpoint: {every: 60}
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A text, and examples whose first letter says their class."""
+    r = np.random.default_rng(0)
+    words = lambda: "".join(r.choice([*"defg "], r.integers(3, 20)))  # noqa: E731
+    (tmp_path / "text.txt").write_text("\n".join(words() for _ in range(400)))
+    for side, count in (("train", 600), ("dev", 101)):
+        lines = [{"text": "abc"[label] + words(), "label": int(label)} for label in r.integers(0, 3, count)]
+        (tmp_path / f"{side}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, text in (("first", PRETRAINING), ("second", TUNING)):
+        (tmp_path / f"{name}.yaml").write_text(text.replace("DIR", str(tmp_path)))
+    return tmp_path
+
+
+def test_a_model_is_tuned_for_two_seeds_judged_under_another_layout_and_given_away(place, capsys):
+    assert main(["train", str(place / "first.yaml")]) == 0
+    line = ["train", str(place / "second.yaml"), "--seeds", "2", "--json", str(place / "told.json")]
+    assert main(line) == 0
+    told = json.loads((place / "told.json").read_text())
+    out = capsys.readouterr().out
+    assert "seed 5" in out and "seed 6" in out and "eval_matthews" in out
+
+    for name, by_seed in told["seeds"].items():
+        assert by_seed.keys() == {"5", "6"}
+        assert told["median"][name] == statistics.median(by_seed.values())
+    assert told["median"]["eval_accuracy"] > 0.9 > 0.5
+    assert told["seeds"]["eval_loss"]["5"] != told["seeds"]["eval_loss"]["6"]
+
+    # Judged again, with other batches on other devices.
+    other = ["parallel.pipe=2", "parallel.data=2", "parallel.zero=0", "train.batch=8", "--json", "-"]
+    assert main(["eval", str(place / "second" / "seed-6"), *other]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["examples"] == 101
+    assert again["eval_loss"] == pytest.approx(told["seeds"]["eval_loss"]["6"], rel=1e-4)
+    assert again["eval_accuracy"] == told["seeds"]["eval_accuracy"]["6"]
+
+    # A finished run needs neither training nor its origin.
+    (place / "first").rename(place / "gone")
+    assert load_run(place / "second" / "seed-5").model.context == 24
+    assert main(["export", str(place / "second" / "seed-5"), str(place / "given")]) == 0
+    said = json.loads((place / "given" / "config.json").read_text())
+    assert said["architectures"] == ["BertForSequenceClassification"] and len(said["id2label"]) == 3
