@@ -265,10 +265,20 @@ def check_same_model(saved: Config, config: Config, directory: Path) -> None:
 def _changes(saved: Config, config: Config) -> dict[str, str]:
     """What differs, by key, a line each."""
     old, new = dict(_flatten(_with_defaults(saved))), dict(_flatten(config))
+    was, is_now = old | _derived(old), new | _derived(new)
     return {
         key: f"  {key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        if old.get(key) != new.get(key) and was.get(key) != is_now.get(key)
+    }
+
+
+def _derived(config: Config) -> Config:
+    """Sizes that follow from others where they are not said: an imported model's are, by its config.json."""
+    hidden, heads = config.get("model.hidden"), config.get("model.kv_heads")
+    return {
+        "model.hidden": hidden or 4 * config.get("model.width", 0),
+        "model.kv_heads": heads or config.get("model.heads"),
     }
 
 

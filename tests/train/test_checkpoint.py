@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
-from spmd_lm.train.checkpoint import Checkpointer, check_same_run, make_meta
+from spmd_lm.train.checkpoint import Checkpointer, check_same_model, check_same_run, make_meta
 
 META = make_meta({"model": {"layers": 4}}, samples=48, fingerprint="abc")
 
@@ -273,6 +273,17 @@ def test_a_key_added_since_makes_no_other_model(tmp_path):
     config["model"]["activation"] = "gelu"
     with pytest.raises(CheckpointError, match=r"model\.activation: gelu_tanh -> gelu"):
         check_same_run(saved, config, tmp_path)
+
+
+def test_what_follows_from_other_keys_may_be_said(tmp_path):
+    """As an imported model's config.json does."""
+    model = {"layers": 1, "width": 8, "heads": 2, "context": 8, "vocab": 16}
+    silent, said = {"model": model}, {"model": model | {"hidden": 32, "kv_heads": 2}}
+    for one, other in ((silent, said), (said, silent)):
+        assert check_same_run(one, other, tmp_path) == []
+        check_same_model(one, other, tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.hidden: 48 -> not set"):
+        check_same_model({"model": model | {"hidden": 48}}, silent, tmp_path)
 
 
 def test_a_run_may_move(tmp_path):
