@@ -3,15 +3,20 @@
 import math
 from pathlib import Path
 
+import jax
 import pytest
 
 from spmd_lm.analysis.flops import parameters
 from spmd_lm.config.load import load
+from spmd_lm.config.objectives import TASKS
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.train.describe import describe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.yaml") if path.stem != "base")
+BERT_BASE = 109_482_240  # without a head, but with its pooler
+POOLER = 768 * 768 + 768
 PARAMETERS = {  # of the released weights; BERT's with the two heads of its pre-training
     "gpt2/124m": 124_439_808,
     "gpt2/355m": 354_823_168,
@@ -19,6 +24,12 @@ PARAMETERS = {  # of the released weights; BERT's with the two heads of its pre-
     "gpt2/1.5b": 1_557_611_200,
     "bert/bert-base": 110_106_428,
     "bert/bert-large": 336_226_108,
+}
+FINETUNED = {  # as transformers counts its BertFor..., of 512 positions
+    "finetune/mnli": BERT_BASE + 3 * (768 + 1),
+    **dict.fromkeys(("finetune/qqp", "finetune/sst2", "finetune/cola"), 109_483_778),
+    "finetune/race": 109_483_009,
+    "finetune/squad": 108_893_186,
 }
 ROUNDED = {  # as the papers print them, in billions
     "megatron/355m": "0.355",  # arXiv:1909.08053, tables 1, 2 and 4
@@ -66,12 +77,27 @@ def test_it_is_planned_as_it_stands(path):
 def test_it_has_as_many_parameters_as_were_published(path):
     """To the last digit that is printed."""
     name, count = name_of(path), parameters(load(path))
-    assert (name in PARAMETERS) + (name in ROUNDED) + (name in TRIALS) == 1
+    assert (name in PARAMETERS) + (name in ROUNDED) + (name in FINETUNED) + (name in TRIALS) == 1
     if name in PARAMETERS:
         assert count == PARAMETERS[name]
+    elif name in FINETUNED:
+        assert parameters(load(path, ["model.context=512"])) == FINETUNED[name]
     elif name in ROUNDED:
         digits = len(ROUNDED[name].partition(".")[2])
         assert f"{count / 1e9:.{digits}f}" == ROUNDED[name]
+
+
+@shipped
+def test_the_formula_counts_its_leaves(path):
+    config = load(path)
+    shapes = LanguageModel(config.model, config.objective, "float32", "xla").shapes
+    assert parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def test_heads_are_what_the_counts_differ_in():
+    assert FINETUNED["finetune/cola"] == BERT_BASE + 2 * (768 + 1)
+    assert FINETUNED["finetune/race"] == BERT_BASE + 768 + 1
+    assert FINETUNED["finetune/squad"] == BERT_BASE - POOLER + 2 * (768 + 1)
 
 
 @shipped
@@ -87,3 +113,16 @@ def test_it_is_planned_over_eight_devices(path):
 def test_its_last_state_is_kept(path):
     """For eval and generate, which come next."""
     assert load(path).checkpoint.every > 0
+
+
+@pytest.mark.parametrize("name", FINETUNED)
+def test_a_fine_tuning_begins_as_bert_base_and_goes_on_as_it_would(name):
+    """Every key of what the base reads and is trained for is gone, and its model is the same."""
+    config, base = load(CONFIGS / f"{name}.yaml"), load(CONFIGS / "bert" / "bert-base.yaml")
+    assert config.data.task == Path(name).stem and config.data.task in TASKS
+    assert config.run.init_from == str(base.run.directory) != str(config.run.directory)
+    assert config.data.tokenizer == f"{config.run.init_from}/tokenizer"
+    assert config.model == base.model.model_copy(update={"context": config.model.context})
+    o, t = config.optim, config.train
+    assert o.decay_steps == t.steps == 10 * o.warmup and t.steps % t.eval_every == 0
+    assert t.batch == 32 * config.objective.rows_of_one
