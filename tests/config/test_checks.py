@@ -14,6 +14,9 @@ from spmd_lm.errors import ConfigError
 FLOAT16 = "precision.compute=float16 precision.loss_scale=dynamic"
 CUDNN = "model.attention=cudnn model.attention_dropout=0 precision.compute=bfloat16"
 MASKED = "objective.kind=masked_lm model.kind=bert model.vocab=260"
+TASK = "model.kind=bert model.vocab=260 data.source=task data.path=a data.validation=b"
+CLASSES = f"{TASK} data.task=mnli objective.kind=classification objective.classes=3"
+CHOICES = f"{TASK} data.task=race objective.kind=multiple_choice"
 DEBUG = Path(__file__).parents[2] / "configs" / "debug.yaml"  # 4 layers, 8 heads, width 64, context 64, batch 16
 
 
@@ -99,6 +102,79 @@ def problems(*overrides: str) -> list[str]:
             "model.token_types=2",
             "model.token_types=2 with objective.kind=causal_lm: running text has no parts",
             "model.token_types=0",
+        ),
+        (
+            f"{CLASSES} model.token_types=1",
+            "model.token_types=1 with objective.kind=classification: a row may have two texts",
+            "model.token_types=0 or 2",
+        ),
+        (
+            f"{CLASSES} model.context=7",
+            "model.context=7 with objective.kind=classification: [CLS] and [SEP] would leave no room for text",
+            "model.context=8 or more",
+        ),
+        (
+            f"{CLASSES} model.vocab=259",
+            "model.vocab=259 is less than the 260 tokens of data.tokenizer=bytes, with the four that "
+            "objective.kind=classification adds",
+            "model.vocab=260",
+        ),
+        (
+            f"{CLASSES} model.kind=gpt",
+            "objective.kind=classification with model.kind=gpt, which sees only what stands before a word",
+            "model.kind=bert, or objective.kind=causal_lm",
+        ),
+        (
+            f"{CLASSES} data.task=race",
+            "data.task=race with objective.kind=classification",
+            "objective.kind=multiple_choice objective.choices=4",
+        ),
+        (
+            f"{CLASSES} data.task=squad",
+            "data.task=squad with objective.kind=classification",
+            "objective.kind=span",
+        ),
+        (
+            f"{TASK} data.task=mnli objective.kind=masked_lm",
+            "data.task=mnli with objective.kind=masked_lm",
+            "objective.kind=classification objective.classes=3",
+        ),
+        (
+            f"{TASK} data.task=jsonl objective.kind=span",
+            "data.task=jsonl with objective.kind=span",
+            "objective.kind=classification, with as many classes as there are labels",
+        ),
+        (
+            f"{CLASSES} objective.classes=2",
+            "objective.classes=2 with data.task=mnli, which has 3",
+            "objective.classes=3",
+        ),
+        (
+            f"{CLASSES} data.task=cola",
+            "objective.classes=3 with data.task=cola, which has 2",
+            "objective.classes=2",
+        ),
+        (
+            f"{CHOICES} objective.choices=5 train.batch=20",
+            "objective.choices=5 with data.task=race, which has 4",
+            "objective.choices=4",
+        ),
+        (
+            "model.kind=bert model.vocab=260 objective.kind=span",
+            "objective.kind=span with data.source=python-stdlib, which has no labels",
+            "data.source=task, with data.task, data.path and data.validation",
+        ),
+        (
+            f"{CHOICES} train.batch=18",
+            "train.batch=18 in parallel.microbatches=1 gives 18 rows, not divisible by objective.choices=4, which are "
+            "rows of one question",
+            "train.batch=16 or 20",
+        ),
+        (
+            f"{CHOICES} train.batch=20 parallel.microbatches=2",
+            "train.batch=20 in parallel.microbatches=2 gives 10 rows, not divisible by objective.choices=4, which are "
+            "rows of one question",
+            "train.batch=16 or 24",
         ),
         (
             f"{MASKED} objective.rate=0",
@@ -270,6 +346,22 @@ def test_float16_is_scaled_and_reduced_in_more(overrides, asked, use):
     assert problems(*overrides.split()) == [f"{asked}. Use {use}."]
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.path=[]", "data.path=[]"),
+        ("data.path=''", "data.path="),
+        ("data.path=[a,'']", "data.path=['a', '']"),
+        ("data.validation=[]", "data.validation=[]"),
+    ],
+)
+def test_what_is_to_be_read_has_a_name(override, said):
+    key = override.partition("=")[0]
+    assert problems(*CLASSES.split(), override) == [
+        f"{said} names no file. Give a file, a directory or a pattern: {key}='corpus/*.txt'."
+    ]
+
+
 def test_a_sequence_that_model_does_not_divide_is_refused():
     assert problems("parallel.sequence=true", "parallel.model=8", "model.context=60", "run.simulate_devices=8") == [
         "model.context=60 is not divisible by parallel.model=8, over which parallel.sequence=true splits it. "
@@ -293,6 +385,11 @@ def test_a_sequence_that_model_does_not_divide_is_refused():
         "data.source=synthetic model.vocab=16",
         f"{MASKED} model.token_types=2 model.context=8",
         f"{MASKED} model.token_types=1 objective.sentence_order=false objective.rate=0.5 objective.max_span=1",
+        CLASSES,
+        f"{CLASSES} model.token_types=2 model.context=8",
+        f"{CLASSES} data.task=jsonl objective.classes=7",
+        f"{CHOICES} train.batch=24 parallel.microbatches=3 run.simulate_devices=2",
+        f"{TASK} data.task=squad objective.kind=span objective.stride=1000",  # a row's room is less, and taken
         "data.tokenizer=vocab.txt model.vocab=100",  # of a file nothing is known yet
         "run.simulate_devices=8 parallel.model=2 parallel.replica=2 parallel.microbatches=4",
         "parallel.pipe=2 parallel.microbatches=3 train.batch=18",
@@ -359,6 +456,20 @@ def test_what_is_legal_passes(overrides):
             "train.batch=16 in parallel.microbatches=8 gives 2 sequences, not divisible by parallel.replica=1 x data=4",
             "parallel.microbatches=2 or 4, or train.batch=32",
         ),
+        (
+            8,
+            CHOICES,
+            "train.batch=16 in parallel.microbatches=1 gives 4 questions of objective.choices=4, "
+            "not divisible by parallel.replica=1 x data=8",
+            "train.batch=32",
+        ),
+        (
+            2,
+            f"{CHOICES} parallel.microbatches=4",
+            "train.batch=16 in parallel.microbatches=4 gives 1 questions of objective.choices=4, "
+            "not divisible by parallel.replica=1 x data=2",
+            "parallel.microbatches=1 or 2, or train.batch=32",
+        ),
     ],
 )
 def test_a_layout_uses_every_device(devices, overrides, what, use):
@@ -387,25 +498,26 @@ degrees = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 sizes = {"heads": degrees, "model": degrees, "hidden": st.integers(1, 40), "batch": st.integers(1, 40)}
 
 
-def setting(heads: int, model: int, hidden: int, batch: int, micro: int, devices: int) -> list[str]:
+def setting(heads: int, model: int, hidden: int, batch: int, micro: int, devices: int, together: int) -> list[str]:
     return [
+        *(CHOICES.split() if together == 4 else []),
         *("model.width=48", f"model.heads={heads}", f"model.hidden={hidden}", f"parallel.model={model}"),
         *(f"train.batch={batch}", f"parallel.microbatches={micro}", f"run.simulate_devices={devices}"),
     ]
 
 
-@given(**sizes, micro=degrees, devices=degrees)
-def test_passes_exactly_what_divides(heads, model, hidden, batch, micro, devices):
-    divides = devices % model == heads % model == hidden % model == 48 % heads == batch % micro == 0
-    divides = divides and batch // micro % (devices // model) == 0
-    assert (problems(*setting(heads, model, hidden, batch, micro, devices)) == []) == divides
+@given(**sizes, micro=degrees, devices=degrees, together=st.sampled_from([1, 4]))
+def test_passes_exactly_what_divides(heads, model, hidden, batch, micro, devices, together):
+    divides = devices % model == heads % model == hidden % model == 48 % heads == batch % (micro * together) == 0
+    divides = divides and batch // (micro * together) % (devices // model) == 0
+    assert (problems(*setting(heads, model, hidden, batch, micro, devices, together)) == []) == divides
 
 
 @settings(max_examples=50)
-@given(**sizes, micro=degrees, devices=degrees)
-def test_every_setting_that_a_message_offers_mends_it(heads, model, hidden, batch, micro, devices):
+@given(**sizes, micro=degrees, devices=degrees, together=st.sampled_from([1, 4]))
+def test_every_setting_that_a_message_offers_mends_it(heads, model, hidden, batch, micro, devices, together):
     """Each offer on its own, whatever other problems there are."""
-    given = setting(heads, model, hidden, batch, micro, devices)
+    given = setting(heads, model, hidden, batch, micro, devices, together)
     for problem in problems(*given):
         offers = problem.split(". Use ")[1]
         for key, values in re.findall(r"([a-z]+\.\w+)=(-?\d+(?: or -?\d+)*)", offers):
