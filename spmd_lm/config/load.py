@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from spmd_lm.config import checks, messages, syntax
-from spmd_lm.config.schema import Data, RunConfig, Section
+from spmd_lm.config.schema import Data, RunConfig, Section, possible_path
 from spmd_lm.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -80,7 +81,9 @@ def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def _resolve(layers: Sequence[Layer], problems: list[str]) -> RunConfig:
+    told = len(problems)
     layers = [*_beginning(layers, problems), *layers]
+    lost = len(problems) > told  # the origin, and what would have come from it
     tree = functools.reduce(_lay, (layer.tree for layer in layers))
     sections: dict[str, Section] = {}
     for name in (name for name in tree if name not in FIELDS):
@@ -92,6 +95,8 @@ def _resolve(layers: Sequence[Layer], problems: list[str]) -> RunConfig:
         section = tree.get(name, {})
         if isinstance(section, dict):
             section = _set_aside(name, section, layers, problems)
+        if name == "model" and lost:
+            continue
         _validate(name, section, layers, problems, sections)
     for message in checks.problems(sections):
         problems.append(f"{_origins(layers, checks.subjects(message))}: {message}")
@@ -115,10 +120,17 @@ def _beginning(layers: Sequence[Layer], problems: list[str]) -> list[Layer]:
     said = run.get("init_from")
     if not isinstance(said, str) or "layers" in model:
         return []
+    where = f"{_origin(layers, 'run', 'init_from')}: run.init_from={said}"
     try:
-        config = load_run(Path(said).expanduser())
+        directory = Path(possible_path(said)).expanduser()
+        if not (directory / CONFIG).exists():
+            problems.append(f"{where} is no run: there is no {CONFIG} in it. Name the directory of one.")
+            return []
+        config = load_run(directory)
+    except PydanticCustomError:  # which is told with its section
+        return []
     except ConfigError as error:
-        problems += (f"{_origin(layers, 'run', 'init_from')}: run.init_from={said}: {line}" for line in error.problems)
+        problems += (f"{where}: {line}" for line in error.problems)
         return []
     under: dict[str, Any] = {"model": config.model.model_dump()}
     if isinstance(config.data, Data) and data.get("source") != "synthetic":
