@@ -1,13 +1,15 @@
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
-from spmd_lm.config.load import dump, load
-from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
+from spmd_lm.config.load import dump, load, load_run
+from spmd_lm.config.schema import PythonStdlib, Synthetic, Task, Text
 from spmd_lm.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+FOLDER = Path(__file__).parents[2] / "configs"
+CONFIGS = sorted(path for path in FOLDER.rglob("*.yaml") if path.stem != "base")
 NAME = "run.name: expected letters, digits, '.', '_' or '-', not beginning with '.'"
 TINY = """
 model: {layers: 2, width: 64, heads: 8, context: 32, vocab: 256}
@@ -38,7 +40,7 @@ def problems(path: str, *overrides: str) -> tuple[str, ...]:
 # --- what is sound ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(FOLDER)))
 def test_every_shipped_configuration_loads_and_reads_back_equal(path, tmp_path):
     config = load(path)
     written = tmp_path / "config.yaml"
@@ -124,6 +126,112 @@ def test_the_same_variant_keeps_its_keys(write):
     assert load("a.yaml", ["data.source=text", "data.validation=0.3"]).data == Text(
         source="text", path="x", validation=0.3
     )
+
+
+@pytest.mark.parametrize("more", [("data.source=text", "data.path=x"), ("data.source=python-stdlib",)])
+def test_a_vocabulary_outlives_a_change_of_text(write, more):
+    """Its ids are what a model knows, whatever it reads; a chain has none."""
+    files = "path: a, validation: b, tokenizer: vocab.txt"
+    write(a=TINY.replace("{source: python-stdlib}", f"{{source: task, task: jsonl, {files}}}"))
+    data = load("a.yaml", more).data
+    assert (data.tokenizer, data.validation) == ("vocab.txt", 0.1)  # files are no share
+    assert load("a.yaml", [*more, "data.tokenizer=bytes"]).data.tokenizer == "bytes"
+    assert load("a.yaml", ["data.source=synthetic"]).data == Synthetic(source="synthetic")
+
+
+def test_files_to_be_judged_by_are_asked_for_in_place_of_a_share(write):
+    write(a=TINY.replace("{source: python-stdlib}", "{source: text, path: x, validation: 0.2, tokenizer: vocab.txt}"))
+    asked = "missing. Set it in the file, or as data"
+    told = problems("a.yaml", "data.source=task", "data.task=mnli", "data.path=y")
+    assert told == (f"a.yaml: data.validation: {asked}.validation=... on the command line.",)
+
+
+# --- what begins as another run ---------------------------------------------------------------------------------------
+
+LATER = """
+run: {init_from: runs/first}
+data: {source: python-stdlib}
+optim: {lr: 3e-4}
+train: {steps: 20, batch: 16}
+"""
+
+
+@pytest.fixture
+def first(write, tmp_path):
+    """A run that has a vocabulary of its own, and a configuration that begins as it."""
+    write(first=TINY.replace("python-stdlib", "python-stdlib, tokenizer: elsewhere/vocab.txt"), later=LATER)
+    kept = tmp_path / "runs" / "first" / "tokenizer"
+    kept.mkdir(parents=True)
+    kept.with_name("config.yaml").write_text(dump(load("first.yaml", ["model.norm_eps=1e-3"])))
+    return Path("runs/first")
+
+
+def test_its_model_and_its_vocabulary_are_the_other_run_s(first):
+    later, model = load("later.yaml"), load_run(first).model
+    assert later.model == model and model.norm_eps == 1e-3
+    assert later.data.tokenizer == "runs/first/tokenizer"
+    assert (later.run.name, later.optim.lr) == ("run", 3e-4)  # nothing else is
+
+
+def test_what_it_says_of_its_model_comes_before(first):
+    later = load("later.yaml", ["model.context=16", "model.dropout=0.0", "data.tokenizer=vocab.txt"])
+    changes = {"context": 16, "dropout": 0.0}
+    assert later.model == load_run(first).model.model_copy(update=changes)
+    assert later.data.tokenizer == "vocab.txt"
+
+
+def test_a_task_is_read_by_its_vocabulary_and_a_chain_by_none(first):
+    bert = ["model.kind=bert", "objective.kind=span", "data.source=task", "data.task=squad"]
+    data = load("later.yaml", [*bert, "data.path=a", "data.validation=b"]).data
+    assert isinstance(data, Task) and data.tokenizer == "runs/first/tokenizer"
+    assert load("later.yaml", ["data.source=synthetic"]).data == Synthetic(source="synthetic")
+
+
+def test_who_says_the_whole_model_needs_no_other_run(first, write):
+    """As a run's own file does: it goes on where its beginning has been deleted."""
+    later = load("later.yaml")
+    write(own=dump(later))
+    shutil.rmtree(first)
+    assert load("own.yaml") == later
+    write(own=TINY + "run: {init_from: runs/first}")
+    assert load("own.yaml").run.init_from == "runs/first"
+
+
+def test_another_run_that_cannot_be_read_is_told_and_its_model_not_asked_for(first):
+    gone = "run.init_from=runs/none is no run: there is no config.yaml in it. Name the directory of one."
+    assert problems("later.yaml", "run.init_from=runs/none") == (f"command line: {gone}",)
+    file = first / "config.yaml"
+    file.write_text(file.read_text().replace("heads: 8", "heads: 7"))
+    assert problems("later.yaml", "model.contxt=16") == (
+        f"later.yaml: run.init_from=runs/first: {file}: model.width=64 is not divisible by model.heads=7. "
+        "Use model.heads=4 or 8, or model.width=63 or 70.",
+        "command line: model: unknown key 'contxt'. Did you mean 'context'?",
+    )
+    assert problems("later.yaml", "run.init_from=~nouser/x")[0].startswith("command line: run.init_from: expected ~ ")
+
+
+def test_a_run_reads_by_the_vocabulary_that_it_keeps_wherever_it_is(first, tmp_path):
+    assert load_run(first).data.tokenizer == "runs/first/tokenizer"
+    moved = first.rename(tmp_path / "moved")
+    run = load_run(moved, ["data.source=text", "data.path=x"])
+    assert (run.run.directory, run.data.tokenizer) == (moved, str(moved / "tokenizer"))
+    shutil.rmtree(moved / "tokenizer")
+    assert load_run(moved).data.tokenizer == "elsewhere/vocab.txt"
+
+
+@pytest.mark.parametrize("other", ["bytes", "vocab.txt"])
+def test_a_run_reads_by_no_other_vocabulary(first, other):
+    with pytest.raises(ConfigError) as caught:
+        load_run(first, [f"data.tokenizer={other}"])
+    assert caught.value.problems == (
+        f"data.tokenizer={other}: runs/first has a vocabulary of its own, whose ids its model knows. Leave it out.",
+    )
+    assert load_run(first, ["data.source=synthetic"]).data == Synthetic(source="synthetic")
+
+
+def test_a_directory_without_a_configuration_is_no_run(first, tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing: no config\.yaml in this directory, so it is no run\."):
+        load_run(tmp_path / "nothing")
 
 
 # --- what is not ------------------------------------------------------------------------------------------------------
