@@ -4,6 +4,7 @@ import pytest
 
 from spmd_lm.analysis.flops import forward_per_sequence, parameters, train_step
 from spmd_lm.batch import abstract_batch
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.language_model import LanguageModel
 from tests import reference
 from tests.helpers import make_config
@@ -19,8 +20,26 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS)
+BERT = {"kind": "bert", "token_types": 2}
+FILES = {"source": "task", "path": "a", "validation": "b"}
+JUDGED = {  # an objective, its task, and what its head adds to a row and to each of its tokens (width 32)
+    "classification": ({"kind": "classification", "classes": 5}, "jsonl", (32 + 5) * 32, 0),
+    "multiple_choice": ({"kind": "multiple_choice"}, "race", (32 + 1) * 32, 0),
+    "span": ({"kind": "span"}, "squad", 0, 2 * 32),
+}
+
+
+def judged(name: str, **model) -> RunConfig:
+    objective, task, *_ = JUDGED[name]
+    return make_config(model=BERT | model, objective=objective, data=FILES | {"task": task})
+
+
+@pytest.fixture(params=[*MODELS, *JUDGED, "class, norms after, untied"])
 def config(request):
+    if request.param in JUDGED:
+        return judged(request.param)
+    if request.param not in MODELS:
+        return judged("classification", norm="post", tie_embeddings=False, biases=False)
     masked = {"objective": {"kind": "masked_lm"}} if request.param == "bert" else {}
     return make_config(model=MODELS[request.param], **masked)
 
@@ -46,13 +65,26 @@ def product_flops(jaxpr) -> int:
 
 
 def test_flops_are_those_of_the_products(config):
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[2:]), x.dtype), abstract_batch(config))
+    rows = config.objective.rows_of_one
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[2:]), x.dtype), abstract_batch(config))
     forward = lambda params, batch: reference.predictions(params, config, batch)  # noqa: E731
     counted = product_flops(jax.make_jaxpr(forward)(make_shapes(config), one).jaxpr)
-    assert forward_per_sequence(config) == counted
-    assert train_step(config) == 3 * config.train.batch * counted
+    assert rows * forward_per_sequence(config) == counted
+    assert rows * train_step(config) == 3 * config.train.batch * counted
 
 
 def test_gpt2_has_the_published_number_of_parameters():
     small = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50257}
     assert parameters(make_config(model=small)) == 124_439_808
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_judged_head_is_what_it_adds_to_the_layers_by_hand(name):
+    """Of 2 layers of width 32, MLP 128, context 16, and none of the vocabulary's product."""
+    _, _, of_row, of_token = JUDGED[name]
+    layer = 4 * 32 * 32 + 2 * 32 * 128
+    assert forward_per_sequence(judged(name)) == 2 * (16 * (2 * (layer + 2 * 16 * 32) + of_token) + of_row)
+    scales, biases = (2 * 2 + 1) * 32, 2 * (4 * 32 + 128 + 32) + (of_row + of_token) // 32
+    without = 2 * layer + (61 + 16 + 2) * 32 + scales + of_row + of_token
+    assert parameters(judged(name, biases=False)) == without
+    assert parameters(judged(name)) == without + biases + scales  # a norm has as many biases
