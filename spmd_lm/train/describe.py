@@ -11,6 +11,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.train import describe_pipeline
+from spmd_lm.train.freeze import frozen, trained
 from spmd_lm.train.program import abstract_plan, choose_kernel
 from spmd_lm.train.text import columns, count, human
 
@@ -37,6 +38,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
         "platform": plan.platform,
         "parameters": parameters,
         "parameter_count": flops.parameters(config),
+        "trained_count": _trained(plan, config),
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "memory": memory.table(config, plan, kernel),
         "fullest_in": memory.fullest(config, plan, kernel),
@@ -53,6 +55,12 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
         "remat": config.remat_policy,
         "precision": config.precision.model_dump(),
     }
+
+
+def _trained(plan: Plan, config: RunConfig) -> int:
+    """Parameters that optim.freeze leaves to train; ConfigError for a pattern that names none."""
+    patterns = config.optim.freeze.split()
+    return trained(frozen(patterns, plan.names, plan.shapes), plan.shapes) if patterns else flops.parameters(config)
 
 
 def _parameter(plan: Plan, config: RunConfig, path, names) -> dict:
@@ -79,11 +87,12 @@ def summary(description: dict) -> str:
     parts = f"{count(batch['microbatches'], 'microbatch')} x {count(shards, 'shard')}"
     rows = f"{parts} x {batch['sequences_per_device_and_microbatch']}"
     state, whole = sum(d["memory"][row] for row in memory.STATE), sum(d["memory"].values())
-    flop = d["model_flops_per_step"]
+    flop, parameters, moving = d["model_flops_per_step"], d["parameter_count"], d["trained_count"]
+    still = "" if moving == parameters else f", {moving:,} of them trained"
     return "\n".join(
         (
             f"mesh    {mesh} = {count(d['devices'], 'device')} ({d['platform']}), {extras}",
-            f"model   {d['parameter_count']:,} parameters{padding}, remat {d['remat']}",
+            f"model   {parameters:,} parameters{still}{padding}, remat {d['remat']}",
             f"kernel  attention {attention['kernel']} ({attention['why']}), compute {_arithmetic(d['precision'])}",
             f"batch   {batch['sequences']} sequences = {rows}",
             *([f"pipe    {describe_pipeline.line(d['pipeline'])}"] if d["pipeline"] else []),

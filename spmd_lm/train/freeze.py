@@ -3,6 +3,7 @@
 Names are paths in the tree of parameters, a layer's with its number: embedding.tokens, blocks.3.attention.query,
 head.output.  A pattern is a shell's: blocks.[0-5].* are the first six layers, *bias every bias."""
 
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -48,5 +49,5 @@ def frozen(patterns: Sequence[str], names: Tree, shapes: Tree) -> Tree:
 
 def trained(masks: Tree, shapes: Tree) -> int:
     """Number of parameters that are not frozen."""
-    each = jax.tree.map(lambda mask, leaf: int((~mask).mean() * np.prod(leaf.shape)), masks, shapes)
+    each = jax.tree.map(lambda mask, leaf: int((~mask).sum()) * math.prod(leaf.shape) // mask.size, masks, shapes)
     return sum(jax.tree.leaves(each))
