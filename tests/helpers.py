@@ -36,6 +36,21 @@ def make_config(**sections: dict) -> RunConfig:
     return RunConfig.model_validate({name: TREE.get(name, {}) | sections.get(name, {}) for name in TREE | sections})
 
 
+ORIGINAL = {"kind": "bert", "norm": "post", "token_types": 2}
+"""BERT as it was first published."""
+
+FILES = {"source": "task", "path": "train", "validation": "dev"}  # which nobody opens
+JUDGED = {
+    "classification": {"objective": {"kind": "classification", "classes": 2}, "data": FILES | {"task": "sst2"}},
+    "multiple choice": {"objective": {"kind": "multiple_choice", "choices": 4}, "data": FILES | {"task": "race"}},
+    "span": {
+        "objective": {"kind": "span"},
+        "data": FILES | {"task": "squad"},
+        "optim": {"eps": 1e-6},  # what is added to all of a row moves no softmax: gradients that are rounding alone
+    },
+}
+"""What is judged by labels, as sections of a run."""
+
 LAYOUTS = {
     "one": {"data": 1},
     "data8": {"data": 8},

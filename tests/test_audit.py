@@ -12,7 +12,7 @@ from spmd_lm.analysis.theory import AG, AR, RS, wire
 from spmd_lm.audit import audit, render
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule import schedule
-from tests.helpers import make_config
+from tests.helpers import FILES, ORIGINAL, make_config
 
 HERE = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 LAYERS, MODEL = 2, 4
@@ -49,12 +49,11 @@ def audited(
 def _audited(name: str, remat: str, scan: bool, layers: int, of: str, parallel: str) -> dict:
     other = json.loads(of)
     objective = other.pop("objective", {"kind": "masked_lm" if other.get("kind") == "bert" else "causal_lm"})
-    files = {"source": "task", "path": "train", "validation": "dev"}  # which nobody opens here
     layout = {"data": -1, "model": MODEL} | json.loads(parallel)
     config = make_config(
         model=SIZES | {"attention_dropout": 0.0, "scan": scan, "layers": layers} | other,
         objective=objective,
-        data=files | {"task": TASKS[objective["kind"]]} if objective["kind"] in TASKS else {"source": "synthetic"},
+        data=FILES | {"task": TASKS[objective["kind"]]} if objective["kind"] in TASKS else {"source": "synthetic"},
         parallel=layout,
         remat={"policy": remat} | ({"every": 2} if remat == "every" else {}),
         precision=BF16,
@@ -84,6 +83,7 @@ def exact(result: dict) -> None:
     assert result["missing_bytes"] + result["excess_bytes"] <= 64, render(result)  # a few scalars share a sum
 
 
+TASKS = {"classification": "mnli", "multiple_choice": "race", "span": "squad"}
 TOPOLOGIES = ["v5p:4x4x4", "h100:2x8"]
 slow = pytest.mark.slow
 
@@ -214,19 +214,17 @@ def test_each_stage_of_zero_needs_fewer_temporaries():
     assert one > two > three
 
 
-BERT = {"kind": "bert", "norm": "post", "token_types": 2}
-TASKS = {"classification": "mnli", "multiple_choice": "race", "span": "squad"}
 LLAMA = {"norm_kind": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "biases": False}
 MODELS = [
-    ("v5p:4x4x4", BERT, {"zero": 1, "sequence": True}),
+    ("v5p:4x4x4", ORIGINAL, {"zero": 1, "sequence": True}),
     pytest.param("v5p:4x4x4", LLAMA | {"tie_embeddings": False}, {"zero": 3}, marks=slow),
-    pytest.param("h100:2x8", BERT, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
+    pytest.param("h100:2x8", ORIGINAL, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
     pytest.param("h100:2x8", LLAMA, {"zero": 2, "sequence": True}, marks=slow),
-    ("v5p:4x4x4", BERT | {"objective": {"kind": "classification", "classes": 3}}, {"zero": 2, "sequence": True}),
-    pytest.param("h100:2x8", BERT | {"objective": {"kind": "multiple_choice"}}, {"zero": 1}, marks=slow),
+    ("v5p:4x4x4", ORIGINAL | {"objective": {"kind": "classification", "classes": 3}}, {"zero": 2, "sequence": True}),
+    pytest.param("h100:2x8", ORIGINAL | {"objective": {"kind": "multiple_choice"}}, {"zero": 1}, marks=slow),
     pytest.param(
         "h100:2x8",
-        BERT | {"objective": {"kind": "span"}},
+        ORIGINAL | {"objective": {"kind": "span"}},
         {"zero": 3, "sequence": True, "pipe": 2, "microbatches": 4},
         marks=slow,
     ),

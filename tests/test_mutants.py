@@ -9,6 +9,8 @@ from spmd_lm.audit import audit, render
 from spmd_lm.config.schema import RunConfig
 from tests import reference
 from tests.helpers import (
+    JUDGED,
+    ORIGINAL,
     assert_close,
     device_batch,
     host_batch,
@@ -44,6 +46,16 @@ def test_parity(run, x64):
         assert getattr(got, figures) == pytest.approx(getattr(want, figures), rel=1e-12)
     for tree in ("params", "mu", "nu"):
         assert_close(getattr(got.last, tree), getattr(want.last, tree), 1e-11)
+
+
+@pytest.mark.parametrize("objective", ["classification", "span"])
+def test_parity_of_what_is_judged(objective, x64):
+    optim = {"freeze": "blocks.0.mlp.*", "eps": 1e-6}
+    sections = JUDGED[objective] | {"model": ORIGINAL, "optim": optim}
+    got = trained(run_of("data4-model2-sequence", 2, **sections))
+    want = trained_reference(make_config(**sections))
+    assert got.losses == pytest.approx(want.losses, rel=1e-12)
+    assert_close(got.last.params, want.last.params, 1e-11)
 
 
 @pytest.mark.parametrize("run", RUNS[:1], ids=str)

@@ -10,14 +10,10 @@ import pytest
 from spmd_lm.errors import CheckpointError
 from spmd_lm.train.beginning import begin, paths
 from spmd_lm.train.checkpoint import Checkpointer, make_meta
-from tests.helpers import FLOAT32, canonical, make_config, program
+from tests.helpers import FLOAT32, JUDGED, ORIGINAL, canonical, make_config, program
 
-BERT = {"kind": "bert", "norm": "post", "token_types": 2, "vocab": 64}
-TASK = {
-    "objective": {"kind": "classification", "classes": 3},
-    "data": {"source": "task", "task": "mnli", "path": "train", "validation": "dev"},
-    "precision": FLOAT32,
-}
+BERT = ORIGINAL | {"vocab": 64}
+TASK = JUDGED["classification"] | {"precision": FLOAT32}
 HEAD = {"head.output", "head.output_bias"}
 
 
@@ -62,8 +58,7 @@ def test_all_but_the_head_is_taken_under_any_layout_and_the_rest_is_born(origin,
 
 def test_what_has_no_pooler_leaves_it_there(origin):
     directory, _ = origin
-    span = {"objective": {"kind": "span"}, "data": TASK["data"] | {"task": "squad"}}
-    p, state, told = begun(directory, **span)
+    p, state, told = begun(directory, **JUDGED["span"])
     ours = paths(canonical(p, state).params)
     assert {name for name in ours if name.startswith("head")} == HEAD and "head.pooler" in told
 

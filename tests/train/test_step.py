@@ -11,7 +11,9 @@ import pytest
 from tests import reference
 from tests.helpers import (
     FLOAT32,
+    JUDGED,
     LAYOUTS,
+    ORIGINAL,
     assert_close,
     assert_equal,
     canonical,
@@ -100,7 +102,7 @@ def test_a_model_without_ties_biases_and_dropout_computes_the_reference():
     assert_same_run(got, want)
 
 
-BERT = {"model": {"kind": "bert", "norm": "post", "activation": "gelu", "token_types": 2}}
+BERT = {"model": ORIGINAL | {"activation": "gelu"}}
 LLAMA = {"norm_kind": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "hidden": 40}
 MODELS = {
     "bert": BERT,
@@ -108,19 +110,7 @@ MODELS = {
     "llama": {"model": LLAMA | {"biases": False, "tie_embeddings": False}},
     "one layer for all": {"model": {"share_layers": True, "layers": 3}},
 }
-FILES = {"source": "task", "path": "train", "validation": "dev"}  # which nobody opens here
-OBJECTIVES = {
-    "classification": {"objective": {"kind": "classification", "classes": 2}, "data": FILES | {"task": "sst2"}},
-    "multiple choice": {"objective": {"kind": "multiple_choice", "choices": 4}, "data": FILES | {"task": "race"}},
-    "span": {
-        "objective": {"kind": "span"},
-        "data": FILES | {"task": "squad"},
-        "optim": {
-            "eps": 1e-6
-        },  # what is added to all of a row moves no softmax over it: gradients that are rounding alone
-    },
-}
-MODELS |= {name: BERT | sections for name, sections in OBJECTIVES.items()}
+MODELS |= {name: BERT | sections for name, sections in JUDGED.items()}
 slow = pytest.mark.slow
 ON = [
     ("bert", "replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
@@ -194,7 +184,7 @@ def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
     assert float(total / weight) == pytest.approx(trained(config).losses[0], rel=1e-14)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", JUDGED)
 def test_what_is_judged_is_the_reference_s_logits_row_by_row(objective):
     """Out of a pipeline's last stage, from rows split over data and a sequence split over model; without dropout."""
     parallel = {"pipe": 2, "data": 2, "model": 2, "sequence": True, "microbatches": 2}
