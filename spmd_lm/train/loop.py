@@ -20,7 +20,7 @@ from spmd_lm.data.labelled import Labelled
 from spmd_lm.data.loader import training, validation
 from spmd_lm.data.rows import Rows
 from spmd_lm.data.sources import Corpus, load
-from spmd_lm.data.vocabulary import keep
+from spmd_lm.data.vocabulary import find, keep
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
 from spmd_lm.runtime.claim import claimed
 from spmd_lm.runtime.fresh import fresh
@@ -59,6 +59,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
     with watched as signals, claimed(directory, progress.say), closing(saves), interrupt_told(progress, saves):
         past = read_past(directory, saves)
         check_files(config, past)
+        check_vocabulary(config)
         notices = check_model(config, past)
         if past.done and past.done >= config.train.steps:
             progress.say(f"{directory} has its {past.done} steps: nothing to do. {way_on(past)}")
@@ -229,6 +230,19 @@ def check_files(config: RunConfig, past: Past) -> None:
                 f"run.dir={directory}: training would write over {name}, which is of no run: there is neither a "
                 f"status.json nor a checkpoint beside it. Move it out of there, or choose another run.dir."
             )
+
+
+def check_vocabulary(config: RunConfig) -> None:
+    """Raises ConfigError for another vocabulary than the one that the run has kept and is read by from then on."""
+    kept = config.run.directory / TOKENIZER
+    if not isinstance(config.data, Data) or not kept.exists():
+        return
+    name = config.data.tokenizer
+    if name == "bytes" or find(name).read_bytes() != find(str(kept)).read_bytes():
+        raise ConfigError(
+            f"data.tokenizer={name} is not the vocabulary in {kept}, whose ids the run's model knows. "
+            f"Use data.tokenizer={kept}, or another run.dir."
+        )
 
 
 def check_model(config: RunConfig, past: Past) -> list[str]:

@@ -20,6 +20,7 @@ from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, Layout
 from spmd_lm.train import hooks, loop
 from spmd_lm.train.checkpoint import Checkpointer
 from spmd_lm.train.state import TrainState
+from tests.data.test_subwords import wordpiece
 
 TREE = {
     "model": {"layers": 1, "width": 8, "heads": 1, "context": 8, "vocab": 16},
@@ -643,3 +644,31 @@ def test_text_runs_leave_samples(tmp_path, monkeypatch):
     config = with_text(make_config(tmp_path / "run"), tmp_path / "text", "to be or not to be, " * 50)
     assert loop.train(config) is Exit.DONE
     assert (tmp_path / "run" / "samples.txt").read_text().splitlines() == ["one", "-" * 80, "two"]
+
+
+def vocabulary(directory):
+    directory.mkdir()
+    return wordpiece(directory)
+
+
+def test_a_run_keeps_its_vocabulary_and_goes_on_with_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "sample", lambda run: "")
+    (tmp_path / "corpus.txt").write_text("wanted a want. " * 200)
+    first, same, other = (vocabulary(tmp_path / name) for name in ("first", "same", "other"))
+    other.write_text("\n".join(reversed(first.read_text().split())))
+    text = {"source": "text", "path": str(tmp_path / "corpus.txt")}
+
+    def config(tokenizer, **changes):
+        made = make_config(tmp_path / "run", **changes)
+        return RunConfig.model_validate(made.model_dump(by_alias=True) | {"data": text | {"tokenizer": str(tokenizer)}})
+
+    assert loop.train(config(first)) == Exit.DONE
+    kept = tmp_path / "run" / "tokenizer"
+    assert (kept / "vocab.txt").read_bytes() == first.read_bytes()
+    before = snapshot(tmp_path / "run")
+    for tokenizer in (other, "bytes"):
+        with pytest.raises(ConfigError, match=rf"^data\.tokenizer={tokenizer} is not the vocabulary in {kept}"):
+            loop.train(config(tokenizer, train__steps=14, model__vocab=256 if tokenizer == "bytes" else 16))
+    assert snapshot(tmp_path / "run") == before
+    assert loop.train(config(same, train__steps=14)) == Exit.DONE
+    assert loop.train(config(kept, train__steps=16)) == Exit.DONE
