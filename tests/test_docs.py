@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from spmd_lm.config.load import dump, load
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted(
     path for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.md")
@@ -40,6 +42,17 @@ def test_the_tour_passes_every_file_it_names():
     named = re.findall(r"`((?:spmd_lm/)?[a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", tour)
     places = [ROOT, ROOT / "spmd_lm", *(path for path in (ROOT / "spmd_lm").iterdir() if path.is_dir())]
     assert len(named) > 20 and not [name for name in named if not any((place / name).exists() for place in places)]
+
+
+def test_the_example_of_fine_tuning_takes_model_and_vocabulary_of_its_beginning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/finetuning.md").read_text(), re.DOTALL)
+    Path("mine.yaml").write_text(example)
+    base = load(ROOT / "configs/bert/bert-base.yaml", ["data.tokenizer=vocab.txt"])
+    base.run.directory.mkdir(parents=True)
+    (base.run.directory / "config.yaml").write_text(dump(base))
+    mine = load("mine.yaml")
+    assert mine.model == base.model.model_copy(update={"context": 128}) and mine.data.tokenizer == "vocab.txt"
 
 
 @pytest.mark.slow
