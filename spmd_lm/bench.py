@@ -13,17 +13,23 @@ from spmd_lm.train.program import Program
 
 
 def random_batch(program: Program, seed: int = 0) -> Batch:
-    """Uniform random tokens, laid out for the step."""
-    shapes, vocab = program.abstract_batch(), program.config.model.vocab
-    rng = np.random.default_rng(seed)
-    text = rng.integers(0, vocab, (*shapes.tokens.shape[:2], shapes.tokens.shape[2] + 1), np.int32)
+    """Uniform random tokens in full rows, everything that an objective asks of weight one, laid out for the step."""
+    wanted, vocab = program.abstract_batch(), program.config.model.vocab
+    rng, (*rows, time) = np.random.default_rng(seed), wanted.tokens.shape
+    text = rng.integers(0, vocab, (*rows, time + 1), np.int32)
+    made = {
+        "tokens": text[..., :-1],
+        "targets": text[..., 1:],
+        "positions": np.broadcast_to(np.arange(time, dtype=np.int32), (*rows, time)),
+        "samples": np.arange(program.config.train.batch, dtype=np.int32).reshape(rows),
+        "types": np.zeros((*rows, time), np.int32),
+        "labels": np.zeros(rows, np.int32),
+        "ends": np.zeros(rows, np.int32),
+    }
+    asked = {name: leaf for name, leaf in vars(wanted).items() if leaf is not None}
     host = Batch(
-        tokens=text[..., :-1],
-        targets=text[..., 1:],
-        weights=np.ones(shapes.weights.shape, np.float32),
-        positions=np.broadcast_to(np.arange(shapes.tokens.shape[2], dtype=np.int32), shapes.tokens.shape),
-        segments=None,
-        samples=np.arange(program.config.train.batch, dtype=np.int32).reshape(shapes.samples.shape),
+        **dict.fromkeys(vars(wanted))
+        | {name: made.get(name, np.ones(leaf.shape, leaf.dtype)) for name, leaf in asked.items()}
     )
     put = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])  # noqa: E731
     return jax.tree.map(put, host, program.batch_shardings)

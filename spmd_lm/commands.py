@@ -281,7 +281,7 @@ def at_least(low: int) -> Callable[[str], int]:
 
 VERBS = {
     "train": Verb("trains, or resumes the run in run.dir", train, train_options),
-    "eval": Verb("perplexity of a run's newest checkpoint on its validation text", evaluate),
+    "eval": Verb("figures of a run's newest checkpoint on what is held out", evaluate),
     "generate": Verb("samples text from a run's newest checkpoint", generate, generate_options),
     "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan),
     "audit": Verb("compiles the step and compares what it sends with theory", audit, audit_options),

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_lm.config.load import TOKENIZER, dump
+from spmd_lm.config.load import TOKENIZER, VOCABULARIES, dump
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.vocabulary import BESIDE, VOCABULARIES
+from spmd_lm.data.vocabulary import BESIDE
 from spmd_lm.errors import ConfigError, NonFiniteError
 from spmd_lm.huggingface import CONFIG, Directory, differences
 from spmd_lm.models import convert

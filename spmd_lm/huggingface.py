@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spmd_lm.config.load import TOKENIZER, Layer, load_layers
+from spmd_lm.config.load import TOKENIZER, VOCABULARIES, Layer, load_layers
 from spmd_lm.config.schema import Data, RunConfig
-from spmd_lm.data.vocabulary import BESIDE, VOCABULARIES
+from spmd_lm.data.vocabulary import BESIDE
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.architectures import BERT
 from spmd_lm.models.convert import Description, read_config

@@ -25,6 +25,9 @@ CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
 """What a run's directory calls its configuration, and the copy that it keeps of its vocabulary."""
 
+VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json")
+"""Of a directory's files the first of these is its vocabulary."""
+
 LASTING = {"data": ("tokenizer",)}
 """Keys that outlive a change of their section's variant: the ids of a model's words are the same in any text."""
 
@@ -43,7 +46,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     layers = _chain(path, problems)
     if not layers:  # nothing to judge keys against
         raise ConfigError(*problems)
-    return _resolve([*layers, command], problems)
+    return _resolve(*_begun([*layers, command], problems), problems)
 
 
 def load_layers(under: Layer, path: str | Path | None, over: Layer, overrides: Iterable[str] = ()) -> RunConfig:
@@ -53,25 +56,31 @@ def load_layers(under: Layer, path: str | Path | None, over: Layer, overrides: I
     files = _chain(path, problems) if path is not None else []
     if path is not None and not files:
         raise ConfigError(*problems)
-    return _resolve([under, *files, over, command], problems)
+    return _resolve(*_begun([under, *files, over, command], problems), problems)
+
+
+def kept_vocabulary(directory: Path) -> Path | None:
+    """Where the run in `directory` keeps its vocabulary, if it does."""
+    kept = directory / TOKENIZER
+    return kept if any(os.path.isfile(kept / name) for name in VOCABULARIES) else None
 
 
 def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of the run in `directory`, which may have been moved, changed by `overrides`; raises as `load`
     does, and for another vocabulary than the run's own."""
-    if not (directory / CONFIG).exists():
+    if not os.path.exists(directory / CONFIG):
         raise ConfigError(f"{directory}: no {CONFIG} in this directory, so it is no run. Give a run's, or a YAML file.")
     command, problems = _command(overrides)
     layers = _chain(directory / CONFIG, problems)
     if not layers:
         raise ConfigError(*problems)
     here: dict[str, Any] = {"run": {"dir": str(directory)}}
-    kept = directory / TOKENIZER
+    kept = kept_vocabulary(directory)
     said = functools.reduce(_lay, (layer.tree for layer in layers)).get("data")
-    own = kept.is_dir() and isinstance(said, dict) and said.get("tokenizer", "bytes") != "bytes"
+    own = kept and isinstance(said, dict) and said.get("tokenizer", "bytes") != "bytes"
     if own:
         here["data"] = {"tokenizer": str(kept)}
-    config = _resolve([*layers, Layer(str(directory), here), command], problems)
+    config = _resolve([*layers, Layer(str(directory), here), command], False, problems)
     if own and isinstance(config.data, Data) and config.data.tokenizer != str(kept):
         raise ConfigError(
             f"data.tokenizer={config.data.tokenizer}: {directory} has a vocabulary of its own, whose ids its model "
@@ -80,10 +89,8 @@ def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
     return config
 
 
-def _resolve(layers: Sequence[Layer], problems: list[str]) -> RunConfig:
-    told = len(problems)
-    layers = [*_beginning(layers, problems), *layers]
-    lost = len(problems) > told  # the origin, and what would have come from it
+def _resolve(layers: Sequence[Layer], lost: bool, problems: list[str]) -> RunConfig:
+    """lost: whether the model was to come from a run that cannot be read, which is a problem already."""
     tree = functools.reduce(_lay, (layer.tree for layer in layers))
     sections: dict[str, Section] = {}
     for name in (name for name in tree if name not in FIELDS):
@@ -111,31 +118,31 @@ def dump(config: RunConfig) -> str:
     return syntax.write(config.model_dump(by_alias=True))
 
 
-def _beginning(layers: Sequence[Layer], problems: list[str]) -> list[Layer]:
-    """Of a run that starts from another: that one's model, and the vocabulary whose ids it knows.  Who says the model
-    in full, as a run's own file does, needs nobody's."""
+def _begun(layers: list[Layer], problems: list[str]) -> tuple[list[Layer], bool]:
+    """These layers, on that of the run that this one starts from, if it does: that one's model, and the vocabulary
+    whose ids it knows; and whether that run cannot be read.  Who says the model in full needs nobody's."""
     tree = functools.reduce(_lay, (layer.tree for layer in layers))
     of = lambda name: section if isinstance(section := tree.get(name), dict) else {}  # noqa: E731
     run, data, model = of("run"), of("data"), of("model")
     said = run.get("init_from")
     if not isinstance(said, str) or "layers" in model:
-        return []
+        return layers, False
     where = f"{_origin(layers, 'run', 'init_from')}: run.init_from={said}"
     try:
         directory = Path(possible_path(said)).expanduser()
-        if not (directory / CONFIG).exists():
+        if not os.path.exists(directory / CONFIG):
             problems.append(f"{where} is no run: there is no {CONFIG} in it. Name the directory of one.")
-            return []
+            return layers, True
         config = load_run(directory)
     except PydanticCustomError:  # which is told with its section
-        return []
+        return layers, True
     except ConfigError as error:
         problems += (f"{where}: {line}" for line in error.problems)
-        return []
+        return layers, True
     under: dict[str, Any] = {"model": config.model.model_dump()}
     if isinstance(config.data, Data) and data.get("source") != "synthetic":
         under["data"] = {"tokenizer": config.data.tokenizer}
-    return [Layer(str(Path(said) / CONFIG), under)]
+    return [Layer(str(Path(said) / CONFIG), under), *layers], False
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from spmd_lm.config.numbers import Messages, multiples, nearest
 from spmd_lm.config.schema import (
     CausalLM,
-    Classification,
     Data,
     MaskedLM,
     Model,
-    MultipleChoice,
     Objective,
     Parallel,
     Synthetic,
@@ -19,15 +17,15 @@ from spmd_lm.config.schema import (
     Train,
 )
 
-# Of each task, the objective that it is for; `data/tasks.py` reads its files.
-TASKS = {
-    "mnli": "objective.kind=classification objective.classes=3",
-    "qqp": "objective.kind=classification objective.classes=2",
-    "sst2": "objective.kind=classification objective.classes=2",
-    "cola": "objective.kind=classification objective.classes=2",
-    "race": "objective.kind=multiple_choice objective.choices=4",
-    "squad": "objective.kind=span",
-    "jsonl": "objective.kind=classification, with as many classes as there are labels",
+# Of each task, the kind of its objective, and what that one has; `data/tasks.py` reads its files.
+TASKS: dict[str, tuple[str, dict[str, int]]] = {
+    "mnli": ("classification", {"classes": 3}),
+    "qqp": ("classification", {"classes": 2}),
+    "sst2": ("classification", {"classes": 2}),
+    "cola": ("classification", {"classes": 2}),
+    "race": ("multiple_choice", {"choices": 4}),
+    "squad": ("span", {}),
+    "jsonl": ("classification", {}),  # with as many classes as there are labels
 }
 
 
@@ -72,16 +70,18 @@ def objective_has_a_task(data: Data | Synthetic, objective: Objective) -> Messag
                 "Use data.source=task, with data.task, data.path and data.validation."
             )
         return
-    if TASKS[data.task].split()[0].rstrip(",") != f"objective.kind={objective.kind}":
-        yield f"data.task={data.task} with objective.kind={objective.kind}. Use {TASKS[data.task]}."
-    for kind, key in ((Classification, "classes"), (MultipleChoice, "choices")):
-        if isinstance(objective, kind) and f"objective.{key}=" in TASKS[data.task]:
-            said = int(TASKS[data.task].rpartition("=")[2])
-            if getattr(objective, key) != said:
-                yield (
-                    f"objective.{key}={getattr(objective, key)} with data.task={data.task}, which has {said}. "
-                    f"Use objective.{key}={said}."
-                )
+    kind, has = TASKS[data.task]
+    if objective.kind != kind:
+        more = "".join(f" objective.{key}={count}" for key, count in has.items())
+        many = ", with as many classes as there are labels" if kind == "classification" and not has else ""
+        yield f"data.task={data.task} with objective.kind={objective.kind}. Use objective.kind={kind}{more}{many}."
+        return
+    for key, count in has.items():
+        if getattr(objective, key) != count:
+            yield (
+                f"objective.{key}={getattr(objective, key)} with data.task={data.task}, which has {count}. "
+                f"Use objective.{key}={count}."
+            )
 
 
 def choices_stay_together(objective: Objective, train: Train, parallel: Parallel) -> Messages:

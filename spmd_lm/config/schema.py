@@ -279,7 +279,7 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # one word of the dropout generator's key
     log_every: Count = 10
     eval_every: Natural = 0  # 0: never
-    eval_batches: Count = 8  # batches of validation sequences in one evaluation
+    eval_batches: Count = 8  # batches of validation sequences in one evaluation; of a task all that there are
 
 
 class Checkpoint(Section):

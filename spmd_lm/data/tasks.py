@@ -282,7 +282,7 @@ def _answer(entry: Node, context: str) -> Answer:
 def _labelled_lines(document: Document) -> Iterator[Pair]:
     form = 'A line is {"text": "..", "pair": "..", "label": 0}, where the pair may be missing.'
     for line in _one_a_line(document, form):
-        if (label := line["label"].to(int)) < 0:
+        if not 0 <= (label := line["label"].to(int)) < 2**31:
             raise line["label"].wrong(f"{label} is no class", "Classes are 0, 1, and so on.")
         yield Pair(line.where, line["text"].to(str), line["pair"].to(str) if line.has("pair") else None, label)
 

@@ -190,7 +190,7 @@ def plot_loss(records: list[Record], path: Path, title: str) -> None:
         axes.plot(*zip(*evals, strict=True), color="#dd8452", linewidth=1.4, marker="o", markersize=4, label=label)
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel("loss (nats)")
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     if train or evals:

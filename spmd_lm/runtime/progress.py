@@ -113,7 +113,9 @@ def judged(record: Record) -> list[str]:
     }
     if "eval_perplexity" in record and len(shares) < 2:
         return [f"perplexity {record['eval_perplexity']:.2f}"]
-    return [f"{name.replace('_', ' ')} {100 * value:.1f}%" for name, value in shares.items()]
+    correlation = shares.pop("matthews", None)
+    told = [f"{name.replace('_', ' ')} {100 * value:.1f}%" for name, value in shares.items()]
+    return told if correlation is None else [*told, f"matthews {correlation:.3f}"]
 
 
 def quantity(number: float) -> str:

@@ -1,4 +1,4 @@
-"""Loss on held-out text: of a running program, and of a run's newest checkpoint."""
+"""What a model is worth on what was held out: of a running program, and of a run's newest checkpoint."""
 
 import math
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from spmd_lm.axes import is_names
+from spmd_lm.config.messages import did_you_mean
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.plan import Tree
 
@@ -20,9 +21,10 @@ def frozen(patterns: Sequence[str], names: Tree, shapes: Tree) -> Tree:
 
     names, shapes: trees of the parameters' names and canonical shapes.  Raises ConfigError for a pattern that matches
     nothing, and where nothing would be left to train."""
-    unused = set(patterns)
+    unused, known = set(patterns), []
 
     def matched(name: str) -> bool:
+        known.append(name)
         fitting = {pattern for pattern in patterns if fnmatchcase(name, pattern)}
         unused.difference_update(fitting)
         return bool(fitting)
@@ -35,16 +37,16 @@ def frozen(patterns: Sequence[str], names: Tree, shapes: Tree) -> Tree:
 
     made = jax.tree_util.tree_map_with_path(of, names, shapes, is_leaf=is_names)
     if unused:
-        raise ConfigError(
-            *(
-                f"optim.freeze: {pattern} is the name of no parameter. Names are as embedding.tokens, "
-                f"blocks.0.attention.query and head.{next(iter(names['head']))}: `spmd-lm plan` lists them."
-                for pattern in sorted(unused)
-            )
-        )
+        raise ConfigError(*(_mending(pattern, known) for pattern in sorted(unused)))
     if all(leaf.all() for leaf in jax.tree.leaves(made)):
         raise ConfigError(f"optim.freeze={' '.join(patterns)} leaves no parameter to train. Leave some out.")
     return made
+
+
+def _mending(pattern: str, known: list[str]) -> str:
+    near = did_you_mean(pattern, known)
+    way = f"Did you mean {near}?" if near else f"Names are as {known[0]} and {known[-1]}."
+    return f"optim.freeze: {pattern} is the name of no parameter. {way}"
 
 
 def trained(masks: Tree, shapes: Tree) -> int:

@@ -139,7 +139,7 @@ class Run:
 
 
 class Evaluate:
-    """Figures of the held-out text, the same every time.  At the end too, unless train.eval_every is 0."""
+    """Figures of what is held out, the same every time.  At the end too, unless train.eval_every is 0."""
 
     def __init__(self, run: Run):
         self.every = run.config.train.eval_every

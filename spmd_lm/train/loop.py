@@ -13,22 +13,21 @@ from typing import Any
 
 import jax
 
-from spmd_lm.config.load import TOKENIZER, dump
+from spmd_lm.config.load import CONFIG, TOKENIZER, dump, kept_vocabulary
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig, Synthetic
 from spmd_lm.data.labelled import Labelled
 from spmd_lm.data.loader import training, validation
 from spmd_lm.data.rows import Rows
 from spmd_lm.data.sources import Corpus, load
-from spmd_lm.data.vocabulary import find, keep
+from spmd_lm.data.vocabulary import keep
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
 from spmd_lm.runtime.claim import claimed
-from spmd_lm.runtime.fresh import fresh
 from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, plot_loss, read_records, write_atomically
 from spmd_lm.runtime.progress import Progress, describe, duration
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.train import describe as plans
-from spmd_lm.train.beginning import begin
+from spmd_lm.train.beginning import Origin, check_vocabulary
 from spmd_lm.train.checkpoint import Checkpointer, Meta, check_same_run
 from spmd_lm.train.hooks import Evaluate, Log, Run, Save
 from spmd_lm.train.program import Program
@@ -59,7 +58,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
     with watched as signals, claimed(directory, progress.say), closing(saves), interrupt_told(progress, saves):
         past = read_past(directory, saves)
         check_files(config, past)
-        check_vocabulary(config)
+        check_vocabulary(config, directory, past.meta["config"] if past.meta and past.saved else None)
         notices = check_model(config, past)
         if past.done and past.done >= config.train.steps:
             progress.say(f"{directory} has its {past.done} steps: nothing to do. {way_on(past)}")
@@ -73,13 +72,14 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
             progress.say(plans.summary(plans.describe(config, program.plan)))
         with failure_told(status, clock):
             with clock.time("init"):
+                origin = origin_of(program, past)
                 corpus = load(config.data, config.train.seed, config.model.vocab)
                 loader = training(config, corpus)
                 if config.train.eval_every:
                     validation(config, corpus)  # refuses too little text before there are files to leave behind
                 for line in (corpus.describe(), *notices):
                     progress.say(line)
-                state = first_state(program, saves, past.saved, corpus, progress)
+                state = first_state(program, saves, past.saved, origin, corpus, progress)
             with open_files(config, past, status, progress) as log:
                 run = Run(config, program, corpus, saves, status, clock, log, progress, state, status.step)
                 return carry_out(run, loader, signals)
@@ -100,14 +100,17 @@ def carry_out(run: Run, loader: Rows, signals: StopSignals) -> Exit:
 
 
 def first_state(
-    program: Program, saves: Checkpointer, saved: int | None, corpus: Corpus | Labelled, progress: Progress
+    program: Program,
+    saves: Checkpointer,
+    saved: int | None,
+    origin: Origin | None,
+    corpus: Corpus | Labelled,
+    progress: Progress,
 ) -> TrainState:
     """The saved state of a step, or the initial one, on devices."""
     if saved is None:
-        origin = program.config.run.init_from
-        state, told = begin(program, Path(origin).expanduser()) if origin else (program.init(), "starting")
-        progress.say(f"{told}; {progress.steps} steps to go")
-        return state
+        progress.say(f"{origin.describe(program) if origin else 'starting'}; {progress.steps} steps to go")
+        return origin.state(program) if origin else program.init()
     progress.say(f"resuming after step {saved} of {progress.steps}")
     canonical, meta = saves.restore(saved, program.abstract_canonical())
     if meta["data"]["samples"] and meta["data"]["fingerprint"] != corpus.fingerprint:
@@ -202,6 +205,12 @@ def read_past(directory: Path, saves: Checkpointer) -> Past:
     return Past(status, saved, None if saved is None else saves.meta(saved))
 
 
+def origin_of(program: Program, past: Past) -> Origin | None:
+    """The run that this one starts as, if it has not started yet."""
+    said = program.config.run.init_from
+    return Origin.of(program, Path(said).expanduser()) if said and past.saved is None else None
+
+
 def way_on(past: Past) -> str:
     """How a finished run is trained further."""
     if past.saved is None:
@@ -211,7 +220,7 @@ def way_on(past: Past) -> str:
 
 def check_places(directory: Path) -> None:
     """Raises ConfigError for a directory where a run keeps a file, or the other way round."""
-    files, folders = ("config.yaml", "loss.png", "samples.txt", ".lock"), ("tensorboard", "checkpoints")
+    files, folders = (CONFIG, "loss.png", "samples.txt", ".lock"), ("tensorboard", "checkpoints")
     wrong = [f"{name} is a directory, and a run keeps a file" for name in files if os.path.isdir(directory / name)]
     wrong += [f"{name} is a file, and a run keeps a directory" for name in folders if os.path.isfile(directory / name)]
     if wrong:
@@ -223,26 +232,13 @@ def check_files(config: RunConfig, past: Past) -> None:
     if past.status is not None or past.saved is not None:
         return
     directory = config.run.directory
-    for name, harmless in (("config.yaml", dump(config)), ("metrics.jsonl", "")):
+    for name, harmless in ((CONFIG, dump(config)), ("metrics.jsonl", "")):
         path = directory / name
         if path.is_file() and path.read_bytes() != harmless.encode():
             raise ConfigError(
                 f"run.dir={directory}: training would write over {name}, which is of no run: there is neither a "
                 f"status.json nor a checkpoint beside it. Move it out of there, or choose another run.dir."
             )
-
-
-def check_vocabulary(config: RunConfig) -> None:
-    """Raises ConfigError for another vocabulary than the one that the run has kept and is read by from then on."""
-    kept = config.run.directory / TOKENIZER
-    if not isinstance(config.data, Data) or not kept.exists():
-        return
-    name = config.data.tokenizer
-    if name == "bytes" or find(name).read_bytes() != find(str(kept)).read_bytes():
-        raise ConfigError(
-            f"data.tokenizer={name} is not the vocabulary in {kept}, whose ids the run's model knows. "
-            f"Use data.tokenizer={kept}, or another run.dir."
-        )
 
 
 def check_model(config: RunConfig, past: Past) -> list[str]:
@@ -255,6 +251,8 @@ def check_model(config: RunConfig, past: Past) -> list[str]:
         notices = [f"{config.run.directory} was begun before, but saved no checkpoint: starting again from step 0."]
     else:
         return []
+    if past.saved is not None and config.run.init_from not in (None, saved["run"].get("init_from")):
+        notices.append(f"run.init_from={config.run.init_from} is for a run that has no step yet: this one goes on.")
     lines = check_same_run(saved, config.model_dump(by_alias=True), config.run.directory)
     return [*notices, f"Changed {since} (then -> now):", *lines] if lines else notices
 
@@ -262,7 +260,7 @@ def check_model(config: RunConfig, past: Past) -> list[str]:
 def saved_config(directory: Path) -> dict[str, Any]:
     """The run's config.yaml: without a checkpoint, the only word on its model."""
     try:
-        return load_config(directory / "config.yaml").model_dump(by_alias=True)
+        return load_config(directory / CONFIG).model_dump(by_alias=True)
     except ConfigError as error:
         raise CheckpointError(
             f"{directory} has a run without a checkpoint, of which the config.yaml does not say the model:\n{error}\n"
@@ -305,10 +303,13 @@ def next_life(directory: Path, past: Past) -> Status:
 
 def keep_vocabulary(config: RunConfig) -> None:
     """A run has its vocabulary with it, wherever it is moved."""
-    kept = config.run.directory / TOKENIZER
-    if isinstance(config.data, Data) and config.data.tokenizer != "bytes" and not kept.exists():
-        with fresh(kept) as place:
-            keep(config.data.tokenizer, place)
+    directory = config.run.directory
+    if isinstance(config.data, Data) and config.data.tokenizer != "bytes" and not kept_vocabulary(directory):
+        try:
+            keep(config.data.tokenizer, directory / TOKENIZER)
+        except OSError as error:
+            where = error.filename or directory
+            raise ConfigError(f"{where}: {error.strerror}. Make room, or choose another run.dir.") from error
 
 
 def open_files(
@@ -322,7 +323,7 @@ def open_files(
     log = MetricsLog(directory, after=status.step)  # first: it may refuse what it finds
     if past.meta and (gap := log.missing(past.meta["config"]["train"]["log_every"])):
         progress.say(f"{log.path} lacks the records of steps {gap[0]} to {gap[1]}, which were taken before.")
-    write_atomically(directory / "config.yaml", dump(config))
+    write_atomically(directory / CONFIG, dump(config))
     status.write()
     return closing(log)
 

@@ -4,11 +4,14 @@ seed, and papers give the median of five (arXiv:1810.04805, section 4; arXiv:190
 import statistics
 from typing import Any
 
+import jax
+
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, DataError, Exit
 from spmd_lm.runtime.metrics import read_records
 from spmd_lm.runtime.signals import StopSignals
-from spmd_lm.train.loop import train
+from spmd_lm.train.checkpoint import check_same_run
+from spmd_lm.train.loop import saved_config, train
 
 
 def train_seeds(config: RunConfig, count: int, signals: StopSignals) -> tuple[Exit, dict[str, Any]]:
@@ -18,11 +21,17 @@ def train_seeds(config: RunConfig, count: int, signals: StopSignals) -> tuple[Ex
     Also, where none was stopped: of each figure of the last evaluation its value by seed, and the median."""
     if not config.train.eval_every:
         raise ConfigError("--seeds with train.eval_every=0: there is nothing to compare. Set train.eval_every.")
+    if config.train.seed + count > 2**32:
+        raise ConfigError(
+            f"train.seed={config.train.seed} with --seeds {count}: seeds are below 2**32. Lower train.seed."
+        )
     runs = [_seeded(config, config.train.seed + number) for number in range(count)]
     for run in runs:
         code = train(run, signals)
         if code != Exit.DONE:
             return code, {}
+    if jax.process_index() > 0:  # which writes no metrics, and tells nothing
+        return Exit.DONE, {}
     last = {run.train.seed: _last(run) for run in runs}
     names = [name for name in last[config.train.seed] if name.startswith("eval_")]
     by_seed = {name: {str(seed): figures[name] for seed, figures in last.items()} for name in names}
@@ -37,12 +46,20 @@ def _seeded(config: RunConfig, seed: int) -> RunConfig:
 
 
 def _last(config: RunConfig) -> dict[str, Any]:
-    """The record of a run's last evaluation."""
-    path = config.run.directory / "metrics.jsonl"
-    evaluated = [record for record in read_records(path) if "eval_loss" in record]
-    if not evaluated:
-        raise DataError(f"{path} has no evaluation in it. Evaluate the run, or delete its directory to train it again.")
-    return evaluated[-1]
+    """The record of a finished run's last step, which is evaluated.  ConfigError if it was trained otherwise."""
+    directory = config.run.directory
+    changes = check_same_run(saved_config(directory), config.model_dump(by_alias=True), directory)
+    if changes:
+        what = "\n".join(changes)
+        raise ConfigError(
+            f"{directory} is finished, and was trained otherwise (then -> now):\n{what}\n"
+            f"Put these values back, or choose another run.dir."
+        )
+    path = directory / "metrics.jsonl"
+    records = [record for record in read_records(path) if record["step"] == config.train.steps]
+    if not records or "eval_loss" not in records[-1]:
+        raise DataError(f"{path} has no evaluation of step {config.train.steps}. Delete {directory} to train it again.")
+    return records[-1]
 
 
 def render(result: dict[str, Any]) -> str:

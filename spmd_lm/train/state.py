@@ -11,9 +11,9 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: int32 array, steps done: the place in the data.  params: the master weights, trainable.  mu, nu: Adam's
-    moments, the same tree.  scaling: of the loss, see train/scaling.py;
-    None in runs without.  Canonical in checkpoints, placed on devices."""
+    """step: int32 array, steps done: the place in the data.  params: the master weights.  mu, nu: Adam's moments, the
+    same tree.  scaling: of the loss, see train/scaling.py; None in runs without.  Canonical in checkpoints, placed on
+    devices."""
 
     step: Any
     params: Tree

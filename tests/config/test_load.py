@@ -162,6 +162,7 @@ def first(write, tmp_path):
     write(first=TINY.replace("python-stdlib", "python-stdlib, tokenizer: elsewhere/vocab.txt"), later=LATER)
     kept = tmp_path / "runs" / "first" / "tokenizer"
     kept.mkdir(parents=True)
+    (kept / "vocab.txt").write_text("[UNK]\n")
     kept.with_name("config.yaml").write_text(dump(load("first.yaml", ["model.norm_eps=1e-3"])))
     return Path("runs/first")
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.errors import CheckpointError
-from spmd_lm.train.beginning import begin, paths
+from spmd_lm.errors import CheckpointError, ConfigError
+from spmd_lm.train.beginning import Origin, paths
 from spmd_lm.train.checkpoint import Checkpointer, make_meta
 from tests.helpers import FLOAT32, JUDGED, ORIGINAL, canonical, make_config, program
 
@@ -35,8 +35,8 @@ def origin(tmp_path_factory):
 def begun(directory, model=BERT, **sections):
     config = make_config(model=model, **TASK | sections)
     p = program(config)
-    state, told = begin(p, directory)
-    return p, state, told
+    origin = Origin.of(p, directory)
+    return p, origin.state(p), origin.describe(p)
 
 
 @pytest.mark.parametrize("parallel", [{"data": 1}, {"pipe": 2, "model": 2, "microbatches": 2}], ids=str)
@@ -61,6 +61,34 @@ def test_what_has_no_pooler_leaves_it_there(origin):
     p, state, told = begun(directory, **JUDGED["span"])
     ours = paths(canonical(p, state).params)
     assert {name for name in ours if name.startswith("head")} == HEAD and "head.pooler" in told
+
+
+@pytest.mark.parametrize(("kind", "born"), [("classification", set()), ("multiple choice", HEAD)])
+def test_a_head_is_taken_by_its_own_objective_alone(origin, tmp_path, kind, born):
+    """One output here, two there: of other shapes as well, but a span's and two classes' are alike."""
+    p, state, _ = begun(origin[0])
+    given = jax.tree.map(lambda x: x + 1, state.params)
+    with closing(Checkpointer(tmp_path / "checkpoints", asynchronous=False)) as saves:
+        meta = make_meta(p.config.model_dump(by_alias=True), samples=16, fingerprint="")
+        saves.save(1, p.canonical(dataclasses.replace(state, params=given)), meta)
+    sections = JUDGED[kind] | {"precision": FLOAT32}
+    other = program(make_config(model=BERT, **sections))
+    assert {name for name in paths(other.plan.shapes) if name not in Origin.of(other, tmp_path).taken} == born
+    spans = program(make_config(model=BERT, **JUDGED["span"] | {"precision": FLOAT32}))
+    assert not HEAD & Origin.of(spans, tmp_path).taken
+
+
+def test_another_vocabulary_is_refused(origin, tmp_path):
+    directory, _ = origin
+    p = program(make_config(model=BERT, **TASK))
+    meta = Checkpointer(directory / "checkpoints").meta(7)
+    meta["config"]["data"] = {"source": "python-stdlib", "tokenizer": "bytes", "validation": 0.1}
+    with closing(Checkpointer(tmp_path / "checkpoints", asynchronous=False)) as saves:
+        saves.save(7, p.canonical(p.init()), meta)
+    other = p.config.data.model_copy(update={"tokenizer": "vocab.txt"})
+    p = program(p.config.model_copy(update={"data": other}))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=vocab.txt is not the vocabulary of .* Use .*=bytes"):
+        Origin.of(p, tmp_path)
 
 
 def test_shorter_rows_take_the_first_positions(origin):
