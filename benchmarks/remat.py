@@ -1,22 +1,30 @@
-"""What backward finds saved, per layer and sequence, by remat policy: the formula's and the compiler's.
+"""What backward finds saved, per layer and sequence, by remat policy: the formula's, the program's, the compiler's.
 
-    python benchmarks/remat.py                       a stack of GPT-3's proportions on v5p:2x2x2, model 8
+    python benchmarks/remat.py                       layers of GPT-3's proportions on v5p:2x2x2, model 8
     python benchmarks/remat.py --attention splash    with the fused kernel and no dropout in it
     python benchmarks/remat.py --width 12288 --heads 96
+    python benchmarks/remat.py --compile             minutes for each row
 
-Compiled ahead of time at two depths and two batches: what grows with both is the activations of a layer, whatever else
-a step holds.  Percent of no remat without sequence parallelism, as arXiv:2205.05198, figure 7, has them: GPT-3's 175B
-57% selective, 62% sequence parallel, 19% both, 9% full."""
+Traced: what the loop over the layers hands on, before any compiler sees it.  Compiled: ahead of time, at two depths and
+two batches; what grows with both is of a layer and sequence, whatever else a step holds.
+
+Percent of no remat without sequence parallelism, as arXiv:2205.05198, figure 7, has them: GPT-3's 175B 57% selective,
+62% sequence parallel, 19% both, 9% full."""
 
 import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import jax
 
 from spmd_lm.analysis import topology
 from spmd_lm.analysis.memory import block_bytes
 from spmd_lm.audit import audit
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.train.program import abstract_plan, choose_kernel
+from spmd_lm.train.program import Program, choose_kernel
 
-DEPTHS, BATCHES = (4, 8), (2, 4)
+# Deep and many, so that nothing of this size fits the vector memory of a TPU, which its compiler does not count.
+DEPTHS, BATCHES = (48, 96), (4, 8)
 POLICIES = [(policy, sequence) for sequence in (False, True) for policy in ("none", "selective", "residual", "full")]
 
 
@@ -28,7 +36,7 @@ def config(a: argparse.Namespace, policy: str, sequence: bool, layers: int, batc
                 "width": a.width,
                 "heads": a.heads,
                 "context": a.context,
-                "vocab": 51200,
+                "vocab": 1024,  # in no layer
                 "attention": a.attention,
                 "attention_dropout": 0.1 if a.attention == "xla" else 0.0,
             },
@@ -41,8 +49,30 @@ def config(a: argparse.Namespace, policy: str, sequence: bool, layers: int, batc
     )
 
 
-def measured(a: argparse.Namespace, policy: str, sequence: bool, target: topology.Topology) -> float:
-    """Bytes of a layer and sequence on a device, by the compiler."""
+def scans(jaxpr: Any) -> Iterator[Any]:
+    """The loops of a program, those inside others too, in the order in which they run."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        for value in jax.tree.leaves([*equation.params.values()]):
+            inner = getattr(value, "jaxpr", value)
+            yield from scans(inner) if hasattr(inner, "eqns") else ()
+
+
+def traced(a: argparse.Namespace, policy: str, sequence: bool, target: topology.Topology) -> tuple[float, float]:
+    """Bytes of a layer and sequence on a device: by formula, and in the program."""
+    c = config(a, policy, sequence, DEPTHS[0], BATCHES[0])
+    program = Program(c, target.devices())
+    kernel, _ = choose_kernel(c, target.platform)
+    jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state(), program.abstract_batch())
+    forward = next(each for each in scans(jaxpr.jaxpr) if each.params["length"] == DEPTHS[0])
+    kept = forward.outvars[forward.params["num_carry"] :]
+    bytes_ = sum(x.aval.size * x.aval.dtype.itemsize for x in kept) / DEPTHS[0] / BATCHES[0]
+    return block_bytes(c, program.plan, kernel) * a.context, bytes_
+
+
+def compiled(a: argparse.Namespace, policy: str, sequence: bool, target: topology.Topology) -> float:
+    """The same by the compiler."""
     held = {
         (layers, batch): audit(config(a, policy, sequence, layers, batch), target)["memory"]["temporaries"]
         for layers in DEPTHS
@@ -53,29 +83,26 @@ def measured(a: argparse.Namespace, policy: str, sequence: bool, target: topolog
     return grown / (many - few) / (large - small)
 
 
-def formula(a: argparse.Namespace, policy: str, sequence: bool, target: topology.Topology) -> float:
-    c = config(a, policy, sequence, DEPTHS[0], BATCHES[0])
-    kernel, _ = choose_kernel(c, target.platform)
-    return block_bytes(c, abstract_plan(c, target.devices, target.platform), kernel) * a.context
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--attention", choices=["xla", "splash"], default="xla")
     parser.add_argument("--topology", default="v5p:2x2x2")
+    parser.add_argument("--compile", action="store_true")
     a = parser.parse_args()
     target = topology.parse(a.topology)
-    print("MiB per layer and sequence\n\n| remat | sequence | formula | compiled | of none |\n" + "| --- " * 5 + "|")
-    base = 0.0
+    columns = ["remat", "sequence", "formula", "traced", "of none"] + ["compiled", "of none"] * a.compile
+    print("MiB per layer and sequence\n\n| " + " | ".join(columns) + " |\n" + "| --- " * len(columns) + "|")
+    base: list[float] = []
     for policy, sequence in POLICIES:
-        bytes_ = measured(a, policy, sequence, target)
-        base = base or bytes_
-        told = formula(a, policy, sequence, target)
-        split = "split" if sequence else "whole"
-        print(f"| {policy} | {split} | {told / 2**20:.2f} | {bytes_ / 2**20:.2f} | {bytes_ / base:.0%} |", flush=True)
+        told, *found = traced(a, policy, sequence, target)
+        found += [compiled(a, policy, sequence, target)] if a.compile else []
+        base = base or found
+        shares = [f"{x / 2**20:.2f} | {x / none:.1%}" for x, none in zip(found, base, strict=True)]
+        cells = [policy, "split" if sequence else "whole", f"{told / 2**20:.2f}", *shares]
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
