@@ -61,7 +61,8 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
         check_vocabulary(config, directory, past.meta["config"] if past.meta and past.saved else None)
         notices = check_model(config, past)
         if past.done and past.done >= config.train.steps:
-            progress.say(f"{directory} has its {past.done} steps: nothing to do. {way_on(past)}")
+            for line in (*notices, f"{directory} has its {past.done} steps: nothing to do. {way_on(past)}"):
+                progress.say(line)
             return Exit.DONE
         check_position(config, past)
 

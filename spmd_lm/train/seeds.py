@@ -8,10 +8,13 @@ import jax
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, DataError, Exit
-from spmd_lm.runtime.metrics import read_records
+from spmd_lm.runtime.metrics import Status, read_records
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.train.checkpoint import check_same_run
 from spmd_lm.train.loop import saved_config, train
+
+FREE = ("  parallel.", "  checkpoint.", "  train.log_every:")
+"""Keys that change no figure."""
 
 
 def train_seeds(config: RunConfig, count: int, signals: StopSignals) -> tuple[Exit, dict[str, Any]]:
@@ -25,7 +28,11 @@ def train_seeds(config: RunConfig, count: int, signals: StopSignals) -> tuple[Ex
         raise ConfigError(
             f"train.seed={config.train.seed} with --seeds {count}: seeds are below 2**32. Lower train.seed."
         )
+    if (config.run.directory / "checkpoints").exists():
+        raise ConfigError(f"run.dir={config.run.directory} with --seeds: it is a run itself. Choose another run.dir.")
     runs = [_seeded(config, config.train.seed + number) for number in range(count)]
+    for run in runs:
+        _refuse_another(run)
     for run in runs:
         code = train(run, signals)
         if code != Exit.DONE:
@@ -45,20 +52,29 @@ def _seeded(config: RunConfig, seed: int) -> RunConfig:
     return config.model_copy(update={"run": run, "train": train})
 
 
-def _last(config: RunConfig) -> dict[str, Any]:
-    """The record of a finished run's last step, which is evaluated.  ConfigError if it was trained otherwise."""
+def _refuse_another(config: RunConfig) -> None:
+    """Raises ConfigError for a run that is finished, and was trained otherwise than the others will be."""
     directory = config.run.directory
+    status = Status.read(directory)
+    if status is None or status.state != "done":
+        return
     changes = check_same_run(saved_config(directory), config.model_dump(by_alias=True), directory)
-    if changes:
-        what = "\n".join(changes)
+    if other := [line for line in changes if not line.startswith(FREE)]:
+        what = "\n".join(other)
         raise ConfigError(
             f"{directory} is finished, and was trained otherwise (then -> now):\n{what}\n"
             f"Put these values back, or choose another run.dir."
         )
-    path = directory / "metrics.jsonl"
+
+
+def _last(config: RunConfig) -> dict[str, Any]:
+    """The record of a finished run's last step, which is evaluated."""
+    path = config.run.directory / "metrics.jsonl"
     records = [record for record in read_records(path) if record["step"] == config.train.steps]
     if not records or "eval_loss" not in records[-1]:
-        raise DataError(f"{path} has no evaluation of step {config.train.steps}. Delete {directory} to train it again.")
+        raise DataError(
+            f"{path} has no evaluation of step {config.train.steps}. Delete {path.parent} to train it again."
+        )
     return records[-1]
 
 

@@ -130,5 +130,21 @@ def test_a_finished_run_without_an_evaluation_is_named(again):
     path.write_text("")
     config = load_run(again / "runs" / "seed-5")
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(again / "runs")})})
-    with StopSignals() as signals, pytest.raises(DataError, match=rf"^{path} has no evaluation in it\."):
+    with StopSignals() as signals, pytest.raises(DataError, match=rf"^{path} has no evaluation of step"):
         seeds.train_seeds(config, 2, signals)
+
+
+def test_another_recipe_is_refused_before_anything_is_trained(again, capsys):
+    before = snapshot(again)
+    assert command(again, 3, "other.json", "optim.lr=1e-2") == Exit.CONFIG
+    told = capsys.readouterr().err
+    assert "seed-5 is finished, and was trained otherwise (then -> now):" in told and "  optim.lr: " in told
+    assert snapshot(again) == before
+
+
+def test_seeds_that_there_are_not_and_a_run_in_their_place(tmp_path, capsys):
+    assert command(tmp_path, 2, "many.json", f"train.seed={2**32 - 1}") == Exit.CONFIG
+    assert "seeds are below 2**32. Lower train.seed." in capsys.readouterr().err
+    (tmp_path / "runs" / "checkpoints").mkdir(parents=True)
+    assert command(tmp_path, 2, "in.json") == Exit.CONFIG
+    assert "it is a run itself. Choose another run.dir." in capsys.readouterr().err
