@@ -84,8 +84,8 @@ def exact(result: dict) -> None:
 
 
 TASKS = {"classification": "mnli", "multiple_choice": "race", "span": "squad"}
-TOPOLOGIES = ["v5p:4x4x4", "h100:2x8"]
 slow = pytest.mark.slow
+TOPOLOGIES = ["v5p:4x4x4", pytest.param("h100:2x8", marks=slow)]
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -138,7 +138,11 @@ def test_unrolled_layers_are_gathered_twice_as_well():
     exact(audited("h100:2x8", scan=False, zero=3))
 
 
-@pytest.mark.parametrize("parallel", [{"zero": 3, "sequence": True}, {"zero": 1, "replica": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [{"zero": 3, "sequence": True}, pytest.param({"zero": 1, "replica": 2, "model": 2}, marks=slow)],
+    ids=str,
+)
 def test_simulated_devices_send_the_same(parallel):
     result = audited("cpu:8", **parallel)
     assert result["ok"], render(result)
@@ -263,7 +267,13 @@ PIPELINES = [
         {"pipe": 2, "zero": 2, "microbatches": 8, "sequence": True, "schedule": "interleaved", "chunks": 2},
         marks=slow,
     ),
-    ("h100:2x8", "full", True, {"pipe": 2, "zero": 3, "microbatches": 8, "schedule": "breadth_first", "chunks": 2}),
+    pytest.param(
+        "h100:2x8",
+        "full",
+        True,
+        {"pipe": 2, "zero": 3, "microbatches": 8, "schedule": "breadth_first", "chunks": 2},
+        marks=slow,
+    ),
     pytest.param(
         "v5p:4x4x4",
         "residual",

@@ -18,7 +18,11 @@ def table(config, devices=8):
 
 @pytest.mark.parametrize(
     "run",
-    [("data8", 2, "unrolled"), ("data4-model2",), ("model8", 1, "unrolled", "full")],
+    [
+        pytest.param(("data8", 2, "unrolled"), marks=pytest.mark.slow),
+        ("data4-model2",),
+        pytest.param(("model8", 1, "unrolled", "full"), marks=pytest.mark.slow),
+    ],
     ids=["data8", "data4-model2", "model8"],
 )
 def test_state_is_what_the_compiled_step_takes(run, x64):

@@ -178,6 +178,7 @@ def test_documents_packed_into_a_row_do_not_see_each_other(x64):
 def test_padding_of_the_vocabulary_is_never_likely(x64):
     params = loud(weights())
     params["embedding"]["tokens"] = np.pad(params["embedding"]["tokens"], [(0, 3), (0, 0)], constant_values=1e3)
-    z = model().logits(params, jnp.ones((1, 1, D)))["tokens"]
+    one = np.ones((1, 1), np.int32)
+    z = model().logits(params, jnp.ones((1, 1, D)), batch_of(one, one))["tokens"]
     assert z.shape == (1, 1, V + 3)
     assert np.isneginf(z[..., V:]).all() and np.isfinite(z[..., :V]).all()

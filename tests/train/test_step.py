@@ -35,9 +35,7 @@ QUICK = [
     ("data4-model2", 1, "scan", "none"),
     ("data4-model2", 1, "scan", "full"),
     ("data4-model2", 4, "scan", "selective"),
-    ("data2-model4", 2, "unrolled", "selective"),
     ("model8", 1, "unrolled", "full"),
-    ("replica2-data2-model2", 2, "scan", "residual"),
     ("data8-zero1", 1, "scan", "none"),
     ("data8-zero3", 1, "unrolled", "selective"),
     ("data4-model2-zero2", 2, "scan", "none"),
@@ -47,15 +45,18 @@ QUICK = [
 REMAT = ("none", "full", "selective", "residual")
 
 
+LATER = [("data2-model4", 2, "unrolled", "selective"), ("replica2-data2-model2", 2, "scan", "residual")]
+
+
 def matrix():
-    """The quick cases, and an eighth of the others, spread over the diagonals."""
+    """The quick cases, some later, and an eighth of the others, spread over the diagonals."""
     for layout, microbatches, form, remat in itertools.product(LAYOUTS, (1, 2, 4), ("scan", "unrolled"), REMAT):
         case = layout, microbatches, form, remat
         diagonal = (list(LAYOUTS).index(layout) + microbatches + (form == "scan") + REMAT.index(remat)) % 8
         rows = 16 // microbatches
         if case in QUICK:
             yield pytest.param(*case)
-        elif diagonal == 0 and rows % degrees(run_of(layout)).batch_shards == 0:
+        elif case in LATER or (diagonal == 0 and rows % degrees(run_of(layout)).batch_shards == 0):
             yield pytest.param(*case, marks=pytest.mark.slow)
 
 
@@ -87,7 +88,7 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_degrees_that_divide_nothing_are_padded(zero):
     """3 does not divide a width of 32: shards are of 11 of 33 rows, and no number changes."""
     config = run_of("one", 2, train={"batch": 12})
@@ -117,9 +118,9 @@ ON = [
     pytest.param("bert", "data4-model2", 2, "scan", "none", marks=slow),
     pytest.param("bert", "data2-model4-sequence-zero1", 1, "unrolled", "residual", marks=slow),
     pytest.param("bert, norms before", "data2-model4-sequence-zero1", 2, "scan", "selective", marks=slow),
-    ("classification", "data2-model4-sequence-zero1", 2, "scan", "none"),
+    pytest.param("classification", "data2-model4-sequence-zero1", 2, "scan", "none", marks=slow),
     pytest.param("classification", "data4-model2-zero2", 1, "unrolled", "full", marks=slow),
-    ("multiple choice", "data2-model4-sequence-zero1", 2, "unrolled", "none"),
+    pytest.param("multiple choice", "data2-model4-sequence-zero1", 2, "unrolled", "none", marks=slow),
     pytest.param("multiple choice", "data4-model2", 1, "scan", "none", marks=slow),
     ("span", "data4-model2-sequence", 1, "scan", "none"),
     pytest.param("span", "replica2-data2-model2-sequence-zero3", 2, "unrolled", "full", marks=slow),
@@ -160,7 +161,9 @@ def test_layers_run_again_in_groups_and_nothing_changes(parallel, every, shape):
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"data": 4, "model": 2, "zero": 3}, {"pipe": 2, "data": 2, "microbatches": 2}], ids=str
+    "parallel",
+    [pytest.param({"data": 4, "model": 2, "zero": 3}, marks=slow), {"pipe": 2, "data": 2, "microbatches": 2}],
+    ids=str,
 )
 def test_what_is_frozen_stays_and_the_rest_computes_the_reference(parallel):
     """Two of four layers, in two chunks a stage where there is a pipeline, one matrix of another, and the table."""
