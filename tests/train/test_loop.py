@@ -667,7 +667,7 @@ def test_a_run_keeps_its_vocabulary_and_goes_on_with_no_other(tmp_path, monkeypa
     assert (kept / "vocab.txt").read_bytes() == first.read_bytes()
     before = snapshot(tmp_path / "run")
     for tokenizer in (other, "bytes"):
-        with pytest.raises(ConfigError, match=rf"^data\.tokenizer={tokenizer} is not the vocabulary in {kept}"):
+        with pytest.raises(ConfigError, match=rf"^data\.tokenizer={tokenizer} is not the vocabulary of {kept.parent}"):
             loop.train(config(tokenizer, train__steps=14, model__vocab=256 if tokenizer == "bytes" else 16))
     assert snapshot(tmp_path / "run") == before
     assert loop.train(config(same, train__steps=14)) == Exit.DONE
