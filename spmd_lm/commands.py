@@ -106,7 +106,9 @@ def train(arguments: Arguments) -> int:
         with interruptible():
             config = on_devices(configuration(arguments))
             from spmd_lm.train.loop import train
-            from spmd_lm.train.seeds import render, train_seeds
+
+            if arguments.seeds is not None:
+                from spmd_lm.train.seeds import render, train_seeds
 
         result: dict[str, Any] = {"directory": str(config.run.directory)}
         with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
