@@ -128,7 +128,8 @@ def evaluate(arguments: Arguments) -> int:
     from spmd_lm.train.evaluate import evaluate_run
 
     result = evaluate_run(config)
-    code = deliver(arguments, result, "\n".join(f"{key:<18}{value:,.10g}" for key, value in result.items()))
+    width = max(16, *(len(key) + 2 for key in result))
+    code = deliver(arguments, result, "\n".join(f"{key:<{width}}{value:,.10g}" for key, value in result.items()))
     if not math.isfinite(result["eval_loss"]):
         raise NonFiniteError(
             f"{config.run.directory}: at step {result['step']} eval_loss is {result['eval_loss']:g}. Lower optim.lr, "

@@ -122,7 +122,7 @@ def test_a_run_is_read_from_its_directory_wherever_that_is_now(work, tmp_path, c
     calls = work("spmd_lm.train.evaluate", "evaluate_run", {"eval_loss": 1.25, "tokens": 81920})
     assert main(["eval", str(tmp_path), "train.eval_batches=8"]) == 0
     assert calls[0][0].run.directory == tmp_path
-    assert capsys.readouterr().out == "eval_loss         1.25\ntokens            81,920\n"
+    assert capsys.readouterr().out == "eval_loss       1.25\ntokens          81,920\n"
     (tmp_path / "config.yaml").unlink()
     assert main(["eval", str(tmp_path)]) == Exit.CONFIG
     assert "no config.yaml" in errors(capsys)[0]

@@ -130,7 +130,8 @@ def write_config(model: Model, objective: Objective) -> tuple[Architecture, dict
     """The architecture of this model, and its config.json.  ConfigError, with what differs from the nearest, if there
     is none."""
     differences = [_differences(architecture, model, objective) for architecture in ARCHITECTURES]
-    fewest = min(differences, key=len)
+    kind = f"model.kind={model.kind}"
+    fewest = min(differences, key=lambda found: (kind in found, len(found)))
     nearest = ARCHITECTURES[differences.index(fewest)]
     if fewest:
         raise ConfigError(
