@@ -1,10 +1,8 @@
 """Rows of labelled examples against a slow and plain making of them."""
 
 import json
-import os
 import random
 from itertools import pairwise
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -31,6 +29,7 @@ from tests.labelled import (
     validation,
     write_squad,
 )
+from tests.published import published
 
 
 @settings(max_examples=60)
@@ -153,10 +152,8 @@ def test_windows_show_all_of_a_context_and_answers_are_found_where_they_stand(
 
 def test_rows_of_published_articles(tmp_path):
     """Of RACE: some are longer than a row, and share it with questions of all forms."""
-    if "SPMD_LM_DATA" not in os.environ:
-        pytest.skip("SPMD_LM_DATA is not set: race_dev_middle.jsonl is looked for there")
-    published = (Path(os.environ["SPMD_LM_DATA"]) / "race_dev_middle.jsonl").read_text()
-    (tmp_path / "dev.jsonl").write_text("".join(published.splitlines(keepends=True)[:40]))
+    articles = published("race_dev_middle.jsonl").read_text()
+    (tmp_path / "dev.jsonl").write_text("".join(articles.splitlines(keepends=True)[:40]))
     made = config("race", tmp_path, path=str(tmp_path / "dev.jsonl"), context=1024, batch=400)
     held_out, expected = loader.validation(made, corpus(made)), plain_rows(tmp_path / "dev.jsonl", "race", 1024)
     rows, lengths = joined(held_out, len(held_out)), {sum(row[1]) for row, _, _ in expected}

@@ -1,7 +1,6 @@
 """Tasks as a run reads them: what is said of them, and what is refused."""
 
 import json
-import os
 import random
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from spmd_lm.data import loader
 from spmd_lm.errors import ConfigError, DataError
 from tests.labelled import assert_rows, config, corpus, write_squad
+from tests.published import published
 
 
 def test_the_fingerprint_is_of_all_that_is_read(task, root, tmp_path):
@@ -69,14 +69,13 @@ def test_vocabularies_of_files_are_checked(root, tmp_path):
 
 def test_rows_of_word_pieces_are_those_of_the_library():
     """Its own template and truncation; the room is even, for of equals it cuts the other."""
-    if "SPMD_LM_DATA" not in os.environ:
-        pytest.skip("SPMD_LM_DATA is not set: a published vocabulary and MNLI are looked for there")
     from tokenizers.processors import BertProcessing
 
-    shared = Path(os.environ["SPMD_LM_DATA"])
-    path = str(shared / "mnli_dev_matched_raw_first.tsv")
-    vocabulary = str(shared / "bert_base_uncased_vocab.txt")
-    made = config("mnli", shared, path=path, validation=path, tokenizer=vocabulary, vocab=30522, context=33, batch=52)
+    path = str(published("mnli_dev_matched_raw_first.tsv"))
+    vocabulary = str(published("bert_base_uncased_vocab.txt"))
+    made = config(
+        "mnli", Path(path).parent, path=path, validation=path, tokenizer=vocabulary, vocab=30522, context=33, batch=52
+    )
     read = corpus(made)
     rows = loader.validation(made, read).rows(0, 0, 51)
     library = read.tokenizer.library

@@ -1,7 +1,6 @@
 """Files of tasks: small ones written here, and published ones where SPMD_LM_DATA has them."""
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -9,18 +8,13 @@ import pytest
 
 from spmd_lm.data.tasks import Answer, Choice, Pair, Question, read
 from spmd_lm.errors import DataError
+from tests.published import published
 
 
 def examples(task: str, *paths: Path, key: str = "data.path") -> list:
     found, left_out = read(task, [str(path) for path in paths], key)
     assert left_out == 0
     return found
-
-
-def published(name: str) -> Path:
-    if "SPMD_LM_DATA" not in os.environ:
-        pytest.skip("SPMD_LM_DATA is not set: published tasks are looked for there")
-    return Path(os.environ["SPMD_LM_DATA"]) / name
 
 
 def lines(root: Path, *rows: str, name: str = "a.tsv", end: str = "\n") -> Path:

@@ -2,8 +2,6 @@
 first."""
 
 import math
-import os
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,6 +13,7 @@ from spmd_lm.data.rows import HeldOut, Rows
 from spmd_lm.data.sources import load
 from spmd_lm.train.evaluate import validation_figures
 from spmd_lm.train.program import Program
+from tests.published import published
 
 # Plays: who speaks, verses that break off and blank lines show the order of pieces as short as 61 bytes.
 TREE = {
@@ -54,9 +53,7 @@ def swapped(held_out: HeldOut) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_hidden_words_and_the_order_of_pieces_are_learned(norm):
-    if "SPMD_LM_DATA" not in os.environ:
-        pytest.skip("SPMD_LM_DATA is not set: tinyshakespeare.txt is looked for there")
-    text = Path(os.environ["SPMD_LM_DATA"]) / "tinyshakespeare.txt"
+    text = published("tinyshakespeare.txt")
     model = TREE["model"] | {"norm": norm}
     config = RunConfig.model_validate(TREE | {"model": model, "data": {"source": "text", "path": str(text)}})
     corpus = load(config.data, config.train.seed, config.model.vocab)
