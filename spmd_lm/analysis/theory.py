@@ -168,7 +168,7 @@ def _model(config: RunConfig, plan: Plan, work: Work) -> Iterator[Row]:
     if plan.sequence and config.objective.of_rows:
         yield row(AR, "head", work.head, "m: a number, of the first token", size(wide), wide)
     if plan.sequence and isinstance(config.objective, Span):
-        yield row(AG, "head", work.head, "m: two numbers of each token", 2 * tokens * size(wide), wide)
+        yield row(AG, "head", work.head, "m: two numbers of each token", 2 * tokens * size(compute))
     if config.objective.of_tokens:
         if plan.sequence:
             yield row(AG, "head", work.head, "m: A forward")

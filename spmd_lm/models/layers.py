@@ -47,8 +47,8 @@ def _plus(y: jax.Array, bias: jax.Array) -> jax.Array:
 
 def _plus_backward(saved, g):
     (bias,) = saved
-    wide = jnp.promote_types(g.dtype, jnp.float32)  # as many addends as there are tokens: too many for bfloat16
-    return g, g.sum(tuple(range(g.ndim - 1)), dtype=wide).astype(bias.dtype)
+    # As many addends as there are tokens: too many for bfloat16.
+    return g, g.sum(tuple(range(g.ndim - 1)), dtype=jnp.promote_types(g.dtype, jnp.float32)).astype(bias.dtype)
 
 
 _plus.defvjp(lambda y, bias: (_plus(y, bias), (bias,)), _plus_backward)
@@ -57,6 +57,11 @@ _plus.defvjp(lambda y, bias: (_plus(y, bias), (bias,)), _plus_backward)
 def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """y [..., width] plus bias [width], if there is one."""
     return y if bias is None else _plus(y, bias[...])
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """x in float32, or as wide as it is."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def dense(x: jax.Array, w: jax.Array, *, transpose: bool = False) -> jax.Array:
@@ -85,7 +90,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, ep
 
     @lean
     def run(x, scale, bias):
-        h = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        h = wide(x)
         h = h - h.mean(-1, keepdims=True)
         h = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + eps) * scale
         return (h if bias is None else h + bias).astype(x.dtype)
@@ -98,7 +103,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float = 1e-5) -> jax.Array:
 
     @lean
     def run(x, scale):
-        h = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        h = wide(x)
         return (h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + eps) * scale).astype(x.dtype)
 
     return run(x, scale)
