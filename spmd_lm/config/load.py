@@ -69,7 +69,7 @@ def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of the run in `directory`, which may have been moved, changed by `overrides`; raises as `load`
     does, and for another vocabulary than the run's own."""
     if not os.path.exists(directory / CONFIG):
-        raise ConfigError(f"{directory}: no {CONFIG} in this directory, so it is no run. Give a run's, or a YAML file.")
+        raise ConfigError(f"{directory}: {_no_run(directory)}, or a YAML file.")
     command, problems = _command(overrides)
     layers = _chain(directory / CONFIG, problems)
     if not layers:
@@ -87,6 +87,12 @@ def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
             f"knows. Leave it out."
         )
     return config
+
+
+def _no_run(directory: Path) -> str:
+    runs = sorted(found.parent for found in directory.glob(f"*/{CONFIG}"))
+    way = f"Give one of those in it, such as {runs[0]}" if runs else "Give the directory of one"
+    return f"no {CONFIG} in this directory, so it is no run. {way}"
 
 
 def _resolve(layers: Sequence[Layer], lost: bool, problems: list[str]) -> RunConfig:
@@ -131,7 +137,7 @@ def _begun(layers: list[Layer], problems: list[str]) -> tuple[list[Layer], bool]
     try:
         directory = Path(possible_path(said)).expanduser()
         if not os.path.exists(directory / CONFIG):
-            problems.append(f"{where} is no run: there is no {CONFIG} in it. Name the directory of one.")
+            problems.append(f"{where}: {_no_run(directory)}.")
             return layers, True
         config = load_run(directory)
     except PydanticCustomError:  # which is told with its section

@@ -199,7 +199,7 @@ def test_who_says_the_whole_model_needs_no_other_run(first, write):
 
 
 def test_another_run_that_cannot_be_read_is_told_and_its_model_not_asked_for(first):
-    gone = "run.init_from=runs/none is no run: there is no config.yaml in it. Name the directory of one."
+    gone = "run.init_from=runs/none: no config.yaml in this directory, so it is no run. Give the directory of one."
     assert problems("later.yaml", "run.init_from=runs/none") == (f"command line: {gone}",)
     file = first / "config.yaml"
     file.write_text(file.read_text().replace("heads: 8", "heads: 7"))
@@ -233,6 +233,11 @@ def test_a_run_reads_by_no_other_vocabulary(first, other):
 def test_a_directory_without_a_configuration_is_no_run(first, tmp_path):
     with pytest.raises(ConfigError, match=r"nothing: no config\.yaml in this directory, so it is no run\."):
         load_run(tmp_path / "nothing")
+
+
+def test_a_directory_of_runs_names_one(first):
+    with pytest.raises(ConfigError, match=r"runs: .* is no run\. Give one of those in it, such as runs/first"):
+        load_run(first.parent)
 
 
 # --- what is not ------------------------------------------------------------------------------------------------------
