@@ -22,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test module, and so jax, is imported.  Processes that tests start inherit all of it."""
     quiet()
     if config.option.markexpr != "gpu":
+        # Compiling is most of what the suite does, and what LLVM optimises is half of it; no collective depends on it.
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
         simulate(DEVICES)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
