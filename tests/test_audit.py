@@ -18,7 +18,8 @@ HERE = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 LAYERS, MODEL = 2, 4
 # 512 rows over 16 devices: with less than a tile of 16 rows of bfloat16 each, a TPU all-reduces instead of scattering.
 BF16 = {"params": "float32", "compute": "bfloat16", "reduce": "bfloat16"}
-SIZES = {"layers": LAYERS, "width": 512, "heads": 8, "context": 128, "vocab": 509, "dropout": 0.1}
+SIZES = {"layers": LAYERS, "width": 512, "heads": 8, "context": 128, "vocab": 509}
+DROPOUT = {"cpu": 0.1, "tpu": 0.1, "gpu": 0.0}  # of whose fusions a GPU's compiler thinks for a quarter of its time
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,10 @@ def _audited(name: str, remat: str, scan: bool, layers: int, of: str, parallel: 
     objective = other.pop("objective", {"kind": "masked_lm" if other.get("kind") == "bert" else "causal_lm"})
     layout = {"data": -1, "model": MODEL} | json.loads(parallel)
     config = make_config(
-        model=SIZES | {"attention_dropout": 0.0, "scan": scan, "layers": layers} | other,
+        model=SIZES
+        | {"dropout": DROPOUT[topology.parse(name).platform], "attention_dropout": 0.0}
+        | {"scan": scan, "layers": layers}
+        | other,
         objective=objective,
         data=FILES | {"task": TASKS[objective["kind"]]} if objective["kind"] in TASKS else {"source": "synthetic"},
         parallel=layout,
@@ -173,7 +177,7 @@ BIG = {"layers": 6, "width": 2048, "heads": 16, "context": 1024, "vocab": 49152,
 
 
 @functools.cache
-def memory_of(remat: str = "full", dropout: float = 0.0, **parallel) -> dict:
+def memory_of(remat: str, dropout: float = 0.0, **parallel) -> dict:
     """Of a step whose parts are far larger than a compiler's rounding."""
     config = make_config(
         model=BIG | {"dropout": dropout, "attention_dropout": 0.0},
@@ -189,9 +193,6 @@ def memory_of(remat: str = "full", dropout: float = 0.0, **parallel) -> dict:
     ("remat", "parallel"),
     [
         ("full", {"zero": 3}),
-        pytest.param("full", {"zero": 2}, marks=slow),
-        pytest.param("full", {"zero": 1}, marks=slow),
-        pytest.param("full", {"zero": 0}, marks=slow),
         pytest.param("none", {"zero": 3}, marks=slow),
         pytest.param("selective", {"zero": 2, "model": 2, "sequence": True}, marks=slow),
         pytest.param("full", {"zero": 1, "microbatches": 4}, marks=slow),
@@ -208,13 +209,19 @@ def memory_of(remat: str = "full", dropout: float = 0.0, **parallel) -> dict:
     ids=str,
 )
 def test_the_peak_is_the_planned_one(remat, parallel):
-    memory = memory_of(remat, **parallel)
+    planned(memory_of(remat, **parallel))
+
+
+def planned(memory: dict) -> None:
     assert memory["peak"] == pytest.approx(sum(memory["planned"].values()), rel=0.1), memory
 
 
 @slow
 def test_each_stage_of_zero_needs_fewer_temporaries():
-    one, two, three = (memory_of(zero=stage)["temporaries"] for stage in (1, 2, 3))
+    stages = [memory_of("full", zero=stage) for stage in range(4)]
+    for memory in stages:
+        planned(memory)
+    one, two, three = (memory["temporaries"] for memory in stages[1:])
     assert one > two > three
 
 
@@ -222,8 +229,8 @@ LLAMA = {"norm_kind": "rms", "positions": "rotary", "activation": "swiglu", "kv_
 MODELS = [
     ("v5p:4x4x4", ORIGINAL, {"zero": 1, "sequence": True}),
     pytest.param("v5p:4x4x4", LLAMA | {"tie_embeddings": False}, {"zero": 3}, marks=slow),
-    pytest.param("h100:2x8", ORIGINAL, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
-    pytest.param("h100:2x8", LLAMA, {"zero": 2, "sequence": True}, marks=slow),
+    pytest.param("h100:2x8", ORIGINAL | {"dropout": 0.1}, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
+    pytest.param("h100:2x8", LLAMA | {"dropout": 0.1}, {"zero": 2, "sequence": True}, marks=slow),
     ("v5p:4x4x4", ORIGINAL | {"objective": {"kind": "classification", "classes": 3}}, {"zero": 2, "sequence": True}),
     pytest.param("h100:2x8", ORIGINAL | {"objective": {"kind": "multiple_choice"}}, {"zero": 1}, marks=slow),
     pytest.param(
