@@ -1,31 +1,30 @@
 """Whole runs through the command, in processes of their own: layouts, a SIGTERM, a resume on another mesh."""
 
 import json
-import os
+import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from spmd_lm.errors import Exit
+from tests import processes
+from tests.published import published
 
-ROOT = Path(__file__).parents[1]
 FLOAT64 = [f"precision.{key}=float64" for key in ("params", "compute", "reduce")]
 SMALL = ["model.layers=2", "model.dropout=0.1", "model.attention_dropout=0.1", "train.log_every=1"]
 
 
-def command(directory: Path, devices: int, *overrides: str) -> list[str]:
-    line = ["train", str(ROOT / "configs/debug.yaml"), "--devices", str(devices), f"run.dir={directory}"]
-    return [sys.executable, "-m", "spmd_lm", *line, *SMALL, *overrides]
+def start(directory: Path, devices: int, *overrides: str) -> subprocess.Popen:
+    line = ["train", "configs/debug.yaml", "--devices", str(devices), f"run.dir={directory}"]
+    return processes.started(*line, *SMALL, *overrides)
 
 
-def run(directory: Path, devices: int, *overrides: str, code: Exit = Exit.DONE) -> dict[int, dict]:
-    """The records of metrics.jsonl by step, once the command has ended with this exit code."""
-    done = subprocess.run(command(directory, devices, *overrides), capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
+def run(directory: Path, devices: int, *overrides: str) -> dict[int, dict]:
+    """The records of metrics.jsonl by step, once the command has ended well."""
+    processes.ended(start(directory, devices, *overrides))
     return records(directory)
 
 
@@ -70,19 +69,18 @@ def test_a_terminated_run_goes_on_as_if_nothing_had_happened(tmp_path):
     whole = run(tmp_path / "whole", 8, *layout)
 
     stopped = tmp_path / "stopped"
-    process = subprocess.Popen(command(stopped, 8, *layout), stdout=subprocess.PIPE, text=True)
+    process = start(stopped, 8, *layout)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 7/"):
             process.send_signal(signal.SIGTERM)
             break
-    process.communicate(timeout=120)
-    assert process.returncode == Exit.PREEMPTED
+    processes.ended(process, code=Exit.PREEMPTED)
     at = json.loads((stopped / "status.json").read_text())
     assert at["state"] == "preempted" and 7 <= at["step"] < 20
 
     other = tmp_path / "other"
-    subprocess.run(["cp", "-r", str(stopped), str(other)], check=True)
+    shutil.copytree(stopped, other)
     assert figures(run(stopped, 8, *layout)) == figures(whole)
     moved = run(other, 8, *layout, "parallel.data=2", "parallel.model=4", "parallel.microbatches=2")
     assert worst(moved, whole) <= 1e-9
@@ -97,18 +95,12 @@ def test_text_is_learned_and_read_back(tmp_path):
     losses = [record["loss"] for record in run(directory, 8, *overrides, "train.log_every=1").values()]
     assert losses[0] > 5 and losses[-1] < 3.6, time.perf_counter() - start
 
-    def verb(*line: str) -> str:
-        done = subprocess.run([sys.executable, "-m", "spmd_lm", *line], capture_output=True, text=True, check=False)
-        assert done.returncode == Exit.DONE, done.stderr
-        return done.stdout
-
-    evaluated = json.loads(verb("eval", str(directory), "--json", "-"))
+    evaluated = json.loads(processes.run("eval", directory, "--json", "-"))
     logged = records(directory)[60]
     assert evaluated["step"] == 60 and evaluated["eval_loss"] == pytest.approx(logged["eval_loss"], rel=1e-6)
-    text = verb("generate", str(directory), "--prompt", "import ", "--tokens", "100", "--seed", "1")
-    assert text.startswith("import ") and text == verb(
-        "generate", str(directory), "parallel.model=1", "--prompt", "import ", "--tokens", "100", "--seed", "1"
-    )
+    asked = ["--prompt", "import ", "--tokens", "100", "--seed", "1"]
+    text = processes.run("generate", directory, *asked)
+    assert text.startswith("import ") and text == processes.run("generate", directory, "parallel.model=1", *asked)
     for name in ("config.yaml", "metrics.jsonl", "status.json", "samples.txt", "loss.png", "tensorboard"):
         assert (directory / name).exists()
 
@@ -116,17 +108,8 @@ def test_text_is_learned_and_read_back(tmp_path):
 @pytest.mark.slow
 def test_the_published_loss_on_tinyshakespeare(tmp_path):
     """nanoGPT's small CPU setting, published at 1.88 (of 20 random batches; here the whole validation text)."""
-    if "SPMD_LM_DATA" not in os.environ:
-        pytest.skip("SPMD_LM_DATA is not set: tinyshakespeare.txt is looked for there")
-    text = Path(os.environ["SPMD_LM_DATA"]) / "tinyshakespeare.txt"
-    line = [
-        "train",
-        str(ROOT / "configs/tinyshakespeare.yaml"),
-        "--devices",
-        "1",
-        f"data.path={text}",
-        f"run.dir={tmp_path}",
-    ]
-    subprocess.run([sys.executable, "-m", "spmd_lm", *line, "train.log_every=1000"], check=True, capture_output=True)
+    text = f"data.path={published('tinyshakespeare.txt')}"
+    line = ["train", "configs/tinyshakespeare.yaml", "--devices", "1", text, f"run.dir={tmp_path}"]
+    processes.run(*line, "train.log_every=1000")
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 2000 and last["eval_loss"] <= 1.90

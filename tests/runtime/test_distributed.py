@@ -1,10 +1,8 @@
 """Two processes as one job, met on this machine."""
 
 import json
-import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,8 @@ import pytest
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime import distributed
 from spmd_lm.runtime.devices import simulate
+from tests import processes
 
-ROOT = Path(__file__).parents[2]
 STEPS = ("train.steps=4", "train.log_every=1", "train.eval_every=4", "checkpoint.every=2", "model.layers=4")
 
 
@@ -24,15 +22,8 @@ def free_port() -> int:
 
 
 def start(directory: Path, overrides: tuple[str, ...], **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "spmd_lm", "train", "configs/pipeline.yaml", f"run.dir={directory}"]
-    keep = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    return subprocess.Popen(
-        [*command, *STEPS, *overrides],
-        cwd=ROOT,
-        env=keep | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    return processes.started(
+        "train", "configs/pipeline.yaml", f"run.dir={directory}", *STEPS, *overrides, **environment
     )
 
 
@@ -53,10 +44,8 @@ def losses(directory: Path) -> list[tuple[int, float]]:
 def test_two_processes_train_what_one_does(tmp_path, overrides):
     address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     both = [start(tmp_path / "two", overrides, **address, JAX_PROCESS_ID=str(which)) for which in (0, 1)]
-    said = [process.communicate(timeout=400)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    alone = start(tmp_path / "one", overrides)
-    assert (alone.communicate(timeout=400), alone.returncode)[1] == 0
+    processes.ended(*both)
+    processes.ended(start(tmp_path / "one", overrides))
     two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert [step for step, _ in two] == [step for step, _ in one]
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-6)

@@ -1,18 +1,18 @@
 """A BERT learns from real text on a mesh: hidden bytes, far beyond the commonest one, and which of two pieces came
 first."""
 
+import json
 import math
 
-import jax
 import numpy as np
 import pytest
 
+from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.loader import training, validation
 from spmd_lm.data.rows import HeldOut, Rows
 from spmd_lm.data.sources import load
-from spmd_lm.train.evaluate import validation_figures
-from spmd_lm.train.program import Program
+from tests import processes
 from tests.published import published
 
 # Plays: who speaks, verses that break off and blank lines show the order of pieces as short as 61 bytes.
@@ -34,7 +34,7 @@ TREE = {
     "parallel": {"data": 4, "model": 2},
     "precision": {"compute": "float32"},
     "optim": {"lr": 2e-3, "min_lr": 1e-4, "warmup": 100, "decay": "linear"},
-    "train": {"steps": 800, "batch": 64, "eval_batches": 16},
+    "train": {"steps": 800, "batch": 64, "log_every": 1, "eval_every": 800, "eval_batches": 16},
 }
 
 
@@ -52,20 +52,18 @@ def swapped(held_out: HeldOut) -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_hidden_words_and_the_order_of_pieces_are_learned(norm):
-    text = published("tinyshakespeare.txt")
-    model = TREE["model"] | {"norm": norm}
-    config = RunConfig.model_validate(TREE | {"model": model, "data": {"source": "text", "path": str(text)}})
+def test_hidden_words_and_the_order_of_pieces_are_learned(norm, tmp_path):
+    sections = {"model": TREE["model"] | {"norm": norm}, "run": {"dir": str(tmp_path / "run"), "simulate_devices": 8}}
+    data = {"source": "text", "path": str(published("tinyshakespeare.txt"))}
+    config = RunConfig.model_validate(TREE | sections | {"data": data})
+    (tmp_path / "bert.yaml").write_text(dump(config))
+    assert "data 4 x model 2" in processes.run("train", tmp_path / "bert.yaml")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["masked_lm_loss"] for record in records]
+    figures = {name: figure for name, figure in records[-1].items() if name.startswith("eval_")}
+
     corpus = load(config.data, config.train.seed, config.model.vocab)
     loader, held_out = training(config, corpus), validation(config, corpus)
-    program = Program(config, jax.devices()[:8])
-    assert (program.plan.sizes["data"], program.plan.sizes["model"]) == (4, 2)
-
-    state, losses = program.init(), []
-    for step in range(config.train.steps):
-        state, figures = program.step(state, loader.batch(step, program.batch_shardings))
-        losses.append(float(figures["masked_lm_loss"]))
-    figures, _ = validation_figures(program, state.params, held_out)
 
     # Who knows how often each byte is hidden in training, and nothing of a row, names the commonest of them, a space.
     seen, asked = hidden(loader, 50), hidden(held_out, len(held_out))
