@@ -11,7 +11,7 @@ from flax import nnx
 from spmd_lm import axes
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, MaskedLM, Model, MultipleChoice
-from spmd_lm.models.layers import INIT_STD, Norm, add_bias, constant, dense, normal, wide
+from spmd_lm.models.layers import INIT_STD, Norm, add_bias, constant, dense, normal, widened
 from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, residual_dropout
 from spmd_lm.ops.cross_entropy import cross_entropy, scores
 from spmd_lm.ops.dropout import Draw
@@ -52,7 +52,7 @@ class Head(nnx.Module):
     def of_row(self, h: jax.Array, output: Linear, draw: Draw | None = None) -> jax.Array:
         """Logits [batch, outputs], float32 or wider; on the device that holds the first token."""
         pooled = jnp.tanh(add_bias(dense(h[:, :1], self.pooler[...]), self.pooler_bias))
-        return wide(outputs(residual_dropout(pooled, self.dropout, draw, AFTER_POOLER), output))[:, 0]
+        return widened(outputs(residual_dropout(pooled, self.dropout, draw, AFTER_POOLER), output))[:, 0]
 
 
 def linear(c: Model, size: int, name: str, rngs: nnx.Rngs, dtype: str) -> Linear:
@@ -62,7 +62,7 @@ def linear(c: Model, size: int, name: str, rngs: nnx.Rngs, dtype: str) -> Linear
 
 
 def outputs(h: jax.Array, output: Linear) -> jax.Array:
-    """h [..., width] -> [..., outputs], as narrow as it was multiplied."""
+    """h [..., width] -> [..., outputs], of the dtype in which it was multiplied."""
     matrix, bias = output
     return add_bias(dense(h, matrix[...]), bias)
 
@@ -224,5 +224,5 @@ class SpanHead(LabelHead):
 
     def logits(self, x, table, batch):
         """`spans`: [batch, time, 2], -inf where a row is padding."""
-        z = wide(axes.together(outputs(self.hidden(x), (self.output, self.output_bias))))
+        z = widened(axes.together(outputs(self.hidden(x), (self.output, self.output_bias))))
         return {"spans": jnp.where(batch.segments[..., None] > 0, z, -jnp.inf)}

@@ -47,8 +47,8 @@ def _plus(y: jax.Array, bias: jax.Array) -> jax.Array:
 
 def _plus_backward(saved, g):
     (bias,) = saved
-    # As many addends as there are tokens: too many for bfloat16.
-    return g, g.sum(tuple(range(g.ndim - 1)), dtype=jnp.promote_types(g.dtype, jnp.float32)).astype(bias.dtype)
+    wide = jnp.promote_types(g.dtype, jnp.float32)  # as many addends as there are tokens: too many for bfloat16
+    return g, g.sum(tuple(range(g.ndim - 1)), dtype=wide).astype(bias.dtype)
 
 
 _plus.defvjp(lambda y, bias: (_plus(y, bias), (bias,)), _plus_backward)
@@ -59,8 +59,8 @@ def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return y if bias is None else _plus(y, bias[...])
 
 
-def wide(x: jax.Array) -> jax.Array:
-    """x in float32, or as wide as it is."""
+def widened(x: jax.Array) -> jax.Array:
+    """x in float32, or in its own dtype where that is wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -90,7 +90,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, ep
 
     @lean
     def run(x, scale, bias):
-        h = wide(x)
+        h = widened(x)
         h = h - h.mean(-1, keepdims=True)
         h = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + eps) * scale
         return (h if bias is None else h + bias).astype(x.dtype)
@@ -103,7 +103,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float = 1e-5) -> jax.Array:
 
     @lean
     def run(x, scale):
-        h = wide(x)
+        h = widened(x)
         return (h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + eps) * scale).astype(x.dtype)
 
     return run(x, scale)

@@ -1,7 +1,6 @@
 """Vocabularies of files: small ones made here, and published ones where SPMD_LM_DATA has them."""
 
 import json
-import os
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +16,7 @@ from spmd_lm.data.sources import load
 from spmd_lm.data.subwords import _letters, read
 from spmd_lm.data.tokenizer import make
 from spmd_lm.errors import ConfigError, DataError
+from tests.published import published
 
 TINY = [
     "[PAD]",
@@ -257,28 +257,26 @@ def test_documents_are_parted_where_there_is_a_separator(tmp_path):
 # --- published vocabularies -------------------------------------------------------------------------------------------
 
 
-def published(tmp_path: Path, **files: str) -> Path:
-    """A directory with files of SPMD_LM_DATA under the names that vocabularies have."""
-    if "SPMD_LM_DATA" not in os.environ:
-        pytest.skip("SPMD_LM_DATA is not set: published vocabularies are looked for there")
+def copied(tmp_path: Path, **files: str) -> Path:
+    """A directory with published files under the names that vocabularies have."""
     for name, source in files.items():
-        shutil.copyfile(Path(os.environ["SPMD_LM_DATA"]) / source, tmp_path / name.replace("_", "."))
+        shutil.copyfile(published(source), tmp_path / name.replace("_", "."))
     return tmp_path
 
 
 def golden(key: str) -> dict:
-    return json.loads((Path(os.environ["SPMD_LM_DATA"]) / "tokenization_golden.json").read_text())[key]
+    return json.loads(published("tokenization_golden.json").read_text())[key]
 
 
 def test_published_ids_of_gpt2(tmp_path):
-    tokenizer = read(str(published(tmp_path, vocab_json="gpt2_encoder.json", merges_txt="gpt2_vocab.bpe")))
+    tokenizer = read(str(copied(tmp_path, vocab_json="gpt2_encoder.json", merges_txt="gpt2_vocab.bpe")))
     vectors = golden("gpt2_bpe")["vectors"]
     assert len(vectors) > 20 and [tokenizer.encode(each["text"]).tolist() for each in vectors] == [
         v["ids"] for v in vectors
     ]
     assert all(tokenizer.decode(each["ids"]) == each["text"] for each in vectors)
     assert tokenizer.vocab == 50257 and tokenizer.end == 50256 and tokenizer.dtype == np.uint16
-    text = (Path(os.environ["SPMD_LM_DATA"]) / "tinyshakespeare.txt").read_text()
+    text = published("tinyshakespeare.txt").read_text()
     cut = int(0.9 * len(text))
     counts = golden("corpus_counts")["tinyshakespeare"]
     train, held = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
@@ -286,19 +284,18 @@ def test_published_ids_of_gpt2(tmp_path):
 
 
 def test_published_ids_of_bert(tmp_path):
-    tokenizer = read(str(published(tmp_path, vocab_txt="bert_base_uncased_vocab.txt")))
+    tokenizer = read(str(copied(tmp_path, vocab_txt="bert_base_uncased_vocab.txt")))
     vectors = golden("bert_wordpiece_uncased")["vectors"]
     special, _ = tokenizer.masking()
     assert (special.pad, special.cls, special.sep, special.mask) == (0, 101, 102, 103) and tokenizer.vocab == 30522
     for each in vectors:
         assert [special.cls, *tokenizer.encode(each["text"]), special.sep] == each["ids"]
-    sample = (Path(os.environ["SPMD_LM_DATA"]) / "bert_sample_text.txt").read_text("utf-8")
+    sample = published("bert_sample_text.txt").read_text("utf-8")
     assert len(tokenizer.encode(sample)) == golden("corpus_counts")["bert_sample_text"]["wordpieces"]
     assert_words_of_the_library(tokenizer, sample)
 
 
 def test_published_cases_of_small_vocabularies(tmp_path):
-    published(tmp_path)
     for case in golden("bert_tiny_vocab"):
         if "vocab" in case:
             tokenizer = read(str(wordpiece(tmp_path, *case["vocab"], do_lower_case=case.get("lower", True))))
