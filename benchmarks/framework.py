@@ -9,10 +9,10 @@ import jax
 import workload
 from workload import SIZES, Sizes
 
-from spmd_lm.bench import random_batch
 from spmd_lm.config.schema import AdamW, Model, Precision, RunConfig, Synthetic, Train
-from spmd_lm.train.program import Program
-from spmd_lm.train.state import TrainState
+from spmd_lm.step.program import Program
+from spmd_lm.step.state import TrainState
+from spmd_lm.training.bench import random_batch
 
 
 def config(s: Sizes, scan: bool) -> RunConfig:

@@ -29,9 +29,9 @@ def main() -> int:
     import jax
 
     from spmd_lm.config.schema import RunConfig
+    from spmd_lm.data.corpus import load
     from spmd_lm.data.loader import Loader
-    from spmd_lm.data.sources import load
-    from spmd_lm.train.program import Program
+    from spmd_lm.step.program import Program
 
     def config(schedule: str, chunks: int) -> RunConfig:
         parallel = {"pipe": a.stages, "data": 1, "microbatches": a.microbatches, "schedule": schedule, "chunks": chunks}

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from spmd_lm import __version__
-from spmd_lm.commands import VERBS, Arguments, put
+from spmd_lm.commands.common import Arguments, write_text
+from spmd_lm.commands.verbs import VERBS
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import quiet
 from spmd_lm.runtime.signals import interruptible
@@ -72,16 +73,16 @@ class Parser(argparse.ArgumentParser):
         return f"See {self.prog} --help."
 
     def print_help(self, file: object = None) -> None:
-        put(self.format_help().rstrip())
+        write_text(self.format_help().rstrip())
 
 
 def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     """The verb and its arguments; exits after --help and --version."""
     if not argv or argv[0] in ("-h", "--help"):
-        put(overview())
+        write_text(overview())
         raise SystemExit(0 if argv else int(Exit.CONFIG))
     if argv[0] == "--version":
-        put(f"spmd-lm {__version__}")
+        write_text(f"spmd-lm {__version__}")
         raise SystemExit(0)
     name, *rest = argv
     if name not in VERBS:
@@ -89,7 +90,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         mending = f"Did you mean {near}?" if near else f"Verbs: {', '.join(VERBS)}."
         raise ConfigError(f"spmd-lm: no verb '{name}'. {mending}")
 
-    places = VERBS[name].places
+    places = VERBS[name].positionals
     usage = f"%(prog)s {' '.join(places)} [section.key=value ...] [OPTION ...]"
     parser = Parser(prog=f"spmd-lm {name}", usage=usage, description=VERBS[name].help, allow_abbrev=False)
     for place in places:
@@ -97,7 +98,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it; values are YAML")
     parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
     parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
-    VERBS[name].options(parser)
+    VERBS[name].add_options(parser)
     parser.line = rest
     arguments = parser.parse_intermixed_args(rest)
     for place in places:  # argparse alone would ask for the overrides as well

@@ -13,8 +13,8 @@ from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.rules import Rules
-from spmd_lm.train.program import Program
-from spmd_lm.train.state import TrainState
+from spmd_lm.step.program import Program
+from spmd_lm.step.state import TrainState
 from tests import reference
 
 Tree = Any
@@ -39,7 +39,7 @@ def make_config(**sections: dict) -> RunConfig:
 ORIGINAL = {"kind": "bert", "norm": "post", "token_types": 2}
 """BERT as it was first published."""
 
-FILES = {"source": "task", "path": "train", "validation": "dev"}  # which nobody opens
+FILES = {"source": "task", "path": "train", "validation_path": "dev"}  # which nobody opens
 JUDGED = {
     "classification": {"objective": {"kind": "classification", "classes": 2}, "data": FILES | {"task": "sst2"}},
     "multiple choice": {"objective": {"kind": "multiple_choice", "choices": 4}, "data": FILES | {"task": "race"}},
@@ -210,10 +210,10 @@ def over_model(f, model: int, ins: Tree, outs: Tree):
     names = ("batch", "sequence", "position", "width", "heads", "mlp", "vocab")
     split = {name: (axes.MODEL,) if name in ("heads", "mlp", "vocab") else () for name in names}
     placement = axes.Placement(split, {axes.MODEL: model})
-    specs = lambda tree: jax.tree.map(Rules(split).spec, tree, is_leaf=axes.is_names)  # noqa: E731
+    specs = lambda tree: jax.tree.map(Rules(split).spec, tree, is_leaf=axes.is_dim_names)  # noqa: E731
 
     def run(*args):
-        with axes.placed(placement):
+        with axes.use_placement(placement):
             return f(*args)
 
     mesh = make_mesh(Layout(model=model), jax.devices()[:model])

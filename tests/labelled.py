@@ -12,16 +12,17 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data import loader, sources
-from spmd_lm.data.examples import LabelledValidation
-from spmd_lm.data.tokenizer import ByteTokenizer
+from spmd_lm.data import loader
+from spmd_lm.data.corpus import load
+from spmd_lm.data.tasks.rows import LabelledValidation
+from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
 
 SPECIAL, _ = ByteTokenizer().masking()
 FIELDS = [field.name for field in dataclasses.fields(Batch)]
 OBJECTIVES = {
     "jsonl": {"kind": "classification", "classes": 3},
     "race": {"kind": "multiple_choice"},
-    "squad": {"kind": "span", "stride": 9},
+    "squad": {"kind": "span", "doc_stride": 9},
 }
 
 
@@ -77,7 +78,7 @@ WRITERS = {"jsonl": write_jsonl, "race": write_race, "squad": write_squad}
 
 def config(task: str, root: Path, context=32, batch=8, microbatches=2, types=2, seed=5, vocab=260, **data) -> RunConfig:
     """`data` may say where files are, and has the keys of an objective, too."""
-    files = {"path": str(root / "train.jsonl"), "validation": str(root / "dev.jsonl"), "tokenizer": "bytes"}
+    files = {"path": str(root / "train.jsonl"), "validation_path": str(root / "dev.jsonl"), "tokenizer": "bytes"}
     given = {key: data.pop(key, value) for key, value in files.items()}
     return RunConfig.model_validate(
         {
@@ -95,7 +96,7 @@ def config(task: str, root: Path, context=32, batch=8, microbatches=2, types=2, 
 
 
 def corpus(made: RunConfig):
-    return sources.load(made.data, 0, made.model.vocab)
+    return load(made.data, 0, made.model.vocab)
 
 
 def training(task: str, root: Path, **changes):

@@ -32,13 +32,13 @@ FILES = [
     "parallel/zero.py",
     "parallel/plan.py",
     "parallel/pipeline/stages.py",
-    "parallel/pipeline/stack.py",
+    "parallel/layers_loop.py",
     "parallel/pipeline/messages.py",
     "parallel/pipeline/ticks.py",
     "parallel/pipeline/breadth_first.py",
     "parallel/pipeline/executor.py",
-    "train/optim.py",
-    "train/step.py",
+    "step/optimizer.py",
+    "step/train_step.py",
 ]
 COLLECTIVES = {
     "enter",
@@ -62,8 +62,8 @@ PLACED = {"sum_gradients", "scatter", "gather", "batch_sum", "optimization_barri
 FACTORS = (ast.Mult, ast.Div)
 WATCHERS = [
     "tests/test_mutants.py",
-    "tests/train/test_sample.py",
-    "tests/train/test_pipeline.py",
+    "tests/generation/test_generator.py",
+    "tests/step/test_pipeline.py",
 ]  # those tests that are marked `mutants`
 
 EQUIVALENT = {
@@ -74,9 +74,9 @@ EQUIVALENT = {
     "128 * model": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "drop a factor: 8 * 16": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "16 * shards": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
-    "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/train/test_optim.py sees it",
-    "optimization_barrier((d_slots, d_x))": "memory alone: tests/test_audit.py sees the peak",
-    "optimization_barrier((shards, g))": "a CPU's compiler looks through it; tests/test_audit.py sees an H100's",
+    "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
+    "optimization_barrier((d_slots, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
+    "optimization_barrier((shards, g))": "a CPU's compiler looks through it; test_audit.py sees an H100's",
 }
 
 

@@ -51,7 +51,7 @@ class Draw:
 
 
 def norm(x, p, c: Model | None = None):
-    eps, kind = (c.norm_eps, c.norm_kind) if c else (1e-5, "layer")
+    eps, kind = (c.norm_eps, c.norm_type) if c else (1e-5, "layer")
     if kind == "rms":
         return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps) * p["scale"]
     mean = x.mean(-1, keepdims=True)

@@ -16,8 +16,8 @@ import spmd_lm
 from spmd_lm.cli import VERBS, main
 from spmd_lm.config.load import dump, load
 from spmd_lm.errors import CheckpointError, Exit
+from spmd_lm.generation.sampling import Sampling
 from spmd_lm.runtime.signals import StopSignals
-from spmd_lm.train.sampling import Sampling
 
 DEBUG = str(Path(__file__).parents[1] / "configs" / "debug.yaml")
 
@@ -63,7 +63,7 @@ def test_options_and_overrides_come_in_any_order(capsys):
 
 
 def test_json_goes_to_a_file_and_the_text_to_the_screen(capsys, tmp_path, work):
-    calls = work("spmd_lm.train.describe", "describe", {"devices": 8}, render=str)
+    calls = work("spmd_lm.planning.plan_report", "describe", {"devices": 8}, render=str)
     assert main(["plan", DEBUG, "--json", str(tmp_path / "plan.json")]) == 0
     assert json.loads((tmp_path / "plan.json").read_text()) == {"devices": 8}
     assert capsys.readouterr().out == "{'devices': 8}\n"
@@ -86,7 +86,7 @@ def test_a_plan_starts_no_devices(tmp_path):
 
 
 def test_train_hands_on_the_exit_code_of_the_loop(capsys, work):
-    calls = work("spmd_lm.train.loop", "train", Exit.PREEMPTED)
+    calls = work("spmd_lm.training.loop", "train", Exit.PREEMPTED)
     assert main(["train", DEBUG, "train.steps=7"]) == Exit.PREEMPTED
     ((config, signals),) = calls
     assert config == load(DEBUG, ["train.steps=7"]) and isinstance(signals, StopSignals)
@@ -103,7 +103,7 @@ def test_a_signal_that_comes_while_the_loop_is_imported_is_the_loops(work):
         return lambda config, signals: caught.append(signals.received) or Exit.PREEMPTED
 
     try:
-        work("spmd_lm.train.loop", "main", None, __getattr__=imported)
+        work("spmd_lm.training.loop", "main", None, __getattr__=imported)
         assert main(["train", DEBUG]) == Exit.PREEMPTED
         assert caught == [signal.SIGTERM]
     finally:
@@ -111,7 +111,7 @@ def test_a_signal_that_comes_while_the_loop_is_imported_is_the_loops(work):
 
 
 def test_train_leaves_standard_output_to_json(capsys, work):
-    work("spmd_lm.train.loop", "train", lambda config, signals: print("step 1") or Exit.DONE)
+    work("spmd_lm.training.loop", "train", lambda config, signals: print("step 1") or Exit.DONE)
     assert main(["train", DEBUG, "--json", "-"]) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out), err) == ({"directory": "runs/debug", "exit_code": 0}, "step 1\n")
@@ -119,7 +119,7 @@ def test_train_leaves_standard_output_to_json(capsys, work):
 
 def test_a_run_is_read_from_its_directory_wherever_that_is_now(work, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(dump(load(DEBUG, ["run.dir=elsewhere"])))
-    calls = work("spmd_lm.train.evaluate", "evaluate_run", {"eval_loss": 1.25, "tokens": 81920})
+    calls = work("spmd_lm.evaluation.evaluate", "evaluate_run", {"eval_loss": 1.25, "tokens": 81920})
     assert main(["eval", str(tmp_path), "train.eval_batches=8"]) == 0
     assert calls[0][0].run.directory == tmp_path
     assert capsys.readouterr().out == "eval_loss       1.25\ntokens          81,920\n"
@@ -129,7 +129,7 @@ def test_a_run_is_read_from_its_directory_wherever_that_is_now(work, tmp_path, c
 
 
 def test_a_loss_that_is_no_number_ends_an_evaluation_with_its_exit_code(work, tmp_path, capsys):
-    work("spmd_lm.train.evaluate", "evaluate_run", {"step": 7, "eval_loss": math.nan, "eval_perplexity": math.inf})
+    work("spmd_lm.evaluation.evaluate", "evaluate_run", {"step": 7, "eval_loss": math.nan, "eval_perplexity": math.inf})
     target = tmp_path / "eval.json"
     assert main(["eval", DEBUG, "--json", str(target)]) == Exit.NON_FINITE
     assert json.loads(target.read_text()) == {"step": 7, "eval_loss": None, "eval_perplexity": None}
@@ -137,13 +137,13 @@ def test_a_loss_that_is_no_number_ends_an_evaluation_with_its_exit_code(work, tm
 
 
 def test_json_has_null_where_there_is_no_number(work, capsys):
-    work("spmd_lm.bench", "bench", {"mfu": -math.inf, "seconds": {"all": [1.5, math.nan]}}, render=str)
+    work("spmd_lm.training.bench", "bench", {"mfu": -math.inf, "seconds": {"all": [1.5, math.nan]}}, render=str)
     assert main(["bench", DEBUG, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == {"mfu": None, "seconds": {"all": [1.5, None]}}
 
 
 def test_generate_takes_prompts_and_sampling(capsys, work):
-    calls = work("spmd_lm.generate", "generate_run", ["def f", "class C"])
+    calls = work("spmd_lm.generation.generate", "generate_run", ["def f", "class C"])
     prompts = ["--prompt", "def", "--prompt", "class"]
     assert main(["generate", DEBUG, *prompts, "--tokens", "5", "--top-k", "3", "--greedy", "--json", "-"]) == 0
     assert calls[0][1:] == (["def", "class"], Sampling(tokens=5, top_k=3, greedy=True))
@@ -152,7 +152,7 @@ def test_generate_takes_prompts_and_sampling(capsys, work):
 
 def test_text_that_the_terminal_has_no_letters_for_is_not_lost(work, monkeypatch):
     """As in a container whose locale is none."""
-    work("spmd_lm.generate", "generate_run", ["caf\xe9 \U0001f600"])
+    work("spmd_lm.generation.generate", "generate_run", ["caf\xe9 \U0001f600"])
     with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as out:
         monkeypatch.setattr(sys, "stdout", out)
         assert main(["generate", DEBUG]) == 0
@@ -181,7 +181,7 @@ def test_an_interrupt_during_an_import_ends_at_once(verb):
 
 
 def test_who_ignores_interrupts_goes_on_ignoring_them(work):
-    work("spmd_lm.train.describe", "describe", lambda config: os.kill(os.getpid(), signal.SIGINT), render=str)
+    work("spmd_lm.planning.plan_report", "describe", lambda config: os.kill(os.getpid(), signal.SIGINT), render=str)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what is in the background
     try:
         assert main(["plan", DEBUG]) == 0
@@ -213,7 +213,7 @@ def test_help_tells_the_defaults_of_sampling(capsys):
 
 
 def test_bench_takes_steps_and_warmup(work, capsys):
-    calls = work("spmd_lm.bench", "bench", {"tokens_per_second": 3}, render=str)
+    calls = work("spmd_lm.training.bench", "bench", {"tokens_per_second": 3}, render=str)
     assert main(["bench", DEBUG, "--steps", "4", "--warmup", "1"]) == 0
     assert calls[0][1:] == (4, 1)
     assert capsys.readouterr().out == "{'tokens_per_second': 3}\n"
@@ -227,13 +227,13 @@ def test_every_problem_is_a_line_of_its_own_and_no_traceback(capsys):
 
 
 def test_an_error_of_the_work_is_told_with_its_exit_code(capsys, work):
-    work("spmd_lm.train.loop", "train", CheckpointError("runs/debug: of another model"))
+    work("spmd_lm.training.loop", "train", CheckpointError("runs/debug: of another model"))
     assert main(["train", DEBUG]) == Exit.CHECKPOINT
     assert errors(capsys) == ["error: runs/debug: of another model"]
 
 
 def test_a_second_interrupt_ends_quietly(capsys, work):
-    work("spmd_lm.train.loop", "train", KeyboardInterrupt())
+    work("spmd_lm.training.loop", "train", KeyboardInterrupt())
     assert main(["train", DEBUG]) == Exit.INTERRUPTED
     assert errors(capsys) == []
 
@@ -296,7 +296,7 @@ def test_a_full_disk_is_told_in_a_line(line, where):
 
 
 def test_a_reader_that_leaves_does_not_change_the_exit_code(work, capsys, monkeypatch):
-    work("spmd_lm.train.loop", "train", Exit.PREEMPTED)
+    work("spmd_lm.training.loop", "train", Exit.PREEMPTED)
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as out:

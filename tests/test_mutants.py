@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from spmd_lm.analysis import topology
-from spmd_lm.audit import audit, render
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.planning.audit import audit, render
 from tests import reference
 from tests.helpers import (
     JUDGED,

@@ -9,7 +9,7 @@ from spmd_lm.config.schema import Classification, MaskedLM, Model, MultipleChoic
 def _block(m: Model) -> int:
     """Entries of a block's matrices."""
     attention = 2 * m.width * (m.width + m.kv_width)
-    return attention + (3 if m.activation == "swiglu" else 2) * m.width * m.mlp_width
+    return attention + (3 if m.activation == "swiglu" else 2) * m.width * m.mlp_dim
 
 
 def forward_per_sequence(config: RunConfig) -> float:
@@ -42,9 +42,9 @@ def train_step(config: RunConfig) -> float:
 
 def parameters(config: RunConfig) -> int:
     """Number of parameters, unpadded."""
-    m, b = config.model, int(config.model.biases)
-    norm = m.width * (1 + (b and m.norm_kind == "layer"))
-    hidden = m.mlp_width * (2 if m.activation == "swiglu" else 1)
+    m, b = config.model, int(config.model.use_bias)
+    norm = m.width * (1 + (b and m.norm_type == "layer"))
+    hidden = m.mlp_dim * (2 if m.activation == "swiglu" else 1)
     block = _block(m) + 2 * norm + b * (3 * m.width + 2 * m.kv_width + hidden)
     untied = config.objective.of_tokens and not m.tie_embeddings
     tables = m.vocab * (1 + untied) + m.context * (m.positions == "learned") + m.token_types

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.ops import cross_entropy
 from spmd_lm.parallel.pipeline.schedule import schedule
-from spmd_lm.parallel.pipeline.steps import steps
+from spmd_lm.parallel.pipeline.schedule_table import steps
 from spmd_lm.parallel.plan import Plan, Tree, padded_vocab
 
 
@@ -31,8 +31,10 @@ def block_bytes(config: RunConfig, plan: Plan, kernel: str) -> float:
     """Bytes per token and layer that the backward pass finds saved on a device."""
     m, t, size = config.model, plan.layout.model, bytes_of(config.precision.compute)
     stream = 1 / t if plan.sequence else 1  # each device's share of what lies between the branches
-    if config.remat_policy == "every":  # the input of each group, and of one of them all
-        alone = config.model_copy(update={"remat": config.remat.model_copy(update={"policy": "none", "every": None})})
+    if config.remat_policy == "block":  # the input of each group, and of one of them all
+        alone = config.model_copy(
+            update={"remat": config.remat.model_copy(update={"policy": "none", "block_size": None})}
+        )
         group, inside = config.remat_group, block_bytes(alone, plan, kernel)
         return m.width * stream * size / group + inside * group / config.layers_together
     if config.remat_policy in ("full", "residual"):  # the block's input, and sums that end its branches
@@ -41,7 +43,7 @@ def block_bytes(config: RunConfig, plan: Plan, kernel: str) -> float:
     whole = 4 * m.width * stream * size  # the stream twice, and both norms' results
     # q, k, v, and what attention gives; the MLP's hidden layer on both sides of its activation, and what gates it
     hidden = 3 if m.activation == "swiglu" else 2
-    split = (2 * m.width + 2 * m.kv_width + hidden * m.mlp_width) / t * size
+    split = (2 * m.width + 2 * m.kv_width + hidden * m.mlp_dim) / t * size
     masks = 2 * m.width * stream if m.dropout else 0  # a byte each, at the branches' ends
     seen = 0.75 if m.causal else 1  # two blocks of queries: the first sees half of the keys
     scores = 2 * size + (size + 1 if m.attention_dropout else 0)  # before and after softmax; dropped ones, and a mask
@@ -76,43 +78,33 @@ class _Bytes:
     def of(cls, config: RunConfig, plan: Plan, kernel: str) -> "_Bytes":
         c, p, t = config, config.precision, plan.layout.model
         layers = c.model.layers_kept // plan.layout.pipe
-        early = scatters_early(config)
+        early = plan.zero.scatters_in_loop
         width_of, widest = bytes_of(p.compute), max(bytes_of("float32"), bytes_of(p.compute))
 
         of = lambda specs, dtype: {  # noqa: E731
             name: per_device(plan, plan.placed_shapes[name], specs[name], dtype) for name in plan.placed_shapes
         }
-        whole, shards = of(plan.whole_specs, p.compute), of(plan.specs, p.compute)
+        whole, shards = of(plan.gathered_specs, p.compute), of(plan.param_specs, p.compute)
         low = p.compute != p.params
-        copied = low or plan.zero > 0  # else the parameters themselves serve
-        held = shards["blocks"] * low if fetches_layers(config) else whole["blocks"] * copied
-        added = sum(of(plan.specs, p.params).values()) if early else sum(whole.values()) * widest // width_of
+        copied = low or plan.zero.stage > 0  # else the parameters themselves serve
+        held = shards["blocks"] * low if plan.zero.gathers_in_loop else whole["blocks"] * copied
+        added = sum(of(plan.param_specs, p.params).values()) if early else sum(whole.values()) * widest // width_of
         tokens = c.train.batch // c.parallel.microbatches // plan.layout.batch_shards * c.model.context
         vocab = padded_vocab(c.model.vocab, t) // t if c.objective.of_tokens else 0
-        work = tokens * (2 * c.model.mlp_width / t + (3 * c.model.width if plan.sequence else 0)) * width_of
+        work = tokens * (2 * c.model.mlp_dim / t + (3 * c.model.width if plan.sequence else 0)) * width_of
         return cls(
             layer=whole["blocks"] // layers,
             ends=(whole["embedding"] + whole["head"]) * copied,
             table=whole["embedding"],
             held=held,
             added=added,
-            shards=sum(of(plan.specs, p.reduce).values()) if early else sum(whole.values()),
+            shards=sum(of(plan.param_specs, p.reduce).values()) if early else sum(whole.values()),
             wide=widest // width_of,
             stream=tokens * c.model.width * width_of // (t if plan.sequence else 1),
             saved=int(tokens * c.layers_together * block_bytes(c, plan, kernel)),
             logits=min(tokens * vocab * widest, cross_entropy.CHUNK_BYTES),
             work=int(work),
         )
-
-
-def fetches_layers(config: RunConfig) -> bool:
-    """Whether layers are gathered one by one; a single one is held."""
-    return scatters_early(config) and config.parallel.zero == 3 and config.model.layers_kept > 1
-
-
-def scatters_early(config: RunConfig) -> bool:
-    """Whether gradients are scattered as they are made."""
-    return config.parallel.zero > 1 and not config.parallel.reduce_once
 
 
 def _row(weights: int, gradients: int, activations: int, work: int) -> dict[str, int]:
@@ -122,8 +114,12 @@ def _row(weights: int, gradients: int, activations: int, work: int) -> dict[str,
 def _phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, int]]:
     """Bytes per device beside the state, where a step may hold most: in the head, in backward through the blocks, and
     in the embedding's gradient."""
-    b, accumulating, early = _Bytes.of(config, plan, kernel), config.parallel.microbatches > 1, scatters_early(config)
-    one_by_one, added = fetches_layers(config), b.added * accumulating
+    b, accumulating, early = (
+        _Bytes.of(config, plan, kernel),
+        config.parallel.microbatches > 1,
+        plan.zero.scatters_in_loop,
+    )
+    one_by_one, added = plan.zero.gathers_in_loop, b.added * accumulating
     return {
         "the head": _row(b.held + b.ends, b.table + added, b.saved, 2 * b.logits),
         "backward through the blocks": _row(
@@ -137,12 +133,12 @@ def _phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, i
 
 def _pipeline_phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, int]]:
     """The same with several stages, whose ticks hold all slots for what waits to go on."""
-    p, b, early = config.parallel, _Bytes.of(config, plan, kernel), scatters_early(config)
+    p, b, early = config.parallel, _Bytes.of(config, plan, kernel), plan.zero.scatters_in_loop
     table = steps(schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
     breadth_first = p.schedule == "breadth_first"
     chunk = b.layer * config.layers_together if breadth_first and early else 0
     slots = (table.inputs + table.cotangents + 2 + breadth_first * p.microbatches) * b.stream
-    held, layerwise = b.held + b.ends, b.layer if fetches_layers(config) and not chunk else 0
+    held, layerwise = b.held + b.ends, b.layer if plan.zero.gathers_in_loop and not chunk else 0
     # Of a chunk all microbatches are added up before anything is scattered: shards are not added to.
     made = b.shards + chunk * b.wide if chunk else b.added + b.layer
     if breadth_first:  # both ends are done apart from the layers
@@ -171,7 +167,7 @@ def fullest(config: RunConfig, plan: Plan, kernel: str) -> str:
 
 def table(config: RunConfig, plan: Plan, kernel: str) -> dict[str, int]:
     """Bytes per device of each thing that a step holds in its fullest phase; STATE of them from step to step."""
-    state = per_device(plan, plan.placed_shapes, plan.specs, config.precision.params)
+    state = per_device(plan, plan.placed_shapes, plan.param_specs, config.precision.params)
     most = phases_of(config, plan, kernel)[fullest(config, plan, kernel)]
     return {"parameters": state, "adam moments": 2 * state} | most
 

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 
-from spmd_lm.config import layouts, objectives
+from spmd_lm.config import layout_checks, objective_checks
 from spmd_lm.config.numbers import Messages, divisors, multiples, nearest
 from spmd_lm.config.schema import AdamW, Model, Precision, Section, Train
 
@@ -127,8 +127,8 @@ def not_in_this_version(precision: Precision) -> Messages:
 CHECKS: tuple[Callable[..., Messages], ...] = (
     heads_divide_width,
     features_turn_in_pairs,
-    *layouts.CHECKS,
-    *objectives.CHECKS,
+    *layout_checks.CHECKS,
+    *objective_checks.CHECKS,
     schedule_descends,
     parameters_hold_compute,
     float16_is_scaled,

@@ -27,7 +27,8 @@ OTHER_NAMES = {  # how other trainers say it
     "n_embd": "model.width",
     "d_model": "model.width",
     "hidden_size": "model.width",
-    "mlp_width": "model.hidden",
+    "intermediate_size": "model.mlp_width",
+    "ffn_hidden_size": "model.mlp_width",
     "block_size": "model.context",
     "seq_len": "model.context",
     "sequence_length": "model.context",
@@ -43,6 +44,15 @@ OTHER_NAMES = {  # how other trainers say it
     "batch_size": "train.batch",
     "devices": "run.simulate_devices",
     "asynchronous": "checkpoint.async",
+    # what keys were called here before
+    "hidden": "model.mlp_width",
+    "norm_kind": "model.norm_type",
+    "biases": "model.use_bias",
+    "mask": "parallel.run_idle_stages",
+    "rate": "objective.mask_prob",
+    "short": "objective.short_seq_prob",
+    "stride": "objective.doc_stride",
+    "longest": "objective.max_answer_length",
 }
 TYPES = {
     "int_type": "a whole number",

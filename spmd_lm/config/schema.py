@@ -55,26 +55,26 @@ class Model(Section):
     heads: Count
     context: Count
     vocab: Count
-    hidden: Count | None = None  # of the MLP; default 4 x width
+    mlp_width: Count | None = None  # of the MLP; default 4 x width
     kv_heads: Count | None = None  # heads of keys and values, each for heads / kv_heads queries; default heads
     token_types: Natural = 0  # parts of a row, each with its own embedding (BERT: 2)
     dropout: Rate = 0.1  # after the embedding and at the end of each residual branch
     attention_dropout: Rate = 0.1  # on attention probabilities; > 0 takes the XLA path
     norm: Literal["pre", "post"] = "pre"  # before the residual branch, or after its sum (the first BERT)
-    norm_kind: Literal["layer", "rms"] = "layer"
+    norm_type: Literal["layer", "rms"] = "layer"
     norm_eps: Positive = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: Positive = 10_000.0
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"  # GPT-2 used the tanh form
-    biases: bool = True
+    use_bias: bool = True
     tie_embeddings: bool = True
     share_layers: bool = False  # one layer's weights serve all of them (ALBERT, arXiv:1909.11942)
     scan: bool = True  # one compiled block for all layers; false unrolls: 4% to 11% faster on a CPU, slower to compile
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
 
     @property
-    def mlp_width(self) -> int:
-        return self.hidden or 4 * self.width
+    def mlp_dim(self) -> int:
+        return self.mlp_width or 4 * self.width
 
     @property
     def head_width(self) -> int:
@@ -125,9 +125,9 @@ class MaskedLM(Objective):
     """Whole words are hidden in spans, and predicted."""
 
     kind: Literal["masked_lm"]
-    rate: Rate = 0.15  # of a row's tokens
+    mask_prob: Rate = 0.15  # of a row's tokens
     max_span: Annotated[int, Field(ge=1, le=16)] = 3  # words; a span of n has probability proportional to 1/n
-    short: Rate = 0.1  # of the rows, which end early
+    short_seq_prob: Rate = 0.1  # of the rows, which end early
     sentence_order: bool = True  # a row is two pieces of text; which came first is predicted too
 
     @property
@@ -161,8 +161,8 @@ class Span(Objective):
 
     kind: Literal["span"]
     of_tokens: ClassVar[bool] = False
-    stride: Count = 128  # tokens from where one of these rows begins to where the next does, at most
-    longest: Count = 30  # tokens of an answer
+    doc_stride: Count = 128  # tokens from where one of these rows begins to where the next does, at most
+    max_answer_length: Count = 30  # tokens of an answer
 
     @property
     def of_rows(self) -> bool:
@@ -171,11 +171,13 @@ class Span(Objective):
 
 class Data(Section):
     source: str  # which of the classes below; stands first in what is written
-    tokenizer: Annotated[str, AfterValidator(possible_path)] = "bytes"  # or the path of a vocabulary: data/subwords.py
+    tokenizer: Annotated[str, AfterValidator(possible_path)] = (
+        "bytes"  # or a vocabulary's path: data/tokenizers/subwords.py
+    )
 
 
 class Documents(Data):
-    validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the documents; of a single document, its end
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the documents; of a single document, its end
 
 
 def _several(paths: str | list[str]) -> list[str]:
@@ -200,12 +202,12 @@ class Text(Documents):
 
 
 class Task(Data):
-    """Labelled examples in a task's own files: `data/tasks.py` tells each one's form."""
+    """Labelled examples in a task's own files: `data/tasks/files.py` tells each one's form."""
 
     source: Literal["task"]
     task: Literal["mnli", "qqp", "sst2", "cola", "race", "squad", "jsonl"]
     path: str | list[str]  # to train on; files, globs or directories
-    validation: str | list[str]  # to be judged by, the whole of it
+    validation_path: str | list[str]  # to be judged by, the whole of it
 
     @property
     def paths(self) -> list[str]:
@@ -213,7 +215,7 @@ class Task(Data):
 
     @property
     def held_out(self) -> list[str]:
-        return _several(self.validation)
+        return _several(self.validation_path)
 
 
 class Synthetic(Section):
@@ -239,14 +241,16 @@ class Parallel(Section):
     chunks: Count = 1
     microbatches: Count = 1
     reduce_once: bool = False
-    mask: bool = False  # idle stages of a pipeline work too, and it is thrown away: no device takes another branch
+    run_idle_stages: bool = (
+        False  # idle stages of a pipeline work too, and it is thrown away: no device takes another branch
+    )
 
 
 class Precision(Section):
     params: Dtype = "float32"
     compute: Dtype = "bfloat16"
     reduce: Dtype = "float32"
-    loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, as train/scaling.py says
+    loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, as step/loss_scale.py says
     initial_scale: Annotated[float, Field(gt=0, le=2**64)] = 2.0**32  # far too much for most: halved in the first steps
     scale_window: Count = 1000  # steps without overflow, in a row, that double the scale
     hysteresis: Count = 2  # overflows, up to the first that halves it; a full window counts anew
@@ -265,12 +269,12 @@ class AdamW(Section):
     eps: Positive = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1  # none on biases and norms
     clip: Annotated[float, Field(ge=0)] = 1.0  # of the global gradient norm; 0 switches it off
-    freeze: str = ""  # patterns of names, spaces between: these parameters stay as they are; train/freeze.py
+    freeze: str = ""  # patterns of names, spaces between: these parameters stay as they are; step/freeze.py
 
 
 class Remat(Section):
-    policy: Literal["none", "selective", "residual", "every", "full"] = "none"
-    every: Count | None = None  # of policy every: layers from one that is kept to the next; default: what holds least
+    policy: Literal["none", "selective", "residual", "block", "full"] = "none"
+    block_size: Count | None = None  # layers per remat block of policy block; default: the one that saves least
 
 
 class Train(Section):
@@ -322,18 +326,18 @@ class RunConfig(Section):
     @property
     def remat_group(self) -> int:
         """Layers of which the first one's input alone is kept (arXiv:1604.06174)."""
-        if self.remat.policy != "every":
+        if self.remat.policy != "block":
             return 1
-        return self.remat.every or least_held(self.model, self.layers_together)
+        return self.remat.block_size or least_held(self.model, self.layers_together)
 
     @property
     def remat_policy(self) -> str:
         """`remat.policy`, where it changes anything: a pipeline keeps the input of a chunk alone and runs it again, and
         where that is all that remat would keep, the chunk would run a third time."""
         policy = self.remat.policy
-        if policy == "every" and self.remat_group == 1:
+        if policy == "block" and self.remat_group == 1:
             policy = "full"
-        together = {"full": 1, "every": self.remat_group}.get(policy)
+        together = {"full": 1, "block": self.remat_group}.get(policy)
         return "none" if self.parallel.pipe > 1 and together == self.layers_together else policy
 
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import MaskedLM, RunConfig
-from spmd_lm.data.examples import LabelledLoader, LabelledValidation
-from spmd_lm.data.labelled import Labelled
-from spmd_lm.data.pieces import MaskedLoader, MaskedValidation
-from spmd_lm.data.rows import SHIFT, HeldOut, Rows, Shuffled
+from spmd_lm.data.batch_source import SHIFT, HeldOut, Rows, Shuffled
+from spmd_lm.data.corpus import Corpus
+from spmd_lm.data.masked_lm.rows import MaskedLoader, MaskedValidation
 from spmd_lm.data.shuffle import fold
-from spmd_lm.data.sources import Corpus
+from spmd_lm.data.tasks.dataset import Labelled
+from spmd_lm.data.tasks.rows import LabelledLoader, LabelledValidation
 from spmd_lm.errors import DataError
 
 
@@ -52,7 +52,7 @@ class Windows(Rows):
         if len(tokens) < context + 1:
             raise DataError(
                 f"{self.side} text: {len(tokens)} tokens, but a sequence of model.context={context} and its target "
-                f"take {context + 1}. Add text, change data.validation, or lower model.context."
+                f"take {context + 1}. Add text, change data.validation_fraction, or lower model.context."
             )
         self.tokens, self.context, self.microbatches = tokens, context, microbatches
         self.batch_size = batch

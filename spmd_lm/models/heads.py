@@ -8,11 +8,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd_lm import axes
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, MaskedLM, Model, MultipleChoice
 from spmd_lm.models.layers import INIT_STD, Norm, add_bias, constant, dense, normal, widened
 from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, residual_dropout
+from spmd_lm.ops.collectives import (
+    all_gather,
+    from_first_shard,
+    gather_replicated_grad,
+    gather_sequence,
+    global_indices,
+)
 from spmd_lm.ops.cross_entropy import cross_entropy, scores
 from spmd_lm.ops.dropout import Draw
 
@@ -58,7 +64,7 @@ class Head(nnx.Module):
 def linear(c: Model, size: int, name: str, rngs: nnx.Rngs, dtype: str) -> Linear:
     """From the width to `size` outputs."""
     matrix = normal(rngs, (c.width, size), ("width", name), INIT_STD, dtype)
-    return matrix, constant(0, size, name, dtype) if c.biases else None
+    return matrix, constant(0, size, name, dtype) if c.use_bias else None
 
 
 def outputs(h: jax.Array, output: Linear) -> jax.Array:
@@ -107,11 +113,11 @@ class TokenHead(Head):
     def logits(self, x, table, batch):
         """`tokens`: [batch, time, padded vocab]; padding is -inf, so that it can never be drawn."""
         h, table, bias = self.unembedding(self.hidden(x), table)
-        h = axes.gathered(h)
+        h = gather_sequence(h)
         z = jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.promote_types(h.dtype, jnp.float32))
         z = z if bias is None else z + bias.astype(z.dtype)
-        z = jnp.where(axes.places("vocab", z.shape[-1]) < self.vocab, z, -jnp.inf)
-        return {"tokens": axes.whole(z, "vocab", 2)}
+        z = jnp.where(global_indices("vocab", z.shape[-1]) < self.vocab, z, -jnp.inf)
+        return {"tokens": all_gather(z, "vocab", 2)}
 
 
 class MaskedHead(TokenHead):
@@ -122,7 +128,7 @@ class MaskedHead(TokenHead):
         super().__init__(c, rngs, dtype, pooled=objective.sentence_order)
         self.transform, self.transform_bias = linear(c, c.width, "feature", rngs, dtype)
         self.transform_norm = Norm(c, dtype)
-        self.output_bias = constant(0, c.vocab, "vocab", dtype) if c.biases else None
+        self.output_bias = constant(0, c.vocab, "vocab", dtype) if c.use_bias else None
         self.activation = c.activation if c.activation in ACTIVATIONS else "gelu"
         self.ordered = objective.sentence_order
         if self.ordered:
@@ -143,7 +149,7 @@ class MaskedHead(TokenHead):
         made = {"masked_lm": cross_entropy(*of_tokens, batch.targets, weights["masked_lm"], self.vocab, sums)}
         if self.ordered:
             of_rows = nll(self.order(h), batch.labels) * weights["sentence_order"]
-            made["sentence_order"] = axes.at_first(of_rows.sum())
+            made["sentence_order"] = from_first_shard(of_rows.sum())
         return made
 
     def scores(self, x, table, batch, rows):
@@ -153,12 +159,12 @@ class MaskedHead(TokenHead):
             z = self.order(h)
             w = batch.label_weights.astype(z.dtype)
             sums = (nll(z, batch.labels) * w).sum(), jnp.where(z.argmax(-1) == batch.labels, w, 0).sum()
-            made["sentence_order"] = (*map(axes.at_first, sums), w.sum())
+            made["sentence_order"] = (*map(from_first_shard, sums), w.sum())
         return made
 
     def logits(self, x, table, batch):
         made = super().logits(x, table, batch)
-        return made | ({"sentence_order": axes.at_first(self.order(self.hidden(x)))} if self.ordered else {})
+        return made | ({"sentence_order": from_first_shard(self.order(self.hidden(x)))} if self.ordered else {})
 
 
 # --- of labelled examples ---------------------------------------------------------------------------------------------
@@ -186,11 +192,11 @@ class ClassHead(LabelHead):
 
     def losses(self, x, table, batch, weights, draw, sums):
         z = self.of_row(self.hidden(x), (self.output, self.output_bias), draw)
-        return {"classification": axes.at_first((nll(z, batch.labels) * weights["classification"]).sum())}
+        return {"classification": from_first_shard((nll(z, batch.labels) * weights["classification"]).sum())}
 
     def logits(self, x, table, batch):
         """`classes`: [batch, classes]."""
-        return {"classes": axes.at_first(self.of_row(self.hidden(x), (self.output, self.output_bias)))}
+        return {"classes": from_first_shard(self.of_row(self.hidden(x), (self.output, self.output_bias)))}
 
 
 class ChoiceHead(LabelHead):
@@ -204,11 +210,11 @@ class ChoiceHead(LabelHead):
         z = self.of_row(self.hidden(x), (self.output, self.output_bias), draw)
         first = slice(None, None, self.choices)
         of_questions = nll(z.reshape(-1, self.choices), batch.labels[first])
-        return {"multiple_choice": axes.at_first((of_questions * weights["multiple_choice"][first]).sum())}
+        return {"multiple_choice": from_first_shard((of_questions * weights["multiple_choice"][first]).sum())}
 
     def logits(self, x, table, batch):
         """`choices`: [batch]."""
-        return {"choices": axes.at_first(self.of_row(self.hidden(x), (self.output, self.output_bias)))[:, 0]}
+        return {"choices": from_first_shard(self.of_row(self.hidden(x), (self.output, self.output_bias)))[:, 0]}
 
 
 class SpanHead(LabelHead):
@@ -224,5 +230,5 @@ class SpanHead(LabelHead):
 
     def logits(self, x, table, batch):
         """`spans`: [batch, time, 2], -inf where a row is padding."""
-        z = widened(axes.together(outputs(self.hidden(x), (self.output, self.output_bias))))
+        z = widened(gather_replicated_grad(outputs(self.hidden(x), (self.output, self.output_bias))))
         return {"spans": jnp.where(batch.segments[..., None] > 0, z, -jnp.inf)}

@@ -54,7 +54,7 @@ def _parts(state: nnx.State) -> Params:
 class LanguageModel:
     """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, see ops.attention.choose.
     remat: what the backward pass computes again, 'none', 'selective' (the attention core), 'full' (each block),
-    'residual' (each block's two branches: no collective of theirs that sums is repeated) or 'every' (whoever runs the
+    'residual' (each block's two branches: no collective of theirs that sums is repeated) or 'block' (whoever runs the
     layers says of how many).  sums: dtype of long sums of gradients.  looped: whether several layers run in one
     loop."""
 
@@ -138,7 +138,7 @@ class LanguageModel:
         all_of_it, branches = self.remat == "full", self.remat == "residual"
         attend = again(attend) if self.remat == "selective" else attend
         # Where the stream is split keep each device's part of it, and gather once more (arXiv:2205.05198, 4.2.2).
-        in_parts = axes.shards(axes.SEQUENCE) > 1 and not (all_of_it or branches)
+        in_parts = axes.num_shards(axes.SEQUENCE) > 1 and not (all_of_it or branches)
         enter = again(project, static_argnums=2) if in_parts else project
         run = lambda layer, x, *of: self.block(  # noqa: E731
             layer, x, of[1], lambda q, k, v: attend(q, k, v, *of), enter
@@ -183,7 +183,7 @@ class LanguageModel:
 
     def empty_cache(self, rows: int, dtype: jnp.dtype) -> Cache:
         """Keys and values of `rows` sequences, [layers, rows, context, this device's heads, head width] each."""
-        heads = self.heads.kv_heads // axes.shards("heads")
+        heads = self.heads.kv_heads // axes.num_shards("heads")
         return (jnp.zeros((self.c.layers, rows, self.c.context, heads, self.c.head_width), dtype),) * 2
 
     def extend(

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from spmd_lm.axes import Names, enter
+from spmd_lm.axes import DimNames
 from spmd_lm.config.schema import Model
+from spmd_lm.ops.collectives import copy_to_region
 
 INIT_STD = 0.02
 """GPT-2's; the matrices that end a residual branch have it divided by sqrt(2 x layers)."""
 
 
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], names: Names, std: float, dtype: str) -> nnx.Param:
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], names: DimNames, std: float, dtype: str) -> nnx.Param:
     return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * std, out_sharding=names)
 
 
@@ -75,7 +76,7 @@ def dense(x: jax.Array, w: jax.Array, *, transpose: bool = False) -> jax.Array:
 def project(x: jax.Array, weights: Sequence[jax.Array], name: str) -> list[jax.Array]:
     """The residual stream x [batch, sequence, width], whole, times each of `weights` [width, other], split along
     `name`: column-parallel."""
-    x = enter(x, name)
+    x = copy_to_region(x, name)
     return [dense(x, w) for w in weights]
 
 
@@ -114,8 +115,8 @@ class Norm(nnx.Module):
 
     def __init__(self, c: Model, dtype: str):
         self.scale = constant(1, c.width, "width", dtype)
-        self.bias = constant(0, c.width, "width", dtype) if c.biases and c.norm_kind == "layer" else None
-        self.kind, self.eps = c.norm_kind, c.norm_eps
+        self.bias = constant(0, c.width, "width", dtype) if c.use_bias and c.norm_type == "layer" else None
+        self.kind, self.eps = c.norm_type, c.norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.kind == "rms":

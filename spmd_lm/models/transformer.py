@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd_lm.axes import SEQUENCE, leave, places
+from spmd_lm.axes import SEQUENCE
 from spmd_lm.config.schema import Model
 from spmd_lm.models.attention import Attend, Attention
 from spmd_lm.models.layers import INIT_STD, Norm, Project, add_bias, constant, dense, lean, normal, project
+from spmd_lm.ops.collectives import global_indices, reduce_from_region
 from spmd_lm.ops.dropout import Draw, dropout
 
 AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING, AFTER_POOLER = 1, 2, 3, 4
@@ -37,18 +38,18 @@ def residual_dropout(x: jax.Array, rate: float, draw: Draw | None, site: int) ->
     if draw is None or not rate:
         return x
     k0, k1 = (key[:, None, None] for key in draw.keys(site))
-    row, column = places(SEQUENCE, x.shape[1]).astype(jnp.uint32), jnp.arange(x.shape[2], dtype=jnp.uint32)
+    row, column = global_indices(SEQUENCE, x.shape[1]).astype(jnp.uint32), jnp.arange(x.shape[2], dtype=jnp.uint32)
     return dropout(x, rate, (k0, k1), row[:, None], column)
 
 
 class MLP(nnx.Module):
     def __init__(self, c: Model, std: float, out_std: float, rngs: nnx.Rngs, dtype: str):
-        matrix = lambda std: normal(rngs, (c.width, c.mlp_width), ("width", "mlp"), std, dtype)  # noqa: E731
-        vector = lambda size, name: constant(0, size, name, dtype) if c.biases else None  # noqa: E731
+        matrix = lambda std: normal(rngs, (c.width, c.mlp_dim), ("width", "mlp"), std, dtype)  # noqa: E731
+        vector = lambda size, name: constant(0, size, name, dtype) if c.use_bias else None  # noqa: E731
         self.up, self.down = matrix(std), matrix(out_std)
         self.gate = matrix(std) if c.activation in GATED else None
-        self.up_bias, self.down_bias = vector(c.mlp_width, "mlp"), vector(c.width, "width")
-        self.gate_bias = vector(c.mlp_width, "mlp") if self.gate is not None else None
+        self.up_bias, self.down_bias = vector(c.mlp_dim, "mlp"), vector(c.width, "width")
+        self.gate_bias = vector(c.mlp_dim, "mlp") if self.gate is not None else None
         self.activation = c.activation
 
     def __call__(self, x: jax.Array, project: Project) -> jax.Array:
@@ -59,7 +60,7 @@ class MLP(nnx.Module):
         else:
             h, gate = project(x, (self.up[...], self.gate[...]), "mlp")
             h = GATED[self.activation](add_bias(h, self.up_bias), add_bias(gate, self.gate_bias))
-        return add_bias(leave(dense(h, self.down[...], transpose=True), "mlp"), self.down_bias)
+        return add_bias(reduce_from_region(dense(h, self.down[...], transpose=True), "mlp"), self.down_bias)
 
 
 class Block(nnx.Module):

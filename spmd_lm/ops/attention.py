@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from spmd_lm import axes
 from spmd_lm.errors import ConfigError
+from spmd_lm.ops.collectives import global_indices
 from spmd_lm.ops.dropout import Draw, dropout
 from spmd_lm.ops.rotary import rotate
 
@@ -125,7 +126,7 @@ class Heads:
 
     def split(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array | None):
         """This device's heads of each, [B, T, H or G, K], turned to where they stand."""
-        n = axes.shards("heads")
+        n = axes.num_shards("heads")
         q, k, v = (
             x.reshape(*x.shape[:-1], heads // n, -1)
             for x, heads in ((q, self.heads), (k, self.kv_heads), (v, self.kv_heads))
@@ -143,11 +144,11 @@ def attention(
     segments: int32 [B, T], parts of a row that do not see each other.
 
     kernel: a key of KERNELS.  rate: dropout of the probabilities, applied when there is a `draw`."""
-    rate, mine = rate if draw is not None else 0.0, h.heads // axes.shards("heads")
+    rate, mine = rate if draw is not None else 0.0, h.heads // axes.num_shards("heads")
     keys = None
     if rate:
         assert draw is not None
-        keys = tuple(key[:, :, None, None] for key in draw.keys(SITE, axes.places("heads", mine)))
+        keys = tuple(key[:, :, None, None] for key in draw.keys(SITE, global_indices("heads", mine)))
     heads = h.split(q, k, v, positions)
     return KERNELS[kernel](*heads, segments, h.causal, rate, keys).reshape(q.shape)
 

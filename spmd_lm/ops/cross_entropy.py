@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd_lm import axes
+from spmd_lm.ops.collectives import gather_sequence, global_indices, pmax, psum, reduce_scatter_or_psum
 from spmd_lm.ops.embedding import own_rows
 
 CHUNK_BYTES = 2**27
@@ -35,7 +36,7 @@ def _wide(x: jax.Array) -> jnp.dtype:
 def _local(h, table, bias, targets, weights, vocab: int, sums: str, differentiate: bool):
     """What one device does: sums over its tokens of weight x nll and of weights whose target is the likeliest; or, if
     asked, the first and its gradients."""
-    h = axes.gathered(h)
+    h = gather_sequence(h)
     b, t, width = h.shape
     rows, wide = table.shape[0], _wide(h)
     n, size = chunks(b * t, rows * wide.itemsize)
@@ -44,20 +45,20 @@ def _local(h, table, bias, targets, weights, vocab: int, sums: str, differentiat
         flat = a.reshape(b * t, *a.shape[2:])
         return jnp.pad(flat, [(0, n * size - b * t)] + [(0, 0)] * (flat.ndim - 1)).reshape(n, size, *a.shape[2:])
 
-    column = axes.places("vocab", rows)
+    column = global_indices("vocab", rows)
 
     def chunk(carry, part):
         x, y, w = part
         z = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=wide)
         if bias is not None:
             z = z + bias.astype(wide)
-        if vocab < rows * axes.shards("vocab"):
+        if vocab < rows * axes.num_shards("vocab"):
             z = jnp.where(column < vocab, z, -jnp.inf)
-        top = axes.maximum(z.max(-1), "vocab")
+        top = pmax(z.max(-1), "vocab")
         own, mine = own_rows(y, rows, "vocab")
         own = jnp.where(mine, jnp.take_along_axis(z, own[:, None], 1)[:, 0], 0)
         e = jnp.exp(z - top[:, None])
-        norm, own = axes.total((e.sum(-1), own), "vocab")
+        norm, own = psum((e.sum(-1), own), "vocab")
         nll = jnp.log(norm) + top - own
         loss = carry[0] + (nll * w).sum()
         if not differentiate:
@@ -73,7 +74,7 @@ def _local(h, table, bias, targets, weights, vocab: int, sums: str, differentiat
         return lax.scan(chunk, (jnp.zeros((), wide),) * 2, inputs)[0]
     zeros = lambda x: None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, sums))  # noqa: E731
     (loss, d_table, d_bias), d_h = lax.scan(chunk, (jnp.zeros((), wide), zeros(table), zeros(bias)), inputs)
-    d_h = axes.summed(d_h.reshape(n * size, width)[: b * t].reshape(b, t, width), "vocab")
+    d_h = reduce_scatter_or_psum(d_h.reshape(n * size, width)[: b * t].reshape(b, t, width), "vocab")
     narrow = lambda d, x: None if x is None else d.astype(x.dtype)  # noqa: E731
     return loss, d_h, narrow(d_table, table), narrow(d_bias, bias)
 

@@ -1,8 +1,8 @@
 """Dropout whose bits are a function of (seed, step, layer, site; sample, coordinates), whoever computes them.
 
 Threefry-2x32 is written out on counters that broadcast, and each device counts from its place in the whole
-(`axes.places`): no layout, no recomputation and no device count can change a mask.  The bits are integers compared
-with a threshold, because float draws differ between float32 and float64 modes.
+(`collectives.global_indices`): no layout, no recomputation and no device count can change a mask.  The bits are
+integers compared with a threshold, because float draws differ between float32 and float64 modes.
 """
 
 import dataclasses

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm import axes
+from spmd_lm.ops.collectives import gather_sequence, local_slice, reduce_scatter_or_psum, shard_index
 
 
 def own_rows(ids: jax.Array, rows: int, name: str) -> tuple[jax.Array, jax.Array]:
     """`ids` as rows of this device's part of the dimension `name`, and whether they are in it."""
-    local = ids - axes.index(name) * rows
+    local = ids - shard_index(name) * rows
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
 
@@ -22,19 +23,19 @@ def lookup(table: jax.Array, ids: jax.Array, name: str) -> jax.Array:
     """table: [rows here, width], its rows called `name`; ids: int32 [batch, time] -> [batch, sequence, width].
 
     Of a whole table each device looks up its part of the sequence, and has gradients of no more."""
-    if axes.shards(name) == 1:
-        return table[axes.part(ids, axes.SEQUENCE, 1)]
+    if axes.num_shards(name) == 1:
+        return table[local_slice(ids, axes.SEQUENCE, 1)]
     rows, mine = own_rows(ids, table.shape[0], name)
-    return axes.summed(jnp.where(mine[..., None], table[rows], 0).astype(table.dtype), name)
+    return reduce_scatter_or_psum(jnp.where(mine[..., None], table[rows], 0).astype(table.dtype), name)
 
 
 def _backward(name, saved, g):
     table, ids = saved
-    if axes.shards(name) == 1:
-        rows = axes.part(ids, axes.SEQUENCE, 1)
+    if axes.num_shards(name) == 1:
+        rows = local_slice(ids, axes.SEQUENCE, 1)
     else:
         rows, mine = own_rows(ids, table.shape[0], name)
-        g = jnp.where(mine[..., None], axes.gathered(g), 0)
+        g = jnp.where(mine[..., None], gather_sequence(g), 0)
     wide = jnp.promote_types(table.dtype, jnp.float32)  # a sum in bfloat16 stalls at 256 equal addends
     return jnp.zeros(table.shape, wide).at[rows].add(g.astype(wide)).astype(table.dtype), None
 

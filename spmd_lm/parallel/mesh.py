@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spmd_lm.axes import DATA, MESH_AXES, MODEL, PIPE, REPLICA
-from spmd_lm.config.layouts import check_devices
+from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import LayoutError
 

@@ -1,4 +1,4 @@
-"""What a transposed function has saved, less what its caller has anyway."""
+"""Dropping from a VJP's residuals the arrays that its caller can supply again."""
 
 import functools
 from collections.abc import Callable
@@ -9,18 +9,18 @@ import jax
 Tree = Any
 
 
-def without(pull: Callable, known: Tree) -> tuple[list[jax.Array], Callable]:
-    """What `pull`, as jax.vjp made it, has saved, less the arrays of `known`; and the way back: rebuild(saved, known).
+def drop_residuals(vjp: Callable, known: Tree) -> tuple[list[jax.Array], Callable]:
+    """(residuals, rebuild) of `vjp`, a function that jax.vjp returned: its residuals minus the arrays of `known`, and
+    rebuild(residuals, known), which is `vjp` again.
 
-    `rebuild` is a tree without leaves, so that a loop can hand it on beside what is saved."""
-    leaves, treedef = jax.tree.flatten(pull)
-    ours = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(known))}
-    places = tuple(ours.get(id(leaf)) for leaf in leaves)
-    return [leaf for leaf, at in zip(leaves, places, strict=True) if at is None], jax.tree_util.Partial(
-        functools.partial(_rebuild, treedef, places)
-    )
+    `rebuild` is a pytree without leaves, so that a loop can carry it beside the residuals."""
+    leaves, treedef = jax.tree.flatten(vjp)
+    known_ids = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(known))}
+    sources = tuple(known_ids.get(id(leaf)) for leaf in leaves)
+    residuals = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+    return residuals, jax.tree_util.Partial(functools.partial(_rebuild, treedef, sources))
 
 
-def _rebuild(treedef, places: tuple[int | None, ...], saved: list[jax.Array], known: Tree) -> Callable:
-    rest, ours = iter(saved), jax.tree.leaves(known)
-    return jax.tree.unflatten(treedef, [next(rest) if at is None else ours[at] for at in places])
+def _rebuild(treedef, sources: tuple[int | None, ...], residuals: list[jax.Array], known: Tree) -> Callable:
+    rest, known_leaves = iter(residuals), jax.tree.leaves(known)
+    return jax.tree.unflatten(treedef, [next(rest) if source is None else known_leaves[source] for source in sources])

@@ -1,6 +1,6 @@
-"""The rule tables: which mesh axes hold each name, for activations and for what is kept between steps.
+"""The rule tables: which mesh axes shard each named dimension, of activations and of the state kept between steps.
 
-Each kind of parallelism adds rows.  A table lists every name; a name that is not listed is an error, not a whole
+Each kind of parallelism is a few rows.  A table lists every name; a name that is not listed is an error, not a whole
 dimension."""
 
 import dataclasses
@@ -8,39 +8,57 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, DATA, PIPE, Names
+from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, DimNames
 from spmd_lm.errors import LayoutError
-from spmd_lm.parallel import sequence, tensor, zero
+
+Table = Mapping[str, tuple[str, ...]]
+"""From the name of a dimension to mesh axes, outermost first."""
 
 NAMES = ("layers", "batch", "sequence", "position", "type", "width", "heads", "mlp", "vocab", "feature", "label")
-WHOLE: dict[str, tuple[str, ...]] = dict.fromkeys(NAMES, ())
+REPLICATED: Table = dict.fromkeys(NAMES, ())
+
+TENSOR: Table = {"heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
+"""Tensor parallelism (Megatron-LM, arXiv:1909.08053): the first matrix of each branch becomes column-parallel and the
+second row-parallel.  The paper's f and g are `copy_to_region` and `reduce_from_region` of ops/collectives.py: one
+all-reduce per branch forward, one backward."""
+
+SEQUENCE: Table = {"sequence": (MODEL,)}
+"""Sequence parallelism (arXiv:2205.05198, section 4.2.2): between the branches the residual stream is sharded along the
+sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes, and norms, dropout and
+saved activations are sharded too."""
+
+ZERO: Table = {"shard": (DATA,)}
+"""ZeRO (arXiv:1910.02054): the name that `zero.sharded_names` gives to one dimension of every matrix."""
+
+PIPELINE: Table = {"layers": (PIPE,)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """A table from name to mesh axes, outermost first."""
-
-    table: Mapping[str, tuple[str, ...]]
+    table: Table
 
     def axes(self, name: str | None) -> tuple[str, ...]:
         return () if name is None else self.table[name]
 
-    def spec(self, names: Names) -> P:
+    def spec(self, names: DimNames) -> P:
         """Raises LayoutError where two dimensions of one array land on one mesh axis."""
         used = [axis for name in names for axis in self.axes(name)]
         if len(used) != len(set(used)):
             raise LayoutError(f"the dimensions {names} of one array land on the same mesh axis: {used}")
         return P(*(self.axes(name) or None for name in names))
 
-    def with_rings(self, rings: tuple[str, ...]) -> "Rules":
-        """The same table where `data` is several axes of a mesh."""
-        split = lambda on: tuple(ring for axis in on for ring in (rings if axis == DATA else (axis,)))  # noqa: E731
-        return Rules({name: split(on) for name, on in self.table.items()})
+    def with_data_axes(self, data_axes: tuple[str, ...]) -> "Rules":
+        """The same table on a mesh where several axes together are `data`."""
+        replaced = {DATA: data_axes}
+        return Rules(
+            {name: tuple(a for axis in on for a in replaced.get(axis, (axis,))) for name, on in self.table.items()}
+        )
 
 
-PARAMETERS = Rules(WHOLE | tensor.ROWS | zero.ROWS | {"layers": (PIPE,)})
+PARAMETERS = Rules({**REPLICATED, **TENSOR, **ZERO, **PIPELINE})
+"""Of parameters, gradients and optimizer state between steps."""
 
 
-def activations(sequence_parallel: bool) -> Rules:
-    """sequence_parallel: whether activations between the branches are split along the sequence."""
-    return Rules(WHOLE | tensor.ROWS | {"batch": BATCH_AXES} | (sequence.ROWS if sequence_parallel else {}))
+def activation_rules(sequence_parallel: bool) -> Rules:
+    """Of activations.  sequence_parallel: whether the residual stream is sharded along the sequence."""
+    return Rules({**REPLICATED, **TENSOR, "batch": BATCH_AXES, **(SEQUENCE if sequence_parallel else {})})

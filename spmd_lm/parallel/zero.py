@@ -1,124 +1,163 @@
-"""ZeRO (arXiv:1910.02054): what data parallelism would hold n times, held once, as one row and one pair.
+"""ZeRO (arXiv:1910.02054): the state that data parallelism replicates n times is sharded over `data`.
 
-The row: matrices and tables of what is kept between steps are cut along `width`, over `data`.  The pair: `gather` makes
-weights whole, in the compute dtype, and `scatter` sums gradients onto the shards that own them.  The stage says where
-the pair stands:
+One dimension of every matrix, `width`, is sharded between steps.  `gather` makes weights whole, in the compute dtype;
+`scatter` sums gradients onto the shards that own them.  `ZeroPolicy` says how often a step does each.  Vectors stay
+replicated, and their gradients are all-reduced once per step: the same bytes as gathering and scattering them."""
 
-    0   nothing is cut; gradients are all-reduced once per step
-    1   both once per step, around all the layers
-    2   gather once per step; scatter each layer's gradients as backward makes them
-    3   both for each layer, inside the loop over layers; backward gathers again
-
-Vectors stay whole, and their gradients are all-reduced once per step: what gathering and scattering them would send."""
-
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_lm import axes
-from spmd_lm.axes import DATA, Names, is_names
-from spmd_lm.parallel.residuals import without
+from spmd_lm.axes import DimNames, is_dim_names
+from spmd_lm.ops.collectives import reduce_scatter
+from spmd_lm.parallel.residuals import drop_residuals
 
 Tree = Any
 
-CUT, SHARD = "width", "shard"
-ROWS: dict[str, tuple[str, ...]] = {SHARD: (DATA,)}
+SHARDED_DIM, SHARD = "width", "shard"
+"""The dimension that ZeRO shards, and its name where it is sharded."""
+
+Frequency = Literal["never", "step", "chunk", "layer"]
 
 
-def cut(names: Names) -> Names:
-    """The names of a parameter as ZeRO keeps it.  A vector's are its own."""
+@dataclasses.dataclass(frozen=True)
+class ZeroPolicy:
+    """How often a step gathers weights over `data` and scatters their gradients.
+
+        stage   gather   scatter
+        0       never    never    nothing is sharded; gradients are all-reduced once per step
+        1       step     step
+        2       step     layer    each layer's gradients as backward computes them
+        3       layer    layer    in the loop over layers; backward gathers again
+
+    Breadth-first pipelines have `chunk` in place of `layer`: all microbatches run through one chunk of layers before
+    the next, so a chunk is gathered once forward and once backward, and scattered once."""
+
+    stage: int = 0
+    gather: Frequency = "never"
+    scatter: Frequency = "never"
+
+    @classmethod
+    def of_stage(
+        cls, stage: int, *, reduce_once: bool = False, layers: int = 2, breadth_first: bool = False
+    ) -> "ZeroPolicy":
+        """reduce_once: gather and scatter once per step, whatever the stage.  layers: with weights of their own.
+        breadth_first: whether a pipeline runs this schedule."""
+        if stage == 0:
+            return cls()
+        if stage == 1 or reduce_once:
+            return cls(stage, "step", "step")
+        often: Frequency = "chunk" if breadth_first else "layer"
+        # A single layer is gathered once: there is no next one to make room for.
+        return cls(stage, often if stage == 3 and layers > 1 else "step", often)
+
+    @property
+    def gathers_in_loop(self) -> bool:
+        """Whether layers are gathered inside the loop over layers or chunks; otherwise all of them are held."""
+        return self.gather in ("chunk", "layer")
+
+    @property
+    def scatters_in_loop(self) -> bool:
+        """Whether gradients are scattered as backward computes them; otherwise all at once at its end."""
+        return self.scatter in ("chunk", "layer")
+
+
+NO_ZERO = ZeroPolicy()
+
+
+def sharded_names(names: DimNames) -> DimNames:
+    """The dimension names of a parameter as ZeRO shards it.  A vector's are unchanged."""
     matrix = len([name for name in names if name != "layers"]) > 1
-    return tuple(SHARD if name == CUT else name for name in names) if matrix else names
+    return tuple(SHARD if name == SHARDED_DIM else name for name in names) if matrix else names
 
 
-def _dimension(kept: Names) -> int | None:
-    return kept.index(SHARD) if SHARD in kept else None
+def _sharded_dim(names: DimNames) -> int | None:
+    return names.index(SHARD) if SHARD in names else None
 
 
-def _each(f: Callable, tree: Tree, kept: Tree) -> Tree:
-    """f(leaf, names) of every leaf."""
-    return jax.tree.map(lambda names, x: f(x, names), kept, tree, is_leaf=is_names)
-
-
-def _off_lanes(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
+def _off_minor_dim(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
     """`x` with `dim` first if it was last, and where it is now."""
     return (jnp.moveaxis(x, dim, 0), 0) if dim == x.ndim - 1 else (x, dim)
 
 
 @jax.named_scope("weights")
-def gather(tree: Tree, kept: Tree, rings: tuple[str, ...], width: int) -> Tree:
-    """Shards to whole leaves, one ring after the other, innermost first; `width` of each without its padding."""
+def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int) -> Tree:
+    """Shards to whole leaves, one axis of `data` after the other, innermost first.
 
-    def leaf(x: jax.Array, names: Names) -> jax.Array:
-        if (dim := _dimension(names)) is None:
+    names: the sharded dimension names of each leaf.  width: unpadded size of the sharded dimension."""
+
+    def gather_leaf(names: DimNames, x: jax.Array) -> jax.Array:
+        if (dim := _sharded_dim(names)) is None:
             return x
-        x, at = _off_lanes(x, dim)
-        for ring in reversed(rings):
-            x = lax.all_gather(x, ring, axis=at, tiled=True)
+        x, at = _off_minor_dim(x, dim)
+        for axis in reversed(data_axes):
+            x = lax.all_gather(x, axis, axis=at, tiled=True)
         return jnp.moveaxis(lax.slice_in_dim(x, 0, width, axis=at), at, dim)
 
-    return _each(leaf, tree, kept)
+    return jax.tree.map(gather_leaf, names, tree, is_leaf=is_dim_names)
 
 
 @jax.named_scope("gradients")
-def scatter(tree: Tree, kept: Tree, rings: tuple[str, ...], width: int) -> Tree:
-    """Each device's whole gradients to the sum over `data` of the shard that it owns; `width`: padded.
+def scatter(tree: Tree, names: Tree, data_axes: tuple[str, ...], padded_width: int) -> Tree:
+    """Each device's whole gradients to the sum over `data` of the shard that it owns.
 
-    On a TPU a scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the torus,
-    along the last dimension in memory, and of a large stack: so it goes ring by ring, along another, and layer by
-    layer."""
+    On a TPU a reduce-scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the
+    torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and
+    layer by layer."""
 
-    def leaf(g: jax.Array, names: Names) -> jax.Array:
-        if (dim := _dimension(names)) is None:
+    def scatter_leaf(names: DimNames, g: jax.Array) -> jax.Array:
+        if (dim := _sharded_dim(names)) is None:
             return g
         if names[0] == "layers":
-            return lax.map(lambda layer: leaf(layer, names[1:]), g)
-        g, at = _off_lanes(g, dim)
-        g = jnp.pad(g, [(0, width - g.shape[d] if d == at else 0) for d in range(g.ndim)])
-        for ring in rings:
-            g = axes.scatter(g, ring, at, pinned=True)
+            return lax.map(lambda layer: scatter_leaf(names[1:], layer), g)
+        g, at = _off_minor_dim(g, dim)
+        g = jnp.pad(g, [(0, padded_width - g.shape[d] if d == at else 0) for d in range(g.ndim)])
+        for axis in data_axes:
+            g = reduce_scatter(g, axis, at, row_major=True)
         return jnp.moveaxis(g, at, dim)
 
-    return _each(leaf, tree, kept)
+    return jax.tree.map(scatter_leaf, names, tree, is_leaf=is_dim_names)
 
 
-def fetching(
+def with_gathered_weights(
     f: Callable,
     gather: Callable[[Tree], Tree],
     scatter: Callable[[Tree], Tree],
     *,
-    apart: bool = False,
-    at_once: bool = False,
+    prevent_cse: bool = False,
+    scatter_first: bool = False,
 ) -> Callable:
-    """run(slots, shards, held, x, extra) = f(weights, x, *extra), whose gradient for the weights is scattered as it is
-    made, and comes out as the gradient for `slots`: zeros of the shards' shapes and of `scatter`'s dtype.
+    """run(grad_slots, shards, gathered, x, extra) = f(weights, x, *extra), whose gradient for the weights is scattered
+    in backward and returned as the gradient of `grad_slots`: zeros of the shards' shapes in `scatter`'s dtype.
 
-    The weights are `held`, or gathered from `shards` where that is None: then backward gathers them again, and keeps of
-    them nothing but the shards.  Everything else that backward needs is kept, as f's own remat says.  apart: keep the
-    second gather from being merged with the first, which would hold the weights in between; a loop does that by itself,
-    and takes less memory without.  at_once: scatter before backward goes on, so that nothing whole waits beside it."""
+    The weights are `gathered`; where that is None they are gathered from `shards`, and gathered again in backward,
+    which saves nothing of them but the shards.  Everything else that backward needs is saved, as f's own remat says.
+    prevent_cse: keep XLA from merging the second gather with the first, which would hold the weights in between; inside
+    a loop that cannot happen, and the barrier only costs memory.  scatter_first: scatter before backward goes on, so
+    that no whole gradient is held meanwhile."""
 
     @jax.custom_vjp
-    def run(slots, shards, held, x, extra):
-        return f(gather(shards) if held is None else held, x, *extra)
+    def run(grad_slots, shards, gathered, x, extra):
+        return f(gather(shards) if gathered is None else gathered, x, *extra)
 
-    def forward(slots, shards, held, x, extra):
-        weights = gather(shards) if held is None else held
-        out, pull = jax.vjp(lambda weights, x: f(weights, x, *extra), weights, x)
-        saved, rebuild = without(pull, weights)
-        return out, (shards, held, saved, rebuild)
+    def forward(grad_slots, shards, gathered, x, extra):
+        weights = gather(shards) if gathered is None else gathered
+        out, vjp = jax.vjp(lambda weights, x: f(weights, x, *extra), weights, x)
+        residuals, rebuild = drop_residuals(vjp, weights)
+        return out, (shards, gathered, residuals, rebuild)
 
-    def backward(residuals, g):
-        shards, held, saved, rebuild = residuals
-        if held is None:
-            shards, g = lax.optimization_barrier((shards, g)) if apart else (shards, g)
-            held = gather(shards)
-        d_weights, d_x = rebuild(saved, held)(g)
+    def backward(saved, g):
+        shards, weights, residuals, rebuild = saved
+        if weights is None:
+            shards, g = lax.optimization_barrier((shards, g)) if prevent_cse else (shards, g)
+            weights = gather(shards)
+        d_weights, d_x = rebuild(residuals, weights)(g)
         d_slots = scatter(d_weights)
-        d_slots, d_x = lax.optimization_barrier((d_slots, d_x)) if at_once else (d_slots, d_x)
+        d_slots, d_x = lax.optimization_barrier((d_slots, d_x)) if scatter_first else (d_slots, d_x)
         return d_slots, None, None, d_x, None
 
     run.defvjp(forward, backward)

@@ -11,17 +11,17 @@ from tests.helpers import make_config
 
 MODELS = {
     "gpt2": {},
-    "plain": {"biases": False, "tie_embeddings": False},
+    "plain": {"use_bias": False, "tie_embeddings": False},
     "untied": {"tie_embeddings": False, "layers": 3},
-    "narrow": {"biases": False, "hidden": 40, "width": 24, "heads": 3},
-    "llama": {"norm_kind": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 2, "hidden": 40},
+    "narrow": {"use_bias": False, "mlp_width": 40, "width": 24, "heads": 3},
+    "llama": {"norm_type": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 2, "mlp_width": 40},
     "bert": {"kind": "bert", "norm": "post", "token_types": 2},
     "one layer": {"share_layers": True},
 }
 
 
 BERT = {"kind": "bert", "token_types": 2}
-FILES = {"source": "task", "path": "a", "validation": "b"}
+FILES = {"source": "task", "path": "a", "validation_path": "b"}
 JUDGED = {  # an objective, its task, and what its head adds to a row and to each of its tokens (width 32)
     "classification": ({"kind": "classification", "classes": 5}, "jsonl", (32 + 5) * 32, 0),
     "multiple_choice": ({"kind": "multiple_choice"}, "race", (32 + 1) * 32, 0),
@@ -39,7 +39,7 @@ def config(request):
     if request.param in JUDGED:
         return judged(request.param)
     if request.param not in MODELS:
-        return judged("classification", norm="post", tie_embeddings=False, biases=False)
+        return judged("classification", norm="post", tie_embeddings=False, use_bias=False)
     masked = {"objective": {"kind": "masked_lm"}} if request.param == "bert" else {}
     return make_config(model=MODELS[request.param], **masked)
 
@@ -86,5 +86,5 @@ def test_a_judged_head_is_what_it_adds_to_the_layers_by_hand(name):
     assert forward_per_sequence(judged(name)) == 2 * (16 * (2 * (layer + 2 * 16 * 32) + of_token) + of_row)
     scales, biases = (2 * 2 + 1) * 32, 2 * (4 * 32 + 128 + 32) + (of_row + of_token) // 32
     without = 2 * layer + (61 + 16 + 2) * 32 + scales + of_row + of_token
-    assert parameters(judged(name, biases=False)) == without
+    assert parameters(judged(name, use_bias=False)) == without
     assert parameters(judged(name)) == without + biases + scales  # a norm has as many biases

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_lm.config.layouts import check_devices
+from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.load import load
 from spmd_lm.config.numbers import divisors
 from spmd_lm.errors import ConfigError
@@ -14,7 +14,7 @@ from spmd_lm.errors import ConfigError
 FLOAT16 = "precision.compute=float16 precision.loss_scale=dynamic"
 CUDNN = "model.attention=cudnn model.attention_dropout=0 precision.compute=bfloat16"
 MASKED = "objective.kind=masked_lm model.kind=bert model.vocab=260"
-TASK = "model.kind=bert model.vocab=260 data.source=task data.path=a data.validation=b"
+TASK = "model.kind=bert model.vocab=260 data.source=task data.path=a data.validation_path=b"
 CLASSES = f"{TASK} data.task=mnli objective.kind=classification objective.classes=3"
 CHOICES = f"{TASK} data.task=race objective.kind=multiple_choice"
 DEBUG = Path(__file__).parents[2] / "configs" / "debug.yaml"  # 4 layers, 8 heads, width 64, context 64, batch 16
@@ -48,9 +48,9 @@ def problems(*overrides: str) -> list[str]:
             "parallel.model=2 or 4, or model.heads=16",
         ),
         (
-            "model.hidden=100 parallel.model=8",
-            "model.hidden=100 is not divisible by parallel.model=8 (MLP, dim 'mlp')",
-            "parallel.model=2 or 4, or model.hidden=96 or 104",
+            "model.mlp_width=100 parallel.model=8",
+            "model.mlp_width=100 is not divisible by parallel.model=8 (MLP, dim 'mlp')",
+            "parallel.model=2 or 4, or model.mlp_width=96 or 104",
         ),
         (
             "parallel.microbatches=3",
@@ -162,7 +162,7 @@ def problems(*overrides: str) -> list[str]:
         (
             "model.kind=bert model.vocab=260 objective.kind=span",
             "objective.kind=span with data.source=python-stdlib, which has no labels",
-            "data.source=task, with data.task, data.path and data.validation",
+            "data.source=task, with data.task, data.path and data.validation_path",
         ),
         (
             f"{CHOICES} train.batch=18",
@@ -177,15 +177,16 @@ def problems(*overrides: str) -> list[str]:
             "train.batch=16 or 24",
         ),
         (
-            f"{MASKED} objective.rate=0",
-            "objective.rate=0.0 hides nothing, so nothing is learned",
-            "objective.rate=0.15",
+            f"{MASKED} objective.mask_prob=0",
+            "objective.mask_prob=0.0 hides nothing, so nothing is learned",
+            "objective.mask_prob=0.15",
         ),
         (
-            f"{MASKED} objective.rate=0.7",
-            "objective.rate=0.7 with objective.max_span=3: spans of 1.6 words on average, a word or more between them, "
+            f"{MASKED} objective.mask_prob=0.7",
+            "objective.mask_prob=0.7 with objective.max_span=3: spans of 1.6 words on average, a word or more between "
+            "them, "
             "hide at most 62%",
-            "objective.rate=0.62 or less",
+            "objective.mask_prob=0.62 or less",
         ),
         (
             "data.source=synthetic model.vocab=3",
@@ -352,7 +353,7 @@ def test_float16_is_scaled_and_reduced_in_more(overrides, asked, use):
         ("data.path=[]", "data.path=[]"),
         ("data.path=''", "data.path="),
         ("data.path=[a,'']", "data.path=['a', '']"),
-        ("data.validation=[]", "data.validation=[]"),
+        ("data.validation_path=[]", "data.validation_path=[]"),
     ],
 )
 def test_what_is_to_be_read_has_a_name(override, said):
@@ -384,19 +385,20 @@ def test_a_sequence_that_model_does_not_divide_is_refused():
         f"{CUDNN} model.width=1024",  # of 128
         "data.source=synthetic model.vocab=16",
         f"{MASKED} model.token_types=2 model.context=8",
-        f"{MASKED} model.token_types=1 objective.sentence_order=false objective.rate=0.5 objective.max_span=1",
+        f"{MASKED} model.token_types=1 objective.sentence_order=false objective.mask_prob=0.5 objective.max_span=1",
         CLASSES,
         f"{CLASSES} model.token_types=2 model.context=8",
         f"{CLASSES} data.task=jsonl objective.classes=7",
         f"{CHOICES} train.batch=24 parallel.microbatches=3 run.simulate_devices=2",
-        f"{TASK} data.task=squad objective.kind=span objective.stride=1000",  # a row's room is less, and taken
+        f"{TASK} data.task=squad objective.kind=span objective.doc_stride=1000",  # a row's room is less, and taken
         "data.tokenizer=vocab.txt model.vocab=100",  # of a file nothing is known yet
         "run.simulate_devices=8 parallel.model=2 parallel.replica=2 parallel.microbatches=4",
         "parallel.pipe=2 parallel.microbatches=3 train.batch=18",
         "parallel.pipe=4 parallel.schedule=gpipe parallel.microbatches=2 parallel.zero=3",
         "parallel.pipe=2 parallel.chunks=2 parallel.schedule=interleaved parallel.microbatches=4",
         "parallel.chunks=3",  # of one stage: nothing changes
-        "parallel.pipe=2 parallel.chunks=2 parallel.schedule=breadth_first parallel.microbatches=8 parallel.mask=true",
+        "parallel.pipe=2 parallel.chunks=2 parallel.schedule=breadth_first parallel.microbatches=8 "
+        "parallel.run_idle_stages=true",
     ],
 )
 def test_what_is_legal_passes(overrides):
@@ -495,29 +497,29 @@ def test_a_size_beyond_all_measure_keeps_no_one_waiting(size):
 degrees = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 
 
-sizes = {"heads": degrees, "model": degrees, "hidden": st.integers(1, 40), "batch": st.integers(1, 40)}
+sizes = {"heads": degrees, "model": degrees, "mlp_width": st.integers(1, 40), "batch": st.integers(1, 40)}
 
 
-def setting(heads: int, model: int, hidden: int, batch: int, micro: int, devices: int, together: int) -> list[str]:
+def setting(heads: int, model: int, mlp_width: int, batch: int, micro: int, devices: int, together: int) -> list[str]:
     return [
         *(CHOICES.split() if together == 4 else []),
-        *("model.width=48", f"model.heads={heads}", f"model.hidden={hidden}", f"parallel.model={model}"),
+        *("model.width=48", f"model.heads={heads}", f"model.mlp_width={mlp_width}", f"parallel.model={model}"),
         *(f"train.batch={batch}", f"parallel.microbatches={micro}", f"run.simulate_devices={devices}"),
     ]
 
 
 @given(**sizes, micro=degrees, devices=degrees, together=st.sampled_from([1, 4]))
-def test_passes_exactly_what_divides(heads, model, hidden, batch, micro, devices, together):
-    divides = devices % model == heads % model == hidden % model == 48 % heads == batch % (micro * together) == 0
+def test_passes_exactly_what_divides(heads, model, mlp_width, batch, micro, devices, together):
+    divides = devices % model == heads % model == mlp_width % model == 48 % heads == batch % (micro * together) == 0
     divides = divides and batch // (micro * together) % (devices // model) == 0
-    assert (problems(*setting(heads, model, hidden, batch, micro, devices, together)) == []) == divides
+    assert (problems(*setting(heads, model, mlp_width, batch, micro, devices, together)) == []) == divides
 
 
 @settings(max_examples=50)
 @given(**sizes, micro=degrees, devices=degrees, together=st.sampled_from([1, 4]))
-def test_every_setting_that_a_message_offers_mends_it(heads, model, hidden, batch, micro, devices, together):
+def test_every_setting_that_a_message_offers_mends_it(heads, model, mlp_width, batch, micro, devices, together):
     """Each offer on its own, whatever other problems there are."""
-    given = setting(heads, model, hidden, batch, micro, devices, together)
+    given = setting(heads, model, mlp_width, batch, micro, devices, together)
     for problem in problems(*given):
         offers = problem.split(". Use ")[1]
         for key, values in re.findall(r"([a-z]+\.\w+)=(-?\d+(?: or -?\d+)*)", offers):

@@ -122,28 +122,32 @@ def test_a_new_variant_drops_the_keys_of_the_old_one(write, overrides):
 
 
 def test_the_same_variant_keeps_its_keys(write):
-    write(a=TINY.replace("{source: python-stdlib}", "{source: text, path: x, validation: 0.2}"))
-    assert load("a.yaml", ["data.source=text", "data.validation=0.3"]).data == Text(
-        source="text", path="x", validation=0.3
+    write(a=TINY.replace("{source: python-stdlib}", "{source: text, path: x, validation_fraction: 0.2}"))
+    assert load("a.yaml", ["data.source=text", "data.validation_fraction=0.3"]).data == Text(
+        source="text", path="x", validation_fraction=0.3
     )
 
 
 @pytest.mark.parametrize("more", [("data.source=text", "data.path=x"), ("data.source=python-stdlib",)])
 def test_a_vocabulary_outlives_a_change_of_text(write, more):
     """Its ids are what a model knows, whatever it reads; a chain has none."""
-    files = "path: a, validation: b, tokenizer: vocab.txt"
+    files = "path: a, validation_path: b, tokenizer: vocab.txt"
     write(a=TINY.replace("{source: python-stdlib}", f"{{source: task, task: jsonl, {files}}}"))
     data = load("a.yaml", more).data
-    assert (data.tokenizer, data.validation) == ("vocab.txt", 0.1)  # files are no share
+    assert (data.tokenizer, data.validation_fraction) == ("vocab.txt", 0.1)  # files are no share
     assert load("a.yaml", [*more, "data.tokenizer=bytes"]).data.tokenizer == "bytes"
     assert load("a.yaml", ["data.source=synthetic"]).data == Synthetic(source="synthetic")
 
 
 def test_files_to_be_judged_by_are_asked_for_in_place_of_a_share(write):
-    write(a=TINY.replace("{source: python-stdlib}", "{source: text, path: x, validation: 0.2, tokenizer: vocab.txt}"))
+    write(
+        a=TINY.replace(
+            "{source: python-stdlib}", "{source: text, path: x, validation_fraction: 0.2, tokenizer: vocab.txt}"
+        )
+    )
     asked = "missing. Set it in the file, or as data"
     told = problems("a.yaml", "data.source=task", "data.task=mnli", "data.path=y")
-    assert told == (f"a.yaml: data.validation: {asked}.validation=... on the command line.",)
+    assert told == (f"a.yaml: data.validation_path: {asked}.validation_path=... on the command line.",)
 
 
 # --- what begins as another run ---------------------------------------------------------------------------------------
@@ -183,7 +187,7 @@ def test_what_it_says_of_its_model_comes_before(first):
 
 def test_a_task_is_read_by_its_vocabulary_and_a_chain_by_none(first):
     bert = ["model.kind=bert", "objective.kind=span", "data.source=task", "data.task=squad"]
-    data = load("later.yaml", [*bert, "data.path=a", "data.validation=b"]).data
+    data = load("later.yaml", [*bert, "data.path=a", "data.validation_path=b"]).data
     assert isinstance(data, Task) and data.tokenizer == "runs/first/tokenizer"
     assert load("later.yaml", ["data.source=synthetic"]).data == Synthetic(source="synthetic")
 
@@ -299,7 +303,7 @@ def test_all_problems_are_told_at_once_each_with_its_origin(write):
         ),
         ("train.learning_rate=3", "train: unknown key 'learning_rate'. Did you mean 'optim.lr'?"),
         ("model.n_layer=3", "model: unknown key 'n_layer'. Did you mean 'layers'?"),
-        ("remat.xyz=3", "remat: unknown key 'xyz'. Known: policy, every."),
+        ("remat.xyz=3", "remat: unknown key 'xyz'. Known: policy, block_size."),
         ("checkpoint.asynchronous=true", "checkpoint: unknown key 'asynchronous'. Did you mean 'async'?"),
         (
             "data.path=x",

@@ -8,10 +8,10 @@ import pytest
 
 from spmd_lm.analysis.flops import parameters
 from spmd_lm.config.load import load
-from spmd_lm.config.objectives import TASKS
+from spmd_lm.config.objective_checks import TASKS
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.train.describe import describe
+from spmd_lm.planning.plan_report import describe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.yaml") if path.stem != "base")

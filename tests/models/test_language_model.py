@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_lm.axes import is_names
+from spmd_lm.axes import is_dim_names
 from spmd_lm.batch import Batch
 from spmd_lm.models.language_model import LanguageModel
 from tests import reference
@@ -34,8 +34,8 @@ NAMED = {
     "head.norm.scale": ((D,), ("width",)),
     "head.norm.bias": ((D,), ("width",)),
 }
-PLAIN = {"biases": False, "tie_embeddings": False}
-LLAMA = PLAIN | {"norm_kind": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 2, "hidden": 40}
+PLAIN = {"use_bias": False, "tie_embeddings": False}
+LLAMA = PLAIN | {"norm_type": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 2, "mlp_width": 40}
 BERT = {"kind": "bert", "norm": "post", "norm_eps": 1e-12, "activation": "gelu", "token_types": 2}
 MASKED = {"kind": "masked_lm"}
 
@@ -63,13 +63,13 @@ def flat(tree, **kind):
 
 
 def test_parameters_have_these_names_and_shapes():
-    names, shapes = flat(model().names, is_leaf=is_names), flat(model().shapes)
+    names, shapes = flat(model().names, is_leaf=is_dim_names), flat(model().shapes)
     assert {name: (shapes[name].shape, names[name]) for name in shapes} == NAMED
 
 
 def test_a_model_without_ties_and_biases_has_a_head_and_no_vectors_but_scales():
     kept = {name: named for name, named in NAMED.items() if "bias" not in name}
-    names, shapes = flat(model(**PLAIN).names, is_leaf=is_names), flat(model(**PLAIN).shapes)
+    names, shapes = flat(model(**PLAIN).names, is_leaf=is_dim_names), flat(model(**PLAIN).shapes)
     assert {name: (shapes[name].shape, names[name]) for name in shapes} == kept | {
         "head.tokens": ((V, D), ("vocab", "width"))
     }
@@ -98,7 +98,7 @@ def test_no_two_matrices_or_layers_or_seeds_are_alike():
 
 def test_a_llama_s_parameters():
     c = model(**LLAMA).c
-    names, shapes = flat(model(**LLAMA).names, is_leaf=is_names), flat(model(**LLAMA).shapes)
+    names, shapes = flat(model(**LLAMA).names, is_leaf=is_dim_names), flat(model(**LLAMA).shapes)
     assert not [name for name in shapes if "bias" in name or "positions" in name]
     assert shapes["blocks.attention.key"].shape == shapes["blocks.attention.value"].shape == (L, D, 2 * c.head_width)
     assert shapes["blocks.mlp.gate"].shape == (L, D, 40) and names["blocks.mlp.gate"] == ("layers", "width", "mlp")
@@ -106,7 +106,7 @@ def test_a_llama_s_parameters():
 
 def test_a_bert_s_parameters():
     kept = {name: named for name, named in NAMED.items() if not name.startswith("head.")}
-    names, shapes = flat(model(**BERT).names, is_leaf=is_names), flat(model(**BERT).shapes)
+    names, shapes = flat(model(**BERT).names, is_leaf=is_dim_names), flat(model(**BERT).shapes)
     vector, matrix = ((D,), ("width",)), ((D, D), ("width", "feature"))
     assert {name: (shapes[name].shape, names[name]) for name in shapes} == kept | {
         "embedding.types": ((2, D), ("type", "width")),
@@ -150,7 +150,7 @@ def loud(params):
         LLAMA,
         BERT,
         BERT | {"norm": "pre"},
-        BERT | PLAIN | {"token_types": 0, "positions": "rotary", "norm_kind": "rms"},
+        BERT | PLAIN | {"token_types": 0, "positions": "rotary", "norm_type": "rms"},
         {"share_layers": True, "norm": "post"},
     ],
     ids=["gpt2", "plain", "llama", "bert", "megatron bert", "plain bert", "shared layers, norms after"],

@@ -49,10 +49,9 @@ def test_auxiliary_losses_join_the_loss_and_reach_the_gradients(scan):
             batch,
             compute=jnp.float32,
             reduce=jnp.float32,
-            once=False,
         )
 
-    run = plan.manual(body, (plan.specs, P()), (P(), plan.specs))
+    run = plan.shard_map(body, (plan.param_specs, P()), (P(), plan.param_specs))
     losses, grads = jax.jit(run)(PARAMS, jnp.ones(1))
     made = {name: float(loss) for name, loss in losses.items()}
     assert made == {"end": 10 * (43 * 5 + 2), "balance": 10, "size": 7 + 14 + 43}

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.errors import LayoutError
 from spmd_lm.parallel.mesh import Layout, abstract_mesh
 from spmd_lm.parallel.plan import Plan, padded_vocab, padded_width
+from spmd_lm.parallel.zero import ZeroPolicy
 from tests.helpers import assert_equal
 
 NAMES = {"table": ("vocab", "width"), "blocks": {"up": ("layers", "width", "mlp"), "bias": ("layers", "mlp")}}
@@ -67,12 +68,12 @@ def test_a_width_is_padded_to_tiles_where_it_must_be_padded(width, shards, padde
 def test_a_plan_needs_no_devices():
     made = plan(Layout(data=512, model=8))
     assert made.placed_shapes["table"].shape == (64, 6)
-    assert made.specs == {
+    assert made.param_specs == {
         "table": P(("model",), None),
         "blocks": {"up": P(("pipe",), None, ("model",)), "bias": P(("pipe",), ("model",))},
     }
-    assert made.sharding(made.specs)["blocks"]["up"].shard_shape((3, 6, 16)) == (3, 6, 2)
-    assert made.live("replica", "data", "model") == ("data", "model")
+    assert made.sharding(made.param_specs)["blocks"]["up"].shard_shape((3, 6, 16)) == (3, 6, 2)
+    assert made.nontrivial_axes("replica", "data", "model") == ("data", "model")
 
 
 @pytest.mark.parametrize("model", [1, 2, 4, 8])
@@ -99,8 +100,8 @@ def test_what_does_not_divide_is_refused_all_at_once():
 
 def test_canonical_arrays_are_split_where_their_own_size_divides():
     made = plan(Layout(model=8))
-    assert made.canonical_specs == made.specs | {"table": P(None, None)}
-    assert plan(Layout(model=8), vocab=64).canonical_specs == made.specs
+    assert made.canonical_specs == made.param_specs | {"table": P(None, None)}
+    assert plan(Layout(model=8), vocab=64).canonical_specs == made.param_specs
 
 
 def test_a_model_sees_names_and_the_mesh_axes_that_hold_them():
@@ -116,9 +117,9 @@ def test_what_is_left_to_sum_of_a_gradient(sequence):
     """Matrices are scattered over data; what a split sequence touched in parts is a sum over model too, and what has
     no layers over the stages."""
     layout = Layout(pipe=3, replica=2, data=2, model=2)
-    made = Plan(layout, abstract_mesh(layout), "cpu", NAMES, tree(), zero=1, sequence=sequence)
+    made = Plan(layout, abstract_mesh(layout), "cpu", NAMES, tree(), zero=ZeroPolicy.of_stage(1), sequence=sequence)
     model = ("model",) if sequence else ()
-    assert made.unsummed(("layers", "shard", "mlp")) == ("replica",)
-    assert made.unsummed(("layers", "mlp")) == ("replica", "data")
-    assert made.unsummed(("layers", "width")) == ("replica", "data", *model)
-    assert made.unsummed(("position", "shard")) == ("pipe", "replica", *model)
+    assert made.grad_reduce_axes(("layers", "shard", "mlp")) == ("replica",)
+    assert made.grad_reduce_axes(("layers", "mlp")) == ("replica", "data")
+    assert made.grad_reduce_axes(("layers", "width")) == ("replica", "data", *model)
+    assert made.grad_reduce_axes(("position", "shard")) == ("pipe", "replica", *model)

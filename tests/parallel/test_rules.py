@@ -3,7 +3,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.errors import LayoutError
-from spmd_lm.parallel.rules import PARAMETERS, Rules, activations
+from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules
 
 
 def test_names_become_mesh_axes():
@@ -24,21 +24,21 @@ def test_a_name_that_is_in_no_table_is_refused():
 
 def test_tensor_parallelism_splits_heads_mlp_and_vocabulary_and_nothing_else():
     assert {name for name, on in PARAMETERS.table.items() if "model" in on} == {"heads", "mlp", "vocab"}
-    assert PARAMETERS.table.keys() == activations(False).table.keys() | {"shard"}
-    tables = [rules.table for rules in (PARAMETERS, activations(False), activations(True))]
+    assert PARAMETERS.table.keys() == activation_rules(False).table.keys() | {"shard"}
+    tables = [rules.table for rules in (PARAMETERS, activation_rules(False), activation_rules(True))]
     assert {axis for table in tables for on in table.values() for axis in on} <= set(MESH_AXES)
 
 
 def test_sequence_parallelism_is_one_row():
-    plain, split = activations(False).table, activations(True).table
+    plain, split = activation_rules(False).table, activation_rules(True).table
     assert {name for name in split if split[name] != plain[name]} == {"sequence"}
     assert split["sequence"] == split["heads"]
 
 
 def test_data_may_be_several_rings_of_a_mesh():
-    table = PARAMETERS.with_rings(("data0", "data1")).table
+    table = PARAMETERS.with_data_axes(("data0", "data1")).table
     assert table["shard"] == ("data0", "data1")
-    assert activations(False).with_rings(("data0", "data1")).table["batch"] == ("replica", "data0", "data1")
+    assert activation_rules(False).with_data_axes(("data0", "data1")).table["batch"] == ("replica", "data0", "data1")
     assert {name: on for name, on in table.items() if name != "shard"} == {
         name: on for name, on in PARAMETERS.table.items() if name != "shard"
     }

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, Unit, render, schedule
-from spmd_lm.parallel.pipeline.steps import steps
+from spmd_lm.parallel.pipeline.schedule_table import steps
 
 ONE_CHUNK = [(kind, p, m, 1) for kind in ("gpipe", "1f1b") for p in (1, 2, 3, 4, 8, 16) for m in range(1, 34)]
 CHUNKS = [
@@ -177,7 +177,9 @@ def test_how_often_each_condition_is_true():
 
 def test_masked_stages_work_in_every_tick():
     table = steps(schedule("1f1b", 4, 8))
-    assert {int(n) for name, times in table.runs(mask=True).items() for n in times if "_leaves" not in name[:8]} == {
+    assert {
+        int(n) for name, times in table.runs(run_idle_stages=True).items() for n in times if "_leaves" not in name[:8]
+    } == {
         1,
         14,
     }

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.zero import cut, fetching
+from spmd_lm.parallel.zero import ZeroPolicy, sharded_names, with_gathered_weights
 from tests.helpers import assert_equal, program, run_of, shard_bytes
 
 NAMES = {"table": ("vocab", "width"), "up": ("layers", "width", "mlp"), "bias": ("layers", "mlp"), "norm": ("width",)}
@@ -16,11 +16,11 @@ SHAPES = {"table": (61, 6), "up": (3, 6, 16), "bias": (3, 16), "norm": (6,)}
 def plan(layout: Layout, zero: int, devices=None) -> Plan:
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     mesh = abstract_mesh(layout) if devices is None else make_mesh(layout, devices)
-    return Plan(layout, mesh, "cpu", NAMES, shapes, zero)
+    return Plan(layout, mesh, "cpu", NAMES, shapes, ZeroPolicy.of_stage(zero))
 
 
 def test_matrices_are_cut_along_width_and_vectors_stay_whole():
-    assert {name: cut(names) for name, names in NAMES.items()} == {
+    assert {name: sharded_names(names) for name, names in NAMES.items()} == {
         "table": ("vocab", "shard"),
         "up": ("layers", "shard", "mlp"),
         "bias": ("layers", "mlp"),
@@ -30,7 +30,7 @@ def test_matrices_are_cut_along_width_and_vectors_stay_whole():
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_what_is_kept_is_cut_over_data_from_stage_1_on(zero):
-    specs = plan(Layout(data=2, model=4), zero).specs
+    specs = plan(Layout(data=2, model=4), zero).param_specs
     data = ("data",) if zero else None
     assert specs["up"] == P(("pipe",), data, ("model",)) and specs["table"] == P(("model",), data)
     assert specs["norm"] == P(None)
@@ -57,15 +57,15 @@ def test_gathering_and_scattering_are_exact(layout):
     r = np.random.default_rng(0)
     whole = {name: jnp.asarray(r.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
     placed = made.place(whole)
-    over_data = jax.tree.map(made.parameters.spec, NAMES, is_leaf=lambda n: isinstance(n, tuple))
+    over_data = jax.tree.map(made.param_rules.spec, NAMES, is_leaf=lambda n: isinstance(n, tuple))
 
     def body(shards):
-        full = made.gather(shards, made.kept)
+        full = made.gather(shards, made.sharded_names)
         mine = 1.0 + jax.lax.axis_index("data") + 10 * jax.lax.axis_index("replica")
-        shards = made.scatter({name: x * mine for name, x in full.items()}, made.kept)
-        return full, made.sum_gradients(shards, made.kept)
+        shards = made.scatter({name: x * mine for name, x in full.items()}, made.sharded_names)
+        return full, made.psum_gradients(shards, made.sharded_names)
 
-    full, summed = jax.jit(made.manual(body, (made.specs,), (over_data, made.specs)))(placed)
+    full, summed = jax.jit(made.shard_map(body, (made.param_specs,), (over_data, made.param_specs)))(placed)
     total = sum(1 + d + 10 * r for d in range(layout.data) for r in range(layout.replica))
     for name in ("table", "up"):
         rows = tuple(slice(n) for n in SHAPES[name])
@@ -83,7 +83,9 @@ def test_fetching_scatters_gradients_and_keeps_no_weights(held):
         gathers.append(w)
         return 2 * w
 
-    run = fetching(lambda w, x, extra: jnp.tanh(x @ w / 100) * extra, gather, lambda g: 2 * g, apart=True)
+    run = with_gathered_weights(
+        lambda w, x, extra: jnp.tanh(x @ w / 100) * extra, gather, lambda g: 2 * g, prevent_cse=True
+    )
     plain = lambda w, x: (jnp.tanh(x @ (2 * w) / 100) * extra).sum()  # noqa: E731
     ours = lambda slots, x: run(slots, w, 2 * w if held else None, x, (extra,)).sum()  # noqa: E731
     assert_equal(jax.grad(ours, (0, 1))(jnp.zeros_like(w), x), jax.grad(plain, (0, 1))(w, x))
@@ -99,7 +101,7 @@ def test_state_takes_the_bytes_of_its_stage(x64):
     whole = program(run_of("data8-zero3")).plan
     vectors = sum(
         leaf.size
-        for leaf, names in zip(jax.tree.leaves(whole.shapes), leaves(whole.kept), strict=True)
+        for leaf, names in zip(jax.tree.leaves(whole.shapes), leaves(whole.sharded_names), strict=True)
         if "shard" not in names
     )
     assert bytes_of[3] - 4 == (bytes_of[0] - 4 - 3 * 8 * vectors) / 8 + 3 * 8 * vectors

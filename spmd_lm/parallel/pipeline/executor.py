@@ -25,14 +25,13 @@ def gradients(
     *,
     compute: jnp.dtype,
     reduce: jnp.dtype,
-    once: bool,
 ) -> tuple[Losses, Tree]:
     """Mean losses of the global batch, and the gradients of their sum, reduced over data in dtype `reduce`, laid out as
     `params` are.
 
     batch: leaves [microbatches, rows here, ...].  compute: the dtype of the model's arithmetic.  Gradients of
     microbatches are added up in the parameters' own dtype."""
-    weights = Weights.of(plan, params, compute, reduce, once)
+    weights = Weights.of(plan, params, compute, reduce)
     wide = jnp.promote_types(compute, jnp.float32)
     own = jnp.result_type(wide, *jax.tree.leaves(params))
     zero = (
@@ -43,7 +42,7 @@ def gradients(
         losses, grads = pipeline(plan, pieces, schedule, weights, batch).gradients(*zero)
     else:
         losses, grads = _accumulated(pieces, weights, batch, zero)
-    return plan.batch_sum(plan.stage_sum(losses)), weights.reduced(grads)
+    return plan.psum_batch(plan.psum_stages(losses)), weights.reduced(grads)
 
 
 def _accumulated(pieces: Pieces, weights: Weights, batch: Tree, zero: Tree) -> tuple[Losses, Tree]:
@@ -74,4 +73,4 @@ def summed(plan: Plan, pieces: Pieces, schedule: Schedule, weights: Weights, bat
         made = pipeline(plan, pieces, schedule, weights, batch).sums(none)
     else:
         made = lax.scan(lambda total, part: (plus(total, stage.losses(part)), None), none, batch)[0]
-    return plan.batch_sum(plan.stage_sum(made))
+    return plan.psum_batch(plan.psum_stages(made))

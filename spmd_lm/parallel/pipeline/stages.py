@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_lm.axes import is_names
-from spmd_lm.parallel.pipeline.stack import pull_layers, run_layers
+from spmd_lm.axes import is_dim_names
+from spmd_lm.parallel.layers_loop import pull_layers, run_layers
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.zero import fetching
+from spmd_lm.parallel.zero import with_gathered_weights
 
 Tree = Any
 Losses = dict[str, jax.Array]
@@ -101,16 +101,14 @@ class Weights:
     early: bool
 
     @classmethod
-    def of(cls, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype, once: bool = False) -> "Weights":
-        """once: whole weights and one reduction for all microbatches, whatever the stage."""
-        low, kept = _parted(_cast(params, compute)), _parted(plan.kept)
-        if plan.zero == 0:
+    def of(cls, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype) -> "Weights":
+        low, kept = _parted(_cast(params, compute)), _parted(plan.sharded_names)
+        if plan.zero.stage == 0:
             return cls(plan, compute, reduce, low, low, low, early=False)
         held: dict[str, Tree] = {"ends": plan.gather(low["ends"], kept["ends"]), "blocks": None}
-        alone = jax.tree.leaves(plan.shapes["blocks"])[0].shape[0] == 1  # there is no next one to make room for
-        if plan.zero < 3 or once or alone:
+        if not plan.zero.gathers_in_loop:
             held["blocks"] = plan.gather(low["blocks"], kept["blocks"])
-        early = plan.zero > 1 and not once
+        early = plan.zero.scatters_in_loop
         slots = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute, reduce)), params)
         source = _parted(slots) if early else held
         return cls(plan, compute, reduce, source, _parted(params), held, early)
@@ -137,7 +135,7 @@ class Weights:
 
     def kept(self, part: str) -> Tree:
         """The names of `blocks` or `ends`, as they are kept between steps."""
-        return _parted(self.plan.kept)[part]
+        return _parted(self.plan.sharded_names)[part]
 
     def scattered(self, grads: Tree, kept: Tree) -> Tree:
         """Gradients of whole weights, summed over data onto the shards that are kept.  kept: their names."""
@@ -150,15 +148,15 @@ class Weights:
         embed = lambda part: pieces.embed(pieces.first(ends), part)  # noqa: E731
         head = lambda x, part: pieces.head(pieces.last(ends), x, part)  # noqa: E731
         if self.early:
-            kept = _parted(self.plan.kept)
+            kept = _parted(self.plan.sharded_names)
             of_ends = ends, self.shards["ends"], self.held["ends"]
             lookup = lambda weights, _, part: pieces.embed(weights, part)  # noqa: E731
-            first = self._fetching(lookup, pieces.first(kept["ends"]), at_once=True)
+            first = self._fetching(lookup, pieces.first(kept["ends"]), scatter_first=True)
             embed = lambda part: first(*map(pieces.first, of_ends), None, (part,))  # noqa: E731
-            last = self._fetching(pieces.head, pieces.last(kept["ends"]), at_once=True)
+            last = self._fetching(pieces.head, pieces.last(kept["ends"]), scatter_first=True)
             head = lambda x, part: last(*map(pieces.last, of_ends), x, (part,))  # noqa: E731
-            of_layer = jax.tree.map(lambda names: names[1:], kept["blocks"], is_leaf=is_names)
-            fetched = self._fetching(pieces.block, of_layer, apart=not pieces.scan)
+            of_layer = jax.tree.map(lambda names: names[1:], kept["blocks"], is_leaf=is_dim_names)
+            fetched = self._fetching(pieces.block, of_layer, prevent_cse=not pieces.scan)
             rest = self.shards["blocks"], self.held["blocks"]
             block = lambda layer, x, part, i: fetched(layer[0], *layer[1], x, (part, i))  # noqa: E731
 
@@ -177,20 +175,20 @@ class Weights:
         gather = lambda shards: self.plan.gather(_cast(shards, self.compute), kept)  # noqa: E731
         wide = jnp.promote_types(self.compute, self.reduce)
         scatter = lambda grads: _cast(self.plan.scatter(_cast(grads, self.reduce), kept), wide)  # noqa: E731
-        return fetching(f, gather, scatter, **barriers)
+        return with_gathered_weights(f, gather, scatter, **barriers)
 
     def to_read(self) -> tuple[Tree, Callable[[Tree], Tree]]:
         """(parameters, fetch) for who needs no gradients: `fetch` makes one layer of the stack whole."""
-        of_layer = jax.tree.map(lambda names: names[1:], self.plan.kept["blocks"], is_leaf=is_names)
+        of_layer = jax.tree.map(lambda names: names[1:], self.plan.sharded_names["blocks"], is_leaf=is_dim_names)
         stack, ends = self.held["blocks"], self.held["ends"]
         if stack is not None:
-            return {**ends, "blocks": self.plan.all_layers(stack)}, lambda layer: layer
+            return {**ends, "blocks": self.plan.gather_layers(stack)}, lambda layer: layer
         fetch = lambda layer: self.plan.gather(_cast(layer, self.compute), of_layer)  # noqa: E731
-        return {**ends, "blocks": self.plan.all_layers(self.shards["blocks"])}, fetch
+        return {**ends, "blocks": self.plan.gather_layers(self.shards["blocks"])}, fetch
 
     def reduced(self, grads: dict[str, Tree]) -> Tree:
         """Gradients of the source, summed over the batch axes and laid out as the parameters are kept."""
-        grads, kept = _cast(grads["ends"] | {"blocks": grads["blocks"]}, self.reduce), self.plan.kept
-        if self.plan.zero and not self.early:
+        grads, kept = _cast(grads["ends"] | {"blocks": grads["blocks"]}, self.reduce), self.plan.sharded_names
+        if self.plan.zero.stage and not self.early:
             grads = self.plan.scatter(grads, kept)
-        return self.plan.sum_gradients(grads, kept)
+        return self.plan.psum_gradients(grads, kept)

@@ -13,8 +13,8 @@ from jax import lax
 from spmd_lm.axes import PIPE
 from spmd_lm.parallel.pipeline.messages import Messages
 from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule
+from spmd_lm.parallel.pipeline.schedule_table import steps
 from spmd_lm.parallel.pipeline.stages import Losses, Pieces, Stage, Tree, Weights, merged, plus
-from spmd_lm.parallel.pipeline.steps import steps
 from spmd_lm.parallel.plan import Plan
 
 
@@ -28,7 +28,11 @@ class Pipeline:
         self.pieces, self.weights, self.batch = pieces, weights, batch
         self.stages, self.table = schedule.stages, steps(schedule)
         self.layers = jax.tree.leaves(weights.source["blocks"])[0].shape[0] // schedule.chunks
-        self.here, self.mask, self.in_place = lax.axis_index(PIPE), plan.mask, plan.platform == "tpu"
+        self.here, self.run_idle_stages, self.in_place = (
+            lax.axis_index(PIPE),
+            plan.run_idle_stages,
+            plan.platform == "tpu",
+        )
         self.whole = weights.stage(pieces, weights.source)
         self.like = jax.eval_shape(lambda: self.whole.embed(self.part(0)))
         self.messages = Messages(plan, self.like, wraps=schedule.chunks > 1)
@@ -37,7 +41,7 @@ class Pipeline:
         """A condition, which whoever reads the compiled program can tell by its name (Steps.runs); or both of its
         branches and a choice, where devices that part ways are a problem."""
         with jax.named_scope(f"when_{name}"):
-            if not self.mask:
+            if not self.run_idle_stages:
                 return lax.cond(on, yes, no)
             return jax.tree.map(lambda a, b: jnp.where(on, a, b), yes(), no())
 
@@ -47,7 +51,7 @@ class Pipeline:
         A GPU's compiler copies what goes through a condition, in both branches and once more behind it, but changes in
         place what a loop carries: hence a loop of one turn or none.  A TPU's does both in place, and holds less around
         a condition."""
-        if self.mask or self.in_place:
+        if self.run_idle_stages or self.in_place:
             return self.when(name, on, lambda: change(value), lambda: value)
         again = lambda carry: (jnp.zeros_like(on), change(carry[1]))  # noqa: E731
         with jax.named_scope(f"when_{name}"):

@@ -1,0 +1,21 @@
+"""`spmd-lm bench`: times training steps."""
+
+import argparse
+
+from spmd_lm.commands.common import Arguments, Verb, at_least, load_configuration, set_up_devices, write_result
+
+
+def run(arguments: Arguments) -> int:
+    config = set_up_devices(load_configuration(arguments))
+    from spmd_lm.training.bench import bench, render
+
+    result = bench(config, arguments.steps, arguments.warmup)
+    return write_result(arguments, result, render(result))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=at_least(1), default=10, metavar="N", help="timed steps (default 10)")
+    parser.add_argument("--warmup", type=at_least(0), default=2, metavar="N", help="steps before them (default 2)")
+
+
+VERB = Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", run, add_options)

@@ -1,0 +1,38 @@
+"""`spmd-lm export`: makes a Hugging Face directory of a run."""
+
+import argparse
+from pathlib import Path
+
+from spmd_lm.commands.common import Arguments, Verb, load_configuration, set_up_devices, write_result
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def run(arguments: Arguments) -> int:
+    from spmd_lm.runtime.atomic_dir import refuse_taken
+
+    refuse_taken(Path(arguments.DIR))
+    config = set_up_devices(load_configuration(arguments, "RUN_DIR"))
+    from spmd_lm.huggingface.transfer import export_run, render
+
+    result = export_run(config, Path(arguments.DIR), arguments.dtype, arguments.shard)
+    return write_result(arguments, result, render(result))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    types = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=types, default=types[0], help=f"of the tensors (default {types[0]})")
+    parser.add_argument(
+        "--shard", type=size, default="5GB", metavar="SIZE", help="largest size of one file (default 5GB)"
+    )
+
+
+def size(text: str) -> int:
+    """Bytes, written as 5GB or 500MB; in powers of 1000, as Hugging Face counts."""
+    digits, unit = text[:-2], text[-2:].upper()
+    if unit not in UNITS or not digits.isdecimal() or not int(digits):
+        raise argparse.ArgumentTypeError(f"expected a size as 5GB, 500MB or 64KB, got '{text}'")
+    return int(digits) * UNITS[unit]
+
+
+VERB = Verb("makes a Hugging Face directory of a run", run, add_options, ("RUN_DIR", "DIR"))

@@ -1,0 +1,39 @@
+"""`spmd-lm generate`: samples text from a run's newest checkpoint."""
+
+import argparse
+from dataclasses import fields
+
+from spmd_lm.commands.common import Arguments, Verb, load_configuration, set_up_devices, write_result
+from spmd_lm.generation.sampling import Sampling
+
+
+def run(arguments: Arguments) -> int:
+    given = vars(arguments)
+    sampling = Sampling(**{key.name: given[key.name] for key in fields(Sampling) if key.name in given})
+    config = set_up_devices(load_configuration(arguments))
+    from spmd_lm.generation.generate import generate_run
+
+    prompts = arguments.prompt or [""]
+    texts = generate_run(config, prompts, sampling)
+    pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+    return write_result(arguments, pairs, "\n\n".join(texts))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to continue; may be repeated")
+    # Sampling holds the defaults; an option that is not given is not set.
+    sampling = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
+    for name, letter, help in (
+        ("tokens", "N", "how many to add"),
+        ("temperature", "X", "0 takes the likeliest token"),
+        ("top_k", "N", "keep the N likeliest tokens; 0 keeps all"),
+        ("top_p", "P", "keep the likeliest tokens that sum to P"),
+        ("seed", "N", "of the sampling"),
+    ):
+        default = getattr(Sampling, name)
+        option = f"--{name.replace('_', '-')}"
+        sampling.add_argument(option, type=type(default), metavar=letter, help=f"{help} (default {default})")
+    sampling.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+
+
+VERB = Verb("samples text from a run's newest checkpoint", run, add_options)

@@ -1,0 +1,170 @@
+"""Collectives over named dimensions: Megatron's f and g, and the few others that a model needs.
+
+A step runs on every device on its own shard of each array, and a model is written for one such shard.  A function here
+takes the name of a dimension and runs over the mesh axes that shard it; where none does, it returns its argument
+unchanged.  Only functions whose docstring gives a gradient may be differentiated through."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
+
+from spmd_lm.axes import SEQUENCE, nontrivial_axes, num_shards
+
+
+def shard_index(name: str) -> jax.Array:
+    """Which shard of the dimension `name` this device holds, int32."""
+    axes = nontrivial_axes(name)
+    return lax.axis_index(axes).astype(jnp.int32) if axes else jnp.zeros((), jnp.int32)
+
+
+def global_indices(name: str, local_size: int) -> jax.Array:
+    """The global indices of this device's `local_size` entries of the dimension `name`, int32 [local_size]."""
+    return shard_index(name) * local_size + jnp.arange(local_size, dtype=jnp.int32)
+
+
+def local_slice(x: jax.Array, name: str, dim: int) -> jax.Array:
+    """This device's shard of x along `dim`, a dimension called `name` that every device holds whole."""
+    if not nontrivial_axes(name):
+        return x
+    size = x.shape[dim] // num_shards(name)
+    return lax.dynamic_slice_in_dim(x, shard_index(name) * size, size, dim)
+
+
+def psum(x: Any, name: str) -> Any:
+    """The sum of `x` over the shards of `name`."""
+    axes = nontrivial_axes(name)
+    return lax.psum(x, axes) if axes else x
+
+
+def pmax(x: jax.Array, name: str) -> jax.Array:
+    """The maximum of `x` over the shards of `name`."""
+    axes = nontrivial_axes(name)
+    return lax.pmax(x, axes) if axes else x
+
+
+def all_gather(x: jax.Array, name: str, dim: int) -> jax.Array:
+    """x with all shards of the dimension `dim`, called `name`."""
+    axes = nontrivial_axes(name)
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def gather_sequence(x: jax.Array) -> jax.Array:
+    """x [batch, sequence, ...] with the whole sequence."""
+    return all_gather(x, SEQUENCE, 1)
+
+
+def reduce_scatter(x: jax.Array, axes: str | tuple[str, ...], dim: int, *, row_major: bool = False) -> jax.Array:
+    """The sum of x over mesh axes, of which each device keeps its shard along `dim`.
+
+    A TPU's compiler makes a full all-reduce of it where an array has dimensions of size one, which are therefore
+    squeezed meanwhile, or where `dim` is the minor dimension in memory; and it pads most arrays, but none whose first
+    dimension is the number of devices.  row_major: constrain x to row-major layout in memory, for arrays that would
+    otherwise inherit the layout of what produced them."""
+    ones = tuple(d for d, size in enumerate(x.shape) if size == 1 and d != dim)
+    x, dim = lax.squeeze(x, ones), dim - sum(d < dim for d in ones)
+    devices = lax.psum(1, axes)
+    local_shape = (x.shape[0] // devices, *x.shape[1:])
+    leading = dim == 0 and local_shape[0] > 1
+    x = x.reshape(devices, *local_shape) if leading else x
+    if row_major:
+        x = with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
+    shard = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return lax.expand_dims(shard.reshape(local_shape) if leading else shard, ones)
+
+
+def reduce_scatter_or_psum(x: jax.Array, name: str) -> jax.Array:
+    """The sum of x [batch, whole sequence, width] over the shards of `name`; this device's shard of the sequence.
+
+    One reduce-scatter where the sequence is sharded, otherwise an all-reduce."""
+    if not (axes := nontrivial_axes(SEQUENCE)):
+        return psum(x, name)
+    assert axes == nontrivial_axes(name), (name, axes)
+    return reduce_scatter(x, axes, 1)
+
+
+# --- f and g ----------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def copy_to_region(x: jax.Array, name: str) -> jax.Array:
+    """The residual stream x [batch, sequence, width] with its whole sequence, where it enters matrices that are sharded
+    along `name`.
+
+    Megatron's f (arXiv:1909.08053, section 3): its gradient is the sum of the shards' gradients."""
+    return gather_sequence(x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def reduce_from_region(x: jax.Array, name: str) -> jax.Array:
+    """The sum of x [batch, whole sequence, width] over the shards of `name`, as the residual stream holds it.
+
+    Megatron's g (arXiv:1909.08053, section 3): every shard receives the same gradient."""
+    return reduce_scatter_or_psum(x, name)
+
+
+def _copy_forward(x, name):
+    return gather_sequence(x), None
+
+
+def _copy_backward(name, _, g):
+    return (reduce_scatter_or_psum(g, name),)
+
+
+def _reduce_forward(x, name):
+    return reduce_scatter_or_psum(x, name), None
+
+
+def _reduce_backward(name, _, g):
+    return (gather_sequence(g),)
+
+
+copy_to_region.defvjp(_copy_forward, _copy_backward)
+reduce_from_region.defvjp(_reduce_forward, _reduce_backward)
+
+
+# --- for heads that predict one thing per row -------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def from_first_shard(x: jax.Array) -> jax.Array:
+    """The value of x on the device that holds the beginning of the sequence; gradients reach that device alone."""
+    return _from_first(x)
+
+
+def _from_first(x: jax.Array) -> jax.Array:
+    return psum(jnp.where(shard_index(SEQUENCE) == 0, x, 0), SEQUENCE)
+
+
+def _from_first_forward(x):
+    return _from_first(x), None
+
+
+def _from_first_backward(_, g):
+    return (jnp.where(shard_index(SEQUENCE) == 0, g, 0),)
+
+
+from_first_shard.defvjp(_from_first_forward, _from_first_backward)
+
+
+@jax.custom_vjp
+def gather_replicated_grad(x: jax.Array) -> jax.Array:
+    """x [batch, sequence, ...] with the whole sequence, for a computation that every device repeats.
+
+    So the gradient is the same on every device: it is sliced, not summed."""
+    return gather_sequence(x)
+
+
+def _gather_forward(x):
+    return gather_sequence(x), None
+
+
+def _gather_backward(_, g):
+    return (local_slice(g, SEQUENCE, 1),)
+
+
+gather_replicated_grad.defvjp(_gather_forward, _gather_backward)

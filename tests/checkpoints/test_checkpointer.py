@@ -1,0 +1,297 @@
+"""A checkpoint comes back bit for bit, on any mesh, or not at all and with a reason."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer, check_same_model, check_same_run, make_meta
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import CheckpointError
+
+META = make_meta({"model": {"layers": 4}}, samples=48, fingerprint="abc")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:  # the shape of a TrainState
+    step: Any
+    params: Any
+    mu: Any
+    buffers: Any
+
+
+def make_state(seed=0, mesh=None):
+    rng = np.random.default_rng(seed)
+    params = {
+        "block": {
+            "w": rng.normal(size=(4, 16, 8)).astype("float32"),
+            "b": rng.normal(size=(8, 8)).astype(jnp.bfloat16),
+        },
+        "embedding": rng.normal(size=(32, 16)).astype("float32"),
+    }
+    state = State(jnp.int32(7), params, jax.tree.map(np.square, params), {})
+    return jax.tree.map(jax.device_put, state, shardings(state, mesh or make_mesh(4, 2)))
+
+
+def make_mesh(*sizes):
+    devices = jax.devices()[: int(np.prod(sizes))]
+    return jax.make_mesh(sizes, ("data", "model")[: len(sizes)], (AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def shardings(state, mesh):
+    """The last two dims over the mesh, whatever its rank."""
+    return jax.tree.map(
+        lambda x: NamedSharding(mesh, PartitionSpec(*[None] * (x.ndim - 2), *mesh.axis_names[: x.ndim])), state
+    )
+
+
+def abstract(state, mesh):
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, shardings(state, mesh)
+    )
+
+
+def assert_same_bits(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (8, 1), (1, 8), (4,), (1,)])
+def test_restores_the_same_bits_on_another_mesh(tmp_path, sizes):
+    state, mesh = make_state(), make_mesh(*sizes)
+    saver = Checkpointer(tmp_path)
+    saver.save(7, state, META)
+    saver.close()
+    restored, meta = Checkpointer(tmp_path).restore(7, abstract(state, mesh))
+    assert_same_bits(restored, state)
+    assert meta == META
+    assert restored.params["embedding"].sharding == shardings(state, mesh).params["embedding"]
+    params = Checkpointer(tmp_path).restore_params(7, abstract(state, mesh).params)
+    assert_same_bits(params, state.params)
+    assert params["embedding"].sharding == restored.params["embedding"].sharding
+
+
+def test_keeps_the_newest_and_ignores_what_is_not_a_checkpoint(tmp_path):
+    (tmp_path / "9").mkdir()
+    (tmp_path / "notes").write_text("not mine to count")
+    saver = Checkpointer(tmp_path, keep=2)
+    assert saver.latest() is None
+    for step in (1, 2, 3):
+        saver.save(step, make_state(step), META)
+    saver.wait()
+    assert saver.steps() == [2, 3]
+    assert (tmp_path / "9").is_dir() and (tmp_path / "notes").exists()
+    saver.save(9, make_state(9), META)  # takes the place of the empty directory
+    saver.close()
+    assert saver.steps() == [3, 9]
+    assert_same_bits(saver.restore(9, abstract(make_state(), make_mesh(8, 1)))[0], make_state(9))
+
+
+def test_a_step_older_than_the_newest_is_saved_all_the_same(tmp_path):
+    saver = Checkpointer(tmp_path, keep=3)
+    for step in (8, 4):
+        saver.save(step, make_state(step), META)
+    saver.close()
+    assert saver.steps() == [4, 8]
+
+
+def test_opening_changes_nothing(tmp_path):
+    reader = Checkpointer(tmp_path / "never")
+    assert (reader.steps(), reader.latest()) == ([], None)
+    reader.wait()
+    reader.close()
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_state_may_be_donated_while_it_is_saved(tmp_path):
+    state = make_state()
+    before = jax.tree.map(np.array, state)
+    saver = Checkpointer(tmp_path)
+    saver.save(1, state, META)
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)(state))
+    saver.close()
+    assert_same_bits(saver.restore(1, abstract(before, make_mesh(8, 1)))[0], before)
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (
+            lambda p: {**p, "embedding": p["embedding"][:, :8]},
+            "params.embedding: saved float32[32, 16], wanted float32[32, 8]",
+        ),
+        (
+            lambda p: {**p, "embedding": p["embedding"].astype(jnp.bfloat16)},
+            "params.embedding: saved float32[32, 16], wanted bfloat16[32, 16]",
+        ),
+        (lambda p: {"block": p["block"]}, "params.embedding: saved float32[32, 16], wanted nothing"),
+        (lambda p: {**p, "extra": p["embedding"]}, "params.extra: saved nothing, wanted float32[32, 16]"),
+    ],
+    ids=["shape", "dtype", "missing", "extra"],
+)
+def test_another_state_is_refused_by_name(tmp_path, change, complaint):
+    state = make_state()
+    saver = Checkpointer(tmp_path)
+    saver.save(1, state, META)
+    saver.close()
+    other = State(state.step, change(state.params), state.mu, state.buffers)
+    with pytest.raises(CheckpointError, match="another state") as error:
+        saver.restore(1, abstract(other, make_mesh(4, 2)))
+    assert complaint in str(error.value)
+    with pytest.raises(CheckpointError, match="another state") as error:
+        saver.restore_params(1, abstract(other, make_mesh(4, 2)).params)
+    assert complaint in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax gives up in a hurry
+def test_a_damaged_checkpoint_says_which_step_and_which_are_left(tmp_path):
+    saver = Checkpointer(tmp_path)
+    for step in (1, 2):
+        saver.save(step, make_state(step), META)
+    saver.close()
+    for manifest in (tmp_path / "2" / "state").rglob("manifest.ocdbt"):
+        manifest.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"/2 cannot be read.*\n.*older step.*\[1\]"):
+        saver.restore(2, abstract(make_state(), make_mesh(4, 2)))
+
+
+def test_a_save_that_fails_in_the_background_surfaces_at_the_next_one(tmp_path):
+    saver = Checkpointer(tmp_path, keep=1)
+    saver.save(1, make_state(1), META)
+    saver.wait()
+    with full_disk():
+        saver.save(2, {"w": jnp.asarray(np.random.default_rng(0).normal(size=2**18))}, META)
+        with pytest.raises(
+            CheckpointError, match=r"/2 was not saved: .*\n[\d,]+ bytes are free .* Intact steps: \[1\]"
+        ):
+            saver.save(3, make_state(3), META)
+    assert saver.steps() == [1]
+    assert_same_bits(saver.restore(1, abstract(make_state(), make_mesh(2, 4)))[0], make_state(1))
+
+
+def test_a_synchronous_save_fails_at_once(tmp_path):
+    saver = Checkpointer(tmp_path, asynchronous=False)
+    with full_disk(), pytest.raises(CheckpointError, match="/2 was not saved"):
+        saver.save(2, {"w": jnp.asarray(np.random.default_rng(0).normal(size=2**18))}, META)
+
+
+class full_disk:
+    """No file may grow beyond 64 KiB: the nearest thing to a full disk that needs no privileges."""
+
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, self.before[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+        signal.signal(signal.SIGXFSZ, self.handler)
+
+
+def test_kill_during_a_save_leaves_the_one_before(tmp_path):
+    program = """
+        import os, signal, sys
+        import jax.numpy as jnp, numpy as np
+        from spmd_lm.train.checkpoint import Checkpointer
+        saver = Checkpointer(sys.argv[1])
+        saver.save(1, {"w": jnp.arange(8.0)}, {"config": {}})
+        saver.wait()
+        saver.save(2, {"w": jnp.asarray(np.random.default_rng(0).normal(size=2**23))}, {"config": {}})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], capture_output=True, timeout=60
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert any("tmp" in path.name for path in tmp_path.iterdir())  # the save was indeed under way
+    saver = Checkpointer(tmp_path)
+    assert saver.latest() == 1
+    restored, _ = saver.restore(1, {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jnp.arange(8.0).sharding)})
+    assert_same_bits(restored, {"w": jnp.arange(8.0)})
+    for step in (3, 4):
+        saver.save(step, {"w": jnp.arange(8.0)}, META)
+    saver.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]  # the partial one is gone
+
+
+CONFIG = {
+    "run": {"name": "a"},
+    "model": {"layers": 4, "width": 64, "scan": True},
+    "objective": {"kind": "causal_lm"},
+    "precision": {"params": "float32", "compute": "bfloat16"},
+    "parallel": {"data": 8, "model": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [("model.width", 128), ("model.mlp_width", 16), ("objective.kind", "masked_lm"), ("precision.params", "bfloat16")],
+)
+def test_another_model_is_refused_with_old_and_new(tmp_path, path, value):
+    with pytest.raises(CheckpointError) as error:
+        check_same_run(CONFIG, changed(path, value), tmp_path)
+    old = dict(CONFIG[path.split(".")[0]]).get(path.split(".")[1], "not set")
+    assert f"{path}: {old} -> {value}" in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("parallel.model", 4),
+        ("precision.compute", "float32"),
+        ("model.scan", False),
+        ("model.dropout", 0.0),
+        ("model.attention_dropout", 0.0),
+    ],
+)
+def test_other_differences_are_told(tmp_path, path, value):
+    (notice,) = check_same_run(CONFIG, changed(path, value), tmp_path)
+    assert path in notice and str(value) in notice
+
+
+def test_a_key_added_since_makes_no_other_model(tmp_path):
+    model = {"layers": 1, "width": 8, "heads": 1, "context": 8, "vocab": 16}
+    tree = {"model": model, "data": {"source": "synthetic"}, "optim": {"lr": 0.1}, "train": {"steps": 12, "batch": 4}}
+    config = RunConfig.model_validate(tree).model_dump(by_alias=True)
+    saved = json.loads(json.dumps(config))
+    for section, key in [("model", "activation"), ("model", "scan"), ("checkpoint", "async"), ("remat", "policy")]:
+        del saved[section][key]
+    assert check_same_run(saved, config, tmp_path) == []
+    config["model"]["activation"] = "gelu"
+    with pytest.raises(CheckpointError, match=r"model\.activation: gelu_tanh -> gelu"):
+        check_same_run(saved, config, tmp_path)
+
+
+def test_what_follows_from_other_keys_may_be_said(tmp_path):
+    """As an imported model's config.json does."""
+    model = {"layers": 1, "width": 8, "heads": 2, "context": 8, "vocab": 16}
+    silent, said = {"model": model}, {"model": model | {"mlp_width": 32, "kv_heads": 2}}
+    for one, other in ((silent, said), (said, silent)):
+        assert check_same_run(one, other, tmp_path) == []
+        check_same_model(one, other, tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.mlp_width: 48 -> not set"):
+        check_same_model({"model": model | {"mlp_width": 48}}, silent, tmp_path)
+
+
+def test_a_run_may_move(tmp_path):
+    assert check_same_run(CONFIG, changed("run.name", "b"), tmp_path) == []
+
+
+def changed(path, value):
+    config = json.loads(json.dumps(CONFIG))
+    section, key = path.split(".")
+    config[section][key] = value
+    return config

@@ -1,0 +1,95 @@
+"""Tasks as a run reads them: what is said of them, and what is refused."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from spmd_lm.data import loader
+from spmd_lm.errors import ConfigError, DataError
+from tests.labelled import assert_rows, config, corpus, write_squad
+from tests.published import published
+
+
+def test_the_fingerprint_is_of_all_that_is_read(task, root, tmp_path):
+    made = config(task, root / task)
+    assert corpus(made).fingerprint == corpus(made).fingerprint and len(corpus(made).fingerprint) == 64
+    prints = {corpus(made).fingerprint}
+    old, new = {"jsonl": ('"label": 1', '"label": 2'), "race": ('["A"]', '["B"]'), "squad": ("?", "!")}[task]
+    for side in ("train", "dev"):
+        text = (root / task / f"{side}.jsonl").read_text()
+        assert old in text
+        (tmp_path / "changed.jsonl").write_text(text.replace(old, new, 1))
+        key = "path" if side == "train" else "validation_path"
+        prints.add(corpus(config(task, root / task, **{key: str(tmp_path / "changed.jsonl")})).fingerprint)
+    assert len(prints) == 3
+
+
+def test_gold_answers_are_in_the_fingerprint(tmp_path):
+    for name in ("train.jsonl", "dev.jsonl"):
+        write_squad(tmp_path / name, random.Random(2), 3, impossible=0)
+    before = corpus(config("squad", tmp_path)).fingerprint
+    tree = json.loads((tmp_path / "dev.jsonl").read_text())
+    del tree["data"][0]["paragraphs"][2]["qas"][0]["answers"][1]
+    (tmp_path / "dev.jsonl").write_text(json.dumps(tree))
+    assert corpus(config("squad", tmp_path)).fingerprint != before
+
+
+def test_the_description_has_the_figures(root, tmp_path):
+    made = corpus(config("jsonl", root / "jsonl"))
+    assert made.name == f"jsonl, {root}/jsonl/train.jsonl"
+    line = made.describe()
+    assert line.startswith(f"{made.name}: 37 examples to train on, 21 held out, ") and "left out" not in line
+    assert line.endswith(f" tokens, sha256 {made.fingerprint[:12]}") and "\n" not in line
+    for name in ("train.jsonl", "dev.jsonl"):
+        (tmp_path / name).write_text("sentence1\tsentence2\tgold_label\na\tb\tneutral\na\tcd\t-\n")
+    assert (
+        "1 examples to train on, 1 held out, 2 lines left out, 4 tokens" in corpus(config("mnli", tmp_path)).describe()
+    )
+
+
+def test_a_label_that_is_no_class_is_named_with_its_line(root):
+    made = config("jsonl", root / "jsonl", classes=2)
+    for make in (loader.training, loader.validation):
+        with pytest.raises(DataError, match=r"\.jsonl: line \d+: label 2 is not below objective\.classes=2\. Use .*=3"):
+            make(made, corpus(made))
+
+
+def test_vocabularies_of_files_are_checked(root, tmp_path):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghi"]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces))
+    with pytest.raises(ConfigError, match=r"model\.vocab=13 is less than the 14 tokens of data\.tokenizer=.*vocab=14"):
+        corpus(config("jsonl", root / "jsonl", tokenizer=str(tmp_path), vocab=13))
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces[:4]))
+    made = config("jsonl", root / "jsonl", tokenizer=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer=.*: it has no \[MASK\]\. Use data\.tokenizer=bytes"):
+        loader.training(made, corpus(made))
+
+
+def test_rows_of_word_pieces_are_those_of_the_library():
+    """Its own template and truncation; the room is even, for of equals it cuts the other."""
+    from tokenizers.processors import BertProcessing
+
+    path = str(published("mnli_dev_matched_raw_first.tsv"))
+    vocabulary = str(published("bert_base_uncased_vocab.txt"))
+    made = config(
+        "mnli",
+        Path(path).parent,
+        path=path,
+        validation_path=path,
+        tokenizer=vocabulary,
+        vocab=30522,
+        context=33,
+        batch=52,
+    )
+    read = corpus(made)
+    rows = loader.validation(made, read).rows(0, 0, 51)
+    library = read.tokenizer.library
+    library.post_processor = BertProcessing(("[SEP]", 102), ("[CLS]", 101))
+    library.enable_truncation(33, strategy="longest_first")
+    library.enable_padding(length=33, pad_id=0)
+    pairs = [line.split("\t")[1:3] for line in Path(path).read_text().splitlines()[1:]]
+    encoded = [library.encode(a, b) for a, b in pairs]
+    assert any(each.overflowing for each in encoded)
+    assert_rows(rows, [(each.ids, each.attention_mask, each.type_ids) for each in encoded])

@@ -1,0 +1,139 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
+from spmd_lm.data.corpus import hold_out, load
+from spmd_lm.errors import ConfigError, DataError
+
+NAMES = st.lists(st.integers(0).map(str), min_size=2, max_size=40, unique=True)
+FRACTION = st.floats(0.01, 0.99)
+
+
+def text(path: object, **keys: float):
+    return load(Text(source="text", path=str(path), **keys), seed=0, vocab=256)
+
+
+def documents(tokens: np.ndarray) -> set[bytes]:
+    return set(bytes(tokens).split(b"\0"))
+
+
+@given(names=NAMES, fraction=FRACTION)
+def test_neither_side_is_ever_empty(names, fraction):
+    assert 0 < sum(hold_out(names, fraction)) < len(names)
+
+
+@given(names=NAMES, fraction=FRACTION)
+def test_a_document_stays_on_its_side_when_others_join(names, fraction):
+    """But for the one that had moved to fill an empty side, and may go home."""
+    fewer = names[: max(2, len(names) // 2)]
+    before, after = hold_out(fewer, fraction), hold_out(names, fraction)
+    assert sum(a != b for a, b in zip(before, after, strict=False)) <= 1
+
+
+def test_adding_files_moves_no_other(tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"<{number}>")
+    before = text(tmp_path, validation_fraction=0.3)
+    for number in range(40, 60):
+        (tmp_path / f"{number}.txt").write_text(f"<{number}>")
+    after = text(tmp_path, validation_fraction=0.3)
+    assert documents(before.train) < documents(after.train) and documents(before.validation) < documents(
+        after.validation
+    )
+
+
+def test_the_fraction_is_of_the_documents():
+    held_out = sum(hold_out([f"chapter {number}" for number in range(5000)], 0.1))
+    assert abs(held_out - 500) < 4 * math.sqrt(5000 * 0.1 * 0.9)
+
+
+def test_two_documents_of_one_name_still_part():
+    assert hold_out(["a.txt", "a.txt"], 0.1) == [True, False]
+    assert hold_out(["a.txt", "a.txt"], 0.99) == [True, False]
+
+
+def test_documents_are_whole_and_parted_by_the_separator(tmp_path):
+    for name in "abcdef":
+        (tmp_path / f"{name}.txt").write_text(name * 3)
+    corpus = text(tmp_path, validation_fraction=0.4)
+    train, validation = (bytes(side).split(b"\0") for side in (corpus.train, corpus.validation))
+    assert sorted(train + validation) == [name.encode() * 3 for name in "abcdef"]
+    assert train == sorted(train) and corpus.documents == 6 and corpus.bytes == 18
+
+
+@pytest.mark.parametrize("length", [10, 99, 1003])
+def test_a_single_document_is_cut_by_position(tmp_path, length):
+    content = bytes(range(1, 101)) * 11
+    (tmp_path / "a.txt").write_bytes(content[:length].replace(b"\x80", b"?"))
+    corpus = text(tmp_path / "a.txt")
+    assert corpus.train.size == int(0.9 * length)
+    assert bytes(corpus.train) + bytes(corpus.validation) == content[:length]
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_file_and_offset(tmp_path):
+    (tmp_path / "a.txt").write_text("caf\u00e9")
+    with pytest.raises(
+        DataError, match=r"a\.txt: token 195 at offset 3 is not below model\.vocab=128.*model\.vocab=196"
+    ):
+        load(Text(source="text", path=str(tmp_path)), seed=0, vocab=128)
+
+
+def test_the_fingerprint_is_of_the_content_and_of_the_split(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    (tmp_path / "b.txt").write_text("to be or not to be")
+    one, same = text(tmp_path / "a.txt"), text(tmp_path / "b.txt")
+    assert one.fingerprint == same.fingerprint and len(one.fingerprint) == 64
+    assert text(tmp_path / "a.txt", validation_fraction=0.5).fingerprint != one.fingerprint
+    (tmp_path / "b.txt").write_text("to be or not to bE")
+    assert text(tmp_path / "b.txt").fingerprint != one.fingerprint
+
+
+def test_the_description_has_the_figures(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 20_000)
+    line = text(tmp_path / "a.txt").describe()
+    assert "1 document, 0.02 MB, 18,000 tokens to train on, 2,000 held out, sha256 " in line and "\n" not in line
+
+
+def test_the_standard_library_is_megabytes_on_both_sides_and_the_same_again():
+    data = PythonStdlib(source="python-stdlib")
+    corpus = load(data, seed=0, vocab=256)
+    assert corpus.train.dtype == np.uint8 and corpus.train.size > 4e6 and corpus.validation.size > 4e5
+    assert load(data, seed=1, vocab=256).fingerprint == corpus.fingerprint
+
+
+@pytest.mark.parametrize(("branching", "vocab"), [(1, 7), (2, 64), (4, 256), (4, 50), (8, 8)])
+def test_the_chain_has_the_entropy_that_it_claims(branching, vocab):
+    data = Synthetic(source="synthetic", branching=branching)
+    corpus = load(data, seed=3, vocab=vocab)
+    pairs = np.zeros((vocab, vocab))
+    np.add.at(pairs, (corpus.train[:-1].astype(int), corpus.train[1:].astype(int)), 1)
+    assert (np.count_nonzero(pairs, axis=1) == branching).all()
+    assert (np.count_nonzero(pairs, axis=0) == branching).all()
+    conditional = pairs / pairs.sum(axis=1, keepdims=True)
+    entropy = -(pairs[pairs > 0] * np.log(conditional[pairs > 0])).sum() / pairs.sum()
+    # The plug-in estimate falls short by about vocab * (branching - 1) / 2n = 4e-4 nat at most.
+    assert entropy == pytest.approx(data.entropy, abs=1e-3)
+
+
+def test_what_is_held_out_of_a_chain_follows_the_same_chain():
+    corpus = load(Synthetic(source="synthetic", branching=3), seed=0, vocab=100)
+    seen = set(zip(corpus.train[:-1].tolist(), corpus.train[1:].tolist(), strict=True))
+    assert len(seen) == 300
+    assert set(zip(corpus.validation[:-1].tolist(), corpus.validation[1:].tolist(), strict=True)) <= seen
+
+
+def test_a_chain_is_of_its_seed_alone():
+    data = Synthetic(source="synthetic")
+    first, again, other = (load(data, seed=seed, vocab=1000) for seed in (0, 0, 1))
+    assert first.train.dtype == np.uint16 and first.train.size == 2**20 and first.validation.size == 2**16
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert "Markov chain of 1.3863 nat per token" in first.describe()
+
+
+def test_a_chain_cannot_branch_beyond_its_vocabulary():
+    with pytest.raises(ConfigError, match=r"data\.branching=9.*model\.vocab=8.*Use data\.branching=4"):
+        load(Synthetic(source="synthetic", branching=9), seed=0, vocab=8)

@@ -1,0 +1,309 @@
+"""Vocabularies of files: small ones made here, and published ones where SPMD_LM_DATA has them."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_lm.config.schema import MaskedLM, Model, PythonStdlib, Text
+from spmd_lm.data.corpus import load
+from spmd_lm.data.masked_lm.rows import MaskedLoader
+from spmd_lm.data.tokenizers.subwords import _letters, read
+from spmd_lm.data.tokenizers.tokenizer import make
+from spmd_lm.errors import ConfigError, DataError
+from tests.published import published
+
+TINY = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "want",
+    "##want",
+    "##ed",
+    "wa",
+    "un",
+    "runn",
+    "##ing",
+    ",",
+    ".",
+    "a",
+]
+
+
+def wordpiece(root: Path, *pieces: str, **config: object) -> Path:
+    (root / "vocab.txt").write_text("\n".join(pieces or TINY) + "\n", "utf-8")
+    if config:
+        (root / "tokenizer_config.json").write_text(json.dumps(config))
+    return root / "vocab.txt"
+
+
+def byte_level(
+    root: Path, more: tuple[str, ...] = ("<|endoftext|>",), merges: tuple[str, ...] = ("Ġ a", "b c")
+) -> Path:
+    made = ["".join(merge.split()) for merge in merges]
+    ids = {piece: number for number, piece in enumerate([*_letters(), *made, *more])}
+    (root / "vocab.json").write_text(json.dumps(ids))
+    (root / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    return root / "vocab.json"
+
+
+def test_pieces_of_words(tmp_path):
+    tokenizer = read(str(wordpiece(tmp_path)))
+    ids = tokenizer.encode("UNwantéd, running [MASK]. xyz")
+    pieces = ["un", "##want", "##ed", ",", "runn", "##ing", "[UNK]", "[UNK]", "[UNK]", ".", "[UNK]"]
+    assert [TINY[number] for number in ids] == pieces, "what a text says of [MASK] is text"
+    assert ids.dtype == np.uint8 and tokenizer.vocab == len(TINY) and tokenizer.end == TINY.index("[SEP]")
+    assert tokenizer.decode(ids[:6]) == "unwanted, running"
+    assert tokenizer.decode([*ids[:3], 4000]) == "unwanted"
+
+
+def test_case_is_what_the_config_beside_says(tmp_path):
+    tokenizer = read(str(wordpiece(tmp_path, do_lower_case=False)))
+    assert [TINY[number] for number in tokenizer.encode("un Un")] == ["un", "[UNK]"]
+
+
+def test_words_that_were_added_to_bytes_are_text_as_they_stand(tmp_path):
+    """Of a vocabulary of bytes in letters, they alone are not spelled so."""
+    library = read(str(byte_level(tmp_path, ("<s>", "</s>", "<mask>", "<pad>")))).library
+    library.add_tokens(["two words", "\u00e9t\u00e9"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = read(str(tmp_path))
+    ids = tokenizer.encode("a two words")
+    assert ids[-1] == tokenizer.ids["two words"]
+    _, words = tokenizer.masking()
+    assert {tokenizer.ids["two words"], tokenizer.ids["\u00e9t\u00e9"]} <= set(words.ordinary.tolist())
+    assert words.begins(np.array([ids])).tolist() == [[True, True, False]], "white space begins a word"
+
+
+def test_words_are_those_of_the_library(tmp_path):
+    tokenizer = read(str(wordpiece(tmp_path)))
+    special, words = tokenizer.masking()
+    assert (special.pad, special.cls, special.sep, special.mask) == (0, 2, 3, 4)
+    assert not {0, 1, 2, 3, 4} & {*words.ordinary.tolist()} and len(words.ordinary) == len(TINY) - 5
+    assert_words_of_the_library(tokenizer, "unwanted running, a wanted. unwanteding")
+
+
+def assert_words_of_the_library(tokenizer, text: str) -> None:
+    encoding = tokenizer.library.encode(text, add_special_tokens=False)
+    expected = [True, *(a != b for a, b in pairwise(encoding.word_ids))]
+    _, words = tokenizer.masking()
+    assert words.begins(np.array(encoding.ids)).tolist() == expected
+
+
+@given(st.text())
+def test_byte_level_there_and_back(tmp_path_factory, text):
+    tokenizer = read(str(byte_level(tmp_path_factory.getbasetemp())))
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and ids.dtype == np.uint16
+    assert tokenizer.encode(text.encode()).tolist() == ids.tolist()
+
+
+def test_pieces_know_their_characters(tmp_path):
+    text = "  UNwantéd, ru\u0301nning\u200b."
+    tokenizer = read(str(wordpiece(tmp_path)))
+    ids, offsets = tokenizer.located(text)
+    assert ids.tolist() == tokenizer.encode(text).tolist() and ids.dtype == np.uint8
+    assert [text[a:b] for a, b in offsets] == ["UN", "want", "éd", ",", "ru\u0301nn", "ing", "."]
+    assert tokenizer.located("")[1].shape == (0, 2)
+
+
+@given(st.text(" abcé→😀"))
+def test_byte_level_pieces_know_their_characters(tmp_path_factory, text):
+    tokenizer = read(str(byte_level(tmp_path_factory.getbasetemp())))
+    ids, offsets = tokenizer.located(text)
+    assert ids.tolist() == tokenizer.encode(text).tolist()
+    for number, (first, stop) in zip(ids, offsets, strict=True):
+        assert tokenizer.decode([number]).strip("\ufffd") in text[first:stop]
+    assert {at for first, stop in offsets for at in range(first, stop)} == {*range(len(text))}
+
+
+def test_byte_level_marks_where_words_begin(tmp_path):
+    tokenizer = read(str(byte_level(tmp_path, ("<|endoftext|>", "<s>", "</s>", "<mask>", "<pad>"))))
+    special, words = tokenizer.masking()
+    assert special.mask == tokenizer.vocab - 2 and tokenizer.end == 258
+    ids = tokenizer.encode(" abc a  bc.\nx")  # Ġa bc Ġa Ġ Ġ bc . Ċ x
+    assert words.begins(ids).tolist() == [True, False, True, True, False, False, True, True, False]
+    assert words.sentences(ids).tolist() == [False] * 7 + [True, False]
+    assert tokenizer.decode([257, 5000, 257]) == "bcbc"
+
+
+def test_a_prompt_that_is_not_utf8_is_read(tmp_path):
+    tokenizer = read(str(byte_level(tmp_path)))
+    assert tokenizer.decode(tokenizer.encode(b"a\xff".decode("utf-8", "surrogateescape"))) == "a\ufffd"
+
+
+def test_a_tokenizer_json_and_a_directory(tmp_path):
+    first = read(str(wordpiece(tmp_path)))
+    first.library.enable_truncation(2)
+    first.library.enable_padding(length=9)
+    first.library.save(str(tmp_path / "any.json"))
+    ids = first.library.encode("unwanted", add_special_tokens=False).ids
+    assert len(ids) == 9, "as the file says; a corpus is neither cut nor padded"
+    assert (
+        read(str(tmp_path / "any.json")).encode("unwanted").tolist() == read(str(tmp_path)).encode("unwanted").tolist()
+    )
+    byte_level(tmp_path)
+    assert read(str(tmp_path)).vocab == len(TINY), "vocab.txt stands before vocab.json"
+    (tmp_path / "any.json").rename(tmp_path / "tokenizer.json")
+    (tmp_path / "vocab.txt").unlink()
+    assert read(str(tmp_path)).vocab == len(TINY)
+
+
+def test_masked_rows_of_word_pieces(tmp_path):
+    tokenizer = read(str(wordpiece(tmp_path)))
+    text = ("unwanted running, a wanted. " * 200).encode()
+    model = Model(kind="bert", layers=1, width=8, heads=1, context=64, vocab=tokenizer.vocab)
+    rows = MaskedLoader(tokenizer.encode(text), tokenizer, model, MaskedLM(kind="masked_lm"), 16, 2, 0).rows(0, 0, 16)
+    special, words = tokenizer.masking()
+    assert (rows.targets[:, 0] == special.cls).all() and (rows.label_weights == 1).all()
+    inside = ~words.begins(rows.targets)[:, 1:]
+    assert (rows.weights[:, 1:] == rows.weights[:, :-1])[inside].all() and inside.sum() > 200
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def refused(name: object) -> str:
+    with pytest.raises(DataError) as error:
+        make(PythonStdlib(source="python-stdlib", tokenizer=str(name)))
+    assert error.value.code == 4
+    return str(error.value)
+
+
+def test_what_is_not_there(tmp_path):
+    message = refused(tmp_path / "vocab.txt")
+    assert message.startswith(f"data.tokenizer={tmp_path}/vocab.txt: no such file") and "or `bytes`" in message
+    assert "this directory has no tokenizer.json, vocab.txt, vocab.json" in refused(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"a": 0, "<unk>": 1}')
+    assert f"{tmp_path}/merges.txt: no such file" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("vocab.txt", b"[UNK]\na\n[UNK]\n", "line 3: '[UNK]' stands in line 1 already"),
+        ("vocab.txt", b"[UNK]\n\na\n", "line 2: is empty"),
+        ("vocab.txt", b"a\nb\n", "there is no [UNK] among its 2 lines"),
+        ("vocab.txt", b"[UNK]\n\xff\n", "byte 6 is not UTF-8"),
+        ("tokenizer.json", b"{", "not JSON: "),
+        ("tokenizer.json", b"[1]", "expected a JSON object, got a list"),
+        ("tokenizer.json", b'{"model": {"type": "?"}}', "does not read this tokenizer.json"),
+        ("vocab.json", b'{"a": "b"}', "neither a tokenizer.json, which has a `model`, nor pieces with their numbers"),
+        ("vocab.json", b'{"a": 0, "b": 0}', "2 pieces have 1 numbers"),
+        ("vocab.json", b'{"a": 0}', "255 of the 256 bytes have no piece, the first"),
+    ],
+)
+def test_what_is_malformed(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    assert f"{tmp_path}/{name}: " in (said := refused(tmp_path)) and message in said
+
+
+def test_merges_of_another_vocabulary(tmp_path):
+    byte_level(tmp_path)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nb c\nx y\n")
+    assert f"{tmp_path}/merges.txt: 'x y' is no pair of pieces that vocab.json has" in refused(tmp_path)
+
+
+def test_a_vocabulary_larger_than_the_model(tmp_path):
+    name = str(wordpiece(tmp_path))
+    with pytest.raises(
+        ConfigError, match=rf"model\.vocab=10 is less than the 15 tokens of data\.tokenizer={name}"
+    ) as error:
+        load(PythonStdlib(source="python-stdlib", tokenizer=name), seed=0, vocab=10)
+    assert error.value.code == 2 and str(error.value).endswith("Use model.vocab=15 or more.")
+
+
+def test_masked_text_needs_a_mask(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=.*: it has no \[MASK\]\. Use data\.tokenizer=bytes"):
+        read(str(wordpiece(tmp_path, *(piece for piece in TINY if piece != "[MASK]")))).masking()
+    with pytest.raises(ConfigError, match=r"has no \[CLS\], \[SEP\], \[MASK\], \[PAD\]\."):
+        read(str(byte_level(tmp_path))).masking()
+
+
+def test_pieces_that_do_not_tell_words_apart(tmp_path):
+    pieces = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", "[PAD]", "a"]
+    plan = {"model": {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {p: n for n, p in enumerate(pieces)}}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plan))
+    with pytest.raises(ConfigError, match=r"its WordLevel pieces do not say where words begin\. Use data\.tokenizer="):
+        read(str(tmp_path)).masking()
+
+
+# --- corpora ----------------------------------------------------------------------------------------------------------
+
+
+def test_documents_are_parted_where_there_is_a_separator(tmp_path):
+    for name in "abcdef":
+        (tmp_path / f"{name}.txt").write_text("a unwanted" if name != "c" else "  \n")
+    (tmp_path / "of").mkdir()
+    data = {"source": "text", "path": str(tmp_path / "?.txt"), "validation_fraction": 0.4}
+    corpus = load(Text(**data, tokenizer=str(wordpiece(tmp_path / "of"))), 0, 100)
+    document, end = [TINY.index(piece) for piece in ("a", "un", "##want", "##ed")], TINY.index("[SEP]")
+    both = [part.tolist() for part in (corpus.train, corpus.validation)]
+    assert [token for part in both for token in part if token != end] == document * 5 and sum(
+        map(len, both)
+    ) == 5 * 4 + 6 - 2
+    wordpiece(tmp_path / "of", *(piece for piece in TINY if piece != "[SEP]"))
+    joined = load(Text(**data, tokenizer=str(tmp_path / "of")), 0, 100)
+    assert sum(map(len, (joined.train, joined.validation))) == 5 * 4
+
+
+# --- published vocabularies -------------------------------------------------------------------------------------------
+
+
+def copied(tmp_path: Path, **files: str) -> Path:
+    """A directory with published files under the names that vocabularies have."""
+    for name, source in files.items():
+        shutil.copyfile(published(source), tmp_path / name.replace("_", "."))
+    return tmp_path
+
+
+def golden(key: str) -> dict:
+    return json.loads(published("tokenization_golden.json").read_text())[key]
+
+
+def test_published_ids_of_gpt2(tmp_path):
+    tokenizer = read(str(copied(tmp_path, vocab_json="gpt2_encoder.json", merges_txt="gpt2_vocab.bpe")))
+    vectors = golden("gpt2_bpe")["vectors"]
+    assert len(vectors) > 20 and [tokenizer.encode(each["text"]).tolist() for each in vectors] == [
+        v["ids"] for v in vectors
+    ]
+    assert all(tokenizer.decode(each["ids"]) == each["text"] for each in vectors)
+    assert tokenizer.vocab == 50257 and tokenizer.end == 50256 and tokenizer.dtype == np.uint16
+    text = published("tinyshakespeare.txt").read_text()
+    cut = int(0.9 * len(text))
+    counts = golden("corpus_counts")["tinyshakespeare"]
+    train, held = tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:])
+    assert (len(train), len(held)) == (counts["gpt2_train_tokens"], counts["gpt2_val_tokens"])
+
+
+def test_published_ids_of_bert(tmp_path):
+    tokenizer = read(str(copied(tmp_path, vocab_txt="bert_base_uncased_vocab.txt")))
+    vectors = golden("bert_wordpiece_uncased")["vectors"]
+    special, _ = tokenizer.masking()
+    assert (special.pad, special.cls, special.sep, special.mask) == (0, 101, 102, 103) and tokenizer.vocab == 30522
+    for each in vectors:
+        assert [special.cls, *tokenizer.encode(each["text"]), special.sep] == each["ids"]
+    sample = published("bert_sample_text.txt").read_text("utf-8")
+    assert len(tokenizer.encode(sample)) == golden("corpus_counts")["bert_sample_text"]["wordpieces"]
+    assert_words_of_the_library(tokenizer, sample)
+
+
+def test_published_cases_of_small_vocabularies(tmp_path):
+    for case in golden("bert_tiny_vocab"):
+        if "vocab" in case:
+            tokenizer = read(str(wordpiece(tmp_path, *case["vocab"], do_lower_case=case.get("lower", True))))
+            assert [case["vocab"][number] for number in tokenizer.encode(case["text"])] == case["tokens"]
+    for case in golden("gpt2_tiny_vocab"):
+        root = tmp_path / "gpt2"
+        root.mkdir()
+        (root / "vocab.json").write_text(json.dumps({piece: number for number, piece in enumerate(case["vocab"])}))
+        (root / "merges.txt").write_text("#version: 0.2\n" + "\n".join(case["merges"]) + "\n")
+        (root / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": case["add_prefix_space"]}))
+        assert read(str(root)).encode(case["text"]).tolist() == case["ids"]

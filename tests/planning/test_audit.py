@@ -1,0 +1,404 @@
+"""What compiled steps send, on hardware that is not there: exactly what theory asks for, counted."""
+
+import functools
+import json
+import math
+
+import jax
+import pytest
+
+from spmd_lm.analysis import topology
+from spmd_lm.analysis.expected_collectives import AG, AR, RS, wire
+from spmd_lm.errors import ConfigError
+from spmd_lm.parallel.pipeline.schedule import schedule
+from spmd_lm.planning.audit import audit, render
+from tests.helpers import FILES, ORIGINAL, make_config
+
+HERE = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
+LAYERS, MODEL = 2, 4
+# 512 rows over 16 devices: with less than a tile of 16 rows of bfloat16 each, a TPU all-reduces instead of scattering.
+BF16 = {"params": "float32", "compute": "bfloat16", "reduce": "bfloat16"}
+SIZES = {"layers": LAYERS, "width": 512, "heads": 8, "context": 128, "vocab": 509}
+DROPOUT = {"cpu": 0.1, "tpu": 0.1, "gpu": 0.0}  # of whose fusions a GPU's compiler thinks for a quarter of its time
+
+
+@pytest.fixture(autouse=True)
+def no_cache():
+    """What compiles for hardware that is not there cannot be loaded from a cache."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+def compilable(name: str) -> topology.Topology:
+    """Skips the test where a compiler is missing that only some machines can have: libtpu and CUDA wheels are in `dev`
+    on Linux x86-64 alone."""
+    there = topology.parse(name)
+    if there.platform in HERE and not topology.installed(HERE[there.platform]):
+        pytest.skip(f"{HERE[there.platform]} is not installed: nothing compiles for {name}")
+    return there
+
+
+def audited(
+    name: str, remat: str = "none", scan: bool = True, layers: int = LAYERS, of: dict | None = None, **parallel
+) -> dict:
+    compilable(name)
+    return _audited(name, remat, scan, layers, json.dumps(of or {}), json.dumps(parallel))
+
+
+@functools.cache
+def _audited(name: str, remat: str, scan: bool, layers: int, of: str, parallel: str) -> dict:
+    other = json.loads(of)
+    objective = other.pop("objective", {"kind": "masked_lm" if other.get("kind") == "bert" else "causal_lm"})
+    layout = {"data": -1, "model": MODEL} | json.loads(parallel)
+    config = make_config(
+        model=SIZES
+        | {"dropout": DROPOUT[topology.parse(name).platform], "attention_dropout": 0.0}
+        | {"scan": scan, "layers": layers}
+        | other,
+        objective=objective,
+        data=FILES | {"task": TASKS[objective["kind"]]} if objective["kind"] in TASKS else {"source": "synthetic"},
+        parallel=layout,
+        remat={"policy": remat} | ({"block_size": 2} if remat == "block" else {}),
+        precision=BF16,
+        train={"batch": 64},
+    )
+    return audit(config, topology.parse(name))
+
+
+def activations(result: dict) -> dict[str, float]:
+    """How many activations cross `model` in a step, by kind, less the gradients that theory has there.
+
+    By their bytes: a GPU's compiler may lay two of them end to end and send them as one."""
+    batch_shards = result["mesh"]["replica"] * math.prod(n for axis, n in result["mesh"].items() if "data" in axis)
+    full = 64 // batch_shards * SIZES["context"] * SIZES["width"] * 2
+    counts: dict[str, float] = {}
+    sent = [(1, c) for c in result["collectives"] if c["dtype"] == "bf16"]
+    sent += [(-1, t) for t in result["theory"] if t["part"] == "gradients"]
+    for sign, row in sent:
+        if row["axes"] == ["model"]:
+            one = wire(row["kind"], full, MODEL)
+            counts[row["kind"]] = counts.get(row["kind"], 0) + sign * row["bytes"] / one
+    return {kind: round(count, 6) for kind, count in counts.items() if count}
+
+
+def exact(result: dict) -> None:
+    assert result["ok"], render(result)
+    assert result["missing_bytes"] + result["excess_bytes"] <= 64, render(result)  # a few scalars share a sum
+
+
+TASKS = {"classification": "mnli", "multiple_choice": "race", "span": "squad"}
+slow = pytest.mark.slow
+TOPOLOGIES = ["v5p:4x4x4", pytest.param("h100:2x8", marks=slow)]
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("remat", "each"),
+    [pytest.param("none", 4, marks=slow), pytest.param("residual", 4, marks=slow), ("full", 5)],
+)
+def test_tensor_parallelism_sends_megatron_s_all_reduces_and_nothing_else(name, remat, each):
+    """2 + 2 a layer, one for the embedding, one for the head; what ends attention again under full remat."""
+    result = audited(name, remat, zero=3)
+    assert activations(result) == {AR: each * LAYERS + 2}
+    exact(result)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("remat", "scatters"),
+    [pytest.param("none", 4, marks=slow), ("residual", 4), pytest.param("full", 5, marks=slow)],
+)
+def test_sequence_parallelism_gathers_and_scatters_instead(name, remat, scatters):
+    """Whatever is saved is saved in parts: what enters a branch is gathered forward and again backward."""
+    result = audited(name, remat, sequence=True)
+    assert activations(result) == {RS: scatters * LAYERS + 2, AG: 6 * LAYERS + 2}
+    exact(result)
+
+
+@slow
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"zero": 0, "microbatches": 2},
+        {"zero": 1, "microbatches": 2},
+        {"zero": 2, "microbatches": 2, "sequence": True},
+        {"zero": 3, "microbatches": 2, "sequence": True},
+        {"zero": 3, "microbatches": 2, "reduce_once": True},
+        {"zero": 2, "replica": 2},
+    ],
+    ids=str,
+)
+def test_weights_and_gradients_cross_data_as_their_stage_says(name, parallel):
+    result = audited(name, **parallel)
+    exact(result)
+    kinds = {c["kind"] for c in result["collectives"] if any(axis.startswith("data") for axis in c["axes"])}
+    assert kinds == ({AR, AG, RS} if parallel["zero"] else {AR})
+
+
+@slow
+def test_unrolled_layers_are_gathered_twice_as_well():
+    exact(audited("h100:2x8", scan=False, zero=3))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"zero": 3, "sequence": True}, pytest.param({"zero": 1, "replica": 2, "model": 2}, marks=slow)],
+    ids=str,
+)
+def test_simulated_devices_send_the_same(parallel):
+    result = audited("cpu:8", **parallel)
+    assert result["ok"], render(result)
+    assert {tuple(c["axes"]) for c in result["collectives"]} <= {tuple(t["axes"]) for t in result["theory"]}
+    assert all(c["lowered_as"] == "float32" for c in result["collectives"] if c["part"] == "blocks")
+
+
+def test_gradients_cross_data_once_however_many_microbatches():
+    result = audited("cpu:8", microbatches=4)
+    assert result["ok"], render(result)
+    assert {c["kind"] for c in result["collectives"]} == {AR}
+    over_data = [c for c in result["collectives"] if c["axes"] == ["data"]]
+    once = [t for t in result["theory"] if t["axes"] == ["data"] and t["part"] == "gradients"]
+    assert sum(c["bytes"] for c in over_data) == pytest.approx(2 * sum(t["bytes"] for t in once), rel=1e-3)  # float32
+
+
+@pytest.mark.parametrize("parallel", [{"zero": 3, "sequence": True}, {"zero": 1, "replica": 2, "model": 2}], ids=str)
+def test_arguments_are_the_planned_state_and_a_batch(parallel):
+    memory = audited("cpu:8", **parallel)["memory"]
+    shards = 8 // parallel.get("model", MODEL)
+    rows, context = 64 // shards, SIZES["context"]
+    batch = rows * (4 * context + 1) * 4  # tokens, targets, weights, positions; the rows' numbers
+    step = 4
+    assert memory["arguments"] == memory["planned"]["parameters"] + memory["planned"]["adam moments"] + batch + step
+
+
+BIG = {"layers": 6, "width": 2048, "heads": 16, "context": 1024, "vocab": 49152, "scan": True}
+
+
+@functools.cache
+def memory_of(remat: str, dropout: float = 0.0, **parallel) -> dict:
+    """Of a step whose parts are far larger than a compiler's rounding."""
+    config = make_config(
+        model=BIG | {"dropout": dropout, "attention_dropout": 0.0},
+        parallel={"data": -1} | parallel,
+        remat={"policy": remat},
+        precision=BF16,
+        train={"batch": 32},
+    )
+    return audit(config, compilable("v5p:2x2x2"))["memory"]  # a CPU's compiler reports no such peak
+
+
+@pytest.mark.parametrize(
+    ("remat", "parallel"),
+    [
+        ("full", {"zero": 3}),
+        pytest.param("none", {"zero": 3}, marks=slow),
+        pytest.param("selective", {"zero": 2, "model": 2, "sequence": True}, marks=slow),
+        pytest.param("full", {"zero": 1, "microbatches": 4}, marks=slow),
+        pytest.param("full", {"zero": 3, "microbatches": 4}, marks=slow),
+        pytest.param("full", {"zero": 3, "replica": 2}, marks=slow),
+        pytest.param("none", {"zero": 3, "dropout": 0.1}, marks=slow),
+        pytest.param("full", {"zero": 3, "pipe": 2, "microbatches": 8}, marks=slow),
+        pytest.param("none", {"pipe": 2, "model": 2, "microbatches": 8, "schedule": "gpipe"}, marks=slow),
+        pytest.param(
+            "full", {"zero": 3, "pipe": 2, "microbatches": 8, "schedule": "breadth_first", "chunks": 3}, marks=slow
+        ),
+        pytest.param("selective", {"zero": 1, "pipe": 2, "microbatches": 4, "model": 2, "sequence": True}, marks=slow),
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_planned_one(remat, parallel):
+    planned(memory_of(remat, **parallel))
+
+
+def planned(memory: dict) -> None:
+    assert memory["peak"] == pytest.approx(sum(memory["planned"].values()), rel=0.1), memory
+
+
+@slow
+def test_each_stage_of_zero_needs_fewer_temporaries():
+    stages = [memory_of("full", zero=stage) for stage in range(4)]
+    for memory in stages:
+        planned(memory)
+    one, two, three = (memory["temporaries"] for memory in stages[1:])
+    assert one > two > three
+
+
+LLAMA = {"norm_type": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "use_bias": False}
+MODELS = [
+    ("v5p:4x4x4", ORIGINAL, {"zero": 1, "sequence": True}),
+    pytest.param("v5p:4x4x4", LLAMA | {"tie_embeddings": False}, {"zero": 3}, marks=slow),
+    pytest.param("h100:2x8", ORIGINAL | {"dropout": 0.1}, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
+    pytest.param("h100:2x8", LLAMA | {"dropout": 0.1}, {"zero": 2, "sequence": True}, marks=slow),
+    ("v5p:4x4x4", ORIGINAL | {"objective": {"kind": "classification", "classes": 3}}, {"zero": 2, "sequence": True}),
+    pytest.param("h100:2x8", ORIGINAL | {"objective": {"kind": "multiple_choice"}}, {"zero": 1}, marks=slow),
+    pytest.param(
+        "h100:2x8",
+        ORIGINAL | {"objective": {"kind": "span"}},
+        {"zero": 3, "sequence": True, "pipe": 2, "microbatches": 4},
+        marks=slow,
+    ),
+    pytest.param("h100:2x8", {"share_layers": True}, {"zero": 1}, marks=slow),
+    pytest.param("h100:2x8", {"share_layers": True}, {"zero": 3}, marks=slow),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("v5p:4x4x4", {"zero": 3, "sequence": True}),
+        pytest.param("h100:2x8", {"zero": 2}, marks=slow),
+        pytest.param("h100:2x8", {"zero": 3, "pipe": 2, "microbatches": 4, "layers": 8}, marks=slow),
+    ],
+    ids=str,
+)
+def test_groups_that_run_again_send_what_theory_asks_for(name, parallel):
+    exact(audited(name, "block", **{"layers": 4} | parallel))
+
+
+@pytest.mark.parametrize(("name", "model", "parallel"), MODELS, ids=str)
+def test_every_model_sends_what_theory_asks_for(name, model, parallel):
+    exact(audited(name, "full", of=model, **parallel))
+
+
+PIPELINES = [
+    # TPU, GPU; each exact to a few bytes
+    ("v5p:4x4x4", "full", True, {"pipe": 4, "zero": 3, "microbatches": 8}),
+    pytest.param("h100:2x8", "full", True, {"pipe": 2, "zero": 3, "microbatches": 8}, marks=slow),
+    pytest.param("v5p:4x4x4", "none", True, {"pipe": 4, "zero": 1, "microbatches": 8, "sequence": True}, marks=slow),
+    pytest.param(
+        "h100:2x8",
+        "none",
+        True,
+        {"pipe": 2, "zero": 2, "microbatches": 8, "sequence": True, "schedule": "interleaved", "chunks": 2},
+        marks=slow,
+    ),
+    pytest.param(
+        "h100:2x8",
+        "full",
+        True,
+        {"pipe": 2, "zero": 3, "microbatches": 8, "schedule": "breadth_first", "chunks": 2},
+        marks=slow,
+    ),
+    pytest.param(
+        "v5p:4x4x4",
+        "residual",
+        True,
+        {"pipe": 2, "zero": 3, "microbatches": 8, "sequence": True, "schedule": "breadth_first", "chunks": 1},
+        marks=slow,
+    ),
+    pytest.param(
+        "h100:2x8",
+        "residual",
+        False,
+        {"pipe": 2, "zero": 2, "microbatches": 8, "sequence": True, "schedule": "breadth_first", "chunks": 1},
+        marks=slow,
+    ),
+    pytest.param(
+        "v5p:4x4x4",
+        "none",
+        True,
+        {"pipe": 4, "zero": 1, "microbatches": 8, "schedule": "gpipe", "run_idle_stages": True},
+        marks=slow,
+    ),
+]
+
+
+@slow
+@pytest.mark.parametrize("keys", [{"schedule": "breadth_first", "chunks": 2}, {"schedule": "1f1b"}], ids=str)
+def test_ends_that_are_not_tied_are_scattered_where_they_are_used(keys):
+    exact(audited("h100:2x8", "full", layers=4, of={"tie_embeddings": False}, pipe=2, zero=3, microbatches=4, **keys))
+
+
+@pytest.mark.parametrize("parallel", [{"schedule": "interleaved", "chunks": 2, "sequence": True}, {"zero": 3}], ids=str)
+def test_simulated_pipelines_send_the_same(parallel):
+    result = audited("cpu:8", "full", layers=4, **{"pipe": 2, "model": 2, "microbatches": 4} | parallel)
+    assert result["ok"], render(result)
+
+
+@pytest.mark.parametrize(("name", "remat", "scan", "parallel"), PIPELINES, ids=str)
+def test_pipelines_send_what_theory_asks_for(name, remat, scan, parallel):
+    """Conditions count as often as they are true; the permutes of every tick; nothing in a condition spans `pipe`."""
+    result = audited(name, remat, scan, layers=4, **parallel)
+    exact(result)
+    assert result["stages_that_may_wait"] == []
+    permutes = [c for c in result["collectives"] if c["kind"] == "collective-permute"]
+    ticks = schedule(
+        parallel.get("schedule", "1f1b"), parallel["pipe"], parallel["microbatches"], parallel.get("chunks", 1)
+    ).ticks
+    both = 2 if parallel.get("schedule", "1f1b") in ("1f1b", "interleaved") else 1
+    assert [(c["axes"], c["count"]) for c in permutes] == [(["pipe"], both * ticks)]
+
+
+def test_a_collective_of_stages_that_part_ways_is_told(monkeypatch):
+    """A head that talks to all stages, though only the last one runs it."""
+    from spmd_lm.models.language_model import LanguageModel
+
+    losses = LanguageModel.losses
+    monkeypatch.setattr(LanguageModel, "losses", lambda *args: jax.lax.psum(losses(*args), "pipe"))
+    _audited.cache_clear()
+    result = audited("cpu:8", pipe=2, layers=4, microbatches=2, model=1)
+    _audited.cache_clear()
+    assert not result["ok"] and result["stages_that_may_wait"]
+    assert "waits   all-reduce in" in render(result)
+
+
+FLAT = {"layers": 8, "width": 2048, "heads": 16, "context": 1024, "vocab": 8192, "dropout": 0.0}
+ONE_INPUT = 4 * FLAT["context"] * FLAT["width"] * 2
+"""Bytes of what enters a stage: four sequences to a microbatch and device."""
+
+
+@slow
+@pytest.mark.parametrize(("name", "pipe", "model"), [("v5p:4x4x4", 4, 4), ("h100:2x8", 2, 8)])
+def test_1f1b_s_temporaries_do_not_grow_with_microbatches_and_gpipe_s_do_by_an_input(name, pipe, model):
+    """arXiv:2104.04473, section 2.2.1.  A schedule is a table of as many rows as there are ticks: a GPU's compiler
+    counts some of it."""
+    there = compilable(name)
+
+    def temporaries(kind: str, m: int) -> int:
+        config = make_config(
+            model=FLAT | {"attention_dropout": 0.0},
+            parallel={"pipe": pipe, "data": -1, "model": model, "microbatches": m, "schedule": kind},
+            remat={"policy": "full"},
+            precision=BF16,
+            train={"batch": 4 * m * there.size // (pipe * model)},
+        )
+        return audit(config, there)["memory"]["temporaries"]
+
+    flat = [temporaries("1f1b", m) for m in (8, 16, 32)]
+    table = 0 if there.platform == "tpu" else 1024
+    assert max(flat) - min(flat) <= table
+    few, many = (temporaries("gpipe", m) for m in (16, 32))
+    assert many - few == pytest.approx(16 * ONE_INPUT, abs=table)
+
+
+def test_a_step_that_does_not_compile_is_told_in_a_line(monkeypatch):
+    monkeypatch.setattr(topology.Topology, "compiler_options", {"xla_no_such_option": "1"})
+    with pytest.raises(
+        ConfigError, match=r"^--topology cpu:8: its compiler cannot compile this step: .*no_such_option"
+    ):
+        audit(make_config(parallel={"data": 8}), topology.parse("cpu:8"))
+
+
+def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):
+    """A step whose scatter over data is an all-reduce."""
+    from spmd_lm.parallel import zero
+
+    def all_reduced(tree, kept, rings, width):
+        def leaf(g, names):
+            if "shard" not in names:
+                return g
+            dim = names.index("shard")
+            g = jax.lax.psum(g, rings)
+            here = g.shape[dim] // 2
+            return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index(rings) * here, here, dim)
+
+        return zero._each(leaf, tree, kept)
+
+    monkeypatch.setattr(zero, "scatter", all_reduced)
+    _audited.cache_clear()
+    result = audited("cpu:8", zero=1)
+    _audited.cache_clear()
+    assert not result["ok"]
+    assert "an all-reduce stands where a reduce-scatter was asked for" in render(result)

@@ -1,0 +1,92 @@
+import json
+import math
+
+import jax
+import pytest
+
+from spmd_lm.analysis import flops
+from spmd_lm.planning.plan_report import describe, render, summary
+from spmd_lm.runtime.formatting import human
+from tests.helpers import FLOAT32, make_config, program, run_of, shard_bytes
+
+RUNS = [
+    ("data8", 2, "unrolled"),
+    ("data4-model2",),
+    ("model8", 1, "unrolled", "full"),
+    ("data8-zero3",),
+    ("replica2-data2-model2-sequence-zero3", 2),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[run[0] for run in RUNS])
+def test_every_parameter_is_described_as_it_lies(run, x64):
+    p = program(run_of(*run))
+    params = p.init().params
+    told = {each["name"]: each for each in describe(p.config, p.plan)["parameters"]}
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    assert told.keys() == {".".join(key.key for key in path) for path, _ in leaves}
+    for path, leaf in leaves:
+        one = told[".".join(key.key for key in path)]
+        assert tuple(one["shape"]) == leaf.shape
+        assert one["bytes_per_device"] == leaf.addressable_shards[0].data.nbytes
+        parts = [getattr(p.config.parallel, axis) for on in one["spec"] for axis in on]
+        assert leaf.size == math.prod(parts) * leaf.addressable_shards[0].data.size
+    assert sum(one["bytes_per_device"] for one in told.values()) == shard_bytes(params)
+
+
+def test_figures():
+    config = make_config(parallel={"data": 2, "replica": 2, "model": 2, "microbatches": 2}, precision=FLOAT32)
+    d = describe(config)
+    assert d == json.loads(json.dumps(d))
+    assert (d["mesh"], d["devices"], d["platform"]) == ({"pipe": 1, "replica": 2, "data": 2, "model": 2}, 8, "cpu")
+    assert d["vocab"] == {"model": 61, "padded": 62}
+    assert d["batch"] == {
+        "sequences": 16,
+        "microbatches": 2,
+        "sequences_per_device_and_microbatch": 2,
+        "tokens": 256,
+        "steps": 10,
+    }
+    assert d["parameter_count"] == flops.parameters(config)
+    assert d["model_flops_per_step"] == flops.train_step(config)
+    assert d["attention"]["kernel"] == "xla"
+
+
+def test_the_plan_of_a_simulation_is_for_its_devices():
+    config = make_config(run={"simulate_devices": 4}, parallel={"data": -1}, precision=FLOAT32)
+    assert describe(config)["devices"] == 4
+
+
+def test_the_text_has_a_line_for_every_parameter():
+    d = describe(make_config(parallel={"data": 4, "model": 2}, precision=FLOAT32))
+    lines = render(d).splitlines()
+    for one in d["parameters"]:
+        (line,) = [line for line in lines if line.startswith(one["name"] + " ")]
+        assert ("model" in line) == (["model"] in one["spec"])
+        assert human(one["bytes_per_device"]) in line
+    assert render(d).startswith(summary(d))
+    assert "vocabulary 61 padded to 62" in summary(d) and "data 4 x model 2 = 8 devices (cpu)" in summary(d)
+    for row, size in d["memory"].items():
+        assert any(line.startswith(row) and line.endswith(human(size)) for line in lines)
+
+
+def test_one_of_a_thing_is_one_thing():
+    one = summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32)))
+    assert "= 1 device (cpu)" in one and "= 1 microbatch x 1 shard x 16" in one
+    more = {"data": 2, "microbatches": 2}
+    several = summary(describe(make_config(run={"simulate_devices": 2}, parallel=more, precision=FLOAT32)))
+    assert "= 2 devices (cpu)" in several and "= 2 microbatches x 2 shards x 4" in several
+
+
+def test_a_scaled_loss_is_told():
+    float16 = {"compute": "float16", "loss_scale": "dynamic"}
+    text = summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32 | float16)))
+    assert "compute float16, the loss scaled by 2^32 at first" in text
+    assert "scaled" not in summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32)))
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 1.5, "1.5 MiB"), (2**50, "1024.0 TiB")]
+)
+def test_bytes_for_a_person(size, text):
+    assert human(size) == text

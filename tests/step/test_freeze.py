@@ -1,0 +1,116 @@
+"""Which parameters a pattern names; that these stay where they are is test_step's."""
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_lm.analysis.flops import parameters
+from spmd_lm.errors import ConfigError
+from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.planning.plan_report import describe, summary
+from spmd_lm.step.freeze import frozen, trained
+from spmd_lm.training.init_from import paths
+from tests.helpers import make_config, program
+
+LAYERS = 12
+BERT = {"kind": "bert", "layers": LAYERS, "token_types": 2}
+FILES = {"source": "task", "task": "jsonl", "path": "a", "validation_path": "b"}
+CONFIG = make_config(model=BERT, objective={"kind": "classification", "classes": 2}, data=FILES)
+
+
+def masks(patterns: str, config=CONFIG) -> dict[str, np.ndarray]:
+    model = LanguageModel(config.model, config.objective, "float32", "xla")
+    return paths(frozen(patterns.split(), model.names, model.shapes))
+
+
+def names(patterns: str, config=CONFIG) -> set[str]:
+    """Of the parameters that are frozen, each layer's apart."""
+    found = set()
+    for path, mask in masks(patterns, config).items():
+        first, rest = path.split(".", 1)
+        if mask.ndim == 0:
+            found |= {path} if mask else set()
+        else:
+            assert mask.shape == (config.model.layers_kept,)
+            found |= {f"{first}.{layer}.{rest}" for layer in np.flatnonzero(mask)}
+    return found
+
+
+EVERY = names("embedding.* blocks.* head.pooler*") | {"head.output", "head.output_bias", "head.norm.scale"}
+EVERY |= {"head.norm.bias"}
+
+
+def test_names_are_paths_with_a_layer_s_number():
+    leaves = masks("embedding.tokens")
+    assert len(EVERY) == sum(LAYERS if path.startswith("blocks.") else 1 for path in leaves)
+    assert {"embedding.tokens", "blocks.0.attention.query", "blocks.11.mlp.down_bias", "head.output"} <= EVERY
+
+
+@pytest.mark.parametrize(
+    ("patterns", "fits"),
+    [
+        ("embedding.*", lambda name: name.startswith("embedding.")),
+        ("embedding.tokens", lambda name: name == "embedding.tokens"),
+        ("blocks.1.*", lambda name: name.startswith("blocks.1.")),  # not the eleventh or the twelfth
+        ("blocks.1*", lambda name: name.startswith(("blocks.1.", "blocks.10.", "blocks.11."))),
+        ("blocks.[0-5].*", lambda name: name.split(".")[0] == "blocks" and int(name.split(".")[1]) < 6),
+        ("blocks.*.mlp.up", lambda name: name.endswith(".mlp.up")),
+        ("*bias", lambda name: name.endswith("bias")),
+        ("  head.pooler\tblocks.3.norm?.scale ", lambda name: name in {
+            "head.pooler", "blocks.3.norm1.scale", "blocks.3.norm2.scale"
+        }),
+        ("*.tokens embedding.*", lambda name: name.startswith("embedding.")),  # one may add nothing to another
+    ],
+)  # fmt: skip
+def test_a_pattern_is_a_shell_s(patterns, fits):
+    assert names(patterns) == {name for name in EVERY if fits(name)} != set()
+
+
+def test_shared_layers_are_layer_0():
+    shared = make_config(model={"layers": 4, "share_layers": True})
+    assert names("blocks.0.mlp.*", shared) == {f"blocks.0.mlp.{w}" for w in ("up", "up_bias", "down", "down_bias")}
+    assert "blocks.1.* is the name of no parameter" in refused("blocks.1.*", shared)[0]
+
+
+@pytest.mark.parametrize("patterns", ["embedding.*", "blocks.[0-6].*", "blocks.[024].* *norm2*", "*s.1.attention.key"])
+def test_what_is_left_to_train_is_counted(patterns):
+    model = LanguageModel(CONFIG.model, CONFIG.objective, "float32", "xla")
+    made = frozen(patterns.split(), model.names, model.shapes)
+    still = sum(
+        int(np.broadcast_to(mask.reshape(mask.shape + (1,) * (len(leaf.shape) - mask.ndim)), leaf.shape).sum())
+        for mask, leaf in zip(jax.tree.leaves(made), jax.tree.leaves(model.shapes), strict=True)
+    )
+    assert trained(made, model.shapes) == parameters(CONFIG) - still
+
+
+def refused(patterns: str, config=CONFIG) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        masks(patterns, config)
+    return caught.value.problems
+
+
+def test_a_pattern_without_a_parameter_is_told_and_what_names_are_like():
+    near, none = refused("embedding.* Blocks.0.mlp.upp zzz.*")
+    assert near == "optim.freeze: Blocks.0.mlp.upp is the name of no parameter. Did you mean blocks.0.mlp.up?"
+    assert none.startswith("optim.freeze: zzz.* is the name of no parameter. Names are as ")
+    assert {*none.removesuffix(".").partition("Names are as ")[2].split(" and ")} <= {*EVERY}
+    assert len(refused("blocks.12.*")) == 1  # counted from 0
+
+
+@pytest.mark.parametrize("patterns", ["*", "embedding.* blocks.* head.*"])
+def test_something_is_left_to_train(patterns):
+    assert refused(patterns) == (f"optim.freeze={patterns} leaves no parameter to train. Leave some out.",)
+
+
+def test_a_plan_tells_what_is_trained():
+    some = CONFIG.model_copy(update={"optim": CONFIG.optim.model_copy(update={"freeze": "embedding.tokens"})})
+    plan, count = describe(some, program(some).plan), parameters(CONFIG)
+    assert (plan["parameter_count"], plan["trained_count"]) == (count, count - 61 * 32)
+    assert f"{count:,} parameters, {count - 61 * 32:,} of them trained" in summary(plan)
+    assert "trained" not in summary(describe(CONFIG, program(CONFIG).plan))
+
+
+def test_a_program_knows_before_it_compiles():
+    assert program(make_config()).frozen is None
+    with pytest.raises(ConfigError, match=r"layers\.0 is the name of no parameter"):
+        program(make_config(optim={"freeze": "layers.0"}))

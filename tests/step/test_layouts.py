@@ -1,0 +1,68 @@
+"""Layouts and sizes drawn at random: whatever is legal computes the reference, in float64."""
+
+import math
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from spmd_lm.config.checks import problems
+from spmd_lm.config.layout_checks import check_devices
+from tests.helpers import assert_close, make_config, program, trained, trained_reference
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
+
+
+@st.composite
+def runs(draw):
+    """A model, and a layout of it on 2 to 8 devices; what cannot be is drawn again."""
+    chance = st.booleans()
+    heads, layers = draw(st.sampled_from([2, 4, 6])), draw(st.integers(1, 4))
+    model = {
+        "layers": layers,
+        "heads": heads,
+        "width": heads * draw(st.sampled_from([3, 5, 8])),
+        "mlp_width": heads * draw(st.integers(2, 9)),
+        "context": draw(st.sampled_from([6, 12, 15])),
+        "vocab": draw(st.integers(17, 70)),
+        "dropout": draw(st.sampled_from([0.0, 0.2])),
+        "attention_dropout": draw(st.sampled_from([0.0, 0.1])),
+        "use_bias": draw(chance),
+        "tie_embeddings": draw(chance),
+        "scan": draw(chance),
+    }
+    degree = st.sampled_from([1, 2, 3, 4])
+    parallel = {
+        "pipe": draw(st.sampled_from([1, 2])),
+        "schedule": draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "breadth_first"])),
+        "chunks": draw(st.sampled_from([1, 2])),
+        "run_idle_stages": draw(chance),
+        "replica": draw(st.sampled_from([1, 2])),
+        "data": draw(degree),
+        "model": draw(degree),
+        "microbatches": draw(st.sampled_from([1, 2, 4])),
+        "zero": draw(st.integers(0, 3)),
+        "sequence": draw(chance),
+        "reduce_once": draw(chance),
+    }
+    devices = math.prod(parallel[axis] for axis in ("pipe", "replica", "data", "model"))
+    hypothesis.assume(2 <= devices <= 8)
+    remat = {"policy": draw(st.sampled_from(["none", "selective", "residual", "full"]))}
+    sections = {"model": model, "train": {"batch": 24}, "optim": {"clip": draw(st.sampled_from([0.0, 0.05]))}}
+    config = make_config(parallel=parallel, remat=remat, **sections)
+    hypothesis.assume(not problems({name: getattr(config, name) for name in type(config).model_fields}))
+    hypothesis.assume(not check_devices(config, devices))
+    return config, make_config(remat={"policy": "none"}, **sections)
+
+
+@hypothesis.settings(max_examples=4, suppress_health_check=list(hypothesis.HealthCheck), deadline=None)
+@hypothesis.given(runs())
+def test_any_layout_computes_the_reference(drawn):
+    config, alone = drawn
+    got, want = trained(config), trained_reference(alone)
+    for each in (program, trained, trained_reference):
+        each.cache_clear()  # of what is not asked for again
+    assert got.losses == pytest.approx(want.losses, rel=1e-12)
+    assert got.norms == pytest.approx(want.norms, rel=1e-12)
+    for tree in ("params", "mu", "nu"):
+        assert_close(getattr(got.last, tree), getattr(want.last, tree), 1e-11)

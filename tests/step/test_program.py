@@ -1,0 +1,57 @@
+import jax
+import numpy as np
+import pytest
+
+from spmd_lm.errors import LayoutError
+from spmd_lm.step.program import Program, abstract_plan, make_model
+from tests.helpers import FLOAT32, assert_equal, canonical, make_config, program, run_of
+
+
+def described(tree):
+    return jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype), x.sharding), tree)
+
+
+def test_the_first_state_is_born_as_described(x64):
+    p = program(run_of("model8", 1, "unrolled", "full"))
+    state = p.init()
+    assert described(state) == described(p.abstract_state())
+    assert int(state.step) == 0 and state.params["embedding"]["tokens"].shape == (64, 32)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves((state.mu, state.nu)))
+
+
+def test_canonical_and_placed_are_inverse_bit_for_bit(x64):
+    p = program(run_of("model8", 1, "unrolled", "full"))
+    state = p.init()
+    bare = p.canonical(state)
+    assert described(bare) == described(p.abstract_canonical())
+    assert bare.params["embedding"]["tokens"].shape == (61, 32)
+    assert_equal(bare, canonical(p, state))
+    again = p.place(bare)
+    assert described(again) == described(state)
+    assert_equal(again, state)
+
+
+def test_a_program_takes_all_devices_and_no_fewer():
+    p = Program(make_config(parallel={"data": -1, "model": 2}, precision=FLOAT32))
+    assert p.plan.layout.devices == p.plan.mesh.size == jax.device_count() == 8
+    with pytest.raises(LayoutError, match="every device must be used"):
+        Program(make_config(parallel={"data": 2, "model": 2}, precision=FLOAT32))
+
+
+def test_a_plan_can_be_made_for_devices_that_are_not_there():
+    config = make_config(parallel={"data": 128, "model": 4}, train={"batch": 256}, precision=FLOAT32)
+    plan = abstract_plan(config, 512, "tpu")
+    assert (plan.layout.devices, plan.platform) == (512, "tpu")
+
+
+def test_the_kernel_is_that_of_the_platform():
+    splash = {"context": 128, "attention_dropout": 0.0}
+    config = make_config(model=splash, precision=FLOAT32)
+    assert [make_model(config, platform).kernel for platform in ("cpu", "tpu")] == ["xla", "splash"]
+
+
+def test_a_float64_run_is_in_float64():
+    """jax has it only where it is switched on; left off, it would compute in float32 without a word."""
+    assert not jax.config.jax_enable_x64
+    p = Program(make_config(), jax.devices()[:1])
+    assert p.init().params["head"]["norm"]["scale"].dtype == np.float64

@@ -1,0 +1,22 @@
+import jax
+import numpy as np
+import pytest
+
+from spmd_lm.training.bench import random_batch
+from tests.helpers import FLOAT32, JUDGED, ORIGINAL, make_config, program
+
+RUNS = {
+    "causal": {},
+    "masked": {"model": ORIGINAL, "objective": {"kind": "masked_lm"}},
+    **{name: {"model": ORIGINAL} | sections for name, sections in JUDGED.items()},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_batch_is_what_the_step_takes(name):
+    """In every field, and nothing of it weighs nothing."""
+    p = program(make_config(parallel={"data": 2, "model": 2, "microbatches": 2}, precision=FLOAT32, **RUNS[name]))
+    batch, wanted = random_batch(p), p.abstract_batch()
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+    assert all((np.asarray(w) == 1).all() for w in (batch.weights, batch.label_weights) if w is not None)
+    assert np.unique(batch.samples).size == 16 and 0 <= np.asarray(batch.tokens).min() < p.config.model.vocab

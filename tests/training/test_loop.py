@@ -1,0 +1,674 @@
+"""The loop's promises, on a program of one small vector: whatever stops a run, going on equals never having stopped."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.data.test_subwords import wordpiece
+
+from spmd_lm.batch import Batch
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.config.load import dump, load
+from spmd_lm.config.schema import Precision, RunConfig
+from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
+from spmd_lm.step.state import TrainState
+from spmd_lm.training import hooks, loop
+
+TREE = {
+    "model": {"layers": 1, "width": 8, "heads": 1, "context": 8, "vocab": 16},
+    "data": {"source": "synthetic"},
+    "optim": {"lr": 0.1},
+    "train": {"steps": 12, "batch": 4, "log_every": 2, "eval_every": 4, "eval_batches": 2},
+    "checkpoint": {"every": 5, "keep": 2},
+}
+
+
+def make_config(directory, **changes):
+    tree = json.loads(json.dumps(TREE)) | {"run": {"dir": str(directory)}}
+    for path, value in changes.items():
+        section, key = path.split("__")
+        tree[section][key] = value
+    return RunConfig.model_validate(tree)
+
+
+class FakeProgram:
+    """A state of one vector that remembers every batch it saw.  `at` maps a step to what happens during it."""
+
+    at: dict = {}  # noqa: RUF012 (set by the tests)
+    tokens_per_step, flops_per_step, peak_flops = 32, 1e6, 1e12
+    plan = None
+
+    def __init__(self, config):
+        self.config = config
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        self.batch_shardings = Batch(here, here, here, here, None, here)
+
+    def init(self):
+        w = jnp.arange(16.0)
+        return TrainState(jnp.int32(0), {"w": w}, {"w": w * 0}, {"w": w * 0})
+
+    def compile(self):
+        self.at.get("compile", lambda: None)()
+        return 0.25
+
+    def step(self, state, batch):
+        step = int(state.step) + 1
+        seen = jnp.bincount(batch.tokens.ravel(), length=16) * batch.tokens[..., 0].mean()
+        w = state.params["w"] * 0.9 + seen / step
+        loss = jnp.sin(w).mean() ** 2 + 1
+        if (happening := self.at.get(step)) is not None:
+            loss = loss * happening()
+        return TrainState(state.step + 1, {"w": w}, state.mu, state.nu), {"loss": loss, "grad_norm": loss, "lr": loss}
+
+    def evaluate(self, params, batch):
+        return {"causal_lm": (params["w"].mean() * batch.weights.sum(), jnp.zeros(()), batch.weights.sum())}
+
+    def canonical(self, state):
+        return state
+
+    place = canonical
+
+    def abstract_canonical(self):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.init())
+
+
+PLANS = SimpleNamespace(describe=lambda config, plan: {}, summary=lambda description: "one device")
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    monkeypatch.setattr(loop, "Program", FakeProgram)
+    monkeypatch.setattr(loop, "plans", PLANS)
+    monkeypatch.setattr(FakeProgram, "at", {})
+
+
+def kill_at(step, number):
+    FakeProgram.at = {step: lambda: os.kill(os.getpid(), number) or 1}
+
+
+def records(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def status(directory):
+    return json.loads((directory / "status.json").read_text())
+
+
+def saved(directory):
+    return sorted(int(path.name) for path in (directory / "checkpoints").iterdir())
+
+
+def figures(directory):
+    """What the numbers of a run are, less those that a clock made."""
+    return [
+        {k: v for k, v in r.items() if k not in ("tokens_per_second", "mfu", "seconds")} for r in records(directory)
+    ]
+
+
+def snapshot(directory):
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A run that nothing interrupted; not to be written to."""
+    directory = tmp_path_factory.mktemp("runs") / "reference"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Program", FakeProgram)
+        patch.setattr(loop, "plans", PLANS)
+        assert loop.train(make_config(directory)) is Exit.DONE
+    return directory
+
+
+def test_a_run_leaves_what_the_contract_says(reference):
+    assert [r["step"] for r in records(reference)] == [2, 4, 6, 8, 10, 12]
+    keys = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "seconds"]
+    assert all(list(record)[: len(keys)] == keys for record in records(reference))
+    assert [r["step"] for r in records(reference) if "eval_loss" in r] == [4, 8, 12]
+    last = records(reference)[-1]
+    assert last["tokens"] == 12 * 32
+    assert last["eval_perplexity"] == pytest.approx(np.exp(last["eval_loss"]))
+    assert last["mfu"] == pytest.approx(1e6 / last["seconds"] / 1e12)
+    assert saved(reference) == [10, 12]
+    goodput = status(reference)["goodput"]
+    trained = sum(2 * record["seconds"] for record in records(reference))
+    assert trained == pytest.approx(goodput["step"] + goodput["data"], rel=0.05)
+    assert load(reference / "config.yaml") == make_config(reference)
+    assert (reference / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((reference / "tensorboard").iterdir())
+    final = status(reference)
+    assert (final["state"], final["step"], final["exit_code"], final["restarts"]) == ("done", 12, 0, 0)
+    assert set(goodput) == {"init", "compile", "step", "eval", "checkpoint", "data", "other"}
+    assert all(goodput[bucket] > 0 for bucket in ("init", "step", "eval", "checkpoint", "data"))
+
+
+def test_losses_are_written_to_the_last_bit(reference):
+    program = FakeProgram(make_config(reference))
+    corpus = loop.load(program.config.data, 0, 16)
+    state, batches = program.init(), loop.training(program.config, corpus)
+    for step in range(2):
+        state, metrics = program.step(state, batches.batch(step, program.batch_shardings))
+    assert records(reference)[0]["loss"] == float(metrics["loss"])
+
+
+def test_a_finished_run_is_left_alone(reference, capsys):
+    before = snapshot(reference)
+    assert loop.train(make_config(reference)) is Exit.DONE
+    assert snapshot(reference) == before
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, Exit.INTERRUPTED)], ids=["SIGTERM", "Ctrl-C"]
+)
+@pytest.mark.parametrize("step", [1, 5, 7, 11])
+def test_stopping_by_signal_and_resuming_equals_never_having_stopped(tmp_path, reference, number, code, step):
+    config = make_config(tmp_path / "run")
+    kill_at(step, number)
+    assert loop.train(config) is code
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == ("preempted", int(code))
+    assert status(tmp_path / "run")["step"] == max(saved(tmp_path / "run")) == step
+    FakeProgram.at = {}
+    assert loop.train(config) is Exit.DONE
+    assert figures(tmp_path / "run") == figures(reference)
+    assert status(tmp_path / "run")["restarts"] == 1
+
+
+def test_an_exception_and_resuming_from_before_it_equals_never_having_stopped(tmp_path, reference):
+    FakeProgram.at = {9: lambda: 1 / 0}
+    with pytest.raises(ZeroDivisionError):
+        loop.train(make_config(tmp_path / "run"))
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == ("failed", 1)
+    assert records(tmp_path / "run")[-1]["step"] == 8  # beyond the checkpoint of step 5: to be dropped and made again
+    FakeProgram.at = {}
+    assert loop.train(make_config(tmp_path / "run")) is Exit.DONE
+    assert figures(tmp_path / "run") == figures(reference)
+
+
+def test_a_signal_while_compiling_stops_before_the_first_step(tmp_path, capsys):
+    kill_at("compile", signal.SIGTERM)
+    assert loop.train(make_config(tmp_path)) is Exit.PREEMPTED
+    assert "nothing was done, so nothing was saved" in capsys.readouterr().out
+    assert status(tmp_path)["step"] == 0
+    assert records(tmp_path) == []
+    FakeProgram.at = {}
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+
+
+def test_a_signal_before_compiling_does_not_wait_for_it(tmp_path, monkeypatch):
+    first_state, compiled = FakeProgram.init, []
+    monkeypatch.setattr(FakeProgram, "init", lambda self: [first_state(self), os.kill(os.getpid(), signal.SIGTERM)][0])
+    FakeProgram.at = {"compile": lambda: compiled.append(True)}
+    assert loop.train(make_config(tmp_path)) is Exit.PREEMPTED
+    assert not compiled and status(tmp_path)["state"] == "preempted"
+
+
+@pytest.mark.parametrize(
+    "step, kept, words",
+    [("compile", [], "nothing was saved."), (3, [], "nothing was saved."), (7, [5], "nothing since step 5 was saved.")],
+)
+def test_a_second_interrupt_ends_at_once_without_a_save_and_says_so(tmp_path, capsys, step, kept, words):
+    FakeProgram.at = {step: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]}
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(make_config(tmp_path))
+    assert Checkpointer(tmp_path / "checkpoints").steps() == kept
+    assert f"stopped at once: {words}" in capsys.readouterr().out
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 130)
+
+
+QUIET = {"train__log_every": 100, "train__eval_every": 0}  # nothing but the save at step 5 asks for figures early
+
+
+@pytest.mark.parametrize("step", [4, 5, 7])
+def test_a_state_whose_loss_is_not_finite_is_never_saved(tmp_path, step):
+    FakeProgram.at = {step: lambda: float("nan")}
+    with pytest.raises(NonFiniteError, match=f"step {step}: loss nan") as error:
+        loop.train(make_config(tmp_path, **QUIET))
+    assert (tmp_path / "checkpoints" / "5").exists() == (step == 7)
+    assert ("step 5, which was saved" if step == 7 else "from the beginning") in str(error.value)
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 6)
+
+
+def blow_up(monkeypatch, step, tree):
+    """The update of this step leaves a state with an infinity in it; its loss is of the state before."""
+    take = FakeProgram.step
+
+    def update(self, state, batch):
+        after, metrics = take(self, state, batch)
+        if after.step == step:
+            after = dataclasses.replace(after, **{tree: {"w": after.params["w"].at[3].set(jnp.inf)}})
+        return after, metrics
+
+    monkeypatch.setattr(FakeProgram, "step", update)
+
+
+@pytest.mark.parametrize("tree", ["params", "mu", "nu"])
+@pytest.mark.parametrize("step, last", [(5, "from the beginning"), (10, "from step 5, which was saved before")])
+def test_a_state_that_its_own_update_destroyed_is_never_saved(tmp_path, monkeypatch, tree, step, last):
+    blow_up(monkeypatch, step, tree)
+    with pytest.raises(NonFiniteError, match=rf"state after step {step} is not finite. .*{last}"):
+        loop.train(make_config(tmp_path, **QUIET, checkpoint__keep=1))
+    assert Checkpointer(tmp_path / "checkpoints").steps() == ([] if step == 5 else [5])
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 6)
+
+
+def overflow(monkeypatch, steps, scale):
+    """These steps are skipped, at this scale."""
+    take = FakeProgram.step
+
+    def step(self, state, batch):
+        number = int(state.step) + 1
+        after, metrics = take(self, state, batch)
+        skipped = number in steps
+        figures = {"loss_scale": jnp.float32(scale), "skipped": jnp.bool_(skipped), "skipped_steps": jnp.int32(0)}
+        if skipped:
+            after, metrics = dataclasses.replace(state, step=after.step), metrics | {"grad_norm": jnp.float32(jnp.nan)}
+        return after, metrics | figures
+
+    monkeypatch.setattr(FakeProgram, "step", step)
+
+
+def scaled(directory, **changes):
+    precision = Precision(compute="float16", loss_scale="dynamic")
+    return make_config(directory, **changes).model_copy(update={"precision": precision})
+
+
+def test_a_skipped_step_is_as_it_should_be(tmp_path, monkeypatch, capsys):
+    overflow(monkeypatch, range(1, 13), 2.0)
+    assert loop.train(scaled(tmp_path)) is Exit.DONE
+    last = records(tmp_path)[-1]
+    assert (last["skipped"], last["skipped_steps"], last["loss_scale"], last["grad_norm"]) == (True, 0, 2.0, None)
+    out = capsys.readouterr().out
+    assert "scale 2^1 (0 skipped)" in out and "smaller scale" not in out
+
+
+def test_an_overflow_at_the_least_scale_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hooks, "PATIENCE", 3)
+    overflow(monkeypatch, (2, 3, 5, 6), 1.0)
+    assert loop.train(scaled(tmp_path)) is Exit.DONE
+    told = re.findall(
+        r"^step (\d+): gradients overflow float16 at precision\.min_scale=1: ", capsys.readouterr().out, re.M
+    )
+    assert told == ["2", "3", "5", "6"]
+
+
+def test_steps_without_end_at_the_least_scale_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(hooks, "PATIENCE", 3)
+    overflow(monkeypatch, range(7, 13), 1.0)
+    what = r"steps 7 to 9: gradients overflow float16 at precision\.min_scale=1\. .* step 5, which was saved before"
+    with pytest.raises(NonFiniteError, match=what) as error:
+        loop.train(scaled(tmp_path))
+    assert "precision.compute=float32 precision.loss_scale=none" in str(error.value)
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 6)
+
+
+def test_with_a_scale_too_a_step_that_was_taken_has_a_finite_loss(tmp_path, monkeypatch):
+    overflow(monkeypatch, (2, 3), 2.0)
+    FakeProgram.at = {4: lambda: float("nan")}
+    with pytest.raises(NonFiniteError, match="step 4: loss nan"):
+        loop.train(scaled(tmp_path))
+
+
+def test_a_signal_does_not_save_a_destroyed_state(tmp_path, monkeypatch):
+    blow_up(monkeypatch, 7, "params")
+    kill_at(7, signal.SIGTERM)
+    with pytest.raises(NonFiniteError, match="state after step 7 is not finite"):
+        loop.train(make_config(tmp_path))
+    assert saved(tmp_path) == [5]
+
+
+def test_the_advice_for_a_saved_state_that_gives_no_finite_loss_is_an_older_one(tmp_path):
+    """It is lost already: to start again from there, at whatever rate, would fail the same way."""
+    kill_at(7, signal.SIGTERM)
+    loop.train(make_config(tmp_path))
+    FakeProgram.at = {8: lambda: float("nan")}
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match="step 8: loss nan") as error:
+            loop.train(make_config(tmp_path))
+        assert f"Move {tmp_path}/checkpoints/7 away" in str(error.value) and "from step 5" in str(error.value)
+    shutil.rmtree(tmp_path / "checkpoints" / "5")
+    with pytest.raises(NonFiniteError, match=r"checkpoints/7 away.*from the beginning"):
+        loop.train(make_config(tmp_path))
+
+
+def test_the_host_runs_at_most_two_steps_ahead(tmp_path, monkeypatch):
+    landed = []
+    flights = loop.Run.follow
+
+    def follow(run, step, *outcome):
+        flights(run, step, *outcome)
+        landed.append(step - len(run._flying))
+
+    monkeypatch.setattr(loop.Run, "follow", follow)
+    loop.train(make_config(tmp_path, train__log_every=100, train__eval_every=0, checkpoint__every=0))
+    assert landed == [0, 0, *range(1, 11)]
+
+
+def test_without_periodic_saves_only_a_signal_saves(tmp_path, capsys):
+    config = make_config(tmp_path / "a", checkpoint__every=0)
+    assert loop.train(config) is Exit.DONE
+    assert not (tmp_path / "a" / "checkpoints").exists()
+    assert "Nothing was saved (checkpoint.every=0)" in capsys.readouterr().out
+    config = make_config(tmp_path / "b", checkpoint__every=0)
+    kill_at(7, signal.SIGTERM)
+    assert loop.train(config) is Exit.PREEMPTED
+    assert saved(tmp_path / "b") == [7]
+    FakeProgram.at = {}
+    capsys.readouterr()
+    assert loop.train(config) is Exit.DONE
+    assert "Nothing was saved since step 7 (checkpoint.every=0)" in capsys.readouterr().out
+    assert loop.train(config) is Exit.DONE
+    assert "Raise train.steps to go on, from step 7." in capsys.readouterr().out
+
+
+def test_a_finished_run_says_whether_more_steps_can_follow(tmp_path, reference, capsys):
+    assert loop.train(make_config(reference)) is Exit.DONE
+    assert "nothing to do. Raise train.steps to go on.\n" in capsys.readouterr().out
+    directory = finished_without_checkpoints(tmp_path / "run")
+    assert "Nothing was saved" not in capsys.readouterr().out.split("done:")[0]
+    assert loop.train(make_config(directory)) is Exit.DONE
+    out = capsys.readouterr().out
+    assert "nothing to do" in out and "Raise train.steps" not in out
+    assert "kept no checkpoint" in out and "another run.dir, with checkpoint.every" in out
+
+
+def test_another_model_is_refused_and_nothing_changes(reference):
+    before = snapshot(reference)
+    with pytest.raises(CheckpointError, match=r"model\.width: 8 -> 16"):
+        loop.train(make_config(reference, model__width=16, train__steps=20))
+    assert snapshot(reference) == before
+
+
+def test_a_finished_run_goes_on_when_asked_for_more_and_says_what_changed(tmp_path, reference, capsys):
+    shutil.copytree(reference, tmp_path / "run")
+    reference = tmp_path / "run"
+    assert loop.train(make_config(reference, train__steps=14)) is Exit.DONE
+    out = capsys.readouterr().out
+    assert "train.steps: 12 -> 14" in out
+    assert "resuming after step 12" in out
+    assert [r["step"] for r in records(reference)] == [2, 4, 6, 8, 10, 12, 14]
+
+
+@pytest.mark.parametrize("kept, told", [(3, "8 to 11"), (0, "2 to 11"), (5, None)])
+def test_metrics_that_were_lost_before_the_checkpoint_are_told(tmp_path, capsys, kept, told):
+    kill_at(11, signal.SIGTERM)
+    loop.train(make_config(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": 2 * n + 2}) + "\n" for n in range(kept)))
+    FakeProgram.at = {}
+    capsys.readouterr()
+    assert loop.train(make_config(tmp_path, train__log_every=1)) is Exit.DONE  # every step, but only from here on
+    out = capsys.readouterr().out
+    assert (f"{tmp_path}/metrics.jsonl lacks the records of steps {told}" in out) if told else ("lacks" not in out)
+
+
+def test_the_time_of_a_run_is_told_by_lives(tmp_path, capsys):
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+    assert re.search(r"^done: step 12 .*  in [\d.]+s$", capsys.readouterr().out, re.MULTILINE)
+    text = json.loads((tmp_path / "status.json").read_text())
+    text["goodput"]["step"] += 7200
+    (tmp_path / "status.json").write_text(json.dumps(text))
+    assert loop.train(make_config(tmp_path, train__steps=14)) is Exit.DONE
+    assert re.search(r"^done: step 14 .*  in [\d.]+s, 2h00m over 2 lives$", capsys.readouterr().out, re.MULTILINE)
+
+
+def cut_short(directory):
+    """A run that failed before its first save."""
+    FakeProgram.at = {3: lambda: 1 / 0}
+    with pytest.raises(ZeroDivisionError):
+        loop.train(make_config(directory))
+    FakeProgram.at = {}
+    return directory
+
+
+def finished_without_checkpoints(directory):
+    assert loop.train(make_config(directory, checkpoint__every=0)) is Exit.DONE
+    return directory
+
+
+@pytest.mark.parametrize("run", [cut_short, finished_without_checkpoints])
+def test_without_a_checkpoint_the_saved_config_tells_the_model(tmp_path, run):
+    directory = run(tmp_path / "run")
+    before = snapshot(directory)
+    with pytest.raises(CheckpointError, match=r"model\.width: 8 -> 16"):
+        loop.train(make_config(directory, model__width=16))
+    assert snapshot(directory) == before
+    (directory / "config.yaml").write_bytes(b"model: \xff")
+    with pytest.raises(CheckpointError, match=r"does not say the model:\n.*config\.yaml.*\nMend"):
+        loop.train(make_config(directory))
+
+
+def test_a_run_cut_short_before_its_first_save_starts_again_and_says_so(tmp_path, reference, capsys):
+    directory = cut_short(tmp_path / "run")
+    assert loop.train(make_config(directory)) is Exit.DONE
+    assert "saved no checkpoint: starting again from step 0" in capsys.readouterr().out
+    assert figures(directory) == figures(reference)
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
+    directory = finished_without_checkpoints(tmp_path / "run")
+    before = snapshot(directory)
+    with pytest.raises(CheckpointError, match=r"finished its 12 steps and kept no checkpoint"):
+        loop.train(make_config(directory, checkpoint__every=0, train__steps=20))
+    assert snapshot(directory) == before
+
+
+def test_another_batch_would_lose_the_place_in_the_data(tmp_path):
+    kill_at(7, signal.SIGTERM)
+    loop.train(make_config(tmp_path))
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match=r"train\.batch=4, not 8: .* Put train\.batch=4 back"):
+        loop.train(make_config(tmp_path, train__batch=8))
+    assert snapshot(tmp_path) == before
+
+
+def test_a_second_run_in_the_directory_is_refused_and_harms_nothing(tmp_path):
+    before = {}
+
+    def intrude():
+        before.update(snapshot(tmp_path))
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on \S+ is training there"):
+            loop.train(make_config(tmp_path, train__steps=20))
+        assert snapshot(tmp_path) == before
+        return 1
+
+    FakeProgram.at = {7: intrude}
+    assert loop.train(make_config(tmp_path, checkpoint__every=0)) is Exit.DONE  # no save writes meanwhile
+    assert before
+
+
+def test_where_a_run_stands_is_read_once_no_other_can_move_it(tmp_path, monkeypatch, capsys):
+    """Another run of the directory, from start to end, in the moment before this one has claimed it."""
+    claimed = loop.claimed
+
+    def late(*arguments):
+        monkeypatch.setattr(loop, "claimed", claimed)
+        assert loop.train(make_config(tmp_path)) is Exit.DONE
+        before.update(snapshot(tmp_path))
+        return claimed(*arguments)
+
+    before = {}
+    monkeypatch.setattr(loop, "claimed", late)
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+    assert before and snapshot(tmp_path) == before
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name, text", [("config.yaml", "base: ../mine.yaml  # by hand\n"), ("metrics.jsonl", '{"step": 1}\n')]
+)
+def test_files_of_something_else_are_not_written_over(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path}: .*{name}.* of no run.*Move it .*another run\.dir"):
+        loop.train(make_config(tmp_path))
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "loss.png", "samples.txt", ".lock"])
+def test_a_directory_where_a_file_belongs_is_refused_before_compiling(tmp_path, name):
+    (tmp_path / name).mkdir()
+    FakeProgram.at = {"compile": lambda: pytest.fail("compiled")}
+    with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path}: {name} is a directory.*Move it"):
+        loop.train(make_config(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "checkpoints"])
+def test_a_file_where_a_directory_belongs_is_refused_before_compiling(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    FakeProgram.at = {"compile": lambda: pytest.fail("compiled")}
+    with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path}: {name} is a file.*Move it"):
+        loop.train(make_config(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_files_that_hold_nothing_of_their_own_are_in_nobodys_way(tmp_path):
+    """A disk that was full when the run began leaves no more than this."""
+    (tmp_path / "config.yaml").write_text(dump(make_config(tmp_path)))
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+
+
+def test_a_checkpoint_makes_a_run_whatever_else_is_lost(tmp_path, reference):
+    directory = shutil.copytree(reference, tmp_path / "run")
+    (directory / "status.json").unlink()
+    assert loop.train(make_config(directory, train__steps=14)) is Exit.DONE
+    assert records(directory)[-1]["step"] == 14
+
+
+def test_a_refusal_leaves_no_trace(tmp_path, monkeypatch):
+    def impossible(self, config):
+        raise LayoutError("no such layout")
+
+    with pytest.raises(DataError):
+        loop.train(with_text(make_config(tmp_path / "runs" / "a"), tmp_path / "text", "short"))
+    with pytest.raises(DataError, match="validation text"):
+        loop.train(with_text(make_config(tmp_path / "runs" / "a"), tmp_path / "text", "long enough " * 5))
+    monkeypatch.setattr(FakeProgram, "__init__", impossible)
+    with pytest.raises(LayoutError):
+        loop.train(make_config(tmp_path / "runs" / "b"))
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_a_state_that_cannot_be_restored_leaves_the_files_of_the_run(tmp_path, monkeypatch):
+    kill_at(7, signal.SIGTERM)
+    loop.train(make_config(tmp_path))
+    files = [tmp_path / "config.yaml", tmp_path / "metrics.jsonl"]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n')  # beyond the checkpoint: the next life drops it
+    before = [path.read_bytes() for path in files]
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="another state"):
+        patch.setattr(FakeProgram, "abstract_canonical", lambda self: {"w": jax.ShapeDtypeStruct((1,), "int32")})
+        loop.train(make_config(tmp_path, train__log_every=3))
+    assert [path.read_bytes() for path in files] == before
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 5)
+
+
+def test_damaged_metrics_are_refused_before_the_config_is_written(tmp_path):
+    kill_at(7, signal.SIGTERM)
+    loop.train(make_config(tmp_path))
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
+    before = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: line 1"):
+        loop.train(make_config(tmp_path, train__log_every=3))
+    assert (tmp_path / "config.yaml").read_bytes() == before
+    assert status(tmp_path)["state"] == "failed"
+
+
+def test_a_full_disk_does_not_hide_the_error_that_ended_the_run(tmp_path, monkeypatch):
+    def full(self, **changes):
+        raise OSError(28, "No space left on device")
+
+    def fail():
+        monkeypatch.setattr(loop.Status, "write", full)
+        raise ZeroDivisionError
+
+    FakeProgram.at = {3: fail}
+    with pytest.raises(ZeroDivisionError):
+        loop.train(make_config(tmp_path, train__log_every=100, train__eval_every=0))
+
+
+def test_without_a_published_peak_there_is_no_mfu(tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeProgram, "peak_flops", None)
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+    assert {record["mfu"] for record in records(tmp_path)} == {None}
+
+
+@pytest.mark.parametrize("place", ["a file in the way", "no such place"])
+def test_an_unwritable_directory_is_refused_before_compiling(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    directory = tmp_path / "file" / "run" if place == "a file in the way" else "/proc/run"
+    FakeProgram.at = {"compile": lambda: pytest.fail("compiled")}
+    with pytest.raises(ConfigError, match=r"run.dir=\S+: cannot be written: .*belongs to \w+"):
+        loop.train(make_config(directory))
+
+
+def test_a_save_that_failed_is_not_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(FakeProgram, "canonical", lambda self, state: {"w": object()})
+    with pytest.raises(CheckpointError, match="5 was not saved"):
+        loop.train(make_config(tmp_path))
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 5)
+
+
+def with_text(config, path, text):
+    path.write_text(text)
+    tree = config.model_dump(by_alias=True) | {"data": {"source": "text", "path": str(path)}}
+    tree["model"]["vocab"] = 256
+    return RunConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize("side, text, every", [("training", "short", 0), ("validation", "long enough " * 5, 4)])
+def test_too_little_text_is_refused_before_compiling(tmp_path, side, text, every):
+    FakeProgram.at = {"compile": lambda: pytest.fail("compiled")}
+    config = make_config(tmp_path / "run", train__eval_every=every)
+    with pytest.raises(DataError, match=f"{side} text"):
+        loop.train(with_text(config, tmp_path / "text", text))
+
+
+def test_without_evaluation_no_held_out_text_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "sample", lambda run: "")
+    config = make_config(tmp_path / "run", train__eval_every=0)
+    assert loop.train(with_text(config, tmp_path / "text", "long enough " * 5)) is Exit.DONE
+
+
+def test_text_runs_leave_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "sample_text", lambda program, params, prompts, sampling: ["one", "two"])
+    config = with_text(make_config(tmp_path / "run"), tmp_path / "text", "to be or not to be, " * 50)
+    assert loop.train(config) is Exit.DONE
+    assert (tmp_path / "run" / "samples.txt").read_text().splitlines() == ["one", "-" * 80, "two"]
+
+
+def vocabulary(directory):
+    directory.mkdir()
+    return wordpiece(directory)
+
+
+def test_a_run_keeps_its_vocabulary_and_goes_on_with_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "sample", lambda run: "")
+    (tmp_path / "corpus.txt").write_text("wanted a want. " * 200)
+    first, same, other = (vocabulary(tmp_path / name) for name in ("first", "same", "other"))
+    other.write_text("\n".join(reversed(first.read_text().split())))
+    text = {"source": "text", "path": str(tmp_path / "corpus.txt")}
+
+    def config(tokenizer, **changes):
+        made = make_config(tmp_path / "run", **changes)
+        return RunConfig.model_validate(made.model_dump(by_alias=True) | {"data": text | {"tokenizer": str(tokenizer)}})
+
+    assert loop.train(config(first)) == Exit.DONE
+    kept = tmp_path / "run" / "tokenizer"
+    assert (kept / "vocab.txt").read_bytes() == first.read_bytes()
+    before = snapshot(tmp_path / "run")
+    for tokenizer in (other, "bytes"):
+        with pytest.raises(ConfigError, match=rf"^data\.tokenizer={tokenizer} is not the vocabulary of {kept.parent}"):
+            loop.train(config(tokenizer, train__steps=14, model__vocab=256 if tokenizer == "bytes" else 16))
+    assert snapshot(tmp_path / "run") == before
+    assert loop.train(config(same, train__steps=14)) == Exit.DONE
+    assert loop.train(config(kept, train__steps=16)) == Exit.DONE
