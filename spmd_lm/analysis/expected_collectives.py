@@ -83,7 +83,7 @@ class Work:
     def of(cls, config: RunConfig, plan: Plan) -> "Work":
         p, m = config.parallel, config.parallel.microbatches
         stages = plan.layout.pipe
-        layers, together = config.model.layers // stages, config.layers_together
+        layers, together = config.model.layers // stages, config.layers_per_chunk
         if stages == 1:
             return cls(layers, together, 0, m * layers, m, m, m)
         table = steps(schedule(p.schedule, stages, m, config.chunks))
@@ -125,10 +125,6 @@ def _messages(config: RunConfig, plan: Plan, work: Work) -> Iterator[ExpectedCol
         yield ExpectedCollective(AG, (MODEL,), "messages", compute, work.arrivals, sent, "A, where one arrives")
 
 
-UNUSED_GATHERS = {"full": 2, "residual": 1}
-"""Of the last layer of a chunk, where nothing needs its result, by remat's policy."""
-
-
 def _model(config: RunConfig, plan: Plan, work: Work) -> Iterator[ExpectedCollective]:
     """What tensor and sequence parallelism send over `model`."""
     n, c, compute, a = plan.layout.model, config.model, config.precision.compute, activation_bytes(config, plan)
@@ -141,15 +137,13 @@ def _model(config: RunConfig, plan: Plan, work: Work) -> Iterator[ExpectedCollec
         )
 
     wide = jax.numpy.promote_types(compute, "float32").name
-    # What ends the attention branch is made again; what ends the MLP is not, unless a norm follows it.
-    again: float = (1 + (c.norm == "post")) * (config.remat_policy == "full")
-    sums, gathers = (4 + again) * work.passes + 2 * work.ahead, 6 * work.passes + 2 * work.ahead
-    if config.remat_policy == "block":  # a layer runs again; unrolled, but for what ends the last one of a group
-        again = 2.0 if c.scan or c.norm == "post" else 2 - 1 / config.remat_group
-        sums, gathers = sums + again * work.passes, gathers + 2 * work.passes
-    if work.breadth_first and not config.looped:  # what ends a chunk serves the head alone, long before
+    remat = config.remat_policy
+    again = remat.repeated_reductions
+    sums = (4 + again) * work.passes + 2 * work.ahead
+    gathers = (6 + remat.repeated_gathers) * work.passes + 2 * work.ahead
+    if work.breadth_first and not config.scan_layers:  # what ends a chunk serves the head alone, long before
         unused = work.passes / work.together
-        sums, gathers = sums - (1 + again) * unused, gathers - UNUSED_GATHERS.get(config.remat_policy, 0) * unused
+        sums, gathers = sums - (1 + again) * unused, gathers - remat.unneeded_gathers * unused
     ahead = ", and 2 ahead of it" if work.ahead else ""
     each = f"{4 + again:g}Lm: A, 2 forward, 2 backward a layer{ahead}"
     repeated = again * work.passes
@@ -210,7 +204,7 @@ def _weights(config: RunConfig, plan: Plan, work: Work) -> Iterator[ExpectedColl
     if not plan.zero.stage:
         return
     p, early, layerwise = config.precision, plan.zero.scatters_in_loop, plan.zero.gathers_in_loop
-    grouped = config.remat_policy == "block"
+    grouped = config.remat_policy.policy == "block"
     gathers, again, told = _gathers(work, grouped) if layerwise else (work.layers, 0, "P, once")
     scatters = (work.completes * work.together if work.breadth_first else work.passes) if early else work.layers
     sharing = config.model.layers // config.model.layers_kept  # layers that each layer's weights serve

@@ -10,7 +10,7 @@ import math
 import jax
 from jax.sharding import NamedSharding
 
-from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.schema import Remat, RunConfig
 from spmd_lm.ops import cross_entropy
 from spmd_lm.parallel.pipeline.schedule import schedule
 from spmd_lm.parallel.pipeline.schedule_table import steps
@@ -31,15 +31,13 @@ def block_bytes(config: RunConfig, plan: Plan, kernel: str) -> float:
     """Bytes per token and layer that the backward pass finds saved on a device."""
     m, t, size = config.model, plan.layout.model, bytes_of(config.precision.compute)
     stream = 1 / t if plan.sequence else 1  # each device's share of what lies between the branches
-    if config.remat_policy == "block":  # the input of each group, and of one of them all
-        alone = config.model_copy(
-            update={"remat": config.remat.model_copy(update={"policy": "none", "block_size": None})}
-        )
-        group, inside = config.remat_group, block_bytes(alone, plan, kernel)
-        return m.width * stream * size / group + inside * group / config.layers_together
-    if config.remat_policy in ("full", "residual"):  # the block's input, and sums that end its branches
-        sums = 0 if config.remat_policy == "full" else 1 if m.norm == "pre" else 2
-        return m.width * stream * size * (1 + sums)
+    remat = config.remat_policy
+    if remat.policy == "block":  # the input of each remat block, and all of one of them
+        no_remat = config.model_copy(update={"remat": Remat()})
+        size_, inside = remat.layers_per_block, block_bytes(no_remat, plan, kernel)
+        return m.width * stream * size / size_ + inside * size_ / config.layers_per_chunk
+    if remat.recomputes_layer:
+        return m.width * stream * size * remat.saved_streams
     whole = 4 * m.width * stream * size  # the stream twice, and both norms' results
     # q, k, v, and what attention gives; the MLP's hidden layer on both sides of its activation, and what gates it
     hidden = 3 if m.activation == "swiglu" else 2
@@ -47,7 +45,7 @@ def block_bytes(config: RunConfig, plan: Plan, kernel: str) -> float:
     masks = 2 * m.width * stream if m.dropout else 0  # a byte each, at the branches' ends
     seen = 0.75 if m.causal else 1  # two blocks of queries: the first sees half of the keys
     scores = 2 * size + (size + 1 if m.attention_dropout else 0)  # before and after softmax; dropped ones, and a mask
-    if kernel != "xla" or config.remat_policy == "selective":
+    if kernel != "xla" or remat.recomputes_attention:
         scores = 0
     return whole + split + masks + scores * seen * m.heads * m.context / t
 
@@ -101,7 +99,7 @@ class _Bytes:
             shards=sum(of(plan.param_specs, p.reduce).values()) if early else sum(whole.values()),
             wide=widest // width_of,
             stream=tokens * c.model.width * width_of // (t if plan.sequence else 1),
-            saved=int(tokens * c.layers_together * block_bytes(c, plan, kernel)),
+            saved=int(tokens * c.layers_per_chunk * block_bytes(c, plan, kernel)),
             logits=min(tokens * vocab * widest, cross_entropy.CHUNK_BYTES),
             work=int(work),
         )
@@ -136,7 +134,7 @@ def _pipeline_phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, di
     p, b, early = config.parallel, _Bytes.of(config, plan, kernel), plan.zero.scatters_in_loop
     table = steps(schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
     breadth_first = p.schedule == "breadth_first"
-    chunk = b.layer * config.layers_together if breadth_first and early else 0
+    chunk = b.layer * config.layers_per_chunk if breadth_first and early else 0
     slots = (table.inputs + table.cotangents + 2 + breadth_first * p.microbatches) * b.stream
     held, layerwise = b.held + b.ends, b.layer if plan.zero.gathers_in_loop and not chunk else 0
     # Of a chunk all microbatches are added up before anything is scattered: shards are not added to.

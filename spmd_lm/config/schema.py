@@ -11,6 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
+
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -273,7 +275,7 @@ class AdamW(Section):
 
 
 class Remat(Section):
-    policy: Literal["none", "selective", "residual", "block", "full"] = "none"
+    policy: Policy = "none"
     block_size: Count | None = None  # layers per remat block of policy block; default: the one that saves least
 
 
@@ -310,40 +312,35 @@ class RunConfig(Section):
 
     @property
     def chunks(self) -> int:
-        """Of layers on a stage; `parallel.chunks` says nothing where there is one stage."""
+        """Chunks of layers per pipeline stage; `parallel.chunks` means nothing where there is one stage."""
         return self.parallel.chunks if self.parallel.pipe > 1 else 1
 
     @property
-    def layers_together(self) -> int:
-        """Layers that run in one loop: a stage's, or a chunk of them."""
+    def layers_per_chunk(self) -> int:
+        """Layers that run in one loop: those of a stage, or of one of its chunks."""
         return self.model.layers // (self.parallel.pipe * self.chunks)
 
     @property
-    def looped(self) -> bool:
+    def scan_layers(self) -> bool:
         """Whether layers run in a loop; a single one does not."""
-        return self.model.scan and self.layers_together > 1
+        return self.model.scan and self.layers_per_chunk > 1
 
     @property
-    def remat_group(self) -> int:
-        """Layers of which the first one's input alone is kept (arXiv:1604.06174)."""
-        if self.remat.policy != "block":
-            return 1
-        return self.remat.block_size or least_held(self.model, self.layers_together)
+    def remat_policy(self) -> RematPolicy:
+        """`remat`, resolved.
+
+        A pipeline saves only a chunk's input and runs the chunk again; where remat would save no more than that, the
+        chunk would run a third time, and the policy is `none`."""
+        policy, size = self.remat.policy, 1
+        if policy == "block":
+            size = self.remat.block_size or cheapest_block_size(self.layers_per_chunk, self._activations_per_layer)
+            policy = "full" if size == 1 else policy
+        if self.parallel.pipe > 1 and policy in ("full", "block") and size == self.layers_per_chunk:
+            policy = "none"
+        return RematPolicy(policy, size if policy == "block" else 1, self.model.norm == "post", self.model.scan)
 
     @property
-    def remat_policy(self) -> str:
-        """`remat.policy`, where it changes anything: a pipeline keeps the input of a chunk alone and runs it again, and
-        where that is all that remat would keep, the chunk would run a third time."""
-        policy = self.remat.policy
-        if policy == "block" and self.remat_group == 1:
-            policy = "full"
-        together = {"full": 1, "block": self.remat_group}.get(policy)
-        return "none" if self.parallel.pipe > 1 and together == self.layers_together else policy
-
-
-def least_held(model: Model, layers: int) -> int:
-    """Of how many layers to keep the first one's input, so that these and all that one group holds are least
-    (arXiv:2104.04473, section 3.5); activations as arXiv:2205.05198, section 4.1, counts them, of a block's input."""
-    scores = 2.5 * model.heads * model.context / model.width if model.attention_dropout else 0
-    held = lambda group: layers // group + group * (17 + scores)  # noqa: E731
-    return min((n for n in range(1, layers + 1) if layers % n == 0), key=held)
+    def _activations_per_layer(self) -> float:
+        """Of a block's input; as arXiv:2205.05198, section 4.1, counts them."""
+        m = self.model
+        return 17 + (2.5 * m.heads * m.context / m.width if m.attention_dropout else 0)

@@ -76,7 +76,7 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
     compared = found, asked
     if platform == "cpu":
         found, _ = compared = as_simulated(found, asked)
-    differences = compare(*compared, merged=platform == "cpu" and not config.looped)
+    differences = compare(*compared, merged=platform == "cpu" and not config.scan_layers)
     missing, excess = (sum(d[key] for d in differences) for key in ("missing_bytes", "excess_bytes"))
     most = TOLERANCE * sum(row.bytes for row in asked) + SLACK
     return {

@@ -24,7 +24,7 @@ def describe(config: RunConfig, plan: Plan, kernel: str, parameters: list[dict])
         "schedule": s.kind,
         "stages": s.stages,
         "chunks": s.chunks,
-        "layers_per_chunk": config.layers_together,
+        "layers_per_chunk": config.layers_per_chunk,
         "microbatches": s.microbatches,
         "ticks": s.ticks,
         "bubble": s.bubble,

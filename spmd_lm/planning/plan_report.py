@@ -52,7 +52,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
         "model_flops_per_step": flops.train_step(config),
         "attention": {"kernel": kernel, "why": why},
         "pipeline": pipeline_report.describe(config, plan, kernel, parameters),
-        "remat": config.remat_policy,
+        "remat": config.remat_policy.policy,
         "precision": config.precision.model_dump(),
     }
 

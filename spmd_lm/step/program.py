@@ -35,7 +35,9 @@ def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
 def make_model(config: RunConfig, platform: str) -> LanguageModel:
     kernel, _ = choose_kernel(config, platform)
     m, p = config.model, config.precision
-    return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, p.reduce, config.looped)
+    return LanguageModel(
+        m, config.objective, p.params, kernel, config.remat_policy.policy, p.reduce, config.scan_layers
+    )
 
 
 def make_plan(config: RunConfig, devices: list[jax.Device]) -> Plan:
@@ -208,7 +210,7 @@ class Program:
         c = self.config
         optimizer = Optimizer(c.optim, c.train.steps, self.frozen)
         of = self.model, optimizer, self.plan, self.schedule, c.precision, c.train.seed, self._batch_specs
-        group = c.remat_group if c.remat_policy == "block" else 1
+        group = c.remat_policy.layers_per_block
         return make_train_step(*of, group=group)
 
     @functools.cached_property

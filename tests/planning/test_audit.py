@@ -385,16 +385,16 @@ def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):
     """A step whose scatter over data is an all-reduce."""
     from spmd_lm.parallel import zero
 
-    def all_reduced(tree, kept, rings, width):
-        def leaf(g, names):
+    def all_reduced(tree, names, data_axes, padded_width):
+        def all_reduced_leaf(names, g):
             if "shard" not in names:
                 return g
             dim = names.index("shard")
-            g = jax.lax.psum(g, rings)
-            here = g.shape[dim] // 2
-            return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index(rings) * here, here, dim)
+            g = jax.lax.psum(g, data_axes)
+            size = g.shape[dim] // 2
+            return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index(data_axes) * size, size, dim)
 
-        return zero._each(leaf, tree, kept)
+        return jax.tree.map(all_reduced_leaf, names, tree, is_leaf=is_dim_names)
 
     monkeypatch.setattr(zero, "scatter", all_reduced)
     _audited.cache_clear()
