@@ -383,6 +383,7 @@ def test_a_step_that_does_not_compile_is_told_in_a_line(monkeypatch):
 
 def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):
     """A step whose scatter over data is an all-reduce."""
+    from spmd_lm.axes import is_dim_names
     from spmd_lm.parallel import zero
 
     def all_reduced(tree, names, data_axes, padded_width):
