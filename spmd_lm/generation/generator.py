@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.data.tokenizers import tokenizer as tokenizers
 from spmd_lm.errors import DataError
 from spmd_lm.generation.sampling import Sampling
-from spmd_lm.parallel.pipeline.stages import Weights
 from spmd_lm.parallel.plan import Tree
+from spmd_lm.step.eval_step import inference_params
 from spmd_lm.step.program import Program
 
 DEFAULT = Sampling()
@@ -70,8 +70,8 @@ class Generator:
         plan, model, dtype = program.plan, program.model, jnp.dtype(program.config.precision.compute)
 
         def body(params: Tree, tokens, lengths, row, drawn, count):
-            low, fetch = Weights.of(plan, params, dtype, dtype).to_read()
-            extend = functools.partial(model.extend, low, fetch)
+            inference, gather = inference_params(model, plan, params, dtype)
+            extend = functools.partial(model.extend, inference, gather)
             here = jnp.arange(tokens.shape[0], dtype=jnp.int32)
             start = tokens[:, :-1]
             places = jnp.broadcast_to(jnp.arange(start.shape[1], dtype=jnp.int32), start.shape)

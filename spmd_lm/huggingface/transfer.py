@@ -27,7 +27,6 @@ from spmd_lm.huggingface.safetensors_io import FLOATS, Planned, read_json, some,
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.runtime.atomic_dir import fresh, refuse_taken
 from spmd_lm.step.program import Program
-from spmd_lm.step.state import TrainState
 from spmd_lm.training.init_from import paths
 
 
@@ -60,8 +59,7 @@ def import_run(found: Directory, config: RunConfig) -> dict[str, Any]:
         names = locate(found, shapes)
         first = program.abstract_canonical()
         params = read_params(found, names, first.params)
-        moments = zeros_like(params)
-        state = TrainState(jax.device_put(np.int32(0), first.step.sharding), params, moments, moments)
+        state = program.initial_canonical(params)
         meta = make_meta(config.model_dump(by_alias=True), samples=0, fingerprint="")
         with closing(Checkpointer(place / "checkpoints", config.checkpoint.keep, asynchronous=False)) as saves:
             saves.save(0, state, meta)
@@ -149,11 +147,6 @@ def read_part(
     for layer in range(first, end):
         out[layer - first] = one(row.theirs.format(layer=layer), tuple(rest))
     return out
-
-
-def zeros_like(params: Tree) -> Tree:
-    make = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, params))()
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
