@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.data.test_subwords import wordpiece
 
 from spmd_lm.batch import Batch
 from spmd_lm.checkpoints.checkpointer import Checkpointer
@@ -21,6 +20,7 @@ from spmd_lm.config.schema import Precision, RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
 from spmd_lm.step.state import TrainState
 from spmd_lm.training import hooks, loop
+from tests.data.tokenizers.test_subwords import wordpiece
 
 TREE = {
     "model": {"layers": 1, "width": 8, "heads": 1, "context": 8, "vocab": 16},

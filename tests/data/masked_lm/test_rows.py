@@ -114,7 +114,7 @@ def test_pieces_part_at_sentences_where_there_are_any(seen):
 def test_both_pieces_begin_alike_so_that_only_what_they_say_tells_their_order():
     """Lines, of which a row has many: a piece that began within one would be the first of the text."""
     lines = b"\n".join(b"word and another %d" % n for n in range(4000))
-    rows = many(make(tokens=np.frombuffer(lines, np.uint8), context=128, short=0.0, rate=0.05))
+    rows = many(make(tokens=np.frombuffer(lines, np.uint8), context=128, short_seq_prob=0.0, mask_prob=0.05))
     parted = [pieces(rows, row) for row in range(len(rows.tokens))]
     begins = [all(piece.startswith(b"\n") for piece in both) for both in parted if not lines.startswith(both[0])]
     assert np.mean(begins) > 0.99  # else every such place is within a span
@@ -163,7 +163,7 @@ def test_a_hidden_word_is_hidden_whole(seen):
 
 
 def test_short_rows():
-    held = [make(short=short, batch=64) for short in (0.0, 0.5)]
+    held = [make(short_seq_prob=short, batch=64) for short in (0.0, 0.5)]
     long, short = ((many(each, 30).segments == 1).sum(axis=1) for each in held)
     assert np.median(long) > 64 - 10 and (long < 40).mean() < 0.15  # a word less, and documents that are short
     assert 0.25 < (short < 40).mean() - (long < 40).mean() < 0.4
@@ -242,7 +242,7 @@ def test_a_seek_is_a_resume_and_microbatches_change_nothing():
 
 def test_an_epoch_has_each_stretch_once_and_masks_of_its_own():
     count = make().windows
-    rows = make(batch=count, microbatches=1, short=0.0)
+    rows = make(batch=count, microbatches=1, short_seq_prob=0.0)
     whole = many(rows, 2)
     epochs = range(count), range(count, 2 * count)
     for epoch in epochs:
@@ -295,14 +295,14 @@ def test_validation_is_evenly_spaced():
 
 def test_a_document_shorter_than_a_row_is_padded_and_an_empty_one_left_out():
     text = b"\0\0one two\0\0three. four five\0" + b"six seven eight nine ten " * 4
-    rows = make(tokens=np.frombuffer(text, np.uint8), short=0.0)
+    rows = make(tokens=np.frombuffer(text, np.uint8), short_seq_prob=0.0)
     assert rows.windows == 1 + 1 + 1
     found = {text_of(rows.rows(step, 0, 16), row) for step in (0, 1) for row in range(16)}
     assert {b"one two", b"three. four five"} <= found and b"\0" not in b"".join(found)
 
 
 def test_a_word_longer_than_a_row_is_cut_and_has_no_order():
-    rows = make(tokens=np.full(1000, ord("x"), np.uint8), short=0.0).rows(0, 0, 16)
+    rows = make(tokens=np.full(1000, ord("x"), np.uint8), short_seq_prob=0.0).rows(0, 0, 16)
     assert (rows.label_weights == 0).all() and (rows.labels == 0).all() and (rows.weights == 0).all()
     assert ((rows.targets == ord("x")).sum(axis=1) == 61).all()
     assert ((rows.targets == SPECIAL.sep).sum(axis=1) == 1).all() and (rows.types == 0).all()
@@ -319,7 +319,7 @@ def test_any_text_gives_rows_that_are_in_it(text, context, short, ordered):
     data = text.encode()
     if len(data.replace(b"\0", b"")) < context:
         return
-    rows = make(tokens=np.frombuffer(data, np.uint8), context=context, short=short, sentence_order=ordered)
+    rows = make(tokens=np.frombuffer(data, np.uint8), context=context, short_seq_prob=short, sentence_order=ordered)
     batch = rows.rows(3, 0, 16)
     for row in range(16):
         found = pieces(batch, row)

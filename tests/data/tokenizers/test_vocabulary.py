@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.data.test_subwords import TINY, byte_level, wordpiece
 
 from spmd_lm.data.tokenizers.subwords import read
 from spmd_lm.data.tokenizers.vocabulary import BESIDE, VOCABULARIES, find, keep
 from spmd_lm.errors import DataError
+from tests.data.tokenizers.test_subwords import TINY, byte_level, wordpiece
 
 TEXT = "UNwanted running, wanted. a bc"
 
