@@ -29,7 +29,7 @@ def main() -> int:
     import jax
 
     from spmd_lm.config.schema import RunConfig
-    from spmd_lm.data.corpus import load
+    from spmd_lm.data.corpus import load_data
     from spmd_lm.data.loader import CausalLMTrainLoader
     from spmd_lm.step.program import Program
 
@@ -55,7 +55,7 @@ def main() -> int:
     batches = {}
     for name, program in programs.items():
         c = program.config
-        corpus = load(c.data, c.train.seed, c.model.vocab)
+        corpus = load_data(c.data, c.train.seed, c.model.vocab)
         batches[name] = CausalLMTrainLoader(corpus.train, c).batch(0, program.batch_shardings)
         states[name], _ = program.step(states[name], batches[name])  # compiles
     seconds: dict[str, list[float]] = {name: [] for name in programs}

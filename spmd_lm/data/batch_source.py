@@ -2,8 +2,8 @@
 
 There is no state to save: to resume is to ask for the next step.  Each process reads only the rows of its own devices.
 
-A loader has two parents.  One builds rows (`CausalLMSource`, `MaskedLMSource`, ...); the other, `Shuffled` or
-`HeldOut`, chooses which examples a step has.  An example is what an epoch shuffles: a window of text, a
+A loader has two parents.  One builds rows (`CausalLMSource`, `MaskedLMSource`, ...); the other, `TrainLoader` or
+`ValidationLoader`, chooses which examples a step has.  An example is what an epoch shuffles: a window of text, a
 labelled text, or all choices of one question.
 
 Shape suffixes: R rows, M microbatches, B rows per microbatch, T context."""
@@ -23,11 +23,11 @@ from spmd_lm.data.shuffle import fold_in, permute
 ORDER_STREAM, OFFSET_STREAM, ROW_STREAM = 0, 1, 2
 
 
-class Rows(abc.ABC):
+class BatchSource(abc.ABC):
     """One split of a data set as batches."""
 
     split: str  # training or validation, as messages name it
-    together: int = 1  # consecutive rows; divides batch_size
+    rows_per_example: int = 1  # consecutive rows; divides batch_size
 
     def __init__(self, config: RunConfig):
         self.context, self.seed = config.model.context, config.train.seed
@@ -64,38 +64,38 @@ class Rows(abc.ABC):
         return Batch(**fields)
 
 
-class Shuffled(Rows):
+class TrainLoader(BatchSource):
     """Every example once per epoch, in a new order each epoch."""
 
     split = "training"
-    windows: int
+    num_examples: int
 
-    def turn(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def epochs_and_examples(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The epoch [R] and the example [R] of each of these rows of a step."""
-        position_R = (step * self.batch_size + sample_ids_R) // self.together
-        epoch_R, index_R = np.divmod(position_R, self.windows)
-        return epoch_R, permute(index_R, self.windows, fold_in(self.seed, ORDER_STREAM, epoch_R))
+        position_R = (step * self.batch_size + sample_ids_R) // self.rows_per_example
+        epoch_R, index_R = np.divmod(position_R, self.num_examples)
+        return epoch_R, permute(index_R, self.num_examples, fold_in(self.seed, ORDER_STREAM, epoch_R))
 
 
-class HeldOut(Rows):
-    """The examples `taken`, the same in every evaluation, as `len(self)` batches.
+class ValidationLoader(BatchSource):
+    """The examples `example_ids`, the same in every evaluation, as `len(self)` batches.
 
     Rows of weight 0 fill the last batch; they never change a result."""
 
     split = "validation"
-    taken: np.ndarray
+    example_ids: np.ndarray
 
     def __len__(self) -> int:
-        return -(-len(self.taken) * self.together // self.batch_size)
+        return -(-len(self.example_ids) * self.rows_per_example // self.batch_size)
 
     def choose_examples(self, available: int, max_batches: int) -> None:
         """Evenly spaced among `available` examples, and no more than `max_batches` hold."""
         count = min(available, self.batch_size * max_batches)
-        self.taken = np.arange(count) * available // count
+        self.example_ids = np.arange(count) * available // count
 
-    def turn(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def examples_and_validity(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The example [R] of each of these rows of a step, and whether the row counts [R] or only fills the batch."""
         assert 0 <= step < len(self)
-        index_R = (step * self.batch_size + sample_ids_R) // self.together
-        valid_R = index_R < len(self.taken)
-        return self.taken[np.where(valid_R, index_R, 0)], valid_R
+        index_R = (step * self.batch_size + sample_ids_R) // self.rows_per_example
+        valid_R = index_R < len(self.example_ids)
+        return self.example_ids[np.where(valid_R, index_R, 0)], valid_R

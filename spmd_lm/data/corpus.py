@@ -14,8 +14,8 @@ import numpy as np
 from spmd_lm.config.schema import PythonStdlib, Synthetic, Task, Text
 from spmd_lm.data.shuffle import fold_in, permute
 from spmd_lm.data.tasks import dataset
-from spmd_lm.data.text_files import Document, read_standard_library, text_files
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make
+from spmd_lm.data.text_files import Document, read_documents, read_standard_library
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
 
 SYNTHETIC_TRAIN_TOKENS = 2**20
@@ -49,14 +49,14 @@ class Corpus:
         )
 
 
-def load(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_size: int) -> Corpus | dataset.Labelled:
+def load_data(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_size: int) -> Corpus | dataset.Labelled:
     """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`.
 
     Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged
     vocabulary, and for a token id not below `vocab_size`; ConfigError for a vocabulary larger than that."""
     if isinstance(data, Synthetic):
         return _markov_chain(data, seed, vocab_size)
-    tokenizer = make(data)
+    tokenizer = make_tokenizer(data)
     if data.tokenizer != "bytes" and tokenizer.vocab_size > vocab_size:  # for bytes, only those that occur matter
         raise ConfigError(
             f"model.vocab={vocab_size} is less than the {tokenizer.vocab_size} tokens of "
@@ -67,7 +67,7 @@ def load(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_size: in
     if isinstance(data, PythonStdlib):
         name, documents = f"Python {platform.python_version()} standard library", read_standard_library()
     else:
-        name, documents = ", ".join(data.paths), text_files(data.paths)
+        name, documents = ", ".join(data.paths), read_documents(data.paths)
     return _tokenize(name, documents, tokenizer, data.validation_fraction, vocab_size)
 
 
@@ -83,8 +83,8 @@ def _tokenize(
     else:
         held_out = hold_out([document.name for document in documents], validation_fraction)
         split = list(zip(encoded, held_out, strict=True))
-        train = _join([tokens for tokens, held in split if not held], tokenizer.end)
-        validation = _join([tokens for tokens, held in split if held], tokenizer.end)
+        train = _join([tokens for tokens, held in split if not held], tokenizer.eos_token_id)
+        validation = _join([tokens for tokens, held in split if held], tokenizer.eos_token_id)
     num_bytes = sum(len(document.text) for document in documents)
     return Corpus(name, train, validation, len(documents), num_bytes, tokenizer)
 
@@ -144,4 +144,4 @@ def _markov_chain(data: Synthetic, seed: int, vocab_size: int) -> Corpus:
     tokens = token_of_state.astype(np.min_scalar_type(vocab_size - 1))[states % vocab_size]
     train, validation = tokens[:SYNTHETIC_TRAIN_TOKENS], tokens[SYNTHETIC_TRAIN_TOKENS:]
     name = f"Markov chain of {math.log(branching):.4f} nat per token"
-    return Corpus(name, train, validation, 1, tokens.nbytes, make(data))
+    return Corpus(name, train, validation, 1, tokens.nbytes, make_tokenizer(data))

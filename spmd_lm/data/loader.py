@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import MaskedLM, RunConfig
-from spmd_lm.data.batch_source import OFFSET_STREAM, HeldOut, Rows, Shuffled
+from spmd_lm.data.batch_source import OFFSET_STREAM, BatchSource, TrainLoader, ValidationLoader
 from spmd_lm.data.corpus import Corpus
 from spmd_lm.data.masked_lm.rows import MaskedLMTrainLoader, MaskedLMValidationLoader
 from spmd_lm.data.shuffle import fold_in
@@ -19,7 +19,7 @@ from spmd_lm.data.tasks.rows import LabelledLoader, LabelledValidation
 from spmd_lm.errors import DataError
 
 
-def training(config: RunConfig, data: Corpus | Labelled) -> Shuffled:
+def make_train_loader(config: RunConfig, data: Corpus | Labelled) -> TrainLoader:
     """The batches of every training step.
 
     Raises DataError for too little text and for a label out of range, ConfigError if the vocabulary lacks the special
@@ -34,10 +34,10 @@ def training(config: RunConfig, data: Corpus | Labelled) -> Shuffled:
     return CausalLMTrainLoader(data.train, config)
 
 
-def validation(config: RunConfig, data: Corpus | Labelled) -> HeldOut:
+def make_validation_loader(config: RunConfig, data: Corpus | Labelled) -> ValidationLoader:
     """The batches of every evaluation: at most train.eval_batches of text, all labelled examples.
 
-    Raises the same errors as `training`."""
+    Raises the same errors as `make_train_loader`."""
     if isinstance(data, Labelled):
         model, train, microbatches = config.model, config.train, config.parallel.microbatches
         return LabelledValidation(data.validation, data.tokenizer, model, config.objective, train.batch, microbatches)
@@ -46,7 +46,7 @@ def validation(config: RunConfig, data: Corpus | Labelled) -> HeldOut:
     return CausalLMValidationLoader(data.validation, config)
 
 
-class CausalLMSource(Rows):
+class CausalLMSource(BatchSource):
     """Windows of one long array of token ids, which may be a np.memmap; targets are the tokens one position later."""
 
     def __init__(self, tokens: np.ndarray, config: RunConfig):
@@ -79,22 +79,22 @@ class CausalLMSource(Rows):
         )
 
 
-class CausalLMTrainLoader(CausalLMSource, Shuffled):
+class CausalLMTrainLoader(CausalLMSource, TrainLoader):
     """Every window once per epoch.  All windows of an epoch are shifted by one random offset."""
 
     def __init__(self, tokens: np.ndarray, config: RunConfig):
         super().__init__(tokens, config)
         # One context of text is left for the offset; a text too short for that has one window, and what it leaves.
-        self.windows = max(1, len(tokens) // self.context - 1)
-        self.num_offsets = min(self.context, len(tokens) - self.windows * self.context)
+        self.num_examples = max(1, len(tokens) // self.context - 1)
+        self.num_offsets = min(self.context, len(tokens) - self.num_examples * self.context)
 
     def offsets_and_weights(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        epoch_R, window_R = self.turn(step, sample_ids_R)
+        epoch_R, window_R = self.epochs_and_examples(step, sample_ids_R)
         offset_R = (fold_in(self.seed, OFFSET_STREAM, epoch_R) % self.num_offsets).astype(np.int64)
         return window_R * self.context + offset_R, np.ones(len(sample_ids_R))
 
 
-class CausalLMValidationLoader(CausalLMSource, HeldOut):
+class CausalLMValidationLoader(CausalLMSource, ValidationLoader):
     """At most train.eval_batches batches, evenly spaced over the validation text."""
 
     def __init__(self, tokens: np.ndarray, config: RunConfig):
@@ -102,5 +102,5 @@ class CausalLMValidationLoader(CausalLMSource, HeldOut):
         self.choose_examples((len(tokens) - 1) // self.context, config.train.eval_batches)
 
     def offsets_and_weights(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        window_R, valid_R = self.turn(step, sample_ids_R)
+        window_R, valid_R = self.examples_and_validity(step, sample_ids_R)
         return np.where(valid_R, window_R * self.context, 0), valid_R

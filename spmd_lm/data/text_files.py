@@ -50,7 +50,7 @@ def read_standard_library() -> list[Document]:
     return documents
 
 
-def text_files(patterns: list[str], key: str = DATA_PATH, suffixes: tuple[str, ...] = SUFFIXES) -> list[Document]:
+def read_documents(patterns: list[str], key: str = DATA_PATH, suffixes: tuple[str, ...] = SUFFIXES) -> list[Document]:
     """The documents of files, globs and directories, each file once, ordered by `patterns`, then by name.
 
     key: the configuration key of `patterns`; suffixes: the files that directories are searched for.  An empty file is

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
-from spmd_lm.data.corpus import hold_out, load
+from spmd_lm.data.corpus import hold_out, load_data
 from spmd_lm.errors import ConfigError, DataError
 
 NAMES = st.lists(st.integers(0).map(str), min_size=2, max_size=40, unique=True)
@@ -14,7 +14,7 @@ FRACTION = st.floats(0.01, 0.99)
 
 
 def text(path: object, **keys: float):
-    return load(Text(source="text", path=str(path), **keys), seed=0, vocab_size=256)
+    return load_data(Text(source="text", path=str(path), **keys), seed=0, vocab_size=256)
 
 
 def documents(tokens: np.ndarray) -> set[bytes]:
@@ -79,7 +79,7 @@ def test_a_token_beyond_the_vocabulary_is_reported_with_its_file_and_offset(tmp_
     with pytest.raises(
         DataError, match=r"a\.txt: token 195 at offset 3 is not below model\.vocab=128.*model\.vocab=196"
     ):
-        load(Text(source="text", path=str(tmp_path)), seed=0, vocab_size=128)
+        load_data(Text(source="text", path=str(tmp_path)), seed=0, vocab_size=128)
 
 
 def test_the_fingerprint_depends_on_the_content_and_on_the_split(tmp_path):
@@ -100,15 +100,15 @@ def test_the_description_has_the_sizes(tmp_path):
 
 def test_the_standard_library_is_megabytes_in_both_splits_and_reproducible():
     data = PythonStdlib(source="python-stdlib")
-    corpus = load(data, seed=0, vocab_size=256)
+    corpus = load_data(data, seed=0, vocab_size=256)
     assert corpus.train.dtype == np.uint8 and corpus.train.size > 4e6 and corpus.validation.size > 4e5
-    assert load(data, seed=1, vocab_size=256).fingerprint == corpus.fingerprint
+    assert load_data(data, seed=1, vocab_size=256).fingerprint == corpus.fingerprint
 
 
 @pytest.mark.parametrize(("branching", "vocab"), [(1, 7), (2, 64), (4, 256), (4, 50), (8, 8)])
 def test_the_chain_has_the_stated_entropy(branching, vocab):
     data = Synthetic(source="synthetic", branching=branching)
-    corpus = load(data, seed=3, vocab_size=vocab)
+    corpus = load_data(data, seed=3, vocab_size=vocab)
     pairs = np.zeros((vocab, vocab))
     np.add.at(pairs, (corpus.train[:-1].astype(int), corpus.train[1:].astype(int)), 1)
     assert (np.count_nonzero(pairs, axis=1) == branching).all()
@@ -120,7 +120,7 @@ def test_the_chain_has_the_stated_entropy(branching, vocab):
 
 
 def test_validation_tokens_follow_the_same_chain():
-    corpus = load(Synthetic(source="synthetic", branching=3), seed=0, vocab_size=100)
+    corpus = load_data(Synthetic(source="synthetic", branching=3), seed=0, vocab_size=100)
     seen = set(zip(corpus.train[:-1].tolist(), corpus.train[1:].tolist(), strict=True))
     assert len(seen) == 300
     assert set(zip(corpus.validation[:-1].tolist(), corpus.validation[1:].tolist(), strict=True)) <= seen
@@ -128,7 +128,7 @@ def test_validation_tokens_follow_the_same_chain():
 
 def test_a_chain_depends_on_its_seed_alone():
     data = Synthetic(source="synthetic")
-    first, again, other = (load(data, seed=seed, vocab_size=1000) for seed in (0, 0, 1))
+    first, again, other = (load_data(data, seed=seed, vocab_size=1000) for seed in (0, 0, 1))
     assert first.train.dtype == np.uint16 and first.train.size == 2**20 and first.validation.size == 2**16
     assert first.fingerprint == again.fingerprint != other.fingerprint
     assert "Markov chain of 1.3863 nat per token" in first.describe()
@@ -136,4 +136,4 @@ def test_a_chain_depends_on_its_seed_alone():
 
 def test_a_chain_cannot_have_more_branches_than_tokens():
     with pytest.raises(ConfigError, match=r"data\.branching=9.*model\.vocab=8.*Use data\.branching=4"):
-        load(Synthetic(source="synthetic", branching=9), seed=0, vocab_size=8)
+        load_data(Synthetic(source="synthetic", branching=9), seed=0, vocab_size=8)

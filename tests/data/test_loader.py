@@ -70,17 +70,17 @@ def test_every_epoch_has_each_window_once(length, context, batch, seed, epoch):
     if length <= context:
         return
     cut = loader(tokens=TOKENS[:length], context=context, batch=batch, microbatches=1, seed=seed)
-    first, last = epoch * cut.windows, (epoch + 1) * cut.windows
+    first, last = epoch * cut.num_examples, (epoch + 1) * cut.num_examples
     steps = [cut.rows(step, 0, batch).tokens[:, 0] for step in range(first // batch, (last - 1) // batch + 1)]
-    starts = np.concatenate(steps)[first % batch :][: cut.windows]
-    assert np.array_equal(np.sort(starts), starts.min() + context * np.arange(cut.windows))
+    starts = np.concatenate(steps)[first % batch :][: cut.num_examples]
+    assert np.array_equal(np.sort(starts), starts.min() + context * np.arange(cut.num_examples))
     # What no epoch reaches is the room for its offset: less than two windows.
-    assert length - cut.windows * context < 2 * context or cut.windows == 1
+    assert length - cut.num_examples * context < 2 * context or cut.num_examples == 1
 
 
 def test_every_offset_occurs_and_every_token_is_seen():
     cut = loader()
-    starts = np.concatenate([cut.rows(step, 0, 8).tokens[:, 0] for step in range(200 * cut.windows // 8)])
+    starts = np.concatenate([cut.rows(step, 0, 8).tokens[:, 0] for step in range(200 * cut.num_examples // 8)])
     assert set(starts % 16) == set(range(16))
     seen = np.unique(starts[:, None] + np.arange(17))
     assert seen[0] == 0 and seen[-1] >= 990 and len(seen) == seen[-1] + 1
@@ -89,7 +89,7 @@ def test_every_offset_occurs_and_every_token_is_seen():
 def test_every_epoch_and_seed_has_its_own_order():
     def order(seed, epoch):
         cut = loader(seed=seed, batch=61, microbatches=1)  # one epoch is one step
-        assert cut.windows == 61
+        assert cut.num_examples == 61
         return cut.rows(epoch, 0, 61).tokens[:, 0].argsort().tolist()
 
     orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_lm.data.text_files import read_standard_library, text_files
+from spmd_lm.data.text_files import read_documents, read_standard_library
 from spmd_lm.errors import DataError
 
 
@@ -16,7 +16,7 @@ def write(root: Path, **files: str | bytes) -> None:
 
 
 def names(*patterns: object) -> list[str]:
-    return [document.name for document in text_files([str(pattern) for pattern in patterns])]
+    return [document.name for document in read_documents([str(pattern) for pattern in patterns])]
 
 
 def test_a_directory_gives_its_text_sorted_and_nothing_hidden(tmp_path):
@@ -43,12 +43,12 @@ def test_a_file_found_twice_is_read_once(tmp_path, monkeypatch):
 
 def test_a_file_of_any_suffix_may_be_named_even_with_brackets(tmp_path):
     (tmp_path / "x[1].tex").write_text("x")
-    assert [document.text for document in text_files([str(tmp_path / "x[1].tex")])] == [b"x"]
+    assert [document.text for document in read_documents([str(tmp_path / "x[1].tex")])] == [b"x"]
 
 
 def fails(*patterns: object) -> str:
     with pytest.raises(DataError) as error:
-        text_files([str(pattern) for pattern in patterns])
+        read_documents([str(pattern) for pattern in patterns])
     assert error.value.code == 4
     return str(error.value)
 
@@ -111,7 +111,7 @@ def test_messages_name_the_given_key(tmp_path):
     """Other keys of the configuration find their files in the same way, by their own suffixes."""
     write(tmp_path, a_txt="a", b_json="{}", c_json=b"abcdef\0", d_json=b"\xff")
     with pytest.raises(DataError, match=r"^data\.validation_path: no path is given"):
-        text_files([], "data.validation_path")
+        read_documents([], "data.validation_path")
     for name, message in {
         "": r"^data\.validation_path=.*: no file in this directory ends in \.tsv \.csv\. Name other kinds of files",
         "absent": r"^data\.validation_path=.*/absent: no such file",
@@ -120,10 +120,10 @@ def test_messages_name_the_given_key(tmp_path):
         "d.json": r"d\.json: not UTF-8: .*or leave it out of data\.validation_path\.$",
     }.items():
         with pytest.raises(DataError, match=message):
-            text_files([str(tmp_path / name)], "data.validation_path", (".tsv", ".csv"))
+            read_documents([str(tmp_path / name)], "data.validation_path", (".tsv", ".csv"))
     with pytest.raises(DataError, match=r"^data\.validation_path=~nouser/x: there is no such home"):
-        text_files(["~nouser/x"], "data.validation_path")
-    assert [each.name for each in text_files([str(tmp_path)], "data.validation_path", (".txt",))] == ["a.txt"]
+        read_documents(["~nouser/x"], "data.validation_path")
+    assert [each.name for each in read_documents([str(tmp_path)], "data.validation_path", (".txt",))] == ["a.txt"]
 
 
 def test_an_unreadable_file(tmp_path, monkeypatch):

@@ -153,8 +153,8 @@ def test_a_run_leaves_what_the_contract_says(reference):
 
 def test_losses_are_written_to_the_last_bit(reference):
     program = FakeProgram(make_config(reference))
-    corpus = loop.load(program.config.data, 0, 16)
-    state, batches = program.init(), loop.training(program.config, corpus)
+    corpus = loop.load_data(program.config.data, 0, 16)
+    state, batches = program.init(), loop.make_train_loader(program.config, corpus)
     for step in range(2):
         state, metrics = program.step(state, batches.batch(step, program.batch_shardings))
     assert records(reference)[0]["loss"] == float(metrics["loss"])

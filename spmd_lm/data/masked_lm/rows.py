@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import MaskedLM, RunConfig
-from spmd_lm.data.batch_source import OFFSET_STREAM, ROW_STREAM, HeldOut, Rows, Shuffled
+from spmd_lm.data.batch_source import OFFSET_STREAM, ROW_STREAM, BatchSource, TrainLoader, ValidationLoader
 from spmd_lm.data.masked_lm.masking import UNSELECTED, apply_replacements, choose_replacements
 from spmd_lm.data.shuffle import fold_in, uniform
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class RowText(NamedTuple):
     length_R: np.ndarray
 
 
-class MaskedLMSource(Rows):
+class MaskedLMSource(BatchSource):
     """Rows of masked text from one array of token ids, which may be a np.memmap.
 
     Raises ConfigError for a vocabulary without [MASK], DataError for too little text."""
@@ -80,11 +80,11 @@ class MaskedLMSource(Rows):
     def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, config: RunConfig):
         super().__init__(config)
         assert tokens.ndim == 1 and isinstance(config.objective, MaskedLM)
-        self.special, self.words = tokenizer.masking()
+        self.special, self.words = tokenizer.special_tokens_and_words()
         self.tokens, self.objective, self.has_token_types = tokens, config.objective, config.model.token_types > 0
         text_size = self.context - (3 if self.objective.sentence_order else 2)
-        self.doc_windows = DocumentWindows.from_tokens(tokens, tokenizer.end, text_size)
-        size = int((self.doc_windows.stop_D - self.doc_windows.start_D).sum())
+        self.windows = DocumentWindows.from_tokens(tokens, tokenizer.eos_token_id, text_size)
+        size = int((self.windows.stop_D - self.windows.start_D).sum())
         if size < text_size:
             raise DataError(
                 f"{self.split} text: {size} tokens, but a row of model.context={self.context} holds {text_size}. "
@@ -110,7 +110,7 @@ class MaskedLMSource(Rows):
         swapped_R = (cut_R > 0) & (uniform(draws.key_R, SWAP_STREAM) < 0.5)
         weights_RP = (replacements_RP != UNSELECTED) * draws.weight_R[:, None].astype(np.float32)
 
-        source_RT, valid_RT, in_b_RT = _layout(text.length_R, cut_R, swapped_R, self.doc_windows.size, self.context)
+        source_RT, valid_RT, in_b_RT = _layout(text.length_R, cut_R, swapped_R, self.windows.size, self.context)
 
         def lay_out(columns_RP: np.ndarray, *specials: int) -> np.ndarray:
             """[R, T] from columns of text and the values of CLS, SEP and PAD."""
@@ -132,7 +132,7 @@ class MaskedLMSource(Rows):
 
     def _read(self, draws: RowDraws) -> RowText:
         """The text of each row's window, trimmed."""
-        windows, size = self.doc_windows, self.doc_windows.size
+        windows, size = self.windows, self.windows.size
         document_R = windows.document(draws.window_R)
         start_R, stop_R = windows.start_D[document_R], windows.stop_D[document_R]
         offset_R = start_R + (draws.window_R - windows.first_window_D[document_R]) * size + draws.shift_R
@@ -215,28 +215,28 @@ def _layout(
     return np.where(t < end, np.where(t == 0, cls, source), pad), t < end, in_b
 
 
-class MaskedLMTrainLoader(MaskedLMSource, Shuffled):
+class MaskedLMTrainLoader(MaskedLMSource, TrainLoader):
     """Every window of the training text once per epoch."""
 
     def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, config: RunConfig):
         super().__init__(tokens, tokenizer, config)
-        self.windows = self.doc_windows.count
+        self.num_examples = self.windows.count
 
     def draw(self, step: int, sample_ids_R: np.ndarray) -> RowDraws:
-        epoch_R, window_R = self.turn(step, sample_ids_R)
-        document_R = self.doc_windows.document(window_R)
-        shifts_R = (self.doc_windows.slack_D[document_R] + 1).astype(np.uint64)
+        epoch_R, window_R = self.epochs_and_examples(step, sample_ids_R)
+        document_R = self.windows.document(window_R)
+        shifts_R = (self.windows.slack_D[document_R] + 1).astype(np.uint64)
         shift_R = fold_in(self.seed, OFFSET_STREAM, epoch_R, document_R) % shifts_R
         key_R = fold_in(self.seed, ROW_STREAM, epoch_R, window_R)
         return RowDraws(window_R, shift_R.astype(np.int64), key_R, np.ones(len(sample_ids_R)))
 
 
-class MaskedLMValidationLoader(MaskedLMSource, HeldOut):
+class MaskedLMValidationLoader(MaskedLMSource, ValidationLoader):
     """At most train.eval_batches batches, evenly spaced over the validation text.  Their masks never change either."""
 
     def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, config: RunConfig):
         super().__init__(tokens, tokenizer, config)
-        self.choose_examples(self.doc_windows.count, config.train.eval_batches)
+        self.choose_examples(self.windows.count, config.train.eval_batches)
         if not any(self.rows(step, 0, self.batch_size).weights.any() for step in range(len(self))):
             raise DataError(
                 f"{self.split} text: none of its {len(tokens)} tokens is masked, so there is no loss to evaluate. "
@@ -244,6 +244,6 @@ class MaskedLMValidationLoader(MaskedLMSource, HeldOut):
             )
 
     def draw(self, step: int, sample_ids_R: np.ndarray) -> RowDraws:
-        window_R, valid_R = self.turn(step, sample_ids_R)
+        window_R, valid_R = self.examples_and_validity(step, sample_ids_R)
         key_R = fold_in(VALIDATION_KEY, window_R)
         return RowDraws(window_R, np.zeros_like(window_R), key_R, valid_R.astype(np.float64))

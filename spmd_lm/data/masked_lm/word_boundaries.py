@@ -37,7 +37,7 @@ BYTE_KINDS = [_kind_of_byte(byte) for byte in range(256)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Special:
+class SpecialTokens:
     """The ids that rows are assembled with; encoded text contains none of them."""
 
     cls: int

@@ -18,15 +18,15 @@ import tokenizers
 from numpy.typing import ArrayLike
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from spmd_lm.data.masked_lm.word_boundaries import Special, WordBoundaries
-from spmd_lm.data.tokenizers.vocabulary import find
+from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens, WordBoundaries
+from spmd_lm.data.tokenizers.vocabulary import find_vocabulary
 from spmd_lm.errors import ConfigError, DataError
 
 # Of each kind, the first that a vocabulary has is used.
 EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<bos>", *EOS_TOKENS)
 
-# Tokens of masked rows, in the order of `Special`.
+# Tokens of masked rows, in the order of `SpecialTokens`.
 BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 ROBERTA_TOKENS = ("<s>", "</s>", "<mask>", "<pad>")
 METASPACE = "\u2581"  # SentencePiece's mark of the beginning of a word
@@ -35,40 +35,40 @@ METASPACE = "\u2581"  # SentencePiece's mark of the beginning of a word
 class SubwordTokenizer:
     """A tokenizer of the library.  If it has all tokens of masked rows, '[MASK]' in a text is encoded as plain text."""
 
-    def __init__(self, name: str, library: tokenizers.Tokenizer):
-        library.no_truncation()
-        library.no_padding()
-        self.name, self.library = name, library
-        self.token_to_id: dict[str, int] = library.get_vocab(with_added_tokens=True)
+    def __init__(self, name: str, backend: tokenizers.Tokenizer):
+        backend.no_truncation()
+        backend.no_padding()
+        self.name, self.backend = name, backend
+        self.token_to_id: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.token_to_id.values()) + 1
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
-        self.end, self.begin = self._first_id(EOS_TOKENS), self._first_id(BOS_TOKENS)
+        self.eos_token_id, self.bos_token_id = self._first_id(EOS_TOKENS), self._first_id(BOS_TOKENS)
         # The spelling of which the vocabulary has more.
         self.row_tokens = min((BERT_TOKENS, ROBERTA_TOKENS), key=lambda tokens: len(self._missing(tokens)))
-        library.encode_special_tokens = not self._missing(self.row_tokens)
+        backend.encode_special_tokens = not self._missing(self.row_tokens)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         text = data.decode("utf-8", "replace")  # documents are UTF-8; what is not, in a prompt, shows as U+FFFD
-        (encoding,) = self.library.encode_batch_fast([text], add_special_tokens=False)
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, self.dtype)
 
-    def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        (encoding,) = self.library.encode_batch([text], add_special_tokens=False)  # the fast one has no offsets
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # the fast one has no offsets
         return np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int32).reshape(-1, 2)
 
     def decode(self, ids: ArrayLike) -> str:
         """Special tokens appear by name; the ids of a padded vocabulary beyond the tokens have no text."""
         ids = np.asarray(ids)
-        return self.library.decode(ids[ids < self.vocab_size].tolist(), skip_special_tokens=False)
+        return self.backend.decode(ids[ids < self.vocab_size].tolist(), skip_special_tokens=False)
 
-    def masking(self) -> tuple[Special, WordBoundaries]:
+    def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
         if missing := self._missing(self.row_tokens):
             raise ConfigError(
                 f"data.tokenizer={self.name}: it has no {', '.join(missing)}. "
                 "Use data.tokenizer=bytes or a BERT's, or objective.kind=causal_lm with model.kind=gpt."
             )
-        return Special(*(self.token_to_id[token] for token in self.row_tokens)), self._words
+        return SpecialTokens(*(self.token_to_id[token] for token in self.row_tokens)), self._words
 
     def _first_id(self, candidates: Sequence[str]) -> int | None:
         return next((self.token_to_id[token] for token in candidates if token in self.token_to_id), None)
@@ -81,11 +81,11 @@ class SubwordTokenizer:
         tokens: list[str | None] = [None] * self.vocab_size
         for token, token_id in self.token_to_id.items():
             tokens[token_id] = token
-        added = self.library.get_added_tokens_decoder()
+        added = self.backend.get_added_tokens_decoder()
         for token_id, added_token in added.items():
             tokens[token_id] = None if added_token.special else added_token.content
 
-        config = json.loads(self.library.to_str())
+        config = json.loads(self.backend.to_str())
         if config["model"]["type"] == "WordPiece":
             prefix = config["model"]["continuing_subword_prefix"]
             starts = [token is not None and not token.startswith(prefix) for token in tokens]
@@ -132,7 +132,7 @@ def bytes_to_unicode() -> list[str]:
 
 def load_tokenizer(name: str) -> SubwordTokenizer:
     """The tokenizer of data.tokenizer=name.  Raises DataError for a vocabulary that is missing or damaged."""
-    path = find(name)
+    path = find_vocabulary(name)
     if path.suffix == ".txt":
         return SubwordTokenizer(name, _load_wordpiece(path))
     content = _read_json(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from spmd_lm.config.load import VOCABULARIES
 from spmd_lm.errors import DataError
 
-BESIDE = (
+COMPANION_FILES = (
     "tokenizer_config.json",
     "merges.txt",
     "special_tokens_map.json",
@@ -19,7 +19,7 @@ BESIDE = (
 """Files that are copied along with a vocabulary, unchanged."""
 
 
-def find(name: str) -> Path:
+def find_vocabulary(name: str) -> Path:
     """The vocabulary file that data.tokenizer=name refers to."""
     path, where = Path(name).expanduser(), f"data.tokenizer={name}"
     if os.path.isfile(path):
@@ -34,18 +34,18 @@ def find(name: str) -> Path:
     raise DataError(f"{where}: this directory has no {', '.join(VOCABULARIES)}. Name one that has, or `bytes`.")
 
 
-def keep(name: str, directory: Path) -> None:
+def copy_vocabulary(name: str, directory: Path) -> None:
     """Copies the files that data.tokenizer=name refers to into `directory`, under the standard names.
 
     The vocabulary itself, which must be valid, comes last: it exists only once the copy is complete."""
-    vocabulary = find(name)
+    vocabulary = find_vocabulary(name)
     source = vocabulary.parent
     if os.path.isdir(Path(name).expanduser()):
         vocabularies = {file: source / file for file in VOCABULARIES}
     else:
         vocabularies = {_standard_name(vocabulary): vocabulary}
     directory.mkdir(exist_ok=True)
-    for file, path in ({file: source / file for file in BESIDE} | vocabularies).items():
+    for file, path in ({file: source / file for file in COMPANION_FILES} | vocabularies).items():
         if os.path.isfile(path):
             temporary = directory / f".{file}"
             shutil.copyfile(path, temporary)

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.batch import PER_ROW, Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig, Text
 from spmd_lm.data import loader
-from spmd_lm.data.corpus import load
+from spmd_lm.data.corpus import load_data
 from spmd_lm.data.masked_lm.rows import MaskedLMTrainLoader, MaskedLMValidationLoader
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, NumberTokenizer
 from spmd_lm.errors import ConfigError, DataError
 
 BYTES = ByteTokenizer()
-SPECIAL, WORDS = BYTES.masking()
+SPECIAL, WORDS = BYTES.special_tokens_and_words()
 FIELDS = [field.name for field in dataclasses.fields(Batch)]
 
 
@@ -253,7 +253,7 @@ def test_reading_one_step_equals_running_up_to_it_with_any_microbatches():
 
 
 def test_every_epoch_has_each_window_once_and_its_own_masks():
-    count = make().windows
+    count = make().num_examples
     rows = make(batch=count, microbatches=1, short_seq_prob=0.0)
     whole = many(rows, 2)
     epochs = range(count), range(count, 2 * count)
@@ -277,9 +277,9 @@ def test_a_memory_map_reads_the_same(tmp_path):
 
 def test_validation_pads_its_end_with_weight_0():
     held = make(MaskedLMValidationLoader, eval_batches=10**6)
-    assert len(held) == -(-held.doc_windows.count // 16) and held.doc_windows.count % 16
+    assert len(held) == -(-held.windows.count // 16) and held.windows.count % 16
     rows = many(held, len(held))
-    real = np.arange(len(rows.tokens)) < held.doc_windows.count
+    real = np.arange(len(rows.tokens)) < held.windows.count
     assert (rows.weights[~real] == 0).all() and (rows.label_weights == real).all()
     assert rows.weights[real].any(axis=1).mean() > 0.5
     found = [text_of(rows, row) for row in np.flatnonzero(real)]
@@ -291,15 +291,15 @@ def test_the_same_rows_are_validated_at_any_batch_size(batch):
     def rows(size):
         held = make(MaskedLMValidationLoader, eval_batches=10**6, batch=size, microbatches=1)
         whole = many(held, len(held))
-        return jax.tree.map(lambda leaf: leaf[: held.doc_windows.count], dataclasses.replace(whole, samples=None))
+        return jax.tree.map(lambda leaf: leaf[: held.windows.count], dataclasses.replace(whole, samples=None))
 
     assert_same(rows(batch), rows(16))
 
 
 def test_validation_is_evenly_spaced():
     held = make(MaskedLMValidationLoader, eval_batches=2)
-    assert len(held) == 2 and held.taken[0] == 0
-    assert set(np.diff(held.taken)) <= {held.doc_windows.count // 32, held.doc_windows.count // 32 + 1}
+    assert len(held) == 2 and held.example_ids[0] == 0
+    assert set(np.diff(held.example_ids)) <= {held.windows.count // 32, held.windows.count // 32 + 1}
 
 
 # --- edge cases -------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_validation_is_evenly_spaced():
 def test_a_document_shorter_than_a_row_is_padded_and_an_empty_one_left_out():
     text = b"\0\0one two\0\0three. four five\0" + b"six seven eight nine ten " * 4
     rows = make(tokens=np.frombuffer(text, np.uint8), short_seq_prob=0.0)
-    assert rows.windows == 1 + 1 + 1
+    assert rows.num_examples == 1 + 1 + 1
     found = {text_of(rows.rows(step, 0, 16), row) for step in (0, 1) for row in range(16)}
     assert {b"one two", b"three. four five"} <= found and b"\0" not in b"".join(found)
 
@@ -365,24 +365,24 @@ def test_synthetic_data_has_no_words():
 
 def test_the_objective_selects_the_loader(tmp_path):
     (tmp_path / "a.txt").write_bytes(STORY.replace(b"\0", b"\n"))
-    corpus = load(Text(source="text", path=str(tmp_path / "a.txt")), 0, 260)
+    corpus = load_data(Text(source="text", path=str(tmp_path / "a.txt")), 0, 260)
     masked = run_config()
     causal = run_config(model={"kind": "gpt", "token_types": 0}, objective={"kind": "causal_lm"})
-    assert isinstance(loader.training(masked, corpus), MaskedLMTrainLoader)
-    assert isinstance(loader.validation(masked, corpus), MaskedLMValidationLoader)
-    assert isinstance(loader.training(causal, corpus), loader.CausalLMTrainLoader)
-    assert isinstance(loader.validation(causal, corpus), loader.CausalLMValidationLoader)
+    assert isinstance(loader.make_train_loader(masked, corpus), MaskedLMTrainLoader)
+    assert isinstance(loader.make_validation_loader(masked, corpus), MaskedLMValidationLoader)
+    assert isinstance(loader.make_train_loader(causal, corpus), loader.CausalLMTrainLoader)
+    assert isinstance(loader.make_validation_loader(causal, corpus), loader.CausalLMValidationLoader)
     for config in (masked, causal):
-        rows = loader.training(config, corpus).rows(0, 0, 16)
+        rows = loader.make_train_loader(config, corpus).rows(0, 0, 16)
         assert present(rows) == present(abstract_batch(config))
-        assert len(loader.validation(config, corpus)) == 3 and rows.tokens.shape == (16, 64)
+        assert len(loader.make_validation_loader(config, corpus)) == 3 and rows.tokens.shape == (16, 64)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shardings = jax.tree.map(lambda _: here, abstract_batch(masked))
-    batch = loader.training(masked, corpus).batch(1, shardings)
+    batch = loader.make_train_loader(masked, corpus).batch(1, shardings)
     assert jax.tree.map(jax.typeof, batch) == jax.tree.map(
         lambda x: jax.typeof(np.zeros(x.shape, x.dtype)), abstract_batch(masked)
     )
     assert_same(
         jax.tree.map(lambda leaf: leaf.reshape(16, *leaf.shape[2:]), batch),
-        loader.training(masked, corpus).rows(1, 0, 16),
+        loader.make_train_loader(masked, corpus).rows(1, 0, 16),
     )

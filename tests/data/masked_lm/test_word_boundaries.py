@@ -4,7 +4,7 @@ import pytest
 from spmd_lm.data.masked_lm.word_boundaries import SPECIAL, WordBoundaries
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
 
-SPECIALS, WORDS = ByteTokenizer().masking()
+SPECIALS, WORDS = ByteTokenizer().special_tokens_and_words()
 
 
 def split(text: str) -> list[str]:

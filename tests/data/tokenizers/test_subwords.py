@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_lm.config.schema import PythonStdlib, RunConfig, Text
-from spmd_lm.data.corpus import load
+from spmd_lm.data.corpus import load_data
 from spmd_lm.data.masked_lm.rows import MaskedLMTrainLoader
 from spmd_lm.data.tokenizers.subwords import bytes_to_unicode, load_tokenizer
-from spmd_lm.data.tokenizers.tokenizer import make
+from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
 from tests.published import published
 
@@ -59,7 +59,7 @@ def test_wordpiece(tmp_path):
     ids = tokenizer.encode("UNwantéd, running [MASK]. xyz")
     pieces = ["un", "##want", "##ed", ",", "runn", "##ing", "[UNK]", "[UNK]", "[UNK]", ".", "[UNK]"]
     assert [TINY[number] for number in ids] == pieces, "[MASK] in a text is plain text"
-    assert ids.dtype == np.uint8 and tokenizer.vocab_size == len(TINY) and tokenizer.end == TINY.index("[SEP]")
+    assert ids.dtype == np.uint8 and tokenizer.vocab_size == len(TINY) and tokenizer.eos_token_id == TINY.index("[SEP]")
     assert tokenizer.decode(ids[:6]) == "unwanted, running"
     assert tokenizer.decode([*ids[:3], 4000]) == "unwanted"
 
@@ -71,29 +71,29 @@ def test_tokenizer_config_sets_the_case(tmp_path):
 
 def test_tokens_added_to_a_byte_level_vocabulary_are_spelled_as_they_are(tmp_path):
     """All other tokens are spelled with a letter per byte."""
-    library = load_tokenizer(str(byte_level(tmp_path, ("<s>", "</s>", "<mask>", "<pad>")))).library
+    library = load_tokenizer(str(byte_level(tmp_path, ("<s>", "</s>", "<mask>", "<pad>")))).backend
     library.add_tokens(["two words", "\u00e9t\u00e9"])
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
     ids = tokenizer.encode("a two words")
     assert ids[-1] == tokenizer.token_to_id["two words"]
-    _, words = tokenizer.masking()
+    _, words = tokenizer.special_tokens_and_words()
     assert {tokenizer.token_to_id["two words"], tokenizer.token_to_id["\u00e9t\u00e9"]} <= set(words.text_ids.tolist())
     assert words.word_starts(np.array([ids])).tolist() == [[True, True, False]], "white space begins a word"
 
 
 def test_word_boundaries_agree_with_the_library(tmp_path):
     tokenizer = load_tokenizer(str(wordpiece(tmp_path)))
-    special, words = tokenizer.masking()
+    special, words = tokenizer.special_tokens_and_words()
     assert (special.pad, special.cls, special.sep, special.mask) == (0, 2, 3, 4)
     assert not {0, 1, 2, 3, 4} & {*words.text_ids.tolist()} and len(words.text_ids) == len(TINY) - 5
     assert_words_of_the_library(tokenizer, "unwanted running, a wanted. unwanteding")
 
 
 def assert_words_of_the_library(tokenizer, text: str) -> None:
-    encoding = tokenizer.library.encode(text, add_special_tokens=False)
+    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
     expected = [True, *(a != b for a, b in pairwise(encoding.word_ids))]
-    _, words = tokenizer.masking()
+    _, words = tokenizer.special_tokens_and_words()
     assert words.word_starts(np.array(encoding.ids)).tolist() == expected
 
 
@@ -108,16 +108,16 @@ def test_byte_level_round_trip(tmp_path_factory, text):
 def test_wordpiece_offsets(tmp_path):
     text = "  UNwantéd, ru\u0301nning\u200b."
     tokenizer = load_tokenizer(str(wordpiece(tmp_path)))
-    ids, offsets = tokenizer.located(text)
+    ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids.tolist() == tokenizer.encode(text).tolist() and ids.dtype == np.uint8
     assert [text[a:b] for a, b in offsets] == ["UN", "want", "éd", ",", "ru\u0301nn", "ing", "."]
-    assert tokenizer.located("")[1].shape == (0, 2)
+    assert tokenizer.encode_with_offsets("")[1].shape == (0, 2)
 
 
 @given(st.text(" abcé→😀"))
 def test_byte_level_offsets(tmp_path_factory, text):
     tokenizer = load_tokenizer(str(byte_level(tmp_path_factory.getbasetemp())))
-    ids, offsets = tokenizer.located(text)
+    ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids.tolist() == tokenizer.encode(text).tolist()
     for number, (first, stop) in zip(ids, offsets, strict=True):
         assert tokenizer.decode([number]).strip("\ufffd") in text[first:stop]
@@ -126,8 +126,8 @@ def test_byte_level_offsets(tmp_path_factory, text):
 
 def test_byte_level_word_boundaries(tmp_path):
     tokenizer = load_tokenizer(str(byte_level(tmp_path, ("<|endoftext|>", "<s>", "</s>", "<mask>", "<pad>"))))
-    special, words = tokenizer.masking()
-    assert special.mask == tokenizer.vocab_size - 2 and tokenizer.end == 258
+    special, words = tokenizer.special_tokens_and_words()
+    assert special.mask == tokenizer.vocab_size - 2 and tokenizer.eos_token_id == 258
     ids = tokenizer.encode(" abc a  bc.\nx")  # Ġa bc Ġa Ġ Ġ bc . Ċ x
     assert words.word_starts(ids).tolist() == [True, False, True, True, False, False, True, True, False]
     assert words.sentence_starts(ids).tolist() == [False] * 7 + [True, False]
@@ -141,10 +141,10 @@ def test_a_prompt_that_is_not_utf8(tmp_path):
 
 def test_a_tokenizer_json_and_a_directory(tmp_path):
     first = load_tokenizer(str(wordpiece(tmp_path)))
-    first.library.enable_truncation(2)
-    first.library.enable_padding(length=9)
-    first.library.save(str(tmp_path / "any.json"))
-    ids = first.library.encode("unwanted", add_special_tokens=False).ids
+    first.backend.enable_truncation(2)
+    first.backend.enable_padding(length=9)
+    first.backend.save(str(tmp_path / "any.json"))
+    ids = first.backend.encode("unwanted", add_special_tokens=False).ids
     assert len(ids) == 9, "as the file says; a corpus is neither truncated nor padded"
     assert (
         load_tokenizer(str(tmp_path / "any.json")).encode("unwanted").tolist()
@@ -170,7 +170,7 @@ def test_masked_rows_of_wordpieces(tmp_path):
         }
     )
     rows = MaskedLMTrainLoader(tokenizer.encode(text), tokenizer, config).rows(0, 0, 16)
-    special, words = tokenizer.masking()
+    special, words = tokenizer.special_tokens_and_words()
     assert (rows.targets[:, 0] == special.cls).all() and (rows.label_weights == 1).all()
     inside = ~words.word_starts(rows.targets)[:, 1:]
     assert (rows.weights[:, 1:] == rows.weights[:, :-1])[inside].all() and inside.sum() > 200
@@ -181,7 +181,7 @@ def test_masked_rows_of_wordpieces(tmp_path):
 
 def refused(name: object) -> str:
     with pytest.raises(DataError) as error:
-        make(PythonStdlib(source="python-stdlib", tokenizer=str(name)))
+        make_tokenizer(PythonStdlib(source="python-stdlib", tokenizer=str(name)))
     assert error.value.code == 4
     return str(error.value)
 
@@ -225,15 +225,17 @@ def test_a_vocabulary_larger_than_the_model(tmp_path):
     with pytest.raises(
         ConfigError, match=rf"model\.vocab=10 is less than the 15 tokens of data\.tokenizer={name}"
     ) as error:
-        load(PythonStdlib(source="python-stdlib", tokenizer=name), seed=0, vocab_size=10)
+        load_data(PythonStdlib(source="python-stdlib", tokenizer=name), seed=0, vocab_size=10)
     assert error.value.code == 2 and str(error.value).endswith("Use model.vocab=15 or more.")
 
 
 def test_masked_text_needs_the_special_tokens(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.tokenizer=.*: it has no \[MASK\]\. Use data\.tokenizer=bytes"):
-        load_tokenizer(str(wordpiece(tmp_path, *(piece for piece in TINY if piece != "[MASK]")))).masking()
+        load_tokenizer(
+            str(wordpiece(tmp_path, *(piece for piece in TINY if piece != "[MASK]")))
+        ).special_tokens_and_words()
     with pytest.raises(ConfigError, match=r"has no \[CLS\], \[SEP\], \[MASK\], \[PAD\]\."):
-        load_tokenizer(str(byte_level(tmp_path))).masking()
+        load_tokenizer(str(byte_level(tmp_path))).special_tokens_and_words()
 
 
 def test_tokens_that_do_not_show_where_words_begin(tmp_path):
@@ -241,7 +243,7 @@ def test_tokens_that_do_not_show_where_words_begin(tmp_path):
     plan = {"model": {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {p: n for n, p in enumerate(pieces)}}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(plan))
     with pytest.raises(ConfigError, match=r"its WordLevel tokens do not show where words begin\. Use data\.tokenizer="):
-        load_tokenizer(str(tmp_path)).masking()
+        load_tokenizer(str(tmp_path)).special_tokens_and_words()
 
 
 # --- corpora ----------------------------------------------------------------------------------------------------------
@@ -252,14 +254,14 @@ def test_documents_are_separated_if_there_is_a_separator(tmp_path):
         (tmp_path / f"{name}.txt").write_text("a unwanted" if name != "c" else "  \n")
     (tmp_path / "of").mkdir()
     data = {"source": "text", "path": str(tmp_path / "?.txt"), "validation_fraction": 0.4}
-    corpus = load(Text(**data, tokenizer=str(wordpiece(tmp_path / "of"))), 0, 100)
+    corpus = load_data(Text(**data, tokenizer=str(wordpiece(tmp_path / "of"))), 0, 100)
     document, end = [TINY.index(piece) for piece in ("a", "un", "##want", "##ed")], TINY.index("[SEP]")
     both = [part.tolist() for part in (corpus.train, corpus.validation)]
     assert [token for part in both for token in part if token != end] == document * 5 and sum(
         map(len, both)
     ) == 5 * 4 + 6 - 2
     wordpiece(tmp_path / "of", *(piece for piece in TINY if piece != "[SEP]"))
-    joined = load(Text(**data, tokenizer=str(tmp_path / "of")), 0, 100)
+    joined = load_data(Text(**data, tokenizer=str(tmp_path / "of")), 0, 100)
     assert sum(map(len, (joined.train, joined.validation))) == 5 * 4
 
 
@@ -284,7 +286,7 @@ def test_published_ids_of_gpt2(tmp_path):
         v["ids"] for v in vectors
     ]
     assert all(tokenizer.decode(each["ids"]) == each["text"] for each in vectors)
-    assert tokenizer.vocab_size == 50257 and tokenizer.end == 50256 and tokenizer.dtype == np.uint16
+    assert tokenizer.vocab_size == 50257 and tokenizer.eos_token_id == 50256 and tokenizer.dtype == np.uint16
     text = published("tinyshakespeare.txt").read_text()
     cut = int(0.9 * len(text))
     counts = golden("corpus_counts")["tinyshakespeare"]
@@ -295,7 +297,7 @@ def test_published_ids_of_gpt2(tmp_path):
 def test_published_ids_of_bert(tmp_path):
     tokenizer = load_tokenizer(str(copied(tmp_path, vocab_txt="bert_base_uncased_vocab.txt")))
     vectors = golden("bert_wordpiece_uncased")["vectors"]
-    special, _ = tokenizer.masking()
+    special, _ = tokenizer.special_tokens_and_words()
     assert (special.pad, special.cls, special.sep, special.mask) == (0, 101, 102, 103) and tokenizer.vocab_size == 30522
     for each in vectors:
         assert [special.cls, *tokenizer.encode(each["text"]), special.sep] == each["ids"]

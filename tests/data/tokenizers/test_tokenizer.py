@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_lm.config.schema import PythonStdlib, Synthetic
-from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, NumberTokenizer, make
+from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, NumberTokenizer, make_tokenizer
 from spmd_lm.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def test_bytes_and_their_text_have_the_same_ids():
 
 @given(st.text())
 def test_byte_offsets(text):
-    ids, offsets = ByteTokenizer().located(text)
+    ids, offsets = ByteTokenizer().encode_with_offsets(text)
     assert ids.tolist() == ByteTokenizer().encode(text).tolist() and offsets.dtype == np.int32
     expected = [(at, at + 1) for at, letter in enumerate(text) for _ in letter.encode()]
     assert offsets.reshape(-1, 2).tolist() == [list(each) for each in expected]
@@ -30,7 +30,7 @@ def test_numbers_have_no_offsets():
     with pytest.raises(
         ConfigError, match=r"data\.source=synthetic: its tokens form no words\. Use data\.source=python"
     ):
-        NumberTokenizer().located("1 2")
+        NumberTokenizer().encode_with_offsets("1 2")
 
 
 def test_decoding_never_raises():
@@ -47,5 +47,5 @@ def test_number_round_trip():
 
 
 def test_the_data_source_selects_the_tokenizer():
-    assert isinstance(make(PythonStdlib(source="python-stdlib")), ByteTokenizer)
-    assert isinstance(make(Synthetic(source="synthetic")), NumberTokenizer)
+    assert isinstance(make_tokenizer(PythonStdlib(source="python-stdlib")), ByteTokenizer)
+    assert isinstance(make_tokenizer(Synthetic(source="synthetic")), NumberTokenizer)

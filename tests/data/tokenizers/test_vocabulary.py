@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spmd_lm.data.tokenizers.subwords import load_tokenizer
-from spmd_lm.data.tokenizers.vocabulary import BESIDE, VOCABULARIES, find, keep
+from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, VOCABULARIES, copy_vocabulary, find_vocabulary
 from spmd_lm.errors import DataError
 from tests.data.tokenizers.test_subwords import TINY, byte_level, wordpiece
 
@@ -35,7 +35,7 @@ def files(directory: Path) -> set[str]:
 def assert_copied(name: Path, destination: Path, *expected: str) -> None:
     """The copy has these files and no others, and encodes as `name` did, even after that has been moved."""
     before = load_tokenizer(str(name)).encode(TEXT).tolist()
-    keep(str(name), destination)
+    copy_vocabulary(str(name), destination)
     assert files(destination) == set(expected)
     name.rename(name.with_name("gone"))
     assert load_tokenizer(str(destination)).encode(TEXT).tolist() == before != []
@@ -44,16 +44,16 @@ def assert_copied(name: Path, destination: Path, *expected: str) -> None:
 def test_a_file_is_found_as_itself_and_a_directory_by_its_first_vocabulary(source_dir):
     for name in reversed(VOCABULARIES):
         (source_dir / name).write_text("{}")
-        assert find(str(source_dir)) == find(str(source_dir / name)) == source_dir / name
+        assert find_vocabulary(str(source_dir)) == find_vocabulary(str(source_dir / name)) == source_dir / name
     odd = source_dir / "odd name"
     odd.write_text("")
-    assert find(str(odd)) == odd
+    assert find_vocabulary(str(odd)) == odd
 
 
 def test_a_home_directory_is_expanded(source_dir, monkeypatch):
     monkeypatch.setenv("HOME", str(source_dir))
     wordpiece(source_dir)
-    assert find("~/vocab.txt") == find("~") == source_dir / "vocab.txt"
+    assert find_vocabulary("~/vocab.txt") == find_vocabulary("~") == source_dir / "vocab.txt"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_home_directory_is_expanded(source_dir, monkeypatch):
 def test_a_missing_vocabulary_is_an_error_with_the_expected_names(tmp_path, name, what):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=rf"^data\.tokenizer={tmp_path}/{name}: {what}"):
-        find(str(tmp_path / name))
+        find_vocabulary(str(tmp_path / name))
 
 
 def test_copy_of_a_wordpiece_vocabulary_with_another_name_and_its_config(source_dir, destination):
@@ -81,7 +81,7 @@ def test_copy_of_a_wordpiece_vocabulary_with_another_name_and_its_config(source_
 
 def test_copy_of_a_tokenizer_json_with_another_name(source_dir, destination):
     source = source_dir / "any.json"
-    load_tokenizer(str(wordpiece(source_dir))).library.save(str(source))
+    load_tokenizer(str(wordpiece(source_dir))).backend.save(str(source))
     assert_copied(source, destination, "tokenizer.json")  # the vocab.txt beside it is another
 
 
@@ -99,10 +99,10 @@ def test_a_token_called_model_does_not_make_a_tokenizer_json(source_dir, destina
 def test_copy_of_a_directory_has_all_its_vocabulary_files_and_nothing_else(source_dir, destination):
     wordpiece(source_dir, do_lower_case=False)
     byte_level(source_dir)
-    for name in BESIDE:
+    for name in COMPANION_FILES:
         if not (source_dir / name).exists():
             (source_dir / name).write_text("{}")
     for name in ("config.json", "model.safetensors"):
         (source_dir / name).write_text("{}")
-    load_tokenizer(str(source_dir)).library.save(str(source_dir / "tokenizer.json"))
-    assert_copied(source_dir, destination, *VOCABULARIES, *BESIDE)
+    load_tokenizer(str(source_dir)).backend.save(str(source_dir / "tokenizer.json"))
+    assert_copied(source_dir, destination, *VOCABULARIES, *COMPANION_FILES)
