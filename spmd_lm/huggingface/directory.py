@@ -8,7 +8,7 @@ from typing import Any
 
 from spmd_lm.config.load import TOKENIZER, VOCABULARIES, Layer, load_layers
 from spmd_lm.config.schema import Data, RunConfig
-from spmd_lm.data.tokenizers.vocabulary import BESIDE
+from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.architectures import BERT
 from spmd_lm.huggingface.convert import Description, read_config
@@ -63,7 +63,7 @@ def open_directory(path: Path) -> Directory:
         problems += _vocabulary(path, description.model["vocab"])
     if problems:
         raise ConfigError(*problems)
-    carried = [path / name for name in (*VOCABULARIES, *BESIDE) if (path / name).is_file()]
+    carried = [path / name for name in (*VOCABULARIES, *COMPANION_FILES) if (path / name).is_file()]
     return Directory(path, _with_its_heads(description, tensors), tensors, carried)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.config.load import TOKENIZER, VOCABULARIES, dump
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.tokenizers.vocabulary import BESIDE
+from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
 from spmd_lm.errors import ConfigError, NonFiniteError
 from spmd_lm.evaluation.evaluate import restore_run
 from spmd_lm.huggingface import convert
@@ -163,7 +163,11 @@ def export_run(config: RunConfig, target: Path, dtype: str, most: int) -> dict[s
     _, params, step = restore_run(config)
     leaves = paths(params)
     tensors = convert.tensors(architecture, {path: leaf.shape for path, leaf in leaves.items()})
-    kept = [path for name in (*VOCABULARIES, *BESIDE) if (path := config.run.directory / TOKENIZER / name).is_file()]
+    kept = [
+        path
+        for name in (*VOCABULARIES, *COMPANION_FILES)
+        if (path := config.run.directory / TOKENIZER / name).is_file()
+    ]
     before = config.run.directory / TOKENIZER / CONFIG  # of the model that this one began as
     carried = {key: value for key, value in read_json(before).items() if key in CARRIED} if before.exists() else {}
     with fresh(target) as place:
