@@ -2,22 +2,27 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, check_same_run
+from spmd_lm.checkpoints.saved_run import open_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.batch_source import HeldOut
 from spmd_lm.data.corpus import load
 from spmd_lm.data.loader import validation
 from spmd_lm.data.tasks.rows import LabelledValidation
-from spmd_lm.errors import CheckpointError
 from spmd_lm.evaluation.task_metrics import task_metrics
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.step.program import Program
 
-LossTotals = tuple[float, float, float]
-"""Sums over one step's targets: weighted loss, weight of the targets that were predicted correctly, weight."""
+
+class LossTotals(NamedTuple):
+    """Sums over the targets of one loss."""
+
+    loss: float  # weighted, in nats
+    correct: float  # weight of the targets predicted correctly
+    weight: float
 
 
 def validation_figures(program: Program, params: Tree, loader: HeldOut) -> tuple[dict[str, float], float]:
@@ -29,17 +34,18 @@ def validation_figures(program: Program, params: Tree, loader: HeldOut) -> tuple
     return text_metrics(outputs)
 
 
-def text_metrics(outputs: Sequence[Mapping[str, LossTotals]]) -> tuple[dict[str, float], float]:
-    """Metrics of text, and the weight of its tokens.  outputs: of each step, its totals by loss; the first loss is that
-    of the tokens.
+def text_metrics(outputs: Sequence[Mapping[str, tuple]]) -> tuple[dict[str, float], float]:
+    """Metrics of text, and the weight of its tokens.  outputs: `LossTotals` of each step, by loss; the first loss is
+    that of the tokens.
 
     eval_loss is the sum of the losses, each a mean in nats.  eval_perplexity is that of the tokens.  eval_accuracy is
     the share of targets predicted correctly; several losses have eval_NAME_loss and eval_NAME_accuracy instead."""
-    totals = {
-        name: [math.fsum(x) for x in zip(*(output[name] for output in outputs), strict=True)] for name in outputs[0]
-    }
-    losses = {name: loss / weight for name, (loss, _, weight) in totals.items()}
-    accuracies = {name: correct / weight for name, (_, correct, weight) in totals.items()}
+    totals = {}
+    for name in outputs[0]:
+        columns = zip(*(output[name] for output in outputs), strict=True)
+        totals[name] = LossTotals(*(math.fsum(column) for column in columns))
+    losses = {name: each.loss / each.weight for name, each in totals.items()}
+    accuracies = {name: each.correct / each.weight for name, each in totals.items()}
     tokens = next(iter(totals))
     metrics = {"eval_loss": math.fsum(losses.values()), "eval_perplexity": perplexity(losses[tokens])}
     if len(totals) == 1:
@@ -48,31 +54,11 @@ def text_metrics(outputs: Sequence[Mapping[str, LossTotals]]) -> tuple[dict[str,
         for name in totals:
             metrics[f"eval_{name}_loss"] = losses[name]
             metrics[f"eval_{name}_accuracy"] = accuracies[name]
-    return metrics, totals[tokens][2]
+    return metrics, totals[tokens].weight
 
 
 def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf  # float64 overflows above exp(709.8)
-
-
-def restore_run(config: RunConfig) -> tuple[Program, Tree, int]:
-    """The newest parameters in canonical shapes, in the shardings of `config`'s layout.
-
-    Raises CheckpointError if there is no checkpoint, or it is of another model."""
-    checkpointer = Checkpointer(config.run.directory / "checkpoints")
-    step = checkpointer.latest()
-    if step is None:
-        raise CheckpointError(f"{checkpointer.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
-    saved_config = checkpointer.meta(step)["config"]
-    check_same_run(saved_config, config.model_dump(by_alias=True), checkpointer.directory)
-    program = Program(config)
-    return (program, checkpointer.restore_params(step, program.abstract_canonical().params), step)
-
-
-def open_run(config: RunConfig) -> tuple[Program, Tree, int]:
-    """The newest parameters placed as the program's compiled functions take them.  Raises what `restore_run` does."""
-    program, params, step = restore_run(config)
-    return (program, program.place_params(params), step)
 
 
 def evaluate_run(config: RunConfig) -> dict[str, float]:

@@ -23,7 +23,7 @@ from spmd_lm.data.loader import training, validation
 from spmd_lm.data.tasks.dataset import Labelled
 from spmd_lm.data.tokenizers.vocabulary import keep
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
-from spmd_lm.generation.generator import sample_text
+from spmd_lm.generation.generate import generate_text
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.planning import plan_report as plans
 from spmd_lm.runtime.lock import claimed
@@ -162,7 +162,7 @@ def sample(run: Run) -> str:
     """A few continuations; none where the data is no text, or the model writes none."""
     if isinstance(run.config.data, Synthetic) or not run.config.model.causal:
         return ""
-    texts = sample_text(run.program, run.state.params, PROMPTS, Sampling(temperature=0.8))
+    texts = generate_text(run.program, run.state.params, PROMPTS, Sampling(temperature=0.8))
     rule = "\n" + "-" * 80 + "\n"
     return rule.join(texts) + "\n"
 
