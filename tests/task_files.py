@@ -14,7 +14,7 @@ from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data import loader
 from spmd_lm.data.corpus import load
-from spmd_lm.data.tasks.rows import LabelledValidation
+from spmd_lm.data.tasks.loader import TaskValidationLoader
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
 
 SPECIAL, _ = ByteTokenizer().masking()
@@ -104,7 +104,7 @@ def training(task: str, root: Path, **changes):
     return loader.training(run, corpus(run))
 
 
-def validation(task: str, root: Path, **changes) -> LabelledValidation:
+def validation(task: str, root: Path, **changes) -> TaskValidationLoader:
     run = config(task, root / task, **changes)
     return loader.validation(run, corpus(run))
 

@@ -24,7 +24,7 @@ SYNTHETIC_VALIDATION = 2**16
 
 
 class Source(Protocol):
-    """What a run says of its data, be it a `Corpus` or `dataset.Labelled`."""
+    """What a run says of its data, be it a `Corpus` or `dataset.TaskDataset`."""
 
     @property
     def name(self) -> str: ...
@@ -65,7 +65,7 @@ class Corpus:
         )
 
 
-def load(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab: int) -> Corpus | dataset.Labelled:
+def load(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab: int) -> Corpus | dataset.TaskDataset:
     """The tokens of a run, or its examples.  `seed` matters to synthetic data alone.
 
     Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged

@@ -13,31 +13,31 @@ from spmd_lm.data.batch_source import SHIFT, HeldOut, Rows, Shuffled
 from spmd_lm.data.corpus import Corpus
 from spmd_lm.data.masked_lm.rows import MaskedLoader, MaskedValidation
 from spmd_lm.data.shuffle import fold
-from spmd_lm.data.tasks.dataset import Labelled
-from spmd_lm.data.tasks.rows import LabelledLoader, LabelledValidation
+from spmd_lm.data.tasks.dataset import TaskDataset
+from spmd_lm.data.tasks.loader import TaskLoader, TaskValidationLoader
 from spmd_lm.errors import DataError
 
 
-def training(config: RunConfig, corpus: Corpus | Labelled) -> Rows:
+def training(config: RunConfig, corpus: Corpus | TaskDataset) -> Rows:
     """The batches of every step of this config.
 
     Raises DataError for too little text and for a label that is no class, ConfigError for an objective that the
     vocabulary has no tokens for."""
     model, t, microbatches = config.model, config.train, config.parallel.microbatches
-    if isinstance(corpus, Labelled):
-        return LabelledLoader(corpus.train, corpus.tokenizer, model, config.objective, t.batch, microbatches, t.seed)
+    if isinstance(corpus, TaskDataset):
+        return TaskLoader(corpus.train, corpus.tokenizer, model, config.objective, t.batch, microbatches, t.seed)
     if isinstance(config.objective, MaskedLM):
         of = corpus.train, corpus.tokenizer, model, config.objective
         return MaskedLoader(*of, t.batch, microbatches, t.seed)
     return Loader(corpus.train, model.context, t.batch, microbatches, t.seed)
 
 
-def validation(config: RunConfig, corpus: Corpus | Labelled) -> HeldOut:
+def validation(config: RunConfig, corpus: Corpus | TaskDataset) -> HeldOut:
     """The batches that every evaluation of this config looks at, always the same; of labelled examples all.  Raises
     what `training` does."""
     model, t, microbatches = config.model, config.train, config.parallel.microbatches
-    if isinstance(corpus, Labelled):
-        return LabelledValidation(corpus.validation, corpus.tokenizer, model, config.objective, t.batch, microbatches)
+    if isinstance(corpus, TaskDataset):
+        return TaskValidationLoader(corpus.validation, corpus.tokenizer, model, config.objective, t.batch, microbatches)
     if isinstance(config.objective, MaskedLM):
         of = corpus.validation, corpus.tokenizer, model, config.objective
         return MaskedValidation(*of, t.batch, microbatches, t.eval_batches)

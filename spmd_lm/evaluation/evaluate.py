@@ -11,7 +11,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.batch_source import HeldOut
 from spmd_lm.data.corpus import load
 from spmd_lm.data.loader import validation
-from spmd_lm.data.tasks.rows import LabelledValidation
+from spmd_lm.data.tasks.loader import TaskValidationLoader
 from spmd_lm.evaluation.task_metrics import task_metrics
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.step.program import Program
@@ -25,11 +25,11 @@ class LossTotals(NamedTuple):
     weight: float
 
 
-def validation_figures(program: Program, params: Tree, loader: HeldOut) -> tuple[dict[str, float], float]:
+def validation_metrics(program: Program, params: Tree, loader: HeldOut) -> tuple[dict[str, float], float]:
     """Metrics of the validation data, without dropout; and how many tokens, or labelled examples, they are of."""
     batches = (loader.batch(i, program.batch_shardings) for i in range(len(loader)))
     outputs = [jax.device_get(program.evaluate(params, batch)) for batch in batches]
-    if isinstance(loader, LabelledValidation):
+    if isinstance(loader, TaskValidationLoader):
         return task_metrics(loader, outputs), loader.num_examples
     return text_metrics(outputs)
 
@@ -65,5 +65,5 @@ def evaluate_run(config: RunConfig) -> dict[str, float]:
     """Metrics of a run's newest checkpoint on its validation data, with their step and number of tokens or examples."""
     program, params, step = open_run(config)
     corpus = load(config.data, config.train.seed, config.model.vocab)
-    metrics, count = validation_figures(program, params, validation(config, corpus))
+    metrics, count = validation_metrics(program, params, validation(config, corpus))
     return {"step": step, **metrics, "tokens" if config.objective.of_tokens else "examples": int(count)}

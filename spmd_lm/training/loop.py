@@ -20,7 +20,7 @@ from spmd_lm.config.schema import Data, RunConfig, Synthetic
 from spmd_lm.data.batch_source import Rows
 from spmd_lm.data.corpus import Corpus, load
 from spmd_lm.data.loader import training, validation
-from spmd_lm.data.tasks.dataset import Labelled
+from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.data.tokenizers.vocabulary import keep
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
 from spmd_lm.generation.generate import generate_text
@@ -105,7 +105,7 @@ def first_state(
     saves: Checkpointer,
     saved: int | None,
     origin: Origin | None,
-    corpus: Corpus | Labelled,
+    corpus: Corpus | TaskDataset,
     progress: Progress,
 ) -> TrainState:
     """The saved state of a step, or the initial one, on devices."""

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from spmd_lm.data import loader
-from spmd_lm.data.tasks.rows import LabelledValidation
+from spmd_lm.data.tasks.loader import TaskValidationLoader
 from spmd_lm.evaluation.task_metrics import predict_answers, task_metrics
 from tests.task_files import all_rows, config, corpus, plain_rows, validation, write_squad
 
 
-def outputs_of(rows: LabelledValidation, name: str, logits: np.ndarray) -> list[dict[str, np.ndarray]]:
+def outputs_of(rows: TaskValidationLoader, name: str, logits: np.ndarray) -> list[dict[str, np.ndarray]]:
     """Logits by step; those of the rows that pad the last batch are huge."""
     padding = len(rows) * rows.batch_size - len(logits)
     padded = np.concatenate([logits, np.full((padding, *logits.shape[1:]), 1e30)]).astype(np.float32)
@@ -55,7 +55,7 @@ def test_two_classes_have_an_f1(tmp_path):
     assert result["eval_matthews"] == pytest.approx((2 * 1 - 1 * 1) / math.sqrt(3 * 2 * 3 * 2))
 
 
-def plain_span_loss(held_out: LabelledValidation, logits: np.ndarray) -> float:
+def plain_span_loss(held_out: TaskValidationLoader, logits: np.ndarray) -> float:
     rows = all_rows(held_out, len(held_out))
     losses = []
     for row, each in enumerate(logits):
@@ -77,7 +77,7 @@ def test_metrics_of_spans(root, batch):
     )
 
 
-def prefer(held_out: LabelledValidation, choose) -> np.ndarray:
+def prefer(held_out: TaskValidationLoader, choose) -> np.ndarray:
     """Logits [N, 32, 2] that are high at (start, end, height) = choose(row, label, end position)."""
     rows = all_rows(held_out, len(held_out))
     logits = np.zeros((len(held_out.features.example), 32, 2))

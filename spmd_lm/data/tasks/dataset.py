@@ -87,7 +87,9 @@ class Split:
 
 
 @dataclasses.dataclass(frozen=True)
-class Labelled:
+class TaskDataset:
+    """Both splits of a task."""
+
     name: str
     train: Split
     validation: Split
@@ -110,8 +112,8 @@ class Labelled:
         )
 
 
-def load(data: Task, tokenizer: Tokenizer) -> Labelled:
+def load(data: Task, tokenizer: Tokenizer) -> TaskDataset:
     """Reads and tokenizes both splits.  Raises DataError for missing or malformed files."""
     train = Split.from_examples(*read_examples(data.task, data.paths, "data.path"), tokenizer)
     validation = Split.from_examples(*read_examples(data.task, data.held_out, "data.validation_path"), tokenizer)
-    return Labelled(f"{data.task}, {', '.join(data.paths)}", train, validation, tokenizer)
+    return TaskDataset(f"{data.task}, {', '.join(data.paths)}", train, validation, tokenizer)

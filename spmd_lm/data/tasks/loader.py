@@ -13,8 +13,10 @@ from spmd_lm.data.tokenizers.tokenizer import Tokenizer
 from spmd_lm.errors import DataError
 
 
-class LabelledRows(Rows):
-    """Raises ConfigError for a vocabulary without [CLS] and [SEP], DataError for a label that is not a class."""
+class TaskRows(Rows):
+    """Rows of a split's features.
+
+    Raises ConfigError for a vocabulary without [CLS] and [SEP], DataError for a label that is not a class."""
 
     def __init__(
         self, split: Split, tokenizer: Tokenizer, model: Model, objective: Objective, batch: int, microbatches: int
@@ -63,7 +65,7 @@ class LabelledRows(Rows):
         return len(self.features.example) // self.together
 
 
-class LabelledLoader(LabelledRows, Shuffled):
+class TaskLoader(TaskRows, Shuffled):
     """Training batches: each window once per epoch, shuffled."""
 
     def __init__(
@@ -84,7 +86,7 @@ class LabelledLoader(LabelledRows, Shuffled):
         return window_R, np.ones(len(window_R), bool)
 
 
-class LabelledValidation(LabelledRows, HeldOut):
+class TaskValidationLoader(TaskRows, HeldOut):
     """Validation batches: the whole split, in order."""
 
     def __init__(
