@@ -22,7 +22,8 @@ LAYERS = (
     {"generation"},
     {"training"},
     {"huggingface"},
-    {"commands", "api"},
+    {"commands"},
+    {"api"},
     {"cli"},
     {"__main__"},
 )
@@ -60,7 +61,7 @@ def test_imports_point_down(path):
 def test_no_package_does_work_on_import():
     for path in PACKAGE.rglob("__init__.py"):
         body = ast.parse(path.read_text()).body
-        assert all(isinstance(node, ast.Expr | ast.Assign | ast.ImportFrom) for node in body), path
+        assert all(isinstance(node, ast.Expr | ast.Assign | ast.ImportFrom | ast.FunctionDef) for node in body), path
 
 
 def test_configuration_and_command_import_no_jax():

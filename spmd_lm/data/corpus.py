@@ -49,7 +49,7 @@ class Corpus:
         )
 
 
-def load_data(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_size: int) -> Corpus | dataset.Labelled:
+def load_data(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_size: int) -> Corpus | dataset.TaskDataset:
     """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`.
 
     Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged

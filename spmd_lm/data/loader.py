@@ -14,33 +14,29 @@ from spmd_lm.data.batch_source import OFFSET_STREAM, BatchSource, TrainLoader, V
 from spmd_lm.data.corpus import Corpus
 from spmd_lm.data.masked_lm.rows import MaskedLMTrainLoader, MaskedLMValidationLoader
 from spmd_lm.data.shuffle import fold_in
-from spmd_lm.data.tasks.dataset import Labelled
-from spmd_lm.data.tasks.rows import LabelledLoader, LabelledValidation
+from spmd_lm.data.tasks.dataset import TaskDataset
+from spmd_lm.data.tasks.loader import TaskLoader, TaskValidationLoader
 from spmd_lm.errors import DataError
 
 
-def make_train_loader(config: RunConfig, data: Corpus | Labelled) -> TrainLoader:
+def make_train_loader(config: RunConfig, data: Corpus | TaskDataset) -> TrainLoader:
     """The batches of every training step.
 
     Raises DataError for too little text and for a label out of range, ConfigError if the vocabulary lacks the special
     tokens of the objective."""
-    if isinstance(data, Labelled):
-        model, train, microbatches = config.model, config.train, config.parallel.microbatches
-        return LabelledLoader(
-            data.train, data.tokenizer, model, config.objective, train.batch, microbatches, train.seed
-        )
+    if isinstance(data, TaskDataset):
+        return TaskLoader(data.train, data.tokenizer, config)
     if isinstance(config.objective, MaskedLM):
         return MaskedLMTrainLoader(data.train, data.tokenizer, config)
     return CausalLMTrainLoader(data.train, config)
 
 
-def make_validation_loader(config: RunConfig, data: Corpus | Labelled) -> ValidationLoader:
+def make_validation_loader(config: RunConfig, data: Corpus | TaskDataset) -> ValidationLoader:
     """The batches of every evaluation: at most train.eval_batches of text, all labelled examples.
 
     Raises the same errors as `make_train_loader`."""
-    if isinstance(data, Labelled):
-        model, train, microbatches = config.model, config.train, config.parallel.microbatches
-        return LabelledValidation(data.validation, data.tokenizer, model, config.objective, train.batch, microbatches)
+    if isinstance(data, TaskDataset):
+        return TaskValidationLoader(data.validation, data.tokenizer, config)
     if isinstance(config.objective, MaskedLM):
         return MaskedLMValidationLoader(data.validation, data.tokenizer, config)
     return CausalLMValidationLoader(data.validation, config)

@@ -1,146 +1,131 @@
-"""Text from a trained model: prompts in a batch, one cache of keys and values, laid out over devices as the model is.
+"""Autoregressive generation with a KV cache, for batches of prompts, sharded as the model is.
 
-A row's text depends on (prompt, seed, row) alone: a layout or a neighbour in the batch never changes it."""
+The text of a row depends on (prompt, seed, row) alone, not on the layout or on the other rows of the batch.
+The batch dimension is that of prompts, padded to a multiple of the layout's batch shards."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
-from spmd_lm.errors import DataError
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.step.eval_step import inference_params
 from spmd_lm.step.program import Program
 
-DEFAULT = Sampling()
-
 
 def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
-    """logits [batch, vocab] with -inf where a token is not among the `top_k` likeliest, or not needed to reach
-    `top_p`."""
+    """logits [batch, vocab], with -inf for all but the `top_k` likeliest tokens, and of these all but the likeliest
+    whose probabilities sum to `top_p`.  Ties with the last token that is kept are kept as well."""
     if not top_k and top_p >= 1:
         return logits
-    ranked = jnp.sort(logits, axis=-1, descending=True)
-    floor = ranked[:, min(top_k or logits.shape[-1], logits.shape[-1]) - 1, None]
+    sorted_logits = jnp.sort(logits, axis=-1, descending=True)
+    vocab = logits.shape[-1]
+    threshold = sorted_logits[:, min(top_k or vocab, vocab) - 1, None]
     if top_p < 1:
-        kept = jnp.where(ranked >= floor, ranked, -jnp.inf)
-        share = jax.nn.softmax(kept, axis=-1)
-        needed = jnp.cumsum(share, axis=-1) - share < top_p
-        floor = jnp.min(jnp.where(needed, ranked, ranked[:, :1]), axis=-1, keepdims=True)  # the first always is
-    return jnp.where(logits >= floor, logits, -jnp.inf)
+        probs = jax.nn.softmax(jnp.where(sorted_logits >= threshold, sorted_logits, -jnp.inf), axis=-1)
+        in_nucleus = jnp.cumsum(probs, axis=-1) - probs < top_p
+        # The likeliest token is always kept, also where top_p is 0 in float32.
+        threshold = jnp.min(jnp.where(in_nucleus, sorted_logits, sorted_logits[:, :1]), axis=-1, keepdims=True)
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
-def draw_token(logits: jax.Array, row: jax.Array, drawn: jax.Array, sampling: Sampling) -> jax.Array:
-    """The next token of each row, int32 [batch].  row: each one's number, int32 [batch]; drawn: tokens drawn so far."""
+def sample_token(logits: jax.Array, rows: jax.Array, index: jax.Array, sampling: Sampling) -> jax.Array:
+    """The next token of each row, int32 [batch].
+
+    logits: [batch, vocab].  rows: the rows' numbers in the global batch, int32 [batch].  index: of the new token, from
+    0 after the prompt; with the seed and the row it keys the random draw."""
     if sampling.greedy or sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = filter_logits(logits / sampling.temperature, sampling.top_k, sampling.top_p)
-    key = jax.random.fold_in(jax.random.key(sampling.seed), drawn)
-    draw = lambda logits, row: jax.random.categorical(jax.random.fold_in(key, row), logits)  # noqa: E731
-    return jax.vmap(draw)(logits, row).astype(jnp.int32)
+    key = jax.random.fold_in(jax.random.key(sampling.seed), index)
+
+    def sample_row(logits: jax.Array, row: jax.Array) -> jax.Array:
+        return jax.random.categorical(jax.random.fold_in(key, row), logits)
+
+    return jax.vmap(sample_row)(logits, rows).astype(jnp.int32)
 
 
-def window(length: int, context: int) -> int:
-    """How many tokens, counted from its end, the model reads of a text of `length` tokens.
+def window_length(length: int, context: int) -> int:
+    """How many of the last tokens of a text of `length` tokens the model reads.
 
-    All of them up to `context`; then it goes on from the later half, because positions are learned and a cache cannot
-    slide."""
+    All of them, up to `context`.  A longer text starts again from its last half context, and the window grows to
+    `context` again: a KV cache cannot slide, because positions are learned."""
     half = context // 2 or 1
     return length if length <= context else half + (length - context - 1) % (context + 1 - half)
 
 
 class Generator:
-    """A model, ready to read and write text in batches of `rows` sequences."""
+    """A model and its sampling options, compiled for batches of `rows` prompts."""
 
     def __init__(self, program: Program, rows: int, sampling: Sampling):
         shards = program.plan.layout.batch_shards
         self.program, self.sampling = program, sampling
         self.rows = -(-rows // shards) * shards
 
+    def generate(self, params: Tree, prompts: list[np.ndarray]) -> list[np.ndarray]:
+        """Each prompt (at least one token id) followed by `sampling.tokens` new ones, int32."""
+        context = self.program.config.model.context
+        texts = [np.asarray(prompt, np.int32) for prompt in prompts]
+        generated = 0
+        while generated < self.sampling.tokens:
+            windows = [text[-window_length(len(text), context) :] for text in texts]
+            # The longest window fills the cache, which the last token generated need not enter.
+            count = min(self.sampling.tokens - generated, context + 1 - max(map(len, windows)))
+            new_tokens = self._generate_in_cache(params, windows, generated, count)
+            texts = [np.concatenate([text, new]) for text, new in zip(texts, new_tokens, strict=True)]
+            generated += count
+        return texts
+
+    def _generate_in_cache(
+        self, params: Tree, windows: list[np.ndarray], generated: int, count: int
+    ) -> list[np.ndarray]:
+        """`count` new tokens of each window, after `generated` ones; one prefill."""
+        plan = self.program.plan
+        tokens = np.zeros((self.rows, self.program.config.model.context + 1), np.int32)
+        lengths = np.ones(self.rows, np.int32)
+        for i, window in enumerate(windows):
+            tokens[i, : len(window)], lengths[i] = window, len(window)
+        rows = np.arange(self.rows, dtype=np.int32)
+        by_row = jax.device_put((tokens, lengths, rows), plan.sharding(self._batch_spec))
+        replicated = jax.device_put((np.int32(generated), np.int32(count)), plan.sharding(P()))
+        tokens = np.asarray(self._prefill_and_decode(params, *by_row, *replicated))
+        return [tokens[i, len(window) : len(window) + count] for i, window in enumerate(windows)]
+
     @functools.cached_property
-    def _write(self):
-        """(params, tokens [rows, context + 1], lengths [rows], row [rows], drawn, count) -> tokens with `count` more in
-        each row."""
+    def _prefill_and_decode(self):
+        """(params, tokens [batch, context + 1], lengths [batch], rows [batch], generated, count) -> tokens with `count`
+        more in each row."""
         program, sampling = self.program, self.sampling
         plan, model, dtype = program.plan, program.model, jnp.dtype(program.config.precision.compute)
 
-        def body(params: Tree, tokens, lengths, row, drawn, count):
-            inference, gather = inference_params(model, plan, params, dtype)
-            extend = functools.partial(model.extend, inference, gather)
-            here = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-            start = tokens[:, :-1]
-            places = jnp.broadcast_to(jnp.arange(start.shape[1], dtype=jnp.int32), start.shape)
-            logits, cache = extend(model.empty_cache(start.shape[0], dtype), start, places, lengths - 1)
+        def body(params: Tree, tokens, lengths, rows, generated, count):
+            weights, gather_layer = inference_params(model, plan, params, dtype)
+            read = functools.partial(model.extend, weights, gather_layer)
+            local_rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+            prompts = tokens[:, :-1]
+            positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
+            logits, cache = read(model.empty_cache(prompts.shape[0], dtype), prompts, positions, lengths - 1)
 
-            def more(i, carry):
+            def decode_step(i, carry):
                 tokens, logits, cache = carry
-                new = draw_token(logits, row, drawn + i, sampling)
-                at = lengths + i
-                tokens = tokens.at[here, at].set(new)
-                return tokens, *extend(cache, new[:, None], at[:, None], jnp.zeros_like(at))
+                new = sample_token(logits, rows, generated + i, sampling)
+                position = lengths + i
+                tokens = tokens.at[local_rows, position].set(new)
+                logits, cache = read(cache, new[:, None], position[:, None], jnp.zeros_like(position))
+                return tokens, logits, cache
 
-            # The last token drawn is never read: nothing is asked after it.
-            tokens, logits, _ = jax.lax.fori_loop(0, count - 1, more, (tokens, logits, cache))
-            last = draw_token(logits, row, drawn + count - 1, sampling)
-            return tokens.at[here, lengths + count - 1].set(last)
+            # The last token is sampled outside the loop: the model need not read it.
+            tokens, logits, _ = jax.lax.fori_loop(0, count - 1, decode_step, (tokens, logits, cache))
+            last = sample_token(logits, rows, generated + count - 1, sampling)
+            return tokens.at[local_rows, lengths + count - 1].set(last)
 
-        rows = self._rows
-        write = plan.shard_map(body, (plan.param_specs, rows, rows, rows, P(), P()), rows, whole_sequence=True)
-        return jax.jit(write, out_shardings=plan.sharding(P()))  # whole, so that every process can read it
+        batch = self._batch_spec
+        sharded = plan.shard_map(body, (plan.param_specs, batch, batch, batch, P(), P()), batch, whole_sequence=True)
+        return jax.jit(sharded, out_shardings=plan.sharding(P()))  # replicated, so that every process can read it
 
     @property
-    def _rows(self) -> P:
+    def _batch_spec(self) -> P:
         return P(self.program.plan.activation_rules.axes("batch"))
-
-    def extend(self, params: Tree, prompts: list[np.ndarray]) -> list[np.ndarray]:
-        """Each prompt (token ids, at least one) with `sampling.tokens` more."""
-        context = self.program.config.model.context
-        texts = [np.asarray(p, np.int32) for p in prompts]
-        put = lambda x, spec: jax.device_put(x, self.program.plan.sharding(spec))  # noqa: E731
-        drawn = 0
-        while drawn < self.sampling.tokens:
-            ends = [t[-window(len(t), context) :] for t in texts]
-            count = min(self.sampling.tokens - drawn, context + 1 - max(map(len, ends)))
-            tokens, lengths = np.zeros((self.rows, context + 1), np.int32), np.ones(self.rows, np.int32)
-            for i, t in enumerate(ends):
-                tokens[i, : len(t)], lengths[i] = t, len(t)
-            row = np.arange(self.rows, dtype=np.int32)
-            out = self._write(
-                params,
-                *(put(x, self._rows) for x in (tokens, lengths, row)),
-                *(put(np.int32(x), P()) for x in (drawn, count)),
-            )
-            out = np.asarray(out)
-            new = [out[i, len(t) : len(t) + count] for i, t in enumerate(ends)]
-            texts = [np.concatenate(pair) for pair in zip(texts, new, strict=True)]
-            drawn += count
-        return texts
-
-
-def sample_text(program: Program, params: Tree, prompts: Sequence[str], sampling: Sampling = DEFAULT) -> list[str]:
-    """Each prompt and what the model adds to it, up to the end of a document.  An empty prompt begins a document.
-
-    DataError for a prompt without a token, where nothing says how a text begins."""
-    tokenizer = make_tokenizer(program.config.data)
-    start = np.array([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], np.int32)
-    ids = [np.concatenate([start, np.asarray(tokenizer.encode(p), np.int32)]) for p in prompts]
-    vocab = program.config.model.vocab
-    for prompt, tokens in zip(prompts, ids, strict=True):
-        if not tokens.size:
-            raise DataError(
-                "an empty prompt: this run has no token that begins a text. Give one, as in --prompt '3 1'."
-            )
-        if tokens.max() >= vocab:
-            raise DataError(f"prompt {prompt!r:.60}: token {tokens.max()} is not below model.vocab={vocab}.")
-    written = Generator(program, len(ids), sampling).extend(params, ids)
-
-    def text(ids: np.ndarray, prompt: np.ndarray) -> str:
-        ends = np.flatnonzero(ids[len(prompt) :] == tokenizer.eos_token_id)
-        return tokenizer.decode(ids[len(start) : len(prompt) + ends[0] if len(ends) else None])
-
-    return [text(*pair) for pair in zip(written, ids, strict=True)]

@@ -1,4 +1,4 @@
-"""How the next token is chosen.  Apart from `sample.py`, which does it: a wrong choice is refused without jax."""
+"""Sampling options.  Free of jax, so that the command line refuses a bad option before jax is imported."""
 
 import dataclasses
 import math
@@ -8,11 +8,10 @@ from spmd_lm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """tokens: how many to add.  temperature 0, or greedy, takes the likeliest.  top_k 0 and top_p 1 keep every
-    token."""
+    """How the next tokens are chosen.  top_k=0 and top_p=1 keep every token."""
 
-    tokens: int = 200
-    temperature: float = 1.0
+    tokens: int = 200  # to generate; the end of a document ends the text earlier
+    temperature: float = 1.0  # 0 is greedy
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
@@ -22,15 +21,13 @@ class Sampling:
         problems = []
         if self.tokens < 1:
             problems.append(f"tokens={self.tokens}: ask for at least one")
-        if self.temperature and not 1e-6 <= self.temperature < math.inf:  # far less is 0 in float32
-            problems.append(
-                f"temperature={self.temperature}: use 0 for the likeliest token, or 1e-6 and more for variety"
-            )
+        if self.temperature and not 1e-6 <= self.temperature < math.inf:  # far smaller ones are 0 in float32
+            problems.append(f"temperature={self.temperature}: use 0 for greedy sampling, or at least 1e-6")
         if self.top_k < 0:
-            problems.append(f"top_k={self.top_k}: use 0 to keep every token, or how many to keep")
+            problems.append(f"top_k={self.top_k}: use the number of tokens to keep, or 0 to keep all")
         if not 0 < self.top_p <= 1:
-            problems.append(f"top_p={self.top_p}: use a share of the probability in (0, 1]")
-        if not 0 <= self.seed < 2**32:  # one word of the generator's key
-            problems.append(f"seed={self.seed}: use a whole number from 0 to {2**32 - 1}")
+            problems.append(f"top_p={self.top_p}: use a probability above 0 and at most 1")
+        if not 0 <= self.seed < 2**32:  # one 32-bit word of the random key
+            problems.append(f"seed={self.seed}: use an integer from 0 to {2**32 - 1}")
         if problems:
             raise ConfigError(*problems)

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.saved_run import restore_run
 from spmd_lm.config.load import TOKENIZER, VOCABULARIES, dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
 from spmd_lm.errors import ConfigError, NonFiniteError
-from spmd_lm.evaluation.evaluate import restore_run
 from spmd_lm.huggingface import convert
 from spmd_lm.huggingface.architectures import CARRIED, Row, Span
 from spmd_lm.huggingface.convert import Tensor

@@ -3,7 +3,7 @@
 metrics.jsonl is the truth, one object per step: step, loss, grad_norm, lr, tokens (since step 1), tokens_per_second,
 mfu (null where the hardware's peak is unknown), seconds (per step, since the record before), eval_loss,
 eval_perplexity, eval_accuracy; of an objective with several losses NAME_loss, eval_NAME_loss and eval_NAME_accuracy; of
-labelled examples the figures that data/tasks/rows.py lists; where the loss is scaled, loss_scale, skipped (whether this
+labelled examples see evaluation/task_metrics.py; where the loss is scaled, loss_scale, skipped (whether this
 step left the parameters as they were, and its grad_norm is no number) and skipped_steps (since step 1). A step stands
 there once, however often the run was resumed."""
 

@@ -15,9 +15,9 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import Corpus
 from spmd_lm.data.loader import make_validation_loader
-from spmd_lm.data.tasks.dataset import Labelled
+from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.errors import CheckpointError, NonFiniteError
-from spmd_lm.evaluation.evaluate import validation_figures
+from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
 from spmd_lm.runtime.progress import Progress
 from spmd_lm.step.program import Program
@@ -43,7 +43,7 @@ class Run:
 
     config: RunConfig
     program: Program
-    corpus: Corpus | Labelled
+    corpus: Corpus | TaskDataset
     checkpoints: Checkpointer
     status: Status
     clock: Clock
@@ -150,7 +150,7 @@ class Evaluate:
             return
         run.settle()
         with run.clock.time("eval"):
-            figures, _ = validation_figures(run.program, run.state.params, self.loader)
+            figures, _ = validation_metrics(run.program, run.state.params, self.loader)
         if not math.isfinite(loss := figures["eval_loss"]):
             raise run.lost(f"evaluation after step {run.step}: loss {loss:g}", after=run.step)
         run.record |= figures

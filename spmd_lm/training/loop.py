@@ -20,10 +20,10 @@ from spmd_lm.config.schema import Data, RunConfig, Synthetic
 from spmd_lm.data.batch_source import BatchSource
 from spmd_lm.data.corpus import Corpus, load_data
 from spmd_lm.data.loader import make_train_loader, make_validation_loader
-from spmd_lm.data.tasks.dataset import Labelled
+from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
-from spmd_lm.generation.generator import sample_text
+from spmd_lm.generation.generate import generate_text
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.planning import plan_report as plans
 from spmd_lm.runtime.lock import claimed
@@ -106,7 +106,7 @@ def first_state(
     saves: Checkpointer,
     saved: int | None,
     origin: Origin | None,
-    corpus: Corpus | Labelled,
+    corpus: Corpus | TaskDataset,
     progress: Progress,
 ) -> TrainState:
     """The saved state of a step, or the initial one, on devices."""
@@ -163,7 +163,7 @@ def sample(run: Run) -> str:
     """A few continuations; none where the data is no text, or the model writes none."""
     if isinstance(run.config.data, Synthetic) or not run.config.model.causal:
         return ""
-    texts = sample_text(run.program, run.state.params, PROMPTS, Sampling(temperature=0.8))
+    texts = generate_text(run.program, run.state.params, PROMPTS, Sampling(temperature=0.8))
     rule = "\n" + "-" * 80 + "\n"
     return rule.join(texts) + "\n"
 

@@ -1,4 +1,4 @@
-"""A cache, a batch, a layout and a full context change nothing of what a model writes."""
+"""Generated text depends neither on the KV cache nor on batch or layout, and goes on past the context."""
 
 import functools
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.generation.generate import generate_run
-from spmd_lm.generation.generator import Generator, draw_token, filter_logits, sample_text, window
+from spmd_lm.generation.generate import generate_run, generate_text
+from spmd_lm.generation.generator import Generator, filter_logits, sample_token, window_length
 from spmd_lm.generation.sampling import Sampling
 from tests import reference
 from tests.helpers import FLOAT32, canonical, make_config, program, run_of
@@ -19,8 +19,8 @@ CONTEXT, VOCAB = 16, 61
 PROMPTS = [R.integers(0, VOCAB, n).astype(np.int32) for n in (1, 5, 15, 16, 40)]
 
 
-def loud(tree):
-    """As drawn at first, a model is all but indifferent between tokens."""
+def scaled_up(tree):
+    """Parameters whose logits differ; those of a fresh model are all but equal."""
     return jax.tree.map(lambda p: p * 8, tree)
 
 
@@ -31,80 +31,80 @@ def generator(layout: str, rows: int, **sampling) -> Generator:
 
 @functools.cache
 def params(layout: str):
-    return loud(program(run_of(layout)).init().params)
+    return scaled_up(program(run_of(layout)).init().params)
 
 
-def write(layout, prompts, **sampling):
-    return generator(layout, len(PROMPTS), **sampling).extend(params(layout), prompts)
+def generate(layout, prompts, **sampling):
+    return generator(layout, len(PROMPTS), **sampling).generate(params(layout), prompts)
 
 
 @functools.cache
-def likeliest():
-    """Text [1, context] and its length -> the token that the reference finds likeliest next."""
+def reference_argmax():
+    """A function (text [1, context], its length) -> the reference model's likeliest next token."""
     p = program(run_of("one"))
-    weights, c = jax.tree.map(jnp.asarray, loud(canonical(p, p.init()).params)), p.config.model
+    weights, c = jax.tree.map(jnp.asarray, scaled_up(canonical(p, p.init()).params)), p.config.model
     return jax.jit(lambda text, length: jnp.argmax(reference.logits(weights, c, text)[0, length - 1]))
 
 
-def by_hand(prompt, tokens):
-    """Reads all that the model may see again for every token."""
+def generated_without_cache(prompt, tokens):
+    """Greedy: one forward pass over the whole window per token."""
     text = list(prompt)
     for _ in range(tokens):
-        end = text[-window(len(text), CONTEXT) :]
-        text.append(int(likeliest()(np.array([end + [0] * (CONTEXT - len(end))], np.int32), len(end))))
+        end = text[-window_length(len(text), CONTEXT) :]
+        text.append(int(reference_argmax()(np.array([end + [0] * (CONTEXT - len(end))], np.int32), len(end))))
     return text
 
 
 @pytest.mark.parametrize("layout", ["one", "data4-model2"])
-def test_greedy_text_is_what_full_forward_passes_give(layout, x64):
-    """Prompts of many lengths in one batch, the context filled several times over."""
-    for got, prompt in zip(write(layout, PROMPTS, tokens=40, greedy=True), PROMPTS, strict=True):
-        assert got.tolist() == by_hand(prompt, 40)
+def test_greedy_text_equals_that_of_full_forward_passes(layout, x64):
+    """Prompts of several lengths in one batch; the context is filled several times."""
+    for got, prompt in zip(generate(layout, PROMPTS, tokens=40, greedy=True), PROMPTS, strict=True):
+        assert got.tolist() == generated_without_cache(prompt, 40)
 
 
 SHARDED = pytest.param("replica2-data2-model2-sequence-zero3", marks=pytest.mark.mutants)
 
 
 @pytest.mark.parametrize("layout", ["data4-model2", "model8", SHARDED])
-def test_every_layout_draws_the_same_text(layout, x64):
-    got, want = (write(where, PROMPTS, tokens=30, seed=1) for where in (layout, "one"))
+def test_every_layout_samples_the_same_text(layout, x64):
+    got, want = (generate(where, PROMPTS, tokens=30, seed=1) for where in (layout, "one"))
     assert [text.tolist() for text in got] == [text.tolist() for text in want]
-    assert max(map(max, want)) < VOCAB  # padding is never drawn
+    assert max(map(max, want)) < VOCAB  # padding of the vocabulary is never sampled
 
 
 def test_a_row_does_not_depend_on_its_neighbours(x64):
-    """But on its place: the same prompt twice in a batch gives two texts."""
-    together = write("one", PROMPTS, tokens=30, seed=1)
+    """But on its index: the same prompt twice in a batch gives two texts."""
+    together = generate("one", PROMPTS, tokens=30, seed=1)
     for i, prompt in enumerate(PROMPTS):
         others = [PROMPTS[0]] * i
-        assert write("one", [*others, prompt], tokens=30, seed=1)[i].tolist() == together[i].tolist()
-    first, second = write("one", [PROMPTS[0]] * 2, tokens=30, seed=1)
+        assert generate("one", [*others, prompt], tokens=30, seed=1)[i].tolist() == together[i].tolist()
+    first, second = generate("one", [PROMPTS[0]] * 2, tokens=30, seed=1)
     assert first.tolist() != second.tolist()
 
 
-def test_a_seed_is_a_text(x64):
-    texts = [write("one", PROMPTS[1:2], tokens=30, seed=seed)[0].tolist() for seed in (1, 2)]
+def test_seeds_give_different_texts(x64):
+    texts = [generate("one", PROMPTS[1:2], tokens=30, seed=seed)[0].tolist() for seed in (1, 2)]
     assert texts[0] != texts[1]
 
 
-def test_rows_are_filled_up_to_the_layout_s(x64):
+def test_rows_are_padded_to_the_batch_shards(x64):
     assert generator("data4-model2", len(PROMPTS), tokens=40, greedy=True).rows == 8
 
 
 @pytest.mark.parametrize("context", [1, 2, 3, 16, 17])
-def test_a_window_grows_to_the_context_and_goes_on_from_its_half(context):
-    assert [window(n, context) for n in range(1, context + 1)] == [*range(1, context + 1)]
+def test_a_window_grows_to_the_context_and_restarts_from_half(context):
+    assert [window_length(n, context) for n in range(1, context + 1)] == [*range(1, context + 1)]
     for n in range(context, 6 * context):
-        full = window(n, context) == context
-        assert window(n + 1, context) == ((context // 2 or 1) if full else window(n, context) + 1)
+        full = window_length(n, context) == context
+        assert window_length(n + 1, context) == ((context // 2 or 1) if full else window_length(n, context) + 1)
 
 
 LOGITS = R.normal(size=(4, 50)).astype(np.float32) * 3
 LOGITS[:, 7] = LOGITS[:, 3]  # a tie
 
 
-def kept_by_hand(z, top_k, top_p):
-    """The least set that a sorted walk takes, and whatever ties with its last."""
+def kept_by_sorted_search(z, top_k, top_p):
+    """The smallest set of likeliest tokens, and whatever ties with its last."""
     order = np.argsort(-z, kind="stable")[: top_k or None]
     order = order[z[order] >= z[order[-1]]]
     p = np.exp(z[order] - z.max())
@@ -116,15 +116,15 @@ def kept_by_hand(z, top_k, top_p):
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(0, 1.0), (1, 1.0), (5, 1.0), (0, 0.7), (10, 0.5), (100, 0.99), (0, 1e-9), (0, 1e-50)]
 )
-def test_filters_keep_what_a_sorted_walk_keeps(top_k, top_p):
+def test_filters_keep_the_likeliest_tokens(top_k, top_p):
     got = np.asarray(filter_logits(jnp.asarray(LOGITS), top_k, top_p))
     for row, z in zip(got, LOGITS, strict=True):
-        np.testing.assert_array_equal(row, np.where(kept_by_hand(z, top_k, top_p), z, -np.inf))
+        np.testing.assert_array_equal(row, np.where(kept_by_sorted_search(z, top_k, top_p), z, -np.inf))
 
 
-def draws(sampling, count=2000):
-    draw = jax.vmap(lambda i: draw_token(jnp.asarray(LOGITS), jnp.arange(4), i, sampling))
-    return np.asarray(draw(jnp.arange(count)))
+def samples(sampling, count=2000):
+    sample = jax.vmap(lambda i: sample_token(jnp.asarray(LOGITS), jnp.arange(4), i, sampling))
+    return np.asarray(sample(jnp.arange(count)))
 
 
 @pytest.mark.parametrize(
@@ -139,45 +139,44 @@ def draws(sampling, count=2000):
     ],
     ids=str,
 )
-def test_ways_to_take_the_likeliest(sampling):
-    assert (draws(sampling, 20) == LOGITS.argmax(-1)).all()
+def test_greedy_options(sampling):
+    assert (samples(sampling, 20) == LOGITS.argmax(-1)).all()
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=2.0), Sampling(top_k=5, seed=3)], ids=str)
-def test_tokens_are_drawn_as_often_as_they_are_likely(sampling):
-    drawn = draws(sampling)
+def test_tokens_are_sampled_as_often_as_they_are_likely(sampling):
+    sampled = samples(sampling)
     for row in range(4):
         z = LOGITS[row] / sampling.temperature
-        p = np.exp(z) * kept_by_hand(z, sampling.top_k, sampling.top_p)
+        p = np.exp(z) * kept_by_sorted_search(z, sampling.top_k, sampling.top_p)
         p /= p.sum()
-        share = np.bincount(drawn[:, row], minlength=50) / len(drawn)
+        share = np.bincount(sampled[:, row], minlength=50) / len(sampled)
         assert (share[p == 0] == 0).all()
-        assert (np.abs(share - p) <= 5 * np.sqrt(p * (1 - p) / len(drawn)) + 2e-3).all()
+        assert (np.abs(share - p) <= 5 * np.sqrt(p * (1 - p) / len(sampled)) + 2e-3).all()
 
 
-def test_a_model_that_reads_both_ways_writes_nothing():
+def test_a_model_that_is_not_causal_is_refused():
     config = make_config()
-    both = config.model_copy(update={"model": config.model.model_copy(update={"kind": "bert"})})
-    with pytest.raises(
-        ConfigError, match=r"model\.kind=bert fills in hidden words.* Generate from a run of model\.kind"
-    ):
-        generate_run(both, [""], Sampling())
+    bert = config.model_copy(update={"model": config.model.model_copy(update={"kind": "bert"})})
+    message = r"model\.kind=bert predicts masked tokens.* Generate from a run with model\.kind=gpt"
+    with pytest.raises(ConfigError, match=message):
+        generate_run(bert, [""], Sampling())
 
 
-def test_a_text_ends_where_its_document_does(monkeypatch):
+def test_a_text_ends_at_the_end_of_its_document(monkeypatch):
     added = [b"lo\0next", b" is all", b"\0"]
 
-    def extend(self, params, prompts):
+    def generate(self, params, prompts):
         assert [p.tolist() for p in prompts] == [[0, *b"hel"], [0, *"ä".encode()], [0]]
         return [np.concatenate([p, list(new)]) for p, new in zip(prompts, added, strict=True)]
 
-    monkeypatch.setattr(Generator, "extend", extend)
+    monkeypatch.setattr(Generator, "generate", generate)
     text = make_config(data={"source": "python-stdlib"}, model={"vocab": 256}, precision=FLOAT32)
-    assert sample_text(program(text), None, ["hel", "ä", ""], Sampling()) == ["hello", "ä is all", ""]
+    assert generate_text(program(text), None, ["hel", "ä", ""], Sampling()) == ["hello", "ä is all", ""]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("options", "message"),
     [
         ({"tokens": 0}, "tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
@@ -189,7 +188,7 @@ def test_a_text_ends_where_its_document_does(monkeypatch):
         ({"top_p": 1.5, "tokens": 0}, "top_p=1.5"),
     ],
 )
-def test_wrong_sampling_is_refused(wrong, said):
-    with pytest.raises(ConfigError, match=said) as error:
-        Sampling(**wrong)
-    assert len(error.value.problems) == len(wrong)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        Sampling(**options)
+    assert len(error.value.problems) == len(options)

@@ -20,13 +20,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.saved_run import open_run, restore_run
 from spmd_lm.cli import main
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data
 from spmd_lm.data.loader import make_train_loader, make_validation_loader
 from spmd_lm.errors import ConfigError, Exit, UserError
-from spmd_lm.evaluation.evaluate import evaluate_run, open_run, restore_run
+from spmd_lm.evaluation.evaluate import evaluate_run
 from spmd_lm.huggingface.directory import configure, open_directory
 from spmd_lm.huggingface.safetensors_io import Planned, Tensors, write
 from spmd_lm.huggingface.transfer import export_run, filled, import_run, locate, paths, read_params

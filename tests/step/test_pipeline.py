@@ -121,6 +121,6 @@ def test_evaluation_sampling_and_canonical_states(schedule):
     assert_equal(p.place(p.canonical(state)), state)
     prompts = [np.arange(n, dtype=np.int32) for n in (1, 5, 9, 12)]
     texts = [
-        Generator(each, 4, Sampling(tokens=8, greedy=True)).extend(each.init().params, prompts) for each in (p, one)
+        Generator(each, 4, Sampling(tokens=8, greedy=True)).generate(each.init().params, prompts) for each in (p, one)
     ]
     assert [text.tolist() for text in texts[0]] == [text.tolist() for text in texts[1]]

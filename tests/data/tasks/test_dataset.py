@@ -1,4 +1,4 @@
-"""Tasks as a run reads them: what is said of them, and what is refused."""
+"""Task datasets: fingerprints, descriptions, and the vocabularies and labels that are refused."""
 
 import json
 import random
@@ -8,11 +8,11 @@ import pytest
 
 from spmd_lm.data import loader
 from spmd_lm.errors import ConfigError, DataError
-from tests.labelled import assert_rows, config, corpus, write_squad
 from tests.published import published
+from tests.task_files import assert_rows, config, corpus, write_squad
 
 
-def test_the_fingerprint_is_of_all_that_is_read(task, root, tmp_path):
+def test_the_fingerprint_covers_both_splits(task, root, tmp_path):
     made = config(task, root / task)
     assert corpus(made).fingerprint == corpus(made).fingerprint and len(corpus(made).fingerprint) == 64
     prints = {corpus(made).fingerprint}
@@ -26,7 +26,7 @@ def test_the_fingerprint_is_of_all_that_is_read(task, root, tmp_path):
     assert len(prints) == 3
 
 
-def test_gold_answers_are_in_the_fingerprint(tmp_path):
+def test_the_fingerprint_covers_answers(tmp_path):
     for name in ("train.jsonl", "dev.jsonl"):
         write_squad(tmp_path / name, random.Random(2), 3, impossible=0)
     before = corpus(config("squad", tmp_path)).fingerprint
@@ -36,27 +36,26 @@ def test_gold_answers_are_in_the_fingerprint(tmp_path):
     assert corpus(config("squad", tmp_path)).fingerprint != before
 
 
-def test_the_description_has_the_figures(root, tmp_path):
+def test_the_description(root, tmp_path):
     made = corpus(config("jsonl", root / "jsonl"))
     assert made.name == f"jsonl, {root}/jsonl/train.jsonl"
     line = made.describe()
-    assert line.startswith(f"{made.name}: 37 examples to train on, 21 held out, ") and "left out" not in line
+    assert line.startswith(f"{made.name}: 37 training examples, 21 validation examples, ") and "skipped" not in line
     assert line.endswith(f" tokens, sha256 {made.fingerprint[:12]}") and "\n" not in line
     for name in ("train.jsonl", "dev.jsonl"):
         (tmp_path / name).write_text("sentence1\tsentence2\tgold_label\na\tb\tneutral\na\tcd\t-\n")
-    assert (
-        "1 examples to train on, 1 held out, 2 lines left out, 4 tokens" in corpus(config("mnli", tmp_path)).describe()
-    )
+    line = corpus(config("mnli", tmp_path)).describe()
+    assert "1 training examples, 1 validation examples, 2 lines skipped, 4 tokens" in line
 
 
-def test_a_label_that_is_no_class_is_named_with_its_line(root):
+def test_a_label_out_of_range_is_reported_with_its_line(root):
     made = config("jsonl", root / "jsonl", classes=2)
     for make in (loader.make_train_loader, loader.make_validation_loader):
         with pytest.raises(DataError, match=r"\.jsonl: line \d+: label 2 is not below objective\.classes=2\. Use .*=3"):
             make(made, corpus(made))
 
 
-def test_vocabularies_of_files_are_checked(root, tmp_path):
+def test_vocabulary_files_are_checked(root, tmp_path):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghi"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces))
     with pytest.raises(ConfigError, match=r"model\.vocab=13 is less than the 14 tokens of data\.tokenizer=.*vocab=14"):
@@ -67,8 +66,8 @@ def test_vocabularies_of_files_are_checked(root, tmp_path):
         loader.make_train_loader(made, corpus(made))
 
 
-def test_rows_of_word_pieces_are_those_of_the_library():
-    """Its own template and truncation; the room is even, for of equals it cuts the other."""
+def test_rows_of_word_pieces_equal_those_of_hugging_face_tokenizers():
+    """Its own template and truncation.  An even number of tokens fits: of equally long texts it truncates the other."""
     from tokenizers.processors import BertProcessing
 
     path = str(published("mnli_dev_matched_raw_first.tsv"))

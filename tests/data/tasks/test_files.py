@@ -1,4 +1,4 @@
-"""Files of tasks: small ones written here, and published ones where SPMD_LM_DATA has them."""
+"""Reading task files: small ones written here, and published ones where SPMD_LM_DATA has them."""
 
 import json
 from collections import Counter
@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from spmd_lm.data.tasks.files import Answer, Choice, Pair, Question, read
+from spmd_lm.data.tasks.examples import Answer, ClassificationExample, MultipleChoiceExample, SquadExample
+from spmd_lm.data.tasks.files import read_examples
 from spmd_lm.errors import DataError
 from tests.published import published
 
 
 def examples(task: str, *paths: Path, key: str = "data.path") -> list:
-    found, left_out = read(task, [str(path) for path in paths], key)
-    assert left_out == 0
+    found, skipped = read_examples(task, [str(path) for path in paths], key)
+    assert skipped == 0
     return found
 
 
@@ -26,9 +27,9 @@ def as_json(root: Path, *trees: object, name: str) -> Path:
     return lines(root, *(json.dumps(tree) for tree in trees), name=name)
 
 
-def fails(task: str, path: Path) -> str:
+def error_of(task: str, path: Path) -> str:
     with pytest.raises(DataError) as error:
-        read(task, [str(path)], "data.validation_path")
+        read_examples(task, [str(path)], "data.validation_path")
     assert error.value.code == 4
     return str(error.value)
 
@@ -42,7 +43,7 @@ def test_cola_as_published():
     assert len(train) == 8551 and len(held_out) == 527
     assert Counter(each.label for each in train) == {1: 6023, 0: 2528}
     assert train[0][1:] == ("Our friends won't buy this analysis, let alone the next one we propose.", None, 1)
-    assert held_out[0].where.endswith("cola_in_domain_dev.tsv: line 1")
+    assert held_out[0].location.endswith("cola_in_domain_dev.tsv: line 1")
 
 
 def test_sst2_as_published():
@@ -55,7 +56,7 @@ def test_mnli_as_published():
     path = published("mnli_dev_matched_raw_first.tsv")
     found = examples("mnli", path)
     assert len(found) == 51
-    assert found[0] == Pair(
+    assert found[0] == ClassificationExample(
         f"{path}: line 2", "The new rights are nice enough", "Everyone really likes the newest benefits ", 1
     )
     assert [each.label for each in found[:4]] == [1, 2, 0, 2]
@@ -69,23 +70,26 @@ def test_columns_are_found_by_name_and_quote_nothing(tmp_path):
         '-\t1\td\t"c',
         "entailment\t\t\u2028f\t e",
     )
-    found, left_out = read("mnli", [str(path)], "data.path")
-    assert found == [Pair(f"{path}: line 2", "a", 'b "', 1), Pair(f"{path}: line 4", " e", "\u2028f", 0)]
-    assert left_out == 1
+    found, skipped = read_examples("mnli", [str(path)], "data.path")
+    assert found == [
+        ClassificationExample(f"{path}: line 2", "a", 'b "', 1),
+        ClassificationExample(f"{path}: line 4", " e", "\u2028f", 0),
+    ]
+    assert skipped == 1
 
 
-def test_lines_may_end_as_on_windows_and_files_begin_with_a_mark(tmp_path):
+def test_crlf_line_ends_and_a_byte_order_mark_are_accepted(tmp_path):
     plain = examples("sst2", lines(tmp_path, "sentence\tlabel", "fine\t1"))
     marked = examples("sst2", lines(tmp_path, "\ufeffsentence\tlabel", "fine\t1", end="\r\n"))
-    assert marked == plain == [Pair(f"{tmp_path}/a.tsv: line 2", "fine", None, 1)]
+    assert marked == plain == [ClassificationExample(f"{tmp_path}/a.tsv: line 2", "fine", None, 1)]
 
 
-def test_torn_lines_of_qqp_are_left_out_and_counted(tmp_path):
+def test_malformed_lines_of_qqp_are_skipped_and_counted(tmp_path):
     path = lines(
         tmp_path, "id\tquestion1\tquestion2\tis_duplicate", "0\ta?\tb?\t1", "1\tc", "d?\te?\t0", "2\tf?\tg?\t0"
     )
-    found, left_out = read("qqp", [str(path)], "data.path")
-    assert [each[1:] for each in found] == [("a?", "b?", 1), ("f?", "g?", 0)] and left_out == 2
+    found, skipped = read_examples("qqp", [str(path)], "data.path")
+    assert [each[1:] for each in found] == [("a?", "b?", 1), ("f?", "g?", 0)] and skipped == 2
 
 
 def test_a_directory_is_searched_for_the_files_of_its_task(tmp_path):
@@ -93,7 +97,9 @@ def test_a_directory_is_searched_for_the_files_of_its_task(tmp_path):
     lines(tmp_path, "gj04\t1\t\ta", name="a.tsv")
     lines(tmp_path, "no columns", name="readme.txt")
     assert [each[1:] for each in examples("cola", tmp_path)] == [("a", None, 1), ("b b", None, 0)]
-    assert "data.validation_path=" in (message := fails("squad", tmp_path)) and message.count(" ends in .json. ") == 1
+    assert (
+        "data.validation_path=" in (message := error_of("squad", tmp_path)) and message.count(" ends in .json. ") == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,52 +108,62 @@ def test_a_directory_is_searched_for_the_files_of_its_task(tmp_path):
         (
             "mnli",
             ["sentence1\tsentence2", "a\tb"],
-            "line 1: a header without gold_label, of sentence1, sentence2. Name a file whose first line has "
-            "sentence1, sentence2, gold_label, parted by tabs.",
+            "line 1: the header lacks gold_label (it is: sentence1, sentence2). Name a file whose first line has the "
+            "tab-separated columns sentence1, sentence2, gold_label.",
         ),
-        ("sst2", ["fine\t1"], "line 1: a header without sentence and label, of fine, 1. Name a file whose first line"),
+        (
+            "sst2",
+            ["fine\t1"],
+            "line 1: the header lacks sentence and label (it is: fine, 1). Name a file whose first line",
+        ),
         (
             "sst2",
             ["sentence," * 99],
-            f"line 1: a header without sentence and label, of {('sentence,' * 99)[:120]}... Name a file",
+            f"line 1: the header lacks sentence and label (it is: {('sentence,' * 99)[:120]}..). Name a file",
         ),
         (
             "sst2",
             ["sentence\tlabel", "fine\t1", "bad"],
-            "line 3: 1 column, not 2 (sentence, label). Mend the line: a tab parts columns, and no text has one.",
+            "line 3: 1 column, not 2 (sentence, label). Fix the line: tabs separate columns, and texts contain none.",
         ),
-        ("cola", ["gj04\t1\tfine"], "line 1: 3 columns, not 4 (source, label, mark, sentence). Mend the line"),
-        ("cola", ["gj04\t1\t\ta", "gj04\t2\t\tb"], "line 2: label is '2', not one of 0, 1. Mend it, or leave the line"),
+        ("cola", ["gj04\t1\tfine"], "line 1: 3 columns, not 4 (source, label, mark, sentence). Fix the line"),
+        (
+            "cola",
+            ["gj04\t1\t\ta", "gj04\t2\t\tb"],
+            "line 2: label is '2', not one of 0, 1. Fix it, or remove the line.",
+        ),
         (
             "mnli",
             ["sentence1\tsentence2\tgold_label", "a\tb\tyes"],
-            "line 2: gold_label is 'yes', not one of entailment, neutral, contradiction. Mend it",
+            "line 2: gold_label is 'yes', not one of entailment, neutral, contradiction. Fix it",
         ),
         (
             "qqp",
             ["question1\tquestion2\tis_duplicate", "a\tb\t-"],
-            "line 2: is_duplicate is '-', not one of 0, 1. Mend",
+            "line 2: is_duplicate is '-', not one of 0, 1. Fix it",
         ),
     ],
 )
 def test_malformed_columns(tmp_path, task, rows, message):
     path = lines(tmp_path, *rows)
-    assert f"{path}: {message}" in fails(task, path)
+    assert f"{path}: {message}" in error_of(task, path)
 
 
-def test_files_without_an_example(tmp_path):
+def test_files_without_examples(tmp_path):
     path = lines(tmp_path, "sentence\tlabel")
-    assert fails("sst2", path) == f"data.validation_path={path}: no example of sst2. Name files that have some."
+    assert error_of("sst2", path) == f"data.validation_path={path}: no sst2 examples. Name files that contain some."
     path = lines(tmp_path, "sentence1\tsentence2\tgold_label", "a\tb\t-")
-    assert "no example of mnli, 1 of whose lines are left out. Name" in fails("mnli", path)
-    assert f"data.validation_path={tmp_path}/b.tsv: the file is empty." in fails("sst2", lines(tmp_path, name="b.tsv"))
+    assert "no mnli examples (lines skipped: 1). Name" in error_of("mnli", path)
+    assert f"data.validation_path={tmp_path}/b.tsv: the file is empty." in error_of(
+        "sst2", lines(tmp_path, name="b.tsv")
+    )
 
 
-def test_what_is_not_there_or_not_utf8_names_its_key(tmp_path):
-    assert f"data.validation_path={tmp_path}/no.tsv: no such file" in fails("cola", tmp_path / "no.tsv")
-    assert f"data.validation_path={tmp_path}/*.tsv: matches no file" in fails("cola", tmp_path / "*.tsv")
+def test_missing_files_and_files_not_in_utf8_name_the_key(tmp_path):
+    assert f"data.validation_path={tmp_path}/no.tsv: no such file" in error_of("cola", tmp_path / "no.tsv")
+    assert f"data.validation_path={tmp_path}/*.tsv: matches no file" in error_of("cola", tmp_path / "*.tsv")
     (tmp_path / "a.tsv").write_bytes("gj04\t1\t\tcaf\xe9 au lait".encode("latin1"))
-    message = fails("cola", tmp_path)
+    message = error_of("cola", tmp_path)
     assert f"{tmp_path}/a.tsv: not UTF-8: byte 0xe9 at offset 11. Re-encode it" in message
     assert message.endswith("or leave it out of data.validation_path.")
 
@@ -176,44 +192,48 @@ def test_an_option_fills_the_blank_or_follows_the_question(tmp_path):
     path = as_json(tmp_path, ARTICLE, name="a.jsonl")
     first, second = examples("race", path)
     assert first.options == ("Ann went nowhere .", "Ann went out .", "Ann went home .", "Ann went by bus .")
-    assert second == Choice(
+    assert second == MultipleChoiceExample(
         f"{path}: line 1: questions[1]",
         ARTICLE["article"],
         ("Who stayed in? Ann", "Who stayed in? Bob", "Who stayed in? Eve", "Who stayed in? Mallory"),
         3,
     )
-    assert first.pairs == [(ARTICLE["article"], option) for option in first.options]
+    assert first.text_pairs == [(ARTICLE["article"], option) for option in first.options]
 
 
-def test_directories_of_an_article_a_file_say_what_lines_of_one_file_say(tmp_path):
+def test_one_article_per_file_reads_as_one_article_per_line(tmp_path):
     for level in ("high", "middle"):
         (tmp_path / "dev" / level).mkdir(parents=True)
         (tmp_path / "dev" / level / "1.txt").write_text(json.dumps({**ARTICLE, "article": level}, indent=1))
     path = as_json(tmp_path, {**ARTICLE, "article": "high"}, {**ARTICLE, "article": "middle"}, name="a.jsonl")
     apart = examples("race", tmp_path / "dev")
     assert [each[1:] for each in apart] == [each[1:] for each in examples("race", path)]
-    assert apart[3].where == f"{tmp_path}/dev/middle/1.txt: questions[1]"
+    assert apart[3].location == f"{tmp_path}/dev/middle/1.txt: questions[1]"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answers": ["A"]}, "line 2: 2 questions, 2 lists of options, 1 answers. Give each question one of both."),
-        ({"answers": ["A", "E"]}, "line 2: answers[1]: 'E' is not one of A, B, C, D. Mend it."),
+        (
+            {"answers": ["A"]},
+            "line 2: 2 questions, 2 lists of options, 1 answers. "
+            "Each question needs one list of options and one answer.",
+        ),
+        ({"answers": ["A", "E"]}, "line 2: answers[1]: 'E' is not one of A, B, C, D. Use one of them."),
         ({"answers": ["A", ""]}, "line 2: answers[1]: '' is not one of"),
-        ({"options": [["a"], list("abcd")]}, "line 2: options[0]: 1 options, not 4. Give as many."),
+        ({"options": [["a"], list("abcd")]}, "line 2: options[0]: expected 4 options, got 1. An article"),
         (
             {"options": [[1, 2, 3, 4]] * 2},
-            "line 2: options[0][0]: expected a string, got 1. An article is an object of",
+            "line 2: options[0][0]: expected a string, got 1. An article is an object with",
         ),
         ({"article": None}, "line 2: article: expected a string, got None. An article"),
         ({"questions": "Who?"}, "line 2: questions: expected a list, got 'Who?'. An article"),
-        ({"article": "half \ud83d"}, "line 2: article: half a character, '\\ud83d'. Write it whole."),
+        ({"article": "half \ud83d"}, "line 2: article: unpaired surrogate '\\ud83d'. Write the whole character."),
     ],
 )
 def test_malformed_articles(tmp_path, change, message):
     path = as_json(tmp_path, ARTICLE, {**ARTICLE, **change}, name="a.jsonl")
-    assert f"{path}: {message}" in fails("race", path)
+    assert f"{path}: {message}" in error_of("race", path)
 
 
 # --- SQuAD ------------------------------------------------------------------------------------------------------------
@@ -233,14 +253,14 @@ def asked(answers: list[tuple[str, int]], **more: object) -> dict:
     }  # fmt: skip
 
 
-def test_questions_of_both_versions(tmp_path):
+def test_squad_versions_1_and_2(tmp_path):
     path = squad(tmp_path, asked([("Oslo", 26), ("to Oslo", 23)]))
     where = f"{path}: data[0].paragraphs[0].qas[0]"
     answers = (Answer("Oslo", 26), Answer("to Oslo", 23))
-    assert examples("squad", path) == [Question(where, "Where?", CONTEXT, answers, None)]
+    assert examples("squad", path) == [SquadExample(where, "Where?", CONTEXT, answers, None)]
     squad(tmp_path, asked([], is_impossible=True), asked([("Łódź", 7)], is_impossible=False))
     found = examples("squad", tmp_path)
-    assert [each.impossible for each in found] == [True, False] and found[1].answers == (Answer("Łódź", 7),)
+    assert [each.is_impossible for each in found] == [True, False] and found[1].answers == (Answer("Łódź", 7),)
 
 
 @pytest.mark.parametrize(
@@ -248,68 +268,73 @@ def test_questions_of_both_versions(tmp_path):
     [
         (
             asked([("Oslo", 25)]),
-            "answers[0]: 'Oslo' is not what the context has at answer_start=25. Use answer_start=26",
+            "answers[0]: the context does not have 'Oslo' at answer_start=25. Use answer_start=26",
         ),
         (
             asked([("Oslo", -5)]),
-            "answers[0]: 'Oslo' is not what the context has at answer_start=-5. Use answer_start=26",
+            "answers[0]: the context does not have 'Oslo' at answer_start=-5. Use answer_start=26",
         ),
         (
             asked([("Rome", 3)]),
-            "answers[0]: 'Rome' is not what the context has at answer_start=3. Leave the answer out.",
+            "answers[0]: the context does not have 'Rome' at answer_start=3. Remove the answer.",
         ),
-        (asked([(" ", 3)]), "answers[0]: the answer is empty. Give another, or leave it out."),
-        (asked([]), "no answer. Give one, set is_impossible, or leave the question out."),
-        (asked([], is_impossible=False), "no answer. Give one"),
-        (asked([("Oslo", 26)], is_impossible=True), "an answer to a question that is_impossible. Remove one"),
-        (asked([], is_impossible="yes"), "is_impossible: expected true or false, got 'yes'. SQuAD's files are data[]"),
-        (asked([("Oslo", True)]), "answers[0].answer_start: expected a whole number, got True. SQuAD's"),
-        ({"question": "?"}, "no 'answers'. SQuAD's files are"),
-        ("?", "expected an object, got '?'. SQuAD's files are"),
+        (asked([(" ", 3)]), "answers[0]: the answer is empty. Fill it in, or remove it."),
+        (asked([]), "no answer. Add one, set is_impossible, or remove the question."),
+        (asked([], is_impossible=False), "no answer. Add one"),
+        (
+            asked([("Oslo", 26)], is_impossible=True),
+            "is_impossible is true, but there is an answer. Remove one of the two.",
+        ),
+        (asked([], is_impossible="yes"), "is_impossible: expected true or false, got 'yes'. A SQuAD file is data[]"),
+        (asked([("Oslo", True)]), "answers[0].answer_start: expected an integer, got True. A SQuAD"),
+        ({"question": "?"}, "no key 'answers'. A SQuAD file is"),
+        ("?", "expected an object, got '?'. A SQuAD file is"),
     ],
 )
 def test_malformed_questions(tmp_path, entry, message):
     path = squad(tmp_path, entry)
-    separator = "" if message.startswith(("answers", "is_")) else ": "
-    where = f"{path}: data[0].paragraphs[0].qas[0]"
-    assert (where + (separator or ".") + message) in fails("squad", path)
+    separator = "." if message.startswith(("answers", "is_impossible:")) else ": "
+    assert f"{path}: data[0].paragraphs[0].qas[0]{separator}{message}" in error_of("squad", path)
 
 
-def test_json_that_is_none(tmp_path):
+def test_malformed_json(tmp_path):
     (tmp_path / "a.json").write_text('{"data":\n [}')
-    assert f"{tmp_path}/a.json: line 2: not JSON: Expecting value at column 3. SQuAD's" in fails("squad", tmp_path)
+    assert f"{tmp_path}/a.json: line 2: not JSON: Expecting value at column 3. A SQuAD" in error_of("squad", tmp_path)
     (tmp_path / "a.json").write_text("[" * 100_000)
-    assert f"{tmp_path}/a.json: line 1: not JSON: " in fails("squad", tmp_path)
+    assert f"{tmp_path}/a.json: line 1: not JSON: " in error_of("squad", tmp_path)
     (tmp_path / "a.json").write_text('{"data": {}}')
-    assert f"{tmp_path}/a.json: data: expected a list, got {{}}." in fails("squad", tmp_path)
+    assert f"{tmp_path}/a.json: data: expected a list, got {{}}." in error_of("squad", tmp_path)
     (tmp_path / "a.json").write_text("[]")
-    assert f"{tmp_path}/a.json: expected an object, got []." in fails("squad", tmp_path)
+    assert f"{tmp_path}/a.json: expected an object, got []." in error_of("squad", tmp_path)
     path = lines(tmp_path, json.dumps(ARTICLE), "{'article': 1}", name="a.jsonl")
-    assert f"{path}: line 2: not JSON: Expecting property name enclosed in double quotes at column 2. An" in fails(
+    assert f"{path}: line 2: not JSON: Expecting property name enclosed in double quotes at column 2. An" in error_of(
         "race", path
     )
 
 
-# --- one's own --------------------------------------------------------------------------------------------------------
+# --- jsonl ------------------------------------------------------------------------------------------------------------
 
 
-def test_labelled_lines(tmp_path):
+def test_json_lines(tmp_path):
     path = lines(tmp_path, '{"text": "a", "label": 4}', "", '{"pair": "c", "label": 0, "text": "b"}', name="a.jsonl")
-    assert examples("jsonl", path) == [Pair(f"{path}: line 1", "a", None, 4), Pair(f"{path}: line 3", "b", "c", 0)]
+    assert examples("jsonl", path) == [
+        ClassificationExample(f"{path}: line 1", "a", None, 4),
+        ClassificationExample(f"{path}: line 3", "b", "c", 0),
+    ]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"text": "a"}, 'no \'label\'. A line is {"text": ".."'),
-        ({"label": 1}, "no 'text'."),
-        ({"text": "a", "label": "1"}, "label: expected a whole number, got '1'."),
-        ({"text": "a", "label": True}, "label: expected a whole number, got True."),
-        ({"text": "a", "label": -1}, "label: -1 is no class. Classes are 0, 1, and so on."),
+        ({"text": "a"}, 'no key \'label\'. A line is {"text": ".."'),
+        ({"label": 1}, "no key 'text'."),
+        ({"text": "a", "label": "1"}, "label: expected an integer, got '1'."),
+        ({"text": "a", "label": True}, "label: expected an integer, got True."),
+        ({"text": "a", "label": -1}, "label: -1 is not a class. Classes are numbered 0, 1, and so on."),
         ({"text": "a", "label": 1, "pair": 2}, "pair: expected a string, got 2."),
         ([1], "expected an object, got [1]."),
     ],
 )
-def test_malformed_lines(tmp_path, line, message):
+def test_malformed_json_lines(tmp_path, line, message):
     path = as_json(tmp_path, {"text": "a", "label": 0}, line, name="a.jsonl")
-    assert f"{path}: line 2: {message}" in fails("jsonl", path)
+    assert f"{path}: line 2: {message}" in error_of("jsonl", path)

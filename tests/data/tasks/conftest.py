@@ -1,10 +1,10 @@
-"""Files of every task, for the tests of several modules."""
+"""Files of every kind of task, for the tests of several modules."""
 
 import random
 
 import pytest
 
-from tests.labelled import WRITERS
+from tests.task_files import WRITERS
 
 
 @pytest.fixture(scope="session", params=WRITERS)
@@ -14,7 +14,7 @@ def task(request):
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory):
-    """Files of every task: 37 examples to train on and 21 to be judged by."""
+    """TASK/train.jsonl with 37 examples and TASK/dev.jsonl with 21."""
     top = tmp_path_factory.mktemp("tasks")
     for name, write in WRITERS.items():
         (top / name).mkdir()

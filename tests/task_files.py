@@ -1,5 +1,5 @@
-"""Small files of every task, runs on them, and a slow and plain making of their rows, of bytes that stand for
-themselves."""
+"""Small files of every kind of task, loaders of them, and a plain, slow implementation of their rows.  Tokens are
+bytes."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data import loader
 from spmd_lm.data.corpus import load_data
-from spmd_lm.data.tasks.rows import LabelledValidation
+from spmd_lm.data.tasks.loader import TaskValidationLoader
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
 
 SPECIAL, _ = ByteTokenizer().special_tokens_and_words()
@@ -26,23 +26,23 @@ OBJECTIVES = {
 }
 
 
-def words(draw: random.Random, most: int) -> str:
+def random_words(draw: random.Random, most: int) -> str:
     return " ".join("".join(draw.choices("abcdefghi", k=draw.randint(1, 5))) for _ in range(draw.randint(1, most)))
 
 
 def write_jsonl(path: Path, draw: random.Random, count: int) -> None:
-    rows = [{"text": f"{n} {words(draw, 8)}", "label": draw.randrange(3)} for n in range(count)]
+    rows = [{"text": f"{n} {random_words(draw, 8)}", "label": draw.randrange(3)} for n in range(count)]
     for row in rows[::2]:
-        row["pair"] = words(draw, 8)
+        row["pair"] = random_words(draw, 8)
     path.write_text("\n".join(map(json.dumps, rows)))
 
 
 def write_race(path: Path, draw: random.Random, count: int) -> None:
     def article(n: int) -> dict:
-        asked = [f"{n} {words(draw, 3)} _"]
+        questions = [f"{n} {random_words(draw, 3)} _"]
         return {
-            "article": words(draw, 12),
-            "questions": asked,
+            "article": random_words(draw, 12),
+            "questions": questions,
             "options": [["one", "two", "three", "four"]],
             "answers": [draw.choice("ABCD")],
         }
@@ -51,11 +51,11 @@ def write_race(path: Path, draw: random.Random, count: int) -> None:
 
 
 def write_squad(path: Path, draw: random.Random, count: int, impossible: float = 0.25) -> None:
-    """Contexts have letters of two and of three bytes, so that characters are not tokens.  Every second answer lies at
-    the end of its context."""
+    """Contexts have letters of two and three bytes, so that characters are not tokens.  Every second answer is at the
+    end of its context."""
 
     def question(n: int, context: str) -> dict:
-        entry: dict = {"id": str(n), "question": f"{n} {words(draw, 4)}?", "answers": []}
+        entry: dict = {"id": str(n), "question": f"{n} {random_words(draw, 4)}?", "answers": []}
         if impossible and draw.random() < impossible:
             return entry | {"is_impossible": True}
         size = draw.randint(1, min(8, len(context) - 1))
@@ -67,7 +67,7 @@ def write_squad(path: Path, draw: random.Random, count: int, impossible: float =
         return question(n, context)
 
     def paragraph(n: int) -> dict:
-        context = words(draw, 20).replace("a", "é").replace("b", "→") + " end"
+        context = random_words(draw, 20).replace("a", "é").replace("b", "→") + " end"
         return {"context": context, "qas": [question(n, context)]}
 
     path.write_text(json.dumps({"data": [{"paragraphs": [paragraph(n) for n in range(count)]}]}))
@@ -77,7 +77,7 @@ WRITERS = {"jsonl": write_jsonl, "race": write_race, "squad": write_squad}
 
 
 def config(task: str, root: Path, context=32, batch=8, microbatches=2, types=2, seed=5, vocab=260, **data) -> RunConfig:
-    """`data` may say where files are, and has the keys of an objective, too."""
+    """data: paths, and keys of the objective."""
     files = {"path": str(root / "train.jsonl"), "validation_path": str(root / "dev.jsonl"), "tokenizer": "bytes"}
     given = {key: data.pop(key, value) for key, value in files.items()}
     return RunConfig.model_validate(
@@ -95,21 +95,21 @@ def config(task: str, root: Path, context=32, batch=8, microbatches=2, types=2, 
     )  # fmt: skip
 
 
-def corpus(made: RunConfig):
-    return load_data(made.data, 0, made.model.vocab)
+def corpus(run: RunConfig):
+    return load_data(run.data, 0, run.model.vocab)
 
 
 def training(task: str, root: Path, **changes):
-    made = config(task, root / task, **changes)
-    return loader.make_train_loader(made, corpus(made))
+    run = config(task, root / task, **changes)
+    return loader.make_train_loader(run, corpus(run))
 
 
-def validation(task: str, root: Path, **changes) -> LabelledValidation:
-    made = config(task, root / task, **changes)
-    return loader.make_validation_loader(made, corpus(made))
+def validation(task: str, root: Path, **changes) -> TaskValidationLoader:
+    run = config(task, root / task, **changes)
+    return loader.make_validation_loader(run, corpus(run))
 
 
-def joined(rows, steps: int) -> Batch:
+def all_rows(rows, steps: int) -> Batch:
     parts = [rows.rows(step, 0, rows.batch_size) for step in range(steps)]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
@@ -120,7 +120,7 @@ def assert_same(actual: Batch, expected: Batch) -> None:
 
 
 def plain_row(a: list[int], b: list[int] | None, context: int) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, segments and types, as google-research/bert's run_classifier.py makes them."""
+    """Tokens, attention mask and token types, as in google-research/bert's run_classifier.py."""
     a = list(a)
     if b is None:
         a = a[: context - 2]
@@ -131,8 +131,8 @@ def plain_row(a: list[int], b: list[int] | None, context: int) -> tuple[list[int
     tokens, types = [SPECIAL.cls, *a, SPECIAL.sep], [0] * (len(a) + 2)
     if b is not None:
         tokens, types = [*tokens, *b, SPECIAL.sep], [*types, *[1] * (len(b) + 1)]
-    empty = context - len(tokens)
-    return [*tokens, *[SPECIAL.pad] * empty], [1] * len(tokens) + [0] * empty, [*types, *[0] * empty]
+    padding = context - len(tokens)
+    return [*tokens, *[SPECIAL.pad] * padding], [1] * len(tokens) + [0] * padding, [*types, *[0] * padding]
 
 
 def assert_rows(rows: Batch, expected: list[tuple[list[int], list[int], list[int]]]) -> None:
@@ -141,41 +141,42 @@ def assert_rows(rows: Batch, expected: list[tuple[list[int], list[int], list[int
 
 
 def plain_rows(path: Path, task: str, context: int = 32) -> list[tuple]:
-    """Each row, its label and its end, of one of the files above or of a published one of its kind."""
-    read = [json.loads(line) for line in path.read_text().splitlines()]
+    """(row, label, end position) of each row of one of the files above, or of a published one of its kind."""
+    values = [json.loads(line) for line in path.read_text().splitlines()]
     if task == "jsonl":
-        ids = lambda row, key: [*row[key].encode()] if key in row else None  # noqa: E731
-        return [(plain_row(ids(row, "text"), ids(row, "pair"), context), row["label"], None) for row in read]
-    made = []
+        pairs = [[list(value[key].encode()) if key in value else None for key in ("text", "pair")] for value in values]
+        return [(plain_row(*pair, context), value["label"], None) for pair, value in zip(pairs, values, strict=True)]
+    rows = []
     if task == "race":
-        for row in read:
+        for row in values:
             article = row["article"].encode()
             for question, options, answer in zip(row["questions"], row["options"], row["answers"], strict=True):
                 for option in options:
                     filled = question.replace("_", option) if "_" in question else question + " " + option
-                    asked = re.sub(r"\s+", " ", filled).strip().encode()
-                    made.append((plain_row(article, asked, context), "ABCD".index(answer), None))
-        return made
-    for paragraph in read[0]["data"][0]["paragraphs"]:
+                    text = re.sub(r"\s+", " ", filled).strip().encode()
+                    rows.append((plain_row(article, text, context), "ABCD".index(answer), None))
+        return rows
+    for paragraph in values[0]["data"][0]["paragraphs"]:
         text, (entry,) = paragraph["context"], paragraph["qas"]
-        asked, whole = entry["question"].encode()[: context // 4], text.encode()
-        room = context - 3 - len(asked)
-        for begin in range(0, len(whole), min(OBJECTIVES["squad"]["stride"], room)):
-            row = plain_row(asked, whole[begin : begin + room], context)
+        question, whole = entry["question"].encode()[: context // 4], text.encode()
+        room = context - 3 - len(question)
+        for begin in range(0, len(whole), min(OBJECTIVES["squad"]["doc_stride"], room)):
+            row = plain_row(question, whole[begin : begin + room], context)
             label = end = 0
             if entry["answers"]:
                 answer = entry["answers"][0]
                 first = len(text[: answer["answer_start"]].encode())
                 last = first + len(answer["text"].encode()) - 1
                 if begin <= first and last < begin + room:
-                    label, end = (place - begin + len(asked) + 2 for place in (first, last))
-            made.append((row, label, end))
+                    label, end = (token - begin + len(question) + 2 for token in (first, last))
+            rows.append((row, label, end))
             if begin + room >= len(whole):
                 break
-    return made
+    return rows
 
 
-def keys(rows: Batch) -> list[tuple]:
+def row_keys(rows: Batch) -> list[tuple]:
+    """(tokens, label, end position) of each row."""
     ends = rows.ends if rows.ends is not None else [None] * len(rows.labels)
-    each = zip(rows.tokens.tolist(), rows.labels.tolist(), ends, strict=True)
-    return [(tuple(tokens), label, end if end is None else int(end)) for tokens, label, end in each]
+    columns = zip(rows.tokens.tolist(), rows.labels.tolist(), ends, strict=True)
+    return [(tuple(tokens), label, end if end is None else int(end)) for tokens, label, end in columns]

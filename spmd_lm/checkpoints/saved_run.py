@@ -1,0 +1,35 @@
+"""Opens a run's newest checkpoint to use its model, without training."""
+
+from typing import NamedTuple
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer, check_same_run
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import CheckpointError
+from spmd_lm.parallel.plan import Tree
+from spmd_lm.step.program import Program
+
+
+class SavedRun(NamedTuple):
+    program: Program
+    params: Tree
+    step: int
+
+
+def restore_run(config: RunConfig) -> SavedRun:
+    """The newest parameters in canonical shapes, in the shardings of `config`'s layout.
+
+    Raises CheckpointError if there is no checkpoint, or it is of another model."""
+    checkpointer = Checkpointer(config.run.directory / "checkpoints")
+    step = checkpointer.latest()
+    if step is None:
+        raise CheckpointError(f"{checkpointer.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
+    saved_config = checkpointer.meta(step)["config"]
+    check_same_run(saved_config, config.model_dump(by_alias=True), checkpointer.directory)
+    program = Program(config)
+    return SavedRun(program, checkpointer.restore_params(step, program.abstract_canonical().params), step)
+
+
+def open_run(config: RunConfig) -> SavedRun:
+    """The newest parameters placed as the program's compiled functions take them.  Raises what `restore_run` does."""
+    program, params, step = restore_run(config)
+    return SavedRun(program, program.place_params(params), step)
