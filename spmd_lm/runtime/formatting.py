@@ -30,6 +30,3 @@ def format_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """One line per row, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-human, count, columns = format_bytes, pluralize, format_table
