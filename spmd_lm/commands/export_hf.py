@@ -9,14 +9,15 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(arguments: Arguments) -> int:
-    from spmd_lm.runtime.atomic_dir import refuse_taken
+    from spmd_lm.runtime.atomic_dir import require_absent_or_empty
 
-    refuse_taken(Path(arguments.DIR))
+    require_absent_or_empty(Path(arguments.DIR))
     config = set_up_devices(load_configuration(arguments, "RUN_DIR"))
-    from spmd_lm.huggingface.transfer import export_run, render
+    from spmd_lm.huggingface.common import format_result
+    from spmd_lm.huggingface.export_hf import export_hf
 
-    result = export_run(config, Path(arguments.DIR), arguments.dtype, arguments.shard)
-    return write_result(arguments, result, render(result))
+    result = export_hf(config, Path(arguments.DIR), arguments.dtype, arguments.shard)
+    return write_result(arguments, result, format_result(result))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

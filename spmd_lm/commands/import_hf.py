@@ -7,18 +7,20 @@ from spmd_lm.commands.common import Arguments, Verb, check_json, device_override
 
 
 def run(arguments: Arguments) -> int:
-    from spmd_lm.huggingface.directory import configure, open_directory
-    from spmd_lm.runtime.atomic_dir import refuse_taken
+    from spmd_lm.huggingface.directory import make_run_config, open_directory
+    from spmd_lm.runtime.atomic_dir import require_absent_or_empty
 
-    refuse_taken(Path(arguments.RUN_DIR))
-    found = open_directory(Path(arguments.DIR))
-    config = configure(found, arguments.RUN_DIR, arguments.config, [*arguments.overrides, *device_override(arguments)])
+    require_absent_or_empty(Path(arguments.RUN_DIR))
+    model_dir = open_directory(Path(arguments.DIR))
+    overrides = [*arguments.overrides, *device_override(arguments)]
+    config = make_run_config(model_dir, arguments.RUN_DIR, arguments.config, overrides)
     check_json(arguments)
     config = set_up_devices(config)
-    from spmd_lm.huggingface.transfer import import_run, render
+    from spmd_lm.huggingface.common import format_result
+    from spmd_lm.huggingface.import_hf import import_hf
 
-    result = import_run(found, config)
-    return write_result(arguments, result, render(result))
+    result = import_hf(model_dir, config)
+    return write_result(arguments, result, format_result(result))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,5 @@
-"""A Hugging Face directory, opened: what model its config.json describes, which tensors are in its files, and what is
-wrong with it.  Without jax, so that a refusal does not wait for it."""
+"""A Hugging Face directory to import: its config.json, tensors and tokenizer files, and the configuration of the new
+run.  Does not import jax, so errors come at once."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,162 +11,162 @@ from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.architectures import BERT
-from spmd_lm.huggingface.convert import Description, read_config
-from spmd_lm.huggingface.safetensors_io import Tensors, read_json, some
+from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
+from spmd_lm.huggingface.json_files import read_json
+from spmd_lm.huggingface.safetensors_io import SafetensorsReader
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
+TOKENIZER_FILES = (*VOCABULARIES, *COMPANION_FILES)
 
 DEFAULTS = {
-    # As Hugging Face's own trainer tunes a model, unless it is told otherwise.
+    # Fine-tuning as Hugging Face's Trainer does it by default.
     "optim": {"lr": 5e-5, "decay": "linear", "b2": 0.999, "weight_decay": 0.0},
     "train": {"steps": 1000, "batch": 32},
     "checkpoint": {"every": 500},
 }
-"""What an imported run is, where neither --config nor the command line says otherwise."""
+"""The configuration of an imported run where neither --config nor the command line sets a key."""
 
-FREE = ("dropout", "attention_dropout", "scan", "attention")
-"""Keys of section model that a model may be trained with as one likes: its parameters mean the same."""
+OVERRIDABLE = ("dropout", "attention_dropout", "scan", "attention")
+"""Keys of section `model` that do not change what the parameters mean."""
 
 
 @dataclass(frozen=True)
-class Directory:
-    """description: what config.json says.  carried: the files that travel with the model."""
+class ModelDirectory:
+    """tokenizer_files: those that the run and its exports keep, unchanged."""
 
     path: Path
-    description: Description
-    tensors: Tensors
-    carried: list[Path]
+    config: ParsedConfig
+    reader: SafetensorsReader
+    tokenizer_files: list[Path]
 
     @property
     def has_tokenizer(self) -> bool:
-        return any(path.name in VOCABULARIES for path in self.carried)
+        return any(path.name in VOCABULARIES for path in self.tokenizer_files)
 
 
-def open_directory(path: Path) -> Directory:
-    """What there is in a model's directory.  ConfigError with every problem found, a line each."""
+def tokenizer_files(directory: Path) -> list[Path]:
+    return [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+
+
+def open_directory(path: Path) -> ModelDirectory:
+    """Raises ConfigError with every problem found, one per line."""
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory. Give one with a {CONFIG} and .safetensors files.")
-    if not (path / CONFIG).exists():
-        raise ConfigError(f"{path}: no {CONFIG} in it, so it is no model. Give a directory with one.")
-    said = read_json(path / CONFIG)
+        raise ConfigError(f"{path}: no such directory. Give one with a {CONFIG_FILE} and .safetensors files.")
+    if not (path / CONFIG_FILE).exists():
+        raise ConfigError(f"{path}: not a model: no {CONFIG_FILE} in it. Give a directory with one.")
+    hf_config = read_json(path / CONFIG_FILE)
     problems: list[str] = []
     try:
-        description = read_config(said)
+        config = parse_config(hf_config)
     except ConfigError as error:
-        problems += (f"{path / CONFIG}: {problem}" for problem in error.problems)
+        problems += (f"{path / CONFIG_FILE}: {problem}" for problem in error.problems)
     try:
-        tensors = Tensors(path)
+        reader = SafetensorsReader(path)
     except ConfigError as error:
         problems += error.problems
     if not problems:
-        problems += _too_large(description, tensors)
-        problems += _vocabulary(path, description.model["vocab"])
+        problems += _layer_count_errors(config, reader)
+        problems += _vocabulary_errors(path, config.model["vocab"])
     if problems:
         raise ConfigError(*problems)
-    carried = [path / name for name in (*VOCABULARIES, *COMPANION_FILES) if (path / name).is_file()]
-    return Directory(path, _with_its_heads(description, tensors), tensors, carried)
+    return ModelDirectory(path, _with_stored_heads(config, reader), reader, tokenizer_files(path))
 
 
-def _with_its_heads(description: Description, tensors: Tensors) -> Description:
-    """The first BERTs call themselves BertForMaskedLM, and have the other head in their files all the same."""
-    if description.architecture is not BERT or "cls.seq_relationship.weight" not in tensors.stored:
-        return description
-    return replace(description, objective=description.objective | {"sentence_order": True})
+def _with_stored_heads(config: ParsedConfig, reader: SafetensorsReader) -> ParsedConfig:
+    """The original BERT checkpoints name BertForMaskedLM, although their files have the next-sentence head as well."""
+    if config.architecture is not BERT or "cls.seq_relationship.weight" not in reader.tensors:
+        return config
+    return replace(config, objective=config.objective | {"sentence_order": True})
 
 
-def _too_large(description: Description, tensors: Tensors) -> Iterable[str]:
-    """What would make us count to any number that a config.json says."""
-    layers, there = description.model["layers"], len(tensors.stored)
-    if layers > there:
-        (key,) = (key.theirs for key in description.architecture.keys if key.ours == "layers")
-        yield f"{tensors.directory / CONFIG}: {key}={layers}, and the files have {there} tensors in all. Fetch both."
+def _layer_count_errors(config: ParsedConfig, reader: SafetensorsReader) -> Iterable[str]:
+    """A layer count without tensors to match: we would loop up to any number that a config.json has."""
+    layers, num_tensors = config.model["layers"], len(reader.tensors)
+    if layers > num_tensors:
+        (key,) = (key.hf_key for key in config.architecture.config_keys if key.model_key == "layers")
+        path = reader.directory / CONFIG_FILE
+        yield f"{path}: {key}={layers}, but the files have {num_tensors} tensors in all. Download both again."
 
 
 # --- vocabulary -------------------------------------------------------------------------------------------------------
 
 
-def _vocabulary(directory: Path, vocab: int) -> Iterable[str]:
-    """Tokenizer files that have ids which the model has not; fewer are common, as room to grow."""
-    for name, ids in (
-        ("tokenizer.json", _ids_of_tokenizer),
-        ("vocab.json", lambda path: read_json(path).values()),
-        ("added_tokens.json", lambda path: read_json(path).values()),
-        ("vocab.txt", lambda path: [path.read_bytes().removesuffix(b"\n").count(b"\n")]),
+def _vocabulary_errors(directory: Path, vocab_size: int) -> Iterable[str]:
+    """Tokenizer files with ids that the model lacks.  Fewer ids than the model has are common: room to grow."""
+    for name, read_ids in (
+        ("tokenizer.json", _tokenizer_json_ids),
+        ("vocab.json", _vocab_json_ids),
+        ("added_tokens.json", _vocab_json_ids),
+        ("vocab.txt", _vocab_txt_ids),
     ):
         path = directory / name
         if not path.is_file():
             continue
         try:
-            last = max((id for id in ids(path) if isinstance(id, int)), default=-1)
+            highest = max((id for id in read_ids(path) if isinstance(id, int)), default=-1)
         except ConfigError as error:
             yield from error.problems
             continue
         except (AttributeError, KeyError, TypeError):
-            yield f"{path}: of a form that is not known. Fetch it again."
+            yield f"{path}: not a known tokenizer format. Download it again."
             continue
-        if last >= vocab:
+        if highest >= vocab_size:
             yield (
-                f"{path} has ids up to {last}, which vocab_size={vocab} of {CONFIG} does not hold. One of the two is "
-                f"another model's: fetch both again."
+                f"{path} has ids up to {highest}, more than vocab_size={vocab_size} of {CONFIG_FILE}. One of the two "
+                f"files belongs to another model: download both again."
             )
 
 
-def _ids_of_tokenizer(path: Path) -> Iterable[int]:
-    said = read_json(path)
-    vocab = said["model"]["vocab"]
-    pieces = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-    return [*pieces, *(token["id"] for token in said.get("added_tokens") or [])]
+def _tokenizer_json_ids(path: Path) -> Iterable[Any]:
+    tokenizer = read_json(path)
+    vocab = tokenizer["model"]["vocab"]
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    return [*ids, *(token["id"] for token in tokenizer.get("added_tokens") or [])]
 
 
-# --- the run that it becomes ------------------------------------------------------------------------------------------
+def _vocab_json_ids(path: Path) -> Iterable[Any]:
+    return read_json(path).values()
 
 
-def _data(found: Directory, run: str) -> dict[str, str]:
-    """Text by the model's own tokenizer.  Without one it knows ids and no text, unless words are to be hidden in it."""
-    if found.has_tokenizer:
-        return {"source": "python-stdlib", "tokenizer": str(Path(run) / TOKENIZER)}
-    return {"source": "synthetic" if found.description.objective["kind"] == "causal_lm" else "python-stdlib"}
+def _vocab_txt_ids(path: Path) -> Iterable[int]:
+    """One token per line; the last id is enough."""
+    return [path.read_bytes().removesuffix(b"\n").count(b"\n")]
 
 
-def configure(found: Directory, run: str, base: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a run in the directory `run` that has this model: defaults, then the file `base`, then
-    config.json, then `overrides`.  ConfigError, and where these would make another model of it."""
-    origin = str(found.path / CONFIG)
-    what = found.description
-    under = Layer("defaults of import", DEFAULTS | {"data": _data(found, run)})
-    over = Layer(origin, {"run": {"dir": run}, "model": what.model, "objective": what.objective})
-    config = load_layers(under, base, over, overrides)
-    ours = config.model.model_dump()
-    problems = [
-        f"model.{key}={ours[key]}: {origin} makes it {value}. Leave it out, or import another model."
-        for key, value in what.model.items()
-        if ours[key] != value and key not in FREE and not (key == "context" and _shorter(ours, value))
-    ]
-    if found.has_tokenizer and isinstance(config.data, Data) and config.data.tokenizer == "bytes":
+# --- the run's configuration ------------------------------------------------------------------------------------------
+
+
+def make_run_config(
+    model_dir: ModelDirectory, run_dir: str, config_file: str | None, overrides: Sequence[str]
+) -> RunConfig:
+    """The configuration of a run of this model in `run_dir`: DEFAULTS, `config_file`, config.json, then `overrides`.
+
+    Raises ConfigError, also if an override would change the model."""
+    path, parsed = model_dir.path / CONFIG_FILE, model_dir.config
+    defaults = Layer("defaults of import", DEFAULTS | {"data": _default_data(model_dir, run_dir)})
+    imported = {"run": {"dir": run_dir}, "model": parsed.model, "objective": parsed.objective}
+    config = load_layers(defaults, config_file, Layer(str(path), imported), overrides)
+    model = config.model.model_dump()
+    problems = []
+    for key, value in parsed.model.items():
+        # Rotary positions have no table, so rows may be shorter than the model's context.
+        shorter = key == "context" and model["positions"] == "rotary" and model["context"] <= value
+        if model[key] != value and key not in OVERRIDABLE and not shorter:
+            problems.append(f"model.{key}={model[key]}: {path} sets {value}. Leave it out, or import another model.")
+    if model_dir.has_tokenizer and isinstance(config.data, Data) and config.data.tokenizer == "bytes":
         problems.append(
-            f"data.tokenizer=bytes, and {found.path} has a tokenizer of its own, whose ids the model knows. "
-            f"Use data.tokenizer={Path(run) / TOKENIZER}."
+            f"data.tokenizer=bytes, but {model_dir.path} has the tokenizer whose ids the model knows. "
+            f"Use data.tokenizer={Path(run_dir) / TOKENIZER}."
         )
-    if config.run.dir != run:
-        problems.append(f"run.dir={config.run.dir}: the run is made in {run}. Leave it out.")
+    if config.run.dir != run_dir:
+        problems.append(f"run.dir={config.run.dir}: the run is created in {run_dir}. Leave it out.")
     if problems:
         raise ConfigError(*problems)
     return config
 
 
-def _shorter(ours: dict[str, Any], context: int) -> bool:
-    """Whether rows are shorter than the model's, which is free where no table has their positions."""
-    return ours["positions"] == "rotary" and ours["context"] <= context
-
-
-def differences(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> list[str]:
-    """What is missing, too many or misshapen, a line each."""
-    missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected]
-    other = [
-        f"{name} {list(found[name])} and not {list(shape)}"
-        for name, shape in expected.items()
-        if found.get(name, shape) != shape
-    ]
-    told = {"missing": missing, "of no use to this model": extra, "of another shape": other}
-    return [f"{len(names)} {what}: {some(names)}" for what, names in told.items() if names]
+def _default_data(model_dir: ModelDirectory, run_dir: str) -> dict[str, str]:
+    """Text, read by the model's own tokenizer.  Without one a GPT gets synthetic ids, and a BERT bytes."""
+    if model_dir.has_tokenizer:
+        return {"source": "python-stdlib", "tokenizer": str(Path(run_dir) / TOKENIZER)}
+    return {"source": "synthetic" if model_dir.config.objective["kind"] == "causal_lm" else "python-stdlib"}

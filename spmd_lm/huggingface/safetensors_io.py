@@ -1,14 +1,15 @@
-"""Tensors in safetensors files: read a part at a time, by name, and written one at a time.
+"""Safetensors files: slices of tensors are read by name, and tensors are written one at a time.
 
-The format: eight bytes of header length, little-endian; a JSON header, name -> dtype, shape and where its bytes are;
-the bytes.  Reading goes through the `safetensors` library, which refuses a header that lies; it writes only what is
-whole in memory, hence a writer of our own.  No pickle is ever opened: loading one runs the code in it."""
+The safetensors library reads, and refuses a header that contradicts its file.  Its writer needs all tensors of a file
+in memory at once, a second copy of the model, so `write_tensors` writes the format itself: the header's length in eight
+little-endian bytes; the header, JSON with each tensor's dtype, shape and offsets; the tensors' bytes.  Pickles are
+never opened: loading one runs the code in it."""
 
 import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,72 +18,49 @@ import ml_dtypes
 import numpy as np
 
 from spmd_lm.errors import ConfigError
+from spmd_lm.huggingface.architectures import DimRange, Shape
+from spmd_lm.huggingface.json_files import read_json, write_json
+from spmd_lm.runtime.formatting import abbreviate
 
-INDEX = "model.safetensors.index.json"
-ALONE = "model.safetensors"
-PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
-FLOATS = {
+FLOAT_DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""What the format calls the types that weights have."""
+"""The dtypes that weights may have, by the format's names."""
 
-NAMES = {dtype: name for name, dtype in FLOATS.items()}
-
-SHOWN = 8
-
-
-def some(names: Iterable[str]) -> str:
-    """The first few of these, and how many more there are."""
-    names = list(names)
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.  ConfigError if there is none."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file.") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
-    except RecursionError:
-        raise ConfigError(f"{path}: not JSON: nested too deep. Fetch it again.") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}. Fetch it again.") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected an object, got {value!r:.40}. Fetch it again.")
-    return value
-
+DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file, not read yet."""
 
-    file: Any  # safetensors.safe_open
+    data: Any  # the library's PySafeSlice: an index into it reads that part
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
-class Tensors:
-    """The tensors of all model files of a directory: model.safetensors.index.json and the files that it names, or the
-    one .safetensors file.
+class SafetensorsReader:
+    """All tensors of a model's directory: of the files that model.safetensors.index.json lists, or of the only
+    .safetensors file.
 
-    Raises ConfigError, a line for each problem, for files that are absent, damaged, or pickles."""
+    Raises ConfigError, one line per problem, if files are missing, damaged, or pickles."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.stored: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self.files: list[Path] = []
-        told = self._index() if (directory / INDEX).exists() else dict.fromkeys([self._alone()], ())
+        files = self._read_index() if (directory / INDEX_FILE).exists() else {self._find_single_file(): []}
         problems: list[str] = []
-        for path, names in told.items():
+        for path, names in files.items():
             try:
                 self._open(path, names)
             except ConfigError as error:
@@ -90,70 +68,76 @@ class Tensors:
         if problems:
             raise ConfigError(*problems)
 
-    def read(self, name: str, index: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The part [start, stop) of each dimension of a tensor, in its own dtype; no more of the file is read."""
-        stored = self.stored[name]
+    def read(self, name: str, index: Sequence[DimRange]) -> np.ndarray:
+        """A slice of a tensor, in the file's dtype; nothing else is read."""
         try:
-            return stored.file.get_slice(name)[tuple(slice(*span) for span in index)]
-        except Exception as error:  # the library has one class of its own for all that it finds
-            raise ConfigError(f"{self.directory}: {name} cannot be read: {_reason(error)}. Fetch it again.") from error
+            return self.tensors[name].data[tuple(slice(*bounds) for bounds in index)]
+        except Exception as error:  # the library raises a class of its own, derived from Exception alone
+            reason = _first_line(error)
+            raise ConfigError(f"{self.directory}: {name} cannot be read: {reason}. Download it again.") from error
 
-    def _index(self) -> dict[Path, tuple[str, ...]]:
-        """The files that the index names, each with the tensors that are said to be in it."""
-        where = self.directory / INDEX
-        files = read_json(where).get("weight_map")
-        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-            raise ConfigError(f"{where}: weight_map: expected the name of a file for each tensor. Fetch it again.")
-        names: dict[str, list[str]] = {}
-        for tensor, file in files.items():
-            names.setdefault(file, []).append(tensor)
-        if foreign := [file for file in names if Path(file).name != file or not file.endswith(".safetensors")]:
+    def _read_index(self) -> dict[Path, list[str]]:
+        """The files that the index lists, each with the names of its tensors."""
+        index = self.directory / INDEX_FILE
+        weight_map = read_json(index).get("weight_map")
+        valid = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
+        if not valid or not weight_map:
+            raise ConfigError(f"{index}: weight_map: expected a file name for each tensor. Download it again.")
+        files: dict[str, list[str]] = {}
+        for tensor, file in weight_map.items():
+            files.setdefault(file, []).append(tensor)
+        if invalid := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
             raise ConfigError(
-                f"{where}: {some(map(repr, foreign))}: expected names of .safetensors files beside the index."
+                f"{index}: {abbreviate(map(repr, invalid))}: expected .safetensors files in the same directory. "
+                f"Download the index again."
             )
-        if absent := [file for file in names if not (self.directory / file).is_file()]:
-            raise ConfigError(f"{where} names {some(absent)}, not there. Fetch what is missing.")
-        return {self.directory / file: tuple(tensors) for file, tensors in names.items()}
+        if missing := [file for file in files if not (self.directory / file).is_file()]:
+            raise ConfigError(f"{index} lists {abbreviate(missing)}, not found. Download the missing files.")
+        return {self.directory / file: tensors for file, tensors in files.items()}
 
-    def _alone(self) -> Path:
-        """The one file of a model without an index."""
-        found = sorted(self.directory.glob("*.safetensors"))
-        if self.directory / ALONE in found:
-            return self.directory / ALONE
-        if len(found) == 1:
-            return found[0]
-        if found:
+    def _find_single_file(self) -> Path:
+        """The only file of a model without an index."""
+        files = sorted(self.directory.glob("*.safetensors"))
+        if self.directory / SINGLE_FILE in files:
+            return self.directory / SINGLE_FILE
+        if len(files) == 1:
+            return files[0]
+        if files:
             raise ConfigError(
-                f"{self.directory} has {len(found)} .safetensors files, {some(path.name for path in found)}, and no "
-                f"{INDEX} to say which are the model's. Fetch it too, or leave one file."
+                f"{self.directory} has {len(files)} .safetensors files, {abbreviate(path.name for path in files)}, and "
+                f"no {INDEX_FILE} that lists the model's. Download the index too, or leave one file."
             )
-        pickles = sorted(path.name for path in self.directory.iterdir() if path.suffix in PICKLES)
+        pickles = sorted(path.name for path in self.directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
         if pickles:
             raise ConfigError(
-                f"{self.directory} has its weights as pickles alone ({some(pickles)}), which run code when they are "
-                f"loaded, so they are not. Where you trust them, load them with their own library and save them again: "
-                f"model.save_pretrained(DIR, safe_serialization=True)."
+                f"{self.directory} has its weights only as pickles ({abbreviate(pickles)}). Loading a pickle runs the "
+                f"code in it, so pickles are not read. If you trust them, load them with their own library and save "
+                f"them again: model.save_pretrained(DIR, safe_serialization=True)."
             )
-        raise ConfigError(f"{self.directory} has no weights: no {ALONE}. Give a directory with one.")
+        raise ConfigError(f"{self.directory} has no weights: no {SINGLE_FILE}. Give a directory with one.")
 
-    def _open(self, path: Path, told: Sequence[str]) -> None:
+    def _open(self, path: Path, listed: Sequence[str]) -> None:
+        """Adds the tensors of a file.  listed: those that the index says are in it."""
         from safetensors import safe_open
 
+        tensors: dict[str, StoredTensor] = {}
         try:
             file = safe_open(path, framework="np")
-            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            stored = {name: Stored(file, at.get_dtype(), tuple(at.get_shape())) for name, at in found.items()}
-        except Exception as error:  # as above
-            raise ConfigError(f"{path}: damaged, or no safetensors: {_reason(error)}. Fetch it again.") from error
-        if absent := [name for name in told if name not in stored]:
-            raise ConfigError(f"{path}: without {some(absent)}, which {INDEX} says are in it. Fetch both again.")
-        if twice := [name for name in stored if name in self.stored]:
-            raise ConfigError(f"{path}: {some(twice)} are in another file too. Fetch them again.")
+            for name in file.offset_keys():
+                data = file.get_slice(name)
+                tensors[name] = StoredTensor(data, data.get_dtype(), tuple(data.get_shape()))
+        except Exception as error:  # as in `read`
+            reason = _first_line(error)
+            raise ConfigError(f"{path}: damaged, or not safetensors: {reason}. Download it again.") from error
+        if missing := [name for name in listed if name not in tensors]:
+            raise ConfigError(f"{path}: without {abbreviate(missing)}, which {INDEX_FILE} lists. Download both again.")
+        if duplicates := [name for name in tensors if name in self.tensors]:
+            raise ConfigError(f"{path}: {abbreviate(duplicates)}: also in another file. Download the files again.")
         self.files.append(path)
-        self.stored |= stored
+        self.tensors |= tensors
 
 
-def _reason(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
@@ -161,64 +145,58 @@ def _reason(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Planned:
+class TensorSpec:
     """A tensor to be written."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: np.dtype
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(directory: Path, tensors: Sequence[Planned], values: Iterator[np.ndarray], most: int) -> list[Path]:
-    """Writes these tensors, whose values come in the same order, to model.safetensors; or where their bytes are more
-    than `most`, to several files of no more than that, unless one tensor is, and an index.
+def write_tensors(
+    directory: Path, specs: Sequence[TensorSpec], values: Iterator[np.ndarray], max_shard_bytes: int
+) -> list[Path]:
+    """Writes model.safetensors; or, if that would exceed `max_shard_bytes`, several files and an index.
 
-    One tensor is in memory at a time."""
-    files: list[list[Planned]] = [[]]
-    room = most
-    for tensor in tensors:
-        if files[-1] and tensor.bytes > room:
-            files.append([])
-            room = most
-        files[-1].append(tensor)
-        room -= tensor.bytes
-    n = len(files)
-    names = [ALONE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
-    for name, group in zip(names, files, strict=True):
-        _write_file(directory / name, group, values)
+    values: in the order of `specs`; one is in memory at a time.  A file exceeds the limit only if one tensor does."""
+    shards: list[list[TensorSpec]] = [[]]
+    available = max_shard_bytes
+    for spec in specs:
+        if shards[-1] and spec.num_bytes > available:
+            shards.append([])
+            available = max_shard_bytes
+        shards[-1].append(spec)
+        available -= spec.num_bytes
+    n = len(shards)
+    files = [SINGLE_FILE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    weight_map: dict[str, str] = {}
+    for file, shard in zip(files, shards, strict=True):
+        _write_file(directory / file, shard, values)
+        weight_map |= {spec.name: file for spec in shard}
     if n > 1:
-        weights = {tensor.name: name for name, group in zip(names, files, strict=True) for tensor in group}
-        index = {"metadata": {"total_size": sum(tensor.bytes for tensor in tensors)}, "weight_map": weights}
-        write_json(directory / INDEX, index)
-        names.append(INDEX)
-    return [directory / name for name in names]
+        total_size = sum(spec.num_bytes for spec in specs)
+        write_json(directory / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+        files.append(INDEX_FILE)
+    return [directory / file for file in files]
 
 
-def _write_file(path: Path, tensors: Sequence[Planned], values: Iterator[np.ndarray]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # whose names and shapes these are; readers ask for it
+def _write_file(path: Path, specs: Sequence[TensorSpec], values: Iterator[np.ndarray]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # readers want the framework of the names and shapes
     end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.bytes
-        header[tensor.name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+    for spec in specs:
+        start, end = end, end + spec.num_bytes
+        header[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin on a multiple of eight bytes
+    text += b" " * (-len(text) % 8)  # aligns tensors to eight bytes
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors:
+        for spec in specs:
             value = next(values)
-            assert (value.shape, value.dtype) == (tensor.shape, tensor.dtype), (tensor, value.shape, value.dtype)
+            assert (value.shape, value.dtype) == (spec.shape, spec.dtype), (spec, value.shape, value.dtype)
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

@@ -19,7 +19,7 @@ from spmd_lm.axes import PIPE
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule_table import schedule_table
-from spmd_lm.runtime.formatting import columns, human
+from spmd_lm.runtime.formatting import format_bytes, format_table
 from spmd_lm.step.program import Program, choose_kernel
 
 TOLERANCE = 0.01
@@ -230,12 +230,12 @@ def render(result: dict[str, Any]) -> str:
     on = lambda row: " x ".join(row["axes"])  # noqa: E731
     asked = [("theory", "over", "part", "dtype", "count", "wire", "formula")]
     asked += [
-        (t["kind"], on(t), t["part"], t["dtype"], f"{t['count']:,.6g}", human(t["bytes"]), t["formula"])
+        (t["kind"], on(t), t["part"], t["dtype"], f"{t['count']:,.6g}", format_bytes(t["bytes"]), t["formula"])
         for t in result["theory"]
     ]
     found = [("compiled", "over", "part", "dtype", "count", "wire", "lowered as")]
     found += [
-        (c["kind"], on(c), c["part"], c["dtype"], f"{c['count']:,.6g}", human(c["bytes"]), c["lowered_as"] or "")
+        (c["kind"], on(c), c["part"], c["dtype"], f"{c['count']:,.6g}", format_bytes(c["bytes"]), c["lowered_as"] or "")
         for c in result["collectives"]
     ]
     m = result["memory"]
@@ -243,15 +243,15 @@ def render(result: dict[str, Any]) -> str:
         *([result["notice"]] if result["notice"] else []),
         f"step of {result['config']} on {result['topology']}: {mesh}, compiled in {result['compile_seconds']:.1f} s",
         "",
-        *columns(asked),
+        *format_table(asked),
         "",
-        *columns(found),
+        *format_table(found),
         "",
         *(difference(d) for d in result["differences"] if d["missing_bytes"] + d["excess_bytes"] > SLACK),
         *traded(result["differences"]),
-        f"wire    {human(sum(c['bytes'] for c in result['collectives']))} per device and step; theory "
-        f"{human(sum(t['bytes'] for t in result['theory']))}; missing {human(result['missing_bytes'])}, "
-        f"in excess {human(result['excess_bytes'])} (tolerance {human(result['tolerance_bytes'])})",
+        f"wire    {format_bytes(sum(c['bytes'] for c in result['collectives']))} per device and step; theory "
+        f"{format_bytes(sum(t['bytes'] for t in result['theory']))}; missing {format_bytes(result['missing_bytes'])}, "
+        f"in excess {format_bytes(result['excess_bytes'])} (tolerance {format_bytes(result['tolerance_bytes'])})",
         *told_by_stage(result["bytes_by_stage"]),
         *(f"waits   {what}: stages that part ways meet in it" for what in result["stages_that_may_wait"]),
         f"memory  {held(m)} per device",
@@ -264,19 +264,26 @@ def told_by_stage(sent: Sequence[float]) -> list[str]:
     if len(sent) < 2:
         return []
     most = max(range(len(sent)), key=lambda stage: sent[stage])
-    return [f"stages  {human(min(sent))} to {human(sent[most])}, which stage {most} sends"]
+    return [f"stages  {format_bytes(min(sent))} to {format_bytes(sent[most])}, which stage {most} sends"]
 
 
 def held(m: dict[str, Any]) -> str:
     """What the compiler says of memory: of some chips the peak alone; and a CPU's peak leaves temporaries out."""
     if not m["temporaries"]:
-        return f"{human(m['arguments'])} arguments; peak {human(m['peak'])}"
-    parts = f"{human(m['arguments'])} arguments + {human(m['temporaries'])} temporaries = {human(m['total'])}"
-    return parts if m["peak"] < m["temporaries"] else f"{parts}; peak {human(m['peak'])}"
+        return f"{format_bytes(m['arguments'])} arguments; peak {format_bytes(m['peak'])}"
+    parts = (
+        f"{format_bytes(m['arguments'])} arguments + {format_bytes(m['temporaries'])} temporaries = "
+        f"{format_bytes(m['total'])}"
+    )
+    return parts if m["peak"] < m["temporaries"] else f"{parts}; peak {format_bytes(m['peak'])}"
 
 
 def difference(d: dict[str, Any]) -> str:
-    what = f"{human(d['missing_bytes'])} missing" if d["missing_bytes"] else f"{human(d['excess_bytes'])} in excess"
+    what = (
+        f"{format_bytes(d['missing_bytes'])} missing"
+        if d["missing_bytes"]
+        else f"{format_bytes(d['excess_bytes'])} in excess"
+    )
     return f"differs {d['kind']} over {' x '.join(d['axes'])}: {what}"
 
 
@@ -286,7 +293,7 @@ def traded(differences: list[dict[str, Any]]) -> list[str]:
     excess = {tuple(d["axes"]): d["excess_bytes"] for d in differences if d["kind"] == AR and d["excess_bytes"]}
     return [
         f"cost    over {' x '.join(axes)} an all-reduce stands where a reduce-scatter was asked for: "
-        f"{human(excess[axes])} for {human(missing[axes])}"
+        f"{format_bytes(excess[axes])} for {format_bytes(missing[axes])}"
         for axes in missing.keys() & excess.keys()
         if min(missing[axes], excess[axes]) > SLACK
     ]

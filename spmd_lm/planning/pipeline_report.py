@@ -8,7 +8,7 @@ from spmd_lm.axes import DATA, PIPE
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.pipeline.schedule import make_schedule, render
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.runtime.formatting import columns, count, human
+from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 from spmd_lm.step.program import abstract_plan
 
 
@@ -61,7 +61,7 @@ def _choices(config: RunConfig, plan: Plan, kernel: str) -> list[dict[str, Any]]
 
 def line(d: dict[str, Any]) -> str:
     """A pipeline in one line."""
-    chunks = f"{count(d['chunks'], 'chunk')} of {count(d['layers_per_chunk'], 'layer')}"
+    chunks = f"{pluralize(d['chunks'], 'chunk')} of {pluralize(d['layers_per_chunk'], 'layer')}"
     return f"{d['schedule']}, {d['stages']} stages x {chunks}; {d['ticks']} ticks, bubble {d['bubble']:.1%} of the work"
 
 
@@ -69,7 +69,7 @@ def text(d: dict[str, Any]) -> list[str]:
     """The rest of it for a person: the schedule, and what each stage holds."""
     stages = [("stage", "inputs held", "activations")]
     stages += [
-        (str(stage), str(inputs), human(size))
+        (str(stage), str(inputs), format_bytes(size))
         for stage, (inputs, size) in enumerate(zip(d["inputs_held"], d["activation_bytes"], strict=True))
     ]
     if len(stages) > 9:
@@ -79,9 +79,9 @@ def text(d: dict[str, Any]) -> list[str]:
         f"schedule: forward|backward{', a microbatch and the letter of its chunk' if d['chunks'] > 1 else ''}",
         d["drawing"],
         "",
-        *columns(stages),
+        *format_table(stages),
         "",
-        f"on every stage: {', '.join(d['on_every_stage'])}; {human(copies)} of parameters per device",
+        f"on every stage: {', '.join(d['on_every_stage'])}; {format_bytes(copies)} of parameters per device",
     ]
     if d["choices"]:
         table = [("weights gathered", "parallel.", "memory", "wire", "bubble", "")]
@@ -89,7 +89,14 @@ def text(d: dict[str, Any]) -> list[str]:
             keys = f"schedule={each['schedule']} chunks={each['chunks']} reduce_once={str(each['reduce_once']).lower()}"
             told = "recommended: the least product of both" if each["recommended"] else ""
             table.append(
-                (each["gathers"], keys, human(each["memory"]), human(each["wire"]), f"{each['bubble']:.1%}", told)
+                (
+                    each["gathers"],
+                    keys,
+                    format_bytes(each["memory"]),
+                    format_bytes(each["wire"]),
+                    f"{each['bubble']:.1%}",
+                    told,
+                )
             )
-        lines += ["", *columns(table)]
+        lines += ["", *format_table(table)]
     return lines

@@ -11,7 +11,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.planning import pipeline_report
-from spmd_lm.runtime.formatting import columns, count, human
+from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 from spmd_lm.step.freeze import frozen, trained
 from spmd_lm.step.program import abstract_plan, choose_kernel
 
@@ -84,20 +84,20 @@ def summary(description: dict) -> str:
     extras = ", ".join([f"ZeRO-{d['zero']}", *(what for what, on in switched if on)])
     padding = "" if vocab["padded"] == vocab["model"] else f", vocabulary {vocab['model']} padded to {vocab['padded']}"
     shards = d["mesh"]["replica"] * d["mesh"]["data"]
-    parts = f"{count(batch['microbatches'], 'microbatch')} x {count(shards, 'shard')}"
+    parts = f"{pluralize(batch['microbatches'], 'microbatch')} x {pluralize(shards, 'shard')}"
     rows = f"{parts} x {batch['sequences_per_device_and_microbatch']}"
     state, whole = sum(d["memory"][row] for row in memory.STATE), sum(d["memory"].values())
     flop, parameters, moving = d["model_flops_per_step"], d["parameter_count"], d["trained_count"]
     still = "" if moving == parameters else f", {moving:,} of them trained"
     return "\n".join(
         (
-            f"mesh    {mesh} = {count(d['devices'], 'device')} ({d['platform']}), {extras}",
+            f"mesh    {mesh} = {pluralize(d['devices'], 'device')} ({d['platform']}), {extras}",
             f"model   {parameters:,} parameters{still}{padding}, remat {d['remat']}",
             f"kernel  attention {attention['kernel']} ({attention['why']}), compute {_arithmetic(d['precision'])}",
             f"batch   {batch['sequences']} sequences = {rows}",
             *([f"pipe    {pipeline_report.line(d['pipeline'])}"] if d["pipeline"] else []),
             f"step    {batch['tokens']:,} tokens, {flop:.3g} model FLOPs; {batch['steps']:,} steps",
-            f"memory  {human(state)} of state per device, about {human(whole)} in all",
+            f"memory  {format_bytes(state)} of state per device, about {format_bytes(whole)} in all",
         )
     )
 
@@ -117,9 +117,11 @@ def render(description: dict) -> str:
         placed = zip(p["names"], p["spec"], strict=True)
         live = ((name, [axis for axis in on if description["mesh"][axis] > 1]) for name, on in placed)
         lies = ", ".join(f"{name}: {' x '.join(on)}" for name, on in live if on) or "whole everywhere"
-        parameters.append((p["name"], shape, names, lies, human(p["bytes_per_device"])))
+        parameters.append((p["name"], shape, names, lies, format_bytes(p["bytes_per_device"])))
     table = [("memory per device", "")]
-    table += [(row, human(size)) for row, size in description["memory"].items()]
-    table.append(("in all, about", f"{human(sum(description['memory'].values()))} in {description['fullest_in']}"))
+    table += [(row, format_bytes(size)) for row, size in description["memory"].items()]
+    table.append(
+        ("in all, about", f"{format_bytes(sum(description['memory'].values()))} in {description['fullest_in']}")
+    )
     drawn = ["", *pipeline_report.text(description["pipeline"])] if description["pipeline"] else []
-    return "\n".join([summary(description), "", *columns(parameters), "", *columns(table), *drawn])
+    return "\n".join([summary(description), "", *format_table(parameters), "", *format_table(table), *drawn])

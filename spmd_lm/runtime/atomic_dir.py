@@ -1,5 +1,4 @@
-"""A directory that appears whole, or not at all: filled beside its place under another name, and renamed when it is
-whole."""
+"""A directory that appears complete or not at all: it is filled under a temporary name, and renamed at the end."""
 
 import os
 import secrets
@@ -14,66 +13,72 @@ from types import FrameType
 from spmd_lm.errors import ConfigError
 
 
-def refuse_taken(target: Path) -> None:
-    """Raises ConfigError if there is anything at `target` but an empty directory."""
+def require_absent_or_empty(target: Path) -> None:
+    """Raises ConfigError if `target` exists and is not an empty directory."""
     if os.path.lexists(target) and not target.is_dir():
-        raise ConfigError(f"{target}: is there, and no directory. Choose another name.")
+        raise ConfigError(f"{target}: exists and is not a directory. Choose another name.")
     try:
-        first = next(iter(sorted(target.iterdir())), None) if target.exists() else None
+        entries = sorted(target.iterdir()) if target.exists() else []
     except OSError as error:
         raise ConfigError(f"{target}: cannot be read: {error.strerror}. Choose another name.") from error
-    if first is not None:
-        raise ConfigError(f"{target}: is there, with {first.name} in it, and nothing is written over. Choose another.")
+    if entries:
+        raise ConfigError(
+            f"{target}: exists and is not empty (it contains {entries[0].name}). Nothing is overwritten; choose "
+            f"another name."
+        )
 
 
 @contextmanager
-def fresh(target: Path) -> Iterator[Path]:
-    """A new directory to fill, which becomes `target` at the end of the block.
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory to fill, which is renamed to `target` at the end of the block.
 
-    What ends the block early, an interrupt or SIGTERM included, removes it, with what was made to hold it.  Raises
-    ConfigError if `target` is taken, now or by then, or cannot be written."""
-    refuse_taken(target)
-    place = target.resolve()
-    made = [path for path in place.parents if not path.exists()]
-    filling = place.with_name(f".{place.name:.100}.{secrets.token_hex(4)}")
-    with ExitStack() as afterwards, stoppable():
-        for path in reversed(made):
-            afterwards.callback(_unless_impossible, path)
+    If the block fails, or is stopped by Ctrl-C or SIGTERM, the directory and the parents created for it are removed.
+    Raises ConfigError if `target` exists and is not empty, before or after the block, or cannot be written."""
+    require_absent_or_empty(target)
+    final = target.resolve()
+    new_parents = [path for path in final.parents if not path.exists()]
+    temporary = final.with_name(f".{final.name:.100}.{secrets.token_hex(4)}")
+    with ExitStack() as cleanup, _signals_raise():
+        for path in reversed(new_parents):
+            cleanup.callback(_remove_if_empty, path)
         try:
-            filling.mkdir(parents=True)
-            afterwards.callback(shutil.rmtree, filling, ignore_errors=True)  # after the rename there is none
-            yield filling
-            refuse_taken(target)
-            os.rename(filling, place)
+            temporary.mkdir(parents=True)
+            cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)  # gone already, once it is renamed
+            yield temporary
+            require_absent_or_empty(target)
+            os.rename(temporary, final)
         except OSError as error:
-            where = error.filename or target
+            path = error.filename or target
             raise ConfigError(
-                f"{where}: {error.strerror}. Nothing was made of {target}: make room, mend it, or choose another place."
+                f"{path}: {error.strerror}. {target} was not created: free some space, change the permissions, or "
+                f"choose another name."
             ) from error
 
 
-def _unless_impossible(path: Path) -> None:
-    with suppress(OSError):  # something is in it
+def _remove_if_empty(path: Path) -> None:
+    with suppress(OSError):  # not empty
         path.rmdir()
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """Within, Ctrl-C and SIGTERM are exceptions, so that what was begun can be cleared away."""
+def _signals_raise() -> Iterator[None]:
+    """In the block, Ctrl-C and SIGTERM raise exceptions, so that cleanup runs."""
 
     def stop(number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(128 + number)  # as a shell calls it
+        raise SystemExit(128 + number)  # as a shell reports it
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # Python lets no other set handlers
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in before:
+    previous = {}
+    if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):
+                previous[number] = handler
+    for number in previous:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

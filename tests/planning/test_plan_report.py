@@ -6,7 +6,7 @@ import pytest
 
 from spmd_lm.analysis import flops
 from spmd_lm.planning.plan_report import describe, render, summary
-from spmd_lm.runtime.formatting import human
+from spmd_lm.runtime.formatting import format_bytes
 from tests.helpers import FLOAT32, make_config, program, run_of, shard_bytes
 
 RUNS = [
@@ -63,11 +63,11 @@ def test_the_text_has_a_line_for_every_parameter():
     for one in d["parameters"]:
         (line,) = [line for line in lines if line.startswith(one["name"] + " ")]
         assert ("model" in line) == (["model"] in one["spec"])
-        assert human(one["bytes_per_device"]) in line
+        assert format_bytes(one["bytes_per_device"]) in line
     assert render(d).startswith(summary(d))
     assert "vocabulary 61 padded to 62" in summary(d) and "data 4 x model 2 = 8 devices (cpu)" in summary(d)
     for row, size in d["memory"].items():
-        assert any(line.startswith(row) and line.endswith(human(size)) for line in lines)
+        assert any(line.startswith(row) and line.endswith(format_bytes(size)) for line in lines)
 
 
 def test_one_of_a_thing_is_one_thing():
@@ -89,4 +89,4 @@ def test_a_scaled_loss_is_told():
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 1.5, "1.5 MiB"), (2**50, "1024.0 TiB")]
 )
 def test_bytes_for_a_person(size, text):
-    assert human(size) == text
+    assert format_bytes(size) == text

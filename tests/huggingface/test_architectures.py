@@ -1,0 +1,276 @@
+"""The tables cover every parameter, tensor and key, and what they do not cover is refused by name."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from spmd_lm.config.messages import variants
+from spmd_lm.config.schema import MaskedLM, Model, Objective
+from spmd_lm.errors import ConfigError
+from spmd_lm.huggingface.architectures import ARCHITECTURES, BERT, CLASSES, GPT2, LLAMA
+from spmd_lm.huggingface.config_json import build_config, parse_config
+from spmd_lm.huggingface.weights import buffer_names, hf_tensors
+
+SIZES = {"vocab_size": 64, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "intermediate_size": 48}
+CONFIGS = {
+    "GPT2LMHeadModel": {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "BertForPreTraining": SIZES | {"type_vocab_size": 2},
+    "BertForMaskedLM": SIZES | {"type_vocab_size": 2},
+    "BertForSequenceClassification": SIZES | {"type_vocab_size": 2, "id2label": {"0": "a", "1": "b", "2": "c"}},
+    "BertForMultipleChoice": SIZES | {"type_vocab_size": 2},
+    "BertForQuestionAnswering": SIZES | {"type_vocab_size": 2},
+    "LlamaForCausalLM": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
+}
+
+
+def theirs(name: str, **changes) -> dict:
+    return {"architectures": [name], "model_type": CLASSES[name].model_type} | CONFIGS[name] | changes
+
+
+def ours(name: str, **changes) -> tuple[Model, Objective]:
+    parsed = parse_config(theirs(name, **changes))
+    return Model(**parsed.model), variants("objective")[parsed.objective["kind"]](**parsed.objective)
+
+
+OUTPUTS = {"multiple_choice": 1, "span": 2}
+
+
+def leaves(m: Model, objective: Objective) -> dict[str, tuple[int, ...]]:
+    """The canonical shapes of a model's parameters, by path."""
+    keys = (m.kv_heads or m.heads) * m.head_width
+    block = {"attention.query": m.width, "attention.key": keys, "attention.value": keys, "attention.out": m.width}
+    block |= {"mlp.up": m.mlp_dim, "mlp.down": m.mlp_dim}
+    ends = {"attention.out", "mlp.down"}
+    found = {"embedding.tokens": (m.vocab, m.width)}
+    if m.positions == "learned":
+        found["embedding.positions"] = (m.context, m.width)
+    if m.token_types:
+        found["embedding.types"] = (m.token_types, m.width)
+    found |= {f"blocks.{name}": (m.layers, m.width, other) for name, other in block.items()}
+    if m.activation == "swiglu":
+        found["blocks.mlp.gate"] = (m.layers, m.width, m.mlp_dim)
+    if m.use_bias:
+        found |= {f"blocks.{n}_bias": (m.layers, m.width if n in ends else other) for n, other in block.items()}
+    norms = {"blocks.norm1": (m.layers, m.width), "blocks.norm2": (m.layers, m.width)}
+    norms |= {"head.norm": (m.width,)} if m.norm == "pre" else {"embedding.norm": (m.width,)}
+    if objective.kind == "masked_lm":
+        norms["head.transform_norm"] = (m.width,)
+        found |= {
+            "head.transform": (m.width, m.width),
+            "head.transform_bias": (m.width,),
+            "head.output_bias": (m.vocab,),
+        }
+        if objective.sentence_order:
+            found |= {"head.pooler": (m.width, m.width), "head.pooler_bias": (m.width,)}
+            found |= {"head.binary": (m.width, 2), "head.binary_bias": (2,)}
+    if not objective.of_tokens:
+        outputs = OUTPUTS.get(objective.kind) or objective.classes
+        found |= {"head.output": (m.width, outputs), "head.output_bias": (outputs,)}
+        if objective.kind != "span":
+            found |= {"head.pooler": (m.width, m.width), "head.pooler_bias": (m.width,)}
+    found |= {f"{name}.scale": shape for name, shape in norms.items()}
+    if m.use_bias and m.norm_type == "layer":
+        found |= {f"{name}.bias": shape for name, shape in norms.items()}
+    if not m.tie_embeddings:
+        found["head.tokens"] = (m.vocab, m.width)
+    return found
+
+
+EVERY = [(name, tied) for name in CLASSES for tied in (True, False) if tied or CLASSES[name].model_type != "bert"]
+
+
+@pytest.mark.parametrize(("name", "tied"), EVERY)
+def test_every_tensor_entry_is_one_parameter_entry(name, tied):
+    """Tensors filled from parameters, half by half along every dimension."""
+    m, objective = ours(name, tie_word_embeddings=tied)
+    shapes, r = leaves(m, objective), np.random.default_rng(0)
+    values = {path: r.normal(size=shape) for path, shape in shapes.items()}
+    tensors = hf_tensors(CLASSES[name], shapes)
+    assert len({tensor.name for tensor in tensors}) == len(tensors)
+    assert sum(math.prod(tensor.shape) for tensor in tensors) == sum(math.prod(shape) for shape in shapes.values())
+    for tensor in tensors:
+        file, seen = np.full(tensor.shape, np.nan), np.zeros(tensor.shape, int)
+        for mapping in tensor.mappings:
+            value = values[mapping.param] if tensor.layer is None else values[mapping.param][tensor.layer]
+            halves = [[(0, n // 2), (n // 2, n)] for n in value.shape]
+            for part in itertools.product(*halves):
+                at = tuple(slice(*span) for span in mapping.tensor_index(part, value.shape))
+                mine = value[tuple(slice(*span) for span in part)]
+                file[at] = mine.T if mapping.transposed else mine
+                seen[at] += 1
+        assert (seen == 1).all() and np.isfinite(file).all()
+        first = tensor.mappings[0]
+        whole = values[first.param] if tensor.layer is None else values[first.param][tensor.layer]
+        np.testing.assert_array_equal(np.split(file, first.fused_count, -1)[0], whole.T if first.transposed else whole)
+
+
+@pytest.mark.parametrize(("name", "tied"), EVERY)
+def test_names_and_shapes_are_those_of_transformers(name, tied):
+    transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    torch = pytest.importorskip("torch", reason="the extra `hf` is not installed")
+    kind = transformers.AutoConfig.for_model(CLASSES[name].model_type, **CONFIGS[name], tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = getattr(transformers, name)(kind)
+    stored = {n: tuple(p.shape) for n, p in model.named_parameters()}  # once each, tied or not
+    shapes = leaves(*ours(name, tie_word_embeddings=tied))
+    assert {tensor.name: tensor.shape for tensor in hf_tensors(CLASSES[name], shapes)} == stored
+    assert buffer_names(CLASSES[name], model.state_dict(), shapes) >= model.state_dict().keys() - stored.keys()
+
+
+@pytest.mark.parametrize(("name", "tied"), EVERY)
+def test_a_config_round_trips(name, tied):
+    parsed = parse_config(theirs(name, tie_word_embeddings=tied))
+    assert parsed.unknown_keys == []
+    assert parsed.model.keys() == Model.model_fields.keys() - {"scan", "attention"}  # how it is computed is free
+    architecture, hf_config = build_config(*ours(name, tie_word_embeddings=tied))
+    assert architecture is CLASSES[name] and hf_config["architectures"] == [name]
+    again = parse_config(hf_config)
+    m, _ = ours(name, tie_word_embeddings=tied)
+    assert (again.architecture, Model(**again.model).mlp_dim) == (architecture, m.mlp_dim)
+    assert {**again.model, "mlp_width": 0, "kv_heads": 0} == {**parsed.model, "mlp_width": 0, "kv_heads": 0}
+    assert again.objective == parsed.objective
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_defaults_of_absent_keys_are_those_of_transformers(name):
+    transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    kind = CLASSES[name].model_type
+    hf_config = transformers.AutoConfig.for_model(kind).to_dict() | {"architectures": [name]}
+    full, bare = parse_config(hf_config), parse_config({"model_type": kind, "architectures": [name]})
+
+    def model(parsed):
+        return Model(**parsed.model).model_dump() | {"kv_heads": parsed.model["kv_heads"] or parsed.model["heads"]}
+
+    assert model(full) == model(bare) and full.unknown_keys == []
+
+
+REFUSED = [
+    (
+        "GPT2LMHeadModel",
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx=true is not supported",
+    ),
+    ("GPT2LMHeadModel", {"scale_attn_weights": False}, "scale_attn_weights=false is not supported for gpt2, only true"),
+    ("GPT2LMHeadModel", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true is not supported"),
+    ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention=true is not supported"),
+    (
+        "GPT2LMHeadModel",
+        {"activation_function": "relu"},
+        'activation_function="relu" is not supported. Supported: gelu, gelu_new',
+    ),
+    ("GPT2LMHeadModel", {"embd_pdrop": 0.2}, "embd_pdrop and resid_pdrop differ, but here both are model.dropout"),
+    ("GPT2LMHeadModel", {"n_embd": "wide"}, 'n_embd: expected an integer, got "wide"'),
+    ("GPT2LMHeadModel", {"n_layer": True}, "n_layer: expected an integer, got true"),
+    ("GPT2LMHeadModel", {"n_layer": 10**30}, "n_layer: expected an integer"),
+    ("GPT2LMHeadModel", {"layer_norm_epsilon": None}, "layer_norm_epsilon: expected a number, got null"),
+    ("GPT2LMHeadModel", {"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
+    ("GPT2LMHeadModel", {"model_type": "gptj"}, 'model_type="gptj", but GPT2LMHeadModel has model_type=gpt2'),
+    (
+        "GPT2LMHeadModel",
+        {"architectures": ["GPTJForCausalLM"]},
+        "GPTJForCausalLM is not supported. Supported: GPT2LMHeadModel, Bert",
+    ),
+    (
+        "GPT2LMHeadModel",
+        {"architectures": None, "model_type": "t5"},
+        'model_type="t5" is not supported. Supported: gpt2, bert',
+    ),
+    ("GPT2LMHeadModel", {"architectures": "GPT2LMHeadModel"}, "expected a list of class names"),
+    ("GPT2LMHeadModel", {"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4} is not supported'),
+    ("BertForPreTraining", {"position_embedding_type": "relative_key"}, "position_embedding_type="),
+    (
+        "BertForPreTraining",
+        {"tie_word_embeddings": False},
+        "tie_word_embeddings=false is not supported for bert, only true",
+    ),
+    ("BertForPreTraining", {"is_decoder": True}, "is_decoder=true is not supported for bert, only false"),
+    ("BertForPreTraining", {"hidden_act": "silu"}, 'hidden_act="silu" is not supported'),
+    ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias=true is not supported for llama, only false"),
+    ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias=true is not supported"),
+    ("LlamaForCausalLM", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+    ("LlamaForCausalLM", {"head_dim": 16}, "head_dim=16 is not hidden_size / num_attention_heads = 32 / 4"),
+    ("LlamaForCausalLM", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported. Supported: silu'),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type="linear" is not supported'),
+    (
+        "LlamaForCausalLM",
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        'rope_type="llama3" is not supported',
+    ),
+    ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "yarn"}}, 'rope_type="yarn" is not supported'),
+    (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5 is not supported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[str(changes)[:60] for _, changes, _ in REFUSED])
+def test_unsupported_settings_are_refused_by_name(name, changes, message):
+    with pytest.raises(ConfigError) as error:
+        parse_config(theirs(name, **changes))
+    assert message in str(error.value)
+
+
+def test_all_errors_are_reported_at_once():
+    with pytest.raises(ConfigError) as error:
+        parse_config(theirs("GPT2LMHeadModel", n_embd=-0.5, scale_attn_weights=False, activation_function="relu"))
+    assert len(error.value.problems) == 3
+
+
+def test_unknown_keys_are_reported():
+    assert parse_config(theirs("GPT2LMHeadModel", mystery=1)).unknown_keys == ["mystery"]
+
+
+@pytest.mark.parametrize("form", ["rope_theta", "rope_parameters"])
+def test_both_forms_of_rope_are_read(form):
+    rope = (
+        {"rope_theta": 5e5}
+        if form == "rope_theta"
+        else {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    )
+    assert parse_config(theirs("LlamaForCausalLM", **rope)).model["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "objective", "message"),
+    [
+        ("GPT2LMHeadModel", {"norm_type": "rms"}, None, "nearest is gpt2, except for model.norm_type=rms"),
+        ("GPT2LMHeadModel", {"kv_heads": 2}, None, "nearest is gpt2, except for model.kv_heads=2"),
+        ("BertForMaskedLM", {"norm": "pre"}, None, "nearest is bert, except for model.norm=pre"),
+        ("LlamaForCausalLM", {"activation": "gelu"}, None, "nearest is llama, except for model.activation=gelu"),
+        ("GPT2LMHeadModel", {}, MaskedLM(kind="masked_lm"), "nearest is gpt2, except for objective.kind=masked_lm"),
+    ],
+)
+def test_a_model_of_no_architecture_is_refused_with_the_nearest_one(name, changes, objective, message):
+    m, own = ours(name)
+    with pytest.raises(ConfigError, match="no Hugging Face architecture matches this model") as error:
+        build_config(m.model_copy(update=changes), objective or own)
+    assert message in str(error.value)
+
+
+def test_kv_heads_equal_to_heads_are_multi_head_attention():
+    m, objective = ours("GPT2LMHeadModel")
+    assert build_config(m.model_copy(update={"kv_heads": m.heads}), objective)[0] is GPT2
+
+
+def test_legacy_names_and_buffers():
+    assert GPT2.spellings("transformer.wte.weight") == ["transformer.wte.weight", "wte.weight"]
+    assert BERT.spellings("bert.embeddings.LayerNorm.bias")[1] == "bert.embeddings.LayerNorm.beta"
+    names = ["h.0.attn.bias", "transformer.h.11.attn.masked_bias", "h.0.attn.c_attn.bias", "lm_head.weight"]
+    assert buffer_names(GPT2, names, {}) == {names[0], names[1], names[3]}
+    assert buffer_names(GPT2, names, {"head.tokens": (1, 1)}) == {names[0], names[1]}
+
+
+def test_every_config_is_valid_json():
+    for name in CLASSES:
+        json.dumps(build_config(*ours(name))[1], allow_nan=False)
+    assert {architecture.model_type for architecture in ARCHITECTURES} == {
+        "gpt2",
+        "bert",
+        "llama",
+    } and LLAMA.model_type == "llama"

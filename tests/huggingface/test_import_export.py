@@ -1,0 +1,386 @@
+"""Imported models compute what Hugging Face's own compute, and exported ones are theirs bit for bit."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.saved_run import open_run, restore_run
+from spmd_lm.cli import main
+from spmd_lm.config.load import load, load_run
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.corpus import load as load_corpus
+from spmd_lm.data.loader import training, validation
+from spmd_lm.errors import Exit
+from spmd_lm.evaluation.evaluate import evaluate_run
+from spmd_lm.huggingface.directory import make_run_config, open_directory
+from spmd_lm.huggingface.export_hf import export_hf
+from spmd_lm.huggingface.import_hf import import_hf, make_sharded_array
+from spmd_lm.huggingface.safetensors_io import SafetensorsReader
+from spmd_lm.step.program import Program
+from spmd_lm.training.init_from import paths
+from spmd_lm.training.loop import train
+from tests.huggingface.small_models import (
+    FLOAT32,
+    FLOAT64,
+    HF_CONFIG,
+    MODELS,
+    SMALL,
+    import_directory,
+    make_directory,
+    make_tensors,
+)
+
+LAYOUTS = {
+    "data8": [],
+    "data2-model4": ["parallel.model=4"],
+    "pipe2-data2-model2": ["parallel.pipe=2", "parallel.model=2", "parallel.microbatches=2"],
+    "zero3": ["parallel.model=2", "parallel.zero=3"],
+}
+
+
+# --- against transformers
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Inputs of a model: int32 [rows, time].  real: 1, or 0 for padding, which only BERTs get."""
+
+    tokens: np.ndarray
+    types: np.ndarray
+    real: np.ndarray
+
+
+def some_rows(config: RunConfig) -> Rows:
+    m, rows, r = config.model, config.train.batch, np.random.default_rng(5)
+    time = np.arange(m.context)
+    length = np.full((rows, 1), m.context) if m.causal else r.integers(m.context // 2, m.context + 1, (rows, 1))
+    tokens = r.integers(0, m.vocab, (rows, m.context), dtype=np.int32)
+    types = r.integers(0, max(m.token_types, 1), (rows, m.context), dtype=np.int32)
+    return Rows(tokens, types, np.int32(time < length))
+
+
+def our_logits(program: Program, params, rows: Rows) -> dict[str, np.ndarray]:
+    """By output name; [rows, ...]."""
+    abstract = program.abstract_batch()
+    given = {"tokens": rows.tokens, "types": rows.types, "segments": rows.real}
+    given["positions"] = np.broadcast_to(np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
+
+    def put(path, leaf):
+        value = given.get(path[0].name, np.zeros(math.prod(leaf.shape), leaf.dtype))
+        return jax.device_put(value.reshape(leaf.shape), leaf.sharding)
+
+    batch = jax.tree_util.tree_map_with_path(put, abstract)
+    made = {name: np.asarray(z) for name, z in program.forward(params, batch).items()}
+    made = {name: z.reshape(-1, *z.shape[2:]) for name, z in made.items()}
+    return {name: z[..., : program.config.model.vocab] if name == "tokens" else z for name, z in made.items()}
+
+
+def their_logits(model, rows: Rows) -> dict[str, np.ndarray]:
+    import torch
+
+    given = {"input_ids": rows.tokens}
+    if model.config.model_type == "bert":
+        given |= {"attention_mask": rows.real, "token_type_ids": rows.types}
+    kind = type(model).__name__
+    if kind == "BertForMultipleChoice":
+        given = {name: x.reshape(-1, 4, x.shape[1]) for name, x in given.items()}
+    with torch.no_grad():
+        out = model(**{name: torch.tensor(x) for name, x in given.items()})
+    if kind == "BertForQuestionAnswering":
+        return {"spans": np.stack([out.start_logits.numpy(), out.end_logits.numpy()], axis=-1)}
+    if kind in ("BertForSequenceClassification", "BertForMultipleChoice"):
+        classes = kind == "BertForSequenceClassification"
+        return {"classes": out.logits.numpy()} if classes else {"choices": out.logits.numpy().reshape(-1)}
+    if "seq_relationship_logits" in out:
+        return {"tokens": out.prediction_logits.numpy(), "sentence_order": out.seq_relationship_logits.numpy()}
+    return {"tokens": out.logits.numpy()}
+
+
+def distance(program: Program, params, model) -> float:
+    """The largest difference between our logits and theirs, padding excluded; theirs are of order one."""
+    rows = some_rows(program.config)
+    ours, theirs = our_logits(program, params, rows), their_logits(model, rows)
+    assert ours.keys() == theirs.keys()
+    of_tokens = rows.real[..., None].astype(bool)
+    mask = {"tokens": of_tokens, "spans": of_tokens}
+    assert all(0.1 < np.abs(z).max() < 100 for z in theirs.values())
+    return max(float(np.abs(np.where(mask.get(name, True), ours[name] - theirs[name], 0)).max()) for name in ours)
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Compares names, dtypes, shapes and bits, whichever files they are in."""
+    from safetensors.numpy import load_file
+
+    a, b = (
+        {k: v for file in sorted(at.glob("*.safetensors")) for k, v in load_file(file).items()} for at in (one, other)
+    )
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("which", "precision", "tolerance"),
+    [
+        *((which, FLOAT32, 1e-5) for which in ("gpt2", "bert", "llama", "llama-tied")),
+        *((which, FLOAT64, 1e-10) for which in ("bert-classes", "bert-choices", "bert-spans")),
+        *(
+            (which, FLOAT64, 1e-10) for which in ("gpt2", "gpt2-odd", "bert", "bert-masked")
+        ),  # llama's angles are float32
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_logits_agree_with_transformers(hf, tmp_path, which, precision, tolerance):
+    directory, model = hf(which, precision[0].partition("=")[2])
+    program, params, step = open_run(import_directory(directory, tmp_path / "run", *precision))
+    assert step == 0
+    assert distance(program, params, model) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("which", "layout"),
+    [
+        *((which, layout) for which in ("gpt2", "bert", "llama") for layout in LAYOUTS if "model" in layout),
+        ("gpt2", "zero3"),
+    ],
+)
+def test_each_layout_reads_only_its_shards_and_computes_the_same(hf, tmp_path, monkeypatch, which, layout):
+    directory, model = hf(which, "float32")
+    parts: dict[str, list[int]] = {}
+    read = SafetensorsReader.read
+
+    def watched(self, name, index):
+        parts.setdefault(name, []).append(math.prod(stop - start for start, stop in index))
+        return read(self, name, index)
+
+    monkeypatch.setattr(SafetensorsReader, "read", watched)
+    config = import_directory(directory, tmp_path / "run", *FLOAT32, *LAYOUTS[layout])
+    program, params, _ = open_run(config)
+    assert distance(program, params, model) < 1e-5
+
+    model_dir, p = open_directory(directory), config.parallel
+    mappings = {mapping.param: mapping for mapping in model_dir.config.architecture.weights}
+    for path, leaf in paths(program.abstract_canonical().params).items():
+        mapping, shard = mappings[path], leaf.sharding.shard_shape(leaf.shape)
+        name = mapping.tensor.format(layer=0)
+        tensor_size = math.prod(model_dir.reader.tensors[name].shape)
+        shard_size = math.prod(mapping.layer_shape(shard))
+        assert shard_size in parts[name] and max(parts[name]) <= tensor_size // mapping.fused_count, path
+        if (mapping.stacked and len(shard) == 3) or path.endswith(
+            ".tokens"
+        ):  # no device holds all of it, and no read reads all
+            split = p.model * (program.plan.layout.data if p.zero else 1)
+            assert shard_size * split * mapping.fused_count == tensor_size and max(parts[name]) == shard_size, path
+            assert shard[0] * (p.pipe if mapping.stacked else p.model) == leaf.shape[0], path
+
+
+def test_each_slice_is_read_once_however_many_devices_hold_it():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    asked = []
+
+    def read(part):
+        asked.append(part)
+        return np.arange(32.0, dtype=np.float32).reshape(4, 8)[tuple(slice(*span) for span in part)]
+
+    for spec, parts in ((P("a", "b"), 8), (P(None, "b"), 4), (P(), 1)):
+        leaf = jax.ShapeDtypeStruct((4, 8), np.float32, sharding=jax.sharding.NamedSharding(mesh, spec))
+        asked.clear()
+        np.testing.assert_array_equal(make_sharded_array(leaf, read), np.arange(32.0).reshape(4, 8))
+        assert len(asked) == len(set(asked)) == parts
+
+
+@pytest.mark.parametrize(
+    ("which", "layout"), [*((which, "data8") for which in MODELS), ("gpt2", "pipe2-data2-model2"), ("llama", "zero3")]
+)
+def test_export_returns_the_imported_tensors(hf, tmp_path, which, layout):
+    directory, model = hf(which, "float32")
+    config = import_directory(directory, tmp_path / "run", *LAYOUTS[layout])
+    export_hf(config, tmp_path / "back", "float32", 5 * 10**9)
+    assert_same_tensors(directory, tmp_path / "back")
+    loaded = type(model).from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    assert (loaded.config.eos_token_id, str(loaded.dtype)) == (2, "torch.float32")  # 2: from config.json
+    rows = some_rows(config)
+    theirs, again = their_logits(model, rows), their_logits(loaded, rows)
+    for name, z in theirs.items():
+        np.testing.assert_array_equal(again[name], z)
+
+
+def test_large_models_are_exported_in_shards_and_imported_from_them(hf, tmp_path):
+    directory, model = hf("gpt2", "float32")
+    config = import_directory(directory, tmp_path / "run")
+    result = export_hf(config, tmp_path / "parts", "float32", 64_000)
+    sizes = [file.stat().st_size for file in (tmp_path / "parts").glob("*.safetensors")]
+    assert len(sizes) > 2 and max(sizes) < 64_000 + 4096 and "model.safetensors.index.json" in result["files"]
+    assert_same_tensors(directory, tmp_path / "parts")
+    loaded = type(model).from_pretrained(tmp_path / "parts")
+    assert all((p == q).all() for p, q in zip(loaded.parameters(), model.parameters(), strict=True))
+    again = import_directory(tmp_path / "parts", tmp_path / "again")
+    for a, b in zip(*(jax.tree.leaves(restore_run(c)[1]) for c in (config, again)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_bfloat16_export_rounds_like_torch_and_can_be_imported(hf, tmp_path):
+    import torch
+
+    directory, model = hf("gpt2", "float32")
+    export_hf(import_directory(directory, tmp_path / "run"), tmp_path / "half", "bfloat16", 10**9)
+    loaded = type(model).from_pretrained(tmp_path / "half")
+    assert loaded.dtype == torch.bfloat16
+    for p, q in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert (p == q.bfloat16()).all()
+    config = import_directory(tmp_path / "half", tmp_path / "again")
+    table = restore_run(config)[1]["embedding"]["tokens"]
+    assert table.dtype == np.float32
+    np.testing.assert_array_equal(table, loaded.transformer.wte.weight.detach().float().numpy())
+
+
+@pytest.mark.parametrize(("which", "summary"), [("gpt2", "gpt2 of 53,440"), ("llama", "llama of 35,104")])
+def test_greedy_tokens_agree_with_transformers(hf, tmp_path, capsys, which, summary):
+    import torch
+
+    directory, model = hf(which, "float32")
+    run = str(tmp_path / "run")
+    assert main(["import", str(directory), run, *FLOAT32, *SMALL, "parallel.model=2"]) == 0
+    assert f"{summary} parameters, step 0" in capsys.readouterr().out
+    assert main(["generate", run, "--prompt", "3 1 4", "--tokens", "9", "--greedy"]) == 0
+    begun = torch.tensor([[3, 1, 4]])
+    with torch.no_grad():
+        how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(begun)}
+        theirs = model.generate(begun, max_new_tokens=9, **how)
+    assert capsys.readouterr().out.split() == [str(token) for token in theirs[0].tolist()]
+
+
+def their_nll(logits: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> float:
+    """The weighted mean."""
+    z = logits.astype(np.float64)
+    z = np.log(np.exp(z).sum(-1)) - np.take_along_axis(z, targets[..., None], -1)[..., 0]
+    return float((z * weights).sum() / weights.sum())
+
+
+@pytest.mark.parametrize("which", ["bert", "llama"])
+def test_losses_agree_with_transformers(hf, tmp_path, which):
+    """On held-out text.  BERT's labels agree too: 0 where the second segment follows the first."""
+    directory, model = hf(which, "float32")
+    config = import_directory(directory, tmp_path / "run", *FLOAT32)
+    program, corpus = Program(config), load_corpus(config.data, config.train.seed, config.model.vocab)
+    batch = jax.tree.map(lambda x: np.asarray(x)[0], validation(config, corpus).batch(0, program.batch_shardings))
+    z = their_logits(model, Rows(batch.tokens, batch.types, batch.segments))
+    figures = evaluate_run(config)
+    want = their_nll(z["tokens"], batch.targets, batch.weights)
+    if which == "bert":
+        order = their_nll(z["sentence_order"], batch.labels, batch.label_weights)
+        assert figures["eval_masked_lm_loss"] == pytest.approx(want, abs=1e-5)
+        assert figures["eval_sentence_order_loss"] == pytest.approx(order, abs=1e-5)
+        want += order
+    assert figures["eval_loss"] == pytest.approx(want, abs=1e-5)
+
+
+def test_an_imported_run_can_be_evaluated_and_trained(hf, tmp_path, capsys):
+    directory, model = hf("gpt2", "float32")
+    config = import_directory(directory, tmp_path / "run", *FLOAT32, "model.dropout=0", "model.attention_dropout=0")
+    corpus = load_corpus(config.data, config.train.seed, config.model.vocab)
+
+    batch = training(config, corpus).batch(0, Program(config).batch_shardings)
+    tokens, targets, weights = (np.asarray(x)[0] for x in (batch.tokens, batch.targets, batch.weights))
+    first = their_nll(their_logits(model, Rows(tokens, tokens, tokens))["tokens"], targets, weights)
+    assert evaluate_run(config)["step"] == 0
+    steps = {"steps": 2, "log_every": 1}
+    config = config.model_copy(update={"train": config.train.model_copy(update=steps)})
+    assert train(config) == Exit.DONE
+    output = capsys.readouterr().out
+    assert "resuming after step 0 of 2" in output and "other batches" not in output
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    assert records[0]["loss"] == pytest.approx(first, abs=1e-5)
+    assert Checkpointer(tmp_path / "run" / "checkpoints").latest() == 2
+
+
+# --- without transformers
+
+
+def test_legacy_names_and_buffers_are_read(tmp_path):
+    tensors = {name.removeprefix("transformer."): x for name, x in make_tensors().items()}
+    mask = np.tril(np.ones((1, 1, 16, 16), np.float32))
+    buffers = {f"h.{layer}.attn.bias": mask for layer in range(4)} | {"lm_head.weight": tensors["wte.weight"]}
+    configs = [
+        import_directory(make_directory(tmp_path / name, made), tmp_path / f"run-{name}")
+        for name, made in {"new": make_tensors(), "old": tensors | buffers}.items()
+    ]
+    for a, b in zip(*(jax.tree.leaves(restore_run(config)[1]) for config in configs), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_bert_keeps_the_heads_in_its_files(hf, tmp_path):
+    """The original BERTs name the class without the next-sentence head, and their files have that head."""
+    directory, _ = hf("bert", "float32")
+    shutil.copytree(directory, tmp_path / "model")
+    hf_config = json.loads((directory / "config.json").read_text()) | {"architectures": ["BertForMaskedLM"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(hf_config))
+    model_dir = open_directory(tmp_path / "model")
+    assert make_run_config(model_dir, "run", None, SMALL).objective.sentence_order
+    config = make_run_config(model_dir, str(tmp_path / "run"), None, [*SMALL, "objective.sentence_order=false"])
+    left = [name for name in model_dir.reader.tensors if "pooler" in name or "seq_relationship" in name]
+    assert import_hf(model_dir, config)["unread"] == sorted(left) and len(left) == 4
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_other_float_dtypes_are_cast(tmp_path, dtype):
+    tensors = make_tensors(dtype=dtype)
+    params = restore_run(import_directory(make_directory(tmp_path / "model", tensors), tmp_path / "run"))[1]
+    table = params["embedding"]["tokens"]
+    assert table.dtype == np.float32
+    np.testing.assert_array_equal(table, tensors["transformer.wte.weight"].astype(np.float32))
+
+
+def test_tokenizer_files_are_imported_and_exported(directory, tmp_path):
+    files = {
+        "vocab.json": json.dumps({f"t{i}": i for i in range(64)}),
+        "merges.txt": "#version: 0.2\n",
+        "tokenizer_config.json": "{}",
+        "generation_config.json": '{"eos_token_id": 3}',
+    }
+    for name, text in files.items():
+        (directory / name).write_text(text)
+    (directory / "README.md").write_text("stays")
+    config = import_directory(directory, tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run" / "tokenizer").iterdir()} == files.keys() | {"config.json"}
+    export_hf(config, tmp_path / "back", "float32", 10**9)
+    assert all((tmp_path / "back" / name).read_text() == text for name, text in files.items())
+    assert not (tmp_path / "back" / "README.md").exists()
+
+
+def test_a_model_with_its_tokenizer_reads_and_writes_text(tmp_path, capsys):
+    hf_config = HF_CONFIG | {"vocab_size": 264}
+    directory = make_directory(tmp_path / "model", make_tensors(hf_config), hf_config)
+    pieces = ["[UNK]", *map(chr, range(33, 127))]
+    (directory / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    config = import_directory(directory, tmp_path / "run", *FLOAT32, "data.source=text", "data.path=x")
+    assert (config.data.source, config.data.tokenizer) == ("text", str(tmp_path / "run" / "tokenizer"))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    moved = load_run(tmp_path / "moved", ["data.source=python-stdlib"])
+    assert (moved.data.source, moved.data.tokenizer) == ("python-stdlib", str(tmp_path / "moved" / "tokenizer"))
+    assert main(["generate", str(tmp_path / "moved"), "--prompt", "x", "--tokens", "2", "--greedy"]) == 0
+    assert capsys.readouterr().out.startswith("x")
+
+
+def test_training_settings_come_from_a_file_and_the_command_line(directory, tmp_path, capsys):
+    base = tmp_path / "base.yaml"
+    base.write_text("model: {width: 512, scan: false}\ntrain: {steps: 7, batch: 16}\noptim: {lr: 1e-3}\n")
+    line = ["import", str(directory), str(tmp_path / "run"), "--config", str(base), "train.batch=8", "model.dropout=0"]
+    assert main([*line, "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["directory"], result["parameters"], result["unread"]) == (str(tmp_path / "run"), 53_440, [])
+    config = load(tmp_path / "run" / "config.yaml")
+    assert (config.model.width, config.model.scan, config.model.dropout) == (32, False, 0)
+    assert (config.train.steps, config.train.batch, config.optim.lr, config.optim.b2) == (7, 8, 1e-3, 0.999)
+    assert config.run.directory == tmp_path / "run"
