@@ -1,4 +1,4 @@
-"""What compiled steps send, on hardware that is not there: exactly what theory asks for, counted."""
+"""Compiled steps, for hardware that is absent, send exactly what theory expects."""
 
 import functools
 import json
@@ -8,23 +8,24 @@ import jax
 import pytest
 
 from spmd_lm.analysis import topology
-from spmd_lm.analysis.expected_collectives import AG, AR, RS, wire
+from spmd_lm.analysis.ring import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule import schedule
-from spmd_lm.planning.audit import audit, render
+from spmd_lm.planning.audit import audit
+from spmd_lm.planning.audit_report import render
 from tests.helpers import FILES, ORIGINAL, make_config
 
-HERE = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
+COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 LAYERS, MODEL = 2, 4
 # 512 rows over 16 devices: with less than a tile of 16 rows of bfloat16 each, a TPU all-reduces instead of scattering.
 BF16 = {"params": "float32", "compute": "bfloat16", "reduce": "bfloat16"}
 SIZES = {"layers": LAYERS, "width": 512, "heads": 8, "context": 128, "vocab": 509}
-DROPOUT = {"cpu": 0.1, "tpu": 0.1, "gpu": 0.0}  # of whose fusions a GPU's compiler thinks for a quarter of its time
+DROPOUT = {"cpu": 0.1, "tpu": 0.1, "gpu": 0.0}  # its fusions are a quarter of a GPU's compile time
 
 
 @pytest.fixture(autouse=True)
 def no_cache():
-    """What compiles for hardware that is not there cannot be loaded from a cache."""
+    """What was compiled for absent hardware cannot be loaded from a cache."""
     jax.config.update("jax_enable_compilation_cache", False)
     yield
     jax.config.update("jax_enable_compilation_cache", True)
@@ -33,10 +34,10 @@ def no_cache():
 def compilable(name: str) -> topology.Topology:
     """Skips the test where a compiler is missing that only some machines can have: libtpu and CUDA wheels are in `dev`
     on Linux x86-64 alone."""
-    there = topology.parse(name)
-    if there.platform in HERE and not topology.installed(HERE[there.platform]):
-        pytest.skip(f"{HERE[there.platform]} is not installed: nothing compiles for {name}")
-    return there
+    target = topology.parse_topology(name)
+    if target.platform in COMPILERS and not topology.is_installed(COMPILERS[target.platform]):
+        pytest.skip(f"{COMPILERS[target.platform]} is not installed: nothing compiles for {name}")
+    return target
 
 
 def audited(
@@ -53,7 +54,7 @@ def _audited(name: str, remat: str, scan: bool, layers: int, of: str, parallel: 
     layout = {"data": -1, "model": MODEL} | json.loads(parallel)
     config = make_config(
         model=SIZES
-        | {"dropout": DROPOUT[topology.parse(name).platform], "attention_dropout": 0.0}
+        | {"dropout": DROPOUT[topology.parse_topology(name).platform], "attention_dropout": 0.0}
         | {"scan": scan, "layers": layers}
         | other,
         objective=objective,
@@ -63,7 +64,7 @@ def _audited(name: str, remat: str, scan: bool, layers: int, of: str, parallel: 
         precision=BF16,
         train={"batch": 64},
     )
-    return audit(config, topology.parse(name))
+    return audit(config, topology.parse_topology(name))
 
 
 def activations(result: dict) -> dict[str, float]:
@@ -77,7 +78,7 @@ def activations(result: dict) -> dict[str, float]:
     sent += [(-1, t) for t in result["theory"] if t["part"] == "gradients"]
     for sign, row in sent:
         if row["axes"] == ["model"]:
-            one = wire(row["kind"], full, MODEL)
+            one = wire_bytes(row["kind"], full, MODEL)
             counts[row["kind"]] = counts.get(row["kind"], 0) + sign * row["bytes"] / one
     return {kind: round(count, 6) for kind, count in counts.items() if count}
 
@@ -100,7 +101,7 @@ TOPOLOGIES = ["v5p:4x4x4", pytest.param("h100:2x8", marks=slow)]
 def test_tensor_parallelism_sends_megatron_s_all_reduces_and_nothing_else(name, remat, each):
     """2 + 2 a layer, one for the embedding, one for the head; what ends attention again under full remat."""
     result = audited(name, remat, zero=3)
-    assert activations(result) == {AR: each * LAYERS + 2}
+    assert activations(result) == {ALL_REDUCE: each * LAYERS + 2}
     exact(result)
 
 
@@ -112,7 +113,7 @@ def test_tensor_parallelism_sends_megatron_s_all_reduces_and_nothing_else(name, 
 def test_sequence_parallelism_gathers_and_scatters_instead(name, remat, scatters):
     """Whatever is saved is saved in parts: what enters a branch is gathered forward and again backward."""
     result = audited(name, remat, sequence=True)
-    assert activations(result) == {RS: scatters * LAYERS + 2, AG: 6 * LAYERS + 2}
+    assert activations(result) == {REDUCE_SCATTER: scatters * LAYERS + 2, ALL_GATHER: 6 * LAYERS + 2}
     exact(result)
 
 
@@ -134,7 +135,8 @@ def test_weights_and_gradients_cross_data_as_their_stage_says(name, parallel):
     result = audited(name, **parallel)
     exact(result)
     kinds = {c["kind"] for c in result["collectives"] if any(axis.startswith("data") for axis in c["axes"])}
-    assert kinds == ({AR, AG, RS} if parallel["zero"] else {AR})
+    all_kinds = {ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER}
+    assert kinds == (all_kinds if parallel["zero"] else {ALL_REDUCE})
 
 
 @slow
@@ -157,7 +159,7 @@ def test_simulated_devices_send_the_same(parallel):
 def test_gradients_cross_data_once_however_many_microbatches():
     result = audited("cpu:8", microbatches=4)
     assert result["ok"], render(result)
-    assert {c["kind"] for c in result["collectives"]} == {AR}
+    assert {c["kind"] for c in result["collectives"]} == {ALL_REDUCE}
     over_data = [c for c in result["collectives"] if c["axes"] == ["data"]]
     once = [t for t in result["theory"] if t["axes"] == ["data"] and t["part"] == "gradients"]
     assert sum(c["bytes"] for c in over_data) == pytest.approx(2 * sum(t["bytes"] for t in once), rel=1e-3)  # float32
@@ -178,7 +180,7 @@ BIG = {"layers": 6, "width": 2048, "heads": 16, "context": 1024, "vocab": 49152,
 
 @functools.cache
 def memory_of(remat: str, dropout: float = 0.0, **parallel) -> dict:
-    """Of a step whose parts are far larger than a compiler's rounding."""
+    """Of a step whose arrays are far larger than a compiler's rounding."""
     config = make_config(
         model=BIG | {"dropout": dropout, "attention_dropout": 0.0},
         parallel={"data": -1} | parallel,
@@ -354,7 +356,7 @@ ONE_INPUT = 4 * FLAT["context"] * FLAT["width"] * 2
 def test_1f1b_s_temporaries_do_not_grow_with_microbatches_and_gpipe_s_do_by_an_input(name, pipe, model):
     """arXiv:2104.04473, section 2.2.1.  A schedule is a table of as many rows as there are ticks: a GPU's compiler
     counts some of it."""
-    there = compilable(name)
+    target = compilable(name)
 
     def temporaries(kind: str, m: int) -> int:
         config = make_config(
@@ -362,12 +364,12 @@ def test_1f1b_s_temporaries_do_not_grow_with_microbatches_and_gpipe_s_do_by_an_i
             parallel={"pipe": pipe, "data": -1, "model": model, "microbatches": m, "schedule": kind},
             remat={"policy": "full"},
             precision=BF16,
-            train={"batch": 4 * m * there.size // (pipe * model)},
+            train={"batch": 4 * m * target.size // (pipe * model)},
         )
-        return audit(config, there)["memory"]["temporaries"]
+        return audit(config, target)["memory"]["temporaries"]
 
     flat = [temporaries("1f1b", m) for m in (8, 16, 32)]
-    table = 0 if there.platform == "tpu" else 1024
+    table = 0 if target.platform == "tpu" else 1024
     assert max(flat) - min(flat) <= table
     few, many = (temporaries("gpipe", m) for m in (16, 32))
     assert many - few == pytest.approx(16 * ONE_INPUT, abs=table)
@@ -378,7 +380,7 @@ def test_a_step_that_does_not_compile_is_told_in_a_line(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"^--topology cpu:8: its compiler cannot compile this step: .*no_such_option"
     ):
-        audit(make_config(parallel={"data": 8}), topology.parse("cpu:8"))
+        audit(make_config(parallel={"data": 8}), topology.parse_topology("cpu:8"))
 
 
 def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):
@@ -402,4 +404,4 @@ def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):
     result = audited("cpu:8", zero=1)
     _audited.cache_clear()
     assert not result["ok"]
-    assert "an all-reduce stands where a reduce-scatter was asked for" in render(result)
+    assert "an all-reduce replaces a reduce-scatter" in render(result)
