@@ -26,6 +26,8 @@ from spmd_lm.parallel.pipeline.schedule_table import steps
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import SHARD
 
+Axes = tuple[str, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedCollective:
@@ -35,7 +37,7 @@ class ExpectedCollective:
     backward sends again; where layers are unrolled a CPU's compiler may merge these with the first."""
 
     kind: str
-    axes: tuple[str, ...]
+    axes: Axes
     part: str
     dtype: str
     count: float
@@ -55,11 +57,11 @@ def expected_collectives(config: RunConfig, plan: Plan) -> list[ExpectedCollecti
 class RunCounts:
     """How often a device runs each part of a step, the mean over the stages of a pipeline.
 
-    layers: on a stage.  chunk_layers: of them, in one chunk, and so in one loop.  forward_passes: of a layer, saving
-    only the chunk's input.  layer_passes: of a layer, forward with backward right after.  embedding, embedding_grad,
-    head: in microbatches.  received: activations and gradients that arrive from other stages.  messages: sends in both
-    directions, one per tick of the schedule.  chunk_gathers, chunk_scatters: times that all microbatches start or end
-    with a chunk, in a breadth-first schedule."""
+    layers: layers of a stage, chunk_layers of which form a chunk and run in one loop.  forward_passes: layers run
+    forward alone, saving only the chunk's input.  layer_passes: layers run forward with backward right after.
+    embedding, embedding_grad, head: microbatches run through each.  messages: sends to neighbours, one per tick and
+    direction, and received those that carry an activation or a gradient.  chunk_gathers, chunk_scatters: how often a
+    breadth-first schedule starts on another chunk, and completes a chunk's gradients."""
 
     layers: int
     chunk_layers: int
@@ -112,6 +114,8 @@ class _Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
+    """What all sources of collectives read."""
+
     config: RunConfig
     plan: Plan
     runs: RunCounts
@@ -121,14 +125,7 @@ class _Step:
         return _Array(self.config.precision.compute, activation_bytes(self.config, self.plan))
 
     def row(
-        self,
-        kind: str,
-        axes: tuple[str, ...],
-        part: str,
-        array: _Array,
-        count: float,
-        formula: str,
-        repeated: float = 0.0,
+        self, kind: str, axes: Axes, part: str, array: _Array, count: float, formula: str, repeated: float = 0.0
     ) -> ExpectedCollective:
         """`count` collectives of `array` over `axes`, of which backward repeats `repeated`."""
         bytes_ = wire_bytes(kind, array.bytes, math.prod(self.plan.sizes[axis] for axis in axes))
@@ -156,6 +153,7 @@ def _pipeline(step: _Step) -> Iterator[ExpectedCollective]:
 
 
 def _embedding(step: _Step) -> Iterator[ExpectedCollective]:
+    """The sum over vocabulary shards, forward; the gather of its sharded gradient, backward."""
     runs, a = step.runs, step.activations
     if step.plan.layout.model == 1:
         return
@@ -195,6 +193,7 @@ def _blocks(step: _Step) -> Iterator[ExpectedCollective]:
 
 
 def _head(step: _Step) -> Iterator[ExpectedCollective]:
+    """What the objective's heads send, and cross-entropy over vocabulary shards."""
     config, sequence, a, runs = step.config, step.plan.sequence, step.activations, step.runs.head
     if step.plan.layout.model == 1:
         return
@@ -344,7 +343,7 @@ def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
     config, plan = step.config, step.plan
     losses = 1 + (config.objective.of_tokens and config.objective.of_rows)
 
-    def scalar(axes: tuple[str, ...], dtype: str, count: int, formula: str) -> ExpectedCollective:
+    def scalar(axes: Axes, dtype: str, count: int, formula: str) -> ExpectedCollective:
         return step.row(ALL_REDUCE, axes, "scalars", _Array(dtype, dtype_bytes(dtype)), count, formula)
 
     wide = at_least_float32(config.precision.compute)

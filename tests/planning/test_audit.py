@@ -41,22 +41,22 @@ def compilable(name: str) -> topology.Topology:
 
 
 def audited(
-    name: str, remat: str = "none", scan: bool = True, layers: int = LAYERS, of: dict | None = None, **parallel
+    name: str, remat: str = "none", scan: bool = True, layers: int = LAYERS, model_keys: dict | None = None, **parallel
 ) -> dict:
     compilable(name)
-    return _audited(name, remat, scan, layers, json.dumps(of or {}), json.dumps(parallel))
+    return _audited(name, remat, scan, layers, json.dumps(model_keys or {}), json.dumps(parallel))
 
 
 @functools.cache
-def _audited(name: str, remat: str, scan: bool, layers: int, of: str, parallel: str) -> dict:
-    other = json.loads(of)
-    objective = other.pop("objective", {"kind": "masked_lm" if other.get("kind") == "bert" else "causal_lm"})
+def _audited(name: str, remat: str, scan: bool, layers: int, model_keys: str, parallel: str) -> dict:
+    keys = json.loads(model_keys)
+    objective = keys.pop("objective", {"kind": "masked_lm" if keys.get("kind") == "bert" else "causal_lm"})
     layout = {"data": -1, "model": MODEL} | json.loads(parallel)
     config = make_config(
         model=SIZES
         | {"dropout": DROPOUT[topology.parse_topology(name).platform], "attention_dropout": 0.0}
         | {"scan": scan, "layers": layers}
-        | other,
+        | keys,
         objective=objective,
         data=FILES | {"task": TASKS[objective["kind"]]} if objective["kind"] in TASKS else {"source": "synthetic"},
         parallel=layout,
@@ -98,8 +98,8 @@ TOPOLOGIES = ["v5p:4x4x4", pytest.param("h100:2x8", marks=slow)]
     ("remat", "each"),
     [pytest.param("none", 4, marks=slow), pytest.param("residual", 4, marks=slow), ("full", 5)],
 )
-def test_tensor_parallelism_sends_megatron_s_all_reduces_and_nothing_else(name, remat, each):
-    """2 + 2 a layer, one for the embedding, one for the head; what ends attention again under full remat."""
+def test_tensor_parallelism_sends_only_megatron_s_all_reduces(name, remat, each):
+    """2 + 2 per layer, one for the embedding, one for the head; under full remat attention's again."""
     result = audited(name, remat, zero=3)
     assert activations(result) == {ALL_REDUCE: each * LAYERS + 2}
     exact(result)
@@ -111,7 +111,7 @@ def test_tensor_parallelism_sends_megatron_s_all_reduces_and_nothing_else(name, 
     [pytest.param("none", 4, marks=slow), ("residual", 4), pytest.param("full", 5, marks=slow)],
 )
 def test_sequence_parallelism_gathers_and_scatters_instead(name, remat, scatters):
-    """Whatever is saved is saved in parts: what enters a branch is gathered forward and again backward."""
+    """Activations are saved sharded: a branch's input is gathered forward and again backward."""
     result = audited(name, remat, sequence=True)
     assert activations(result) == {REDUCE_SCATTER: scatters * LAYERS + 2, ALL_GATHER: 6 * LAYERS + 2}
     exact(result)
@@ -131,7 +131,7 @@ def test_sequence_parallelism_gathers_and_scatters_instead(name, remat, scatters
     ],
     ids=str,
 )
-def test_weights_and_gradients_cross_data_as_their_stage_says(name, parallel):
+def test_each_zero_stage_sends_its_collectives_over_data(name, parallel):
     result = audited(name, **parallel)
     exact(result)
     kinds = {c["kind"] for c in result["collectives"] if any(axis.startswith("data") for axis in c["axes"])}
@@ -140,7 +140,7 @@ def test_weights_and_gradients_cross_data_as_their_stage_says(name, parallel):
 
 
 @slow
-def test_unrolled_layers_are_gathered_twice_as_well():
+def test_unrolled_layers_are_gathered_twice_too():
     exact(audited("h100:2x8", scan=False, zero=3))
 
 
@@ -255,13 +255,13 @@ MODELS = [
     ],
     ids=str,
 )
-def test_groups_that_run_again_send_what_theory_asks_for(name, parallel):
+def test_remat_blocks_send_what_theory_expects(name, parallel):
     exact(audited(name, "block", **{"layers": 4} | parallel))
 
 
 @pytest.mark.parametrize(("name", "model", "parallel"), MODELS, ids=str)
-def test_every_model_sends_what_theory_asks_for(name, model, parallel):
-    exact(audited(name, "full", of=model, **parallel))
+def test_every_model_sends_what_theory_expects(name, model, parallel):
+    exact(audited(name, "full", model_keys=model, **parallel))
 
 
 PIPELINES = [
@@ -309,8 +309,12 @@ PIPELINES = [
 
 @slow
 @pytest.mark.parametrize("keys", [{"schedule": "breadth_first", "chunks": 2}, {"schedule": "1f1b"}], ids=str)
-def test_ends_that_are_not_tied_are_scattered_where_they_are_used(keys):
-    exact(audited("h100:2x8", "full", layers=4, of={"tie_embeddings": False}, pipe=2, zero=3, microbatches=4, **keys))
+def test_untied_embedding_and_head_are_scattered_where_they_are_used(keys):
+    exact(
+        audited(
+            "h100:2x8", "full", layers=4, model_keys={"tie_embeddings": False}, pipe=2, zero=3, microbatches=4, **keys
+        )
+    )
 
 
 @pytest.mark.parametrize("parallel", [{"schedule": "interleaved", "chunks": 2, "sequence": True}, {"zero": 3}], ids=str)
@@ -320,8 +324,9 @@ def test_simulated_pipelines_send_the_same(parallel):
 
 
 @pytest.mark.parametrize(("name", "remat", "scan", "parallel"), PIPELINES, ids=str)
-def test_pipelines_send_what_theory_asks_for(name, remat, scan, parallel):
-    """Conditions count as often as they are true; the permutes of every tick; nothing in a condition spans `pipe`."""
+def test_pipelines_send_what_theory_expects(name, remat, scan, parallel):
+    """Conditions count as often as they are true; permutes run in every tick; no condition holds a collective over
+    `pipe`."""
     result = audited(name, remat, scan, layers=4, **parallel)
     exact(result)
     assert result["stages_that_may_wait"] == []
@@ -333,8 +338,8 @@ def test_pipelines_send_what_theory_asks_for(name, remat, scan, parallel):
     assert [(c["axes"], c["count"]) for c in permutes] == [(["pipe"], both * ticks)]
 
 
-def test_a_collective_of_stages_that_part_ways_is_told(monkeypatch):
-    """A head that talks to all stages, though only the last one runs it."""
+def test_a_collective_across_stages_in_a_branch_is_reported(monkeypatch):
+    """A head with a psum over all stages, though only the last one runs it."""
     from spmd_lm.models.language_model import LanguageModel
 
     losses = LanguageModel.losses
@@ -348,7 +353,7 @@ def test_a_collective_of_stages_that_part_ways_is_told(monkeypatch):
 
 FLAT = {"layers": 8, "width": 2048, "heads": 16, "context": 1024, "vocab": 8192, "dropout": 0.0}
 ONE_INPUT = 4 * FLAT["context"] * FLAT["width"] * 2
-"""Bytes of what enters a stage: four sequences to a microbatch and device."""
+"""Bytes of a stage's input: four sequences per microbatch and device."""
 
 
 @slow
@@ -375,7 +380,7 @@ def test_1f1b_s_temporaries_do_not_grow_with_microbatches_and_gpipe_s_do_by_an_i
     assert many - few == pytest.approx(16 * ONE_INPUT, abs=table)
 
 
-def test_a_step_that_does_not_compile_is_told_in_a_line(monkeypatch):
+def test_a_step_that_does_not_compile_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setattr(topology.Topology, "compiler_options", {"xla_no_such_option": "1"})
     with pytest.raises(
         ConfigError, match=r"^--topology cpu:8: its compiler cannot compile this step: .*no_such_option"
@@ -383,7 +388,7 @@ def test_a_step_that_does_not_compile_is_told_in_a_line(monkeypatch):
         audit(make_config(parallel={"data": 8}), topology.parse_topology("cpu:8"))
 
 
-def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):
+def test_an_excess_is_reported_with_its_cost(monkeypatch):
     """A step whose scatter over data is an all-reduce."""
     from spmd_lm.axes import is_dim_names
     from spmd_lm.parallel import zero
