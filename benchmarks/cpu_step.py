@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_step.py [gpt-50k | gpt-256 | tiny] [--rounds 15]
 
-Every program is started once and kept warm; then they take turns, one step at a time, so that whatever else the machine
-does falls on all of them alike.  Judged by CPU time: wall time on a machine that is not idle measures its other load.
-Exits 1 if the losses differ or the framework takes more than `--bar` times the hand-written step."""
+Every program starts once and stays warm; then they take turns, one step at a time, so that other load on the machine
+affects all of them alike.  CPU time decides: wall time on a machine that is not idle measures its other load.  Exits 1
+if the losses differ or the framework takes more than `--bar` times as long as the hand-written step."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 REFERENCE, OURS = "hand-written", "spmd-lm"
 PROGRAMS = {REFERENCE: ["handwritten.py"], OURS: ["framework.py"], "spmd-lm, scanned": ["framework.py", "--scan"]}
 
-# Stock malloc hands XLA's temporaries back to the system after every step, and faults each page in again.
+# Stock malloc returns XLA's temporaries to the system after every step, and every page faults in again.
 KEEP_MEMORY = {
     "hugetlb": 1,
     "arena_max": 1,
@@ -42,7 +42,7 @@ def environment(malloc: str) -> dict[str, str]:
 
 
 class Contender:
-    """A program that is warm and waits for the next step."""
+    """A warm program that waits for its next step."""
 
     def __init__(self, name: str, command: list[str], env: dict[str, str]):
         self.name = name
@@ -61,9 +61,9 @@ class Contender:
     def step(self) -> None:
         assert self.process.stdin is not None
         print(file=self.process.stdin, flush=True)
-        took = self._answer()
-        self.wall.append(took["wall"])
-        self.cpu.append(took["cpu"])
+        seconds = self._answer()
+        self.wall.append(seconds["wall"])
+        self.cpu.append(seconds["cpu"])
 
     def stop(self) -> None:
         self.process.kill()
@@ -72,7 +72,7 @@ class Contender:
 
 @contextlib.contextmanager
 def started(commands: dict[str, list[str]], env: dict[str, str]) -> Iterator[list[Contender]]:
-    """All programs, warm.  One starts after the other, so that none compiles while another steps."""
+    """All programs, warm.  They start one after the other, so that none compiles while another steps."""
     with contextlib.ExitStack() as stack:
         contenders = []
         for name, command in commands.items():
@@ -93,7 +93,7 @@ def row(contender: Contender, reference: Contender, flops: int) -> dict[str, flo
         "cpu_ms": min(contender.cpu) * 1e3,
         "wall_ms": min(contender.wall) * 1e3,
         "cpu_ratio": min(contender.cpu) / min(reference.cpu),
-        "paired_cpu_ratio": statistics.median(mine / theirs for mine, theirs in pairs),
+        "paired_cpu_ratio": statistics.median(seconds / base for seconds, base in pairs),
         "wall_ratio": min(contender.wall) / min(reference.wall),
         "gflops": flops / min(contender.wall) / 1e9,
         "loss_difference": max(abs(a - b) for a, b in zip(contender.losses, reference.losses, strict=True)),
@@ -110,19 +110,19 @@ def render(rows: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sizes", nargs="?", default="gpt-50k", choices=SIZES)
     parser.add_argument("--rounds", type=int, default=15, help="steps that each program makes")
-    parser.add_argument("--bar", type=float, default=1.05, help="the most that the framework may take")
+    parser.add_argument("--bar", type=float, default=1.05, help="largest accepted ratio to the hand-written step")
     parser.add_argument("--malloc", choices=("tuned", "stock"), default="tuned", help="the same for every program")
     parser.add_argument("--add", action="append", default=[], metavar="NAME=COMMAND", help="one more program to time")
-    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     return parser.parse_args()
 
 
 def main() -> int:
-    args = arguments()
+    args = parse_arguments()
     commands = {name: [sys.executable, str(HERE / file), args.sizes, *rest] for name, (file, *rest) in PROGRAMS.items()}
     commands |= {name: shlex.split(command) for name, _, command in (one.partition("=") for one in args.add)}
     with started(commands, environment(args.malloc)) as contenders:
@@ -132,15 +132,13 @@ def main() -> int:
     print(render(rows))
     if args.json:
         args.json.write_text(json.dumps({"sizes": args.sizes, "malloc": args.malloc, "rows": rows}, indent=1))
-    apart = [name for name, r in rows.items() if not r["loss_difference"] <= TOLERANCE]
-    if apart:
-        print(
-            f"FAILED: {', '.join(apart)}: the first losses differ from the {REFERENCE} step's by more than {TOLERANCE}"
-        )
+    wrong = [name for name, r in rows.items() if not r["loss_difference"] <= TOLERANCE]
+    if wrong:
+        print(f"FAILED: {', '.join(wrong)}: losses differ from the {REFERENCE} step's by more than {TOLERANCE}")
     slow = rows[OURS]["cpu_ratio"] > args.bar
     if slow:
         print(f"FAILED: {OURS} takes {rows[OURS]['cpu_ratio']:.3f} times the {REFERENCE} step; the bar is {args.bar}")
-    return int(bool(apart) or slow)
+    return int(bool(wrong) or slow)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The same step as a run of spmd-lm makes it, through its one path for every layout: Program, Plan, TrainState.
+"""The same step by spmd-lm, through the code path of every layout: Program, Plan, TrainState.
 
-Only what is drawn at random is replaced in the first state, by the workload's own weights."""
+Random weights of its first state are replaced by the workload's."""
 
 import argparse
 import dataclasses
@@ -28,10 +28,13 @@ def config(s: Sizes, scan: bool) -> RunConfig:
 
 
 def first_state(program: Program, s: Sizes) -> TrainState:
-    state, drawn = program.init(), workload.matrices(s)
-    turned = {name: drawn[name].swapaxes(1, 2) for name in ("out", "down")}  # stored [width, other]
-    replace = lambda path, old: {**drawn, **turned}.get(path[-1].key, old)  # noqa: E731
-    params = jax.tree_util.tree_map_with_path(replace, program.canonical(state).params)
+    state, weights = program.init(), workload.matrices(s)
+    weights |= {name: weights[name].swapaxes(1, 2) for name in ("out", "down")}  # stored [layers, width, other]
+
+    def workload_weights(path, initial):
+        return weights.get(path[-1].key, initial)
+
+    params = jax.tree_util.tree_map_with_path(workload_weights, program.canonical(state).params)
     return dataclasses.replace(state, params=jax.device_put(program.plan.place(params), program.state_shardings.params))
 
 
@@ -39,10 +42,10 @@ def main(name: str, scan: bool) -> None:
     s = SIZES[name]
     program = Program(config(s, scan), jax.devices()[:1])
     program.compile()
-    batch, where = random_batch(program), program.batch_shardings
+    batch, shardings = random_batch(program), program.batch_shardings
     inputs, targets = (x[None] for x in workload.tokens(s))
     batch = dataclasses.replace(
-        batch, tokens=jax.device_put(inputs, where.tokens), targets=jax.device_put(targets, where.targets)
+        batch, tokens=jax.device_put(inputs, shardings.tokens), targets=jax.device_put(targets, shardings.targets)
     )
     state = [first_state(program, s)]
 
@@ -56,6 +59,6 @@ def main(name: str, scan: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("sizes", choices=SIZES)
-    parser.add_argument("--scan", action="store_true", help="scan over layers, as a config does by default")
+    parser.add_argument("--scan", action="store_true", help="scan over layers, the default of a configuration")
     args = parser.parse_args()
     main(args.sizes, args.scan)

@@ -1,9 +1,8 @@
-"""A GPT train step written by hand: dict parameters, optax, one jit, no mesh.  What the framework is measured against.
+"""A GPT train step written by hand, the reference of the benchmark: dict parameters, optax, one jit, no mesh.
 
-Every choice in it was measured on 2 CPU cores, and the fastest kept: activations as [batch x time, width] (a weight's
-gradient is one 2-D product), one product for q, k and v, layers unrolled, causal attention in two blocks of queries,
-and a cross-entropy that forms its gradients chunk by chunk and never holds all logits.
-"""
+Each choice is the fastest of those measured on 2 CPU cores: activations as [batch x time, width] (a weight's gradient
+is one 2-D product), one product for q, k and v, layers unrolled, causal attention in two blocks of queries, and a
+cross-entropy that computes its gradients chunk by chunk and never holds all logits."""
 
 import sys
 
@@ -16,15 +15,17 @@ from workload import SIZES, Sizes
 CHUNKS = 4
 
 
-def first_params(s: Sizes) -> dict:
+def init_params(s: Sizes) -> dict:
     m = workload.matrices(s)
-    zeros, norm = jnp.zeros, lambda: {"scale": jnp.ones(s.width), "bias": jnp.zeros(s.width)}
-    affine = lambda w: {"w": jnp.asarray(w), "b": zeros(w.shape[1])}  # noqa: E731
+
+    def norm() -> dict:
+        return {"scale": jnp.ones(s.width), "bias": jnp.zeros(s.width)}
 
     def layer(i: int) -> dict:
         qkv = jnp.concatenate([m[name][i] for name in ("query", "key", "value")], axis=1)
-        dense = {"qkv": qkv, "out": m["out"][i], "up": m["up"][i], "down": m["down"][i]}
-        return {name: affine(w) for name, w in dense.items()} | {"norm1": norm(), "norm2": norm()}
+        weights = {"qkv": qkv, "out": m["out"][i], "up": m["up"][i], "down": m["down"][i]}
+        dense = {name: {"w": jnp.asarray(w), "b": jnp.zeros(w.shape[1])} for name, w in weights.items()}
+        return dense | {"norm1": norm(), "norm2": norm()}
 
     tables = {name: jnp.asarray(m[name]) for name in ("tokens", "positions")}
     return tables | {"layers": [layer(i) for i in range(s.layers)], "norm": norm()}
@@ -40,21 +41,23 @@ def dense(x, p):
 
 
 def attention(q, k, v):
-    """[batch, heads, time, head width]; the earlier half of the queries never meets the later half of the keys."""
+    """[batch, heads, time, head width]; the first half of the queries skips the second half of the keys."""
     time, scale = q.shape[2], q.shape[-1] ** -0.5
-    parts = []
+    outputs = []
     for start, end in ((0, time // 2), (time // 2, time)):
         scores = jnp.einsum("bhqd,bhkd->bhqk", q[:, :, start:end] * scale, k[:, :, :end])
-        seen = jnp.arange(end) <= jnp.arange(start, end)[:, None]
-        p = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
-        parts.append(jnp.einsum("bhqk,bhkd->bhqd", p, v[:, :, :end]))
-    return jnp.concatenate(parts, axis=2)
+        visible = jnp.arange(end) <= jnp.arange(start, end)[:, None]
+        p = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
+        outputs.append(jnp.einsum("bhqk,bhkd->bhqd", p, v[:, :, :end]))
+    return jnp.concatenate(outputs, axis=2)
 
 
 def block(x, p, s: Sizes):
-    split = lambda y: y.reshape(s.batch, s.context, s.heads, -1).swapaxes(1, 2)  # noqa: E731
+    def split_heads(y):
+        return y.reshape(s.batch, s.context, s.heads, -1).swapaxes(1, 2)
+
     q, k, v = jnp.split(dense(layer_norm(x, p["norm1"]), p["qkv"]), 3, axis=1)
-    a = attention(split(q), split(k), split(v)).swapaxes(1, 2).reshape(x.shape)
+    a = attention(split_heads(q), split_heads(k), split_heads(v)).swapaxes(1, 2).reshape(x.shape)
     x = x + dense(a, p["out"])
     h = jax.nn.gelu(dense(layer_norm(x, p["norm2"]), p["up"]), approximate=False)
     return x + dense(h, p["down"])
@@ -69,22 +72,29 @@ def cross_entropy(h, table, targets):
 def _cross_entropy(h, table, targets):
     n = len(targets)
 
-    def chunk(d_table, part):
-        x, y = part
-        z = x @ table.T
-        top = z.max(-1, keepdims=True)
-        e = jnp.exp(z - top)
-        norm = e.sum(-1, keepdims=True)
-        nll = jnp.log(norm) + top - jnp.take_along_axis(z, y[:, None], 1)
-        g = (e / norm - (jnp.arange(len(table)) == y[:, None])) / n
+    def one_chunk(d_table, chunk):
+        x, y = chunk
+        logits = x @ table.T
+        maximum = logits.max(-1, keepdims=True)
+        e = jnp.exp(logits - maximum)
+        normalizer = e.sum(-1, keepdims=True)
+        nll = jnp.log(normalizer) + maximum - jnp.take_along_axis(logits, y[:, None], 1)
+        g = (e / normalizer - (jnp.arange(len(table)) == y[:, None])) / n
         return d_table + g.T @ x, (nll.sum(), g @ table)
 
-    cut = lambda a: a.reshape(CHUNKS, n // CHUNKS, *a.shape[1:])  # noqa: E731
-    d_table, (nll, d_h) = jax.lax.scan(chunk, jnp.zeros_like(table), (cut(h), cut(targets)))
+    def chunks(a):
+        return a.reshape(CHUNKS, n // CHUNKS, *a.shape[1:])
+
+    d_table, (nll, d_h) = jax.lax.scan(one_chunk, jnp.zeros_like(table), (chunks(h), chunks(targets)))
     return nll.sum() / n, (d_h.reshape(h.shape), d_table)
 
 
-cross_entropy.defvjp(_cross_entropy, lambda saved, g: (g * saved[0], g * saved[1], None))
+def _cross_entropy_backward(gradients, g):
+    d_h, d_table = gradients
+    return g * d_h, g * d_table, None
+
+
+cross_entropy.defvjp(_cross_entropy, _cross_entropy_backward)
 
 
 def loss(params, inputs, targets, s: Sizes):
@@ -96,18 +106,18 @@ def loss(params, inputs, targets, s: Sizes):
 
 def main(name: str) -> None:
     s = SIZES[name]
-    decayed = lambda params: jax.tree.map(lambda p: p.ndim == 2, params)  # noqa: E731
+    params = init_params(s)
+    decayed = jax.tree.map(lambda p: p.ndim == 2, params)
     adamw = optax.adamw(
         workload.LR, workload.B1, workload.B2, workload.EPS, weight_decay=workload.WEIGHT_DECAY, mask=decayed
     )
-    params = first_params(s)
     state = [params, adamw.init(params)]
     inputs, targets = map(jnp.asarray, workload.tokens(s))
 
     def update(params, moments, inputs, targets):
         value, grads = jax.value_and_grad(loss)(params, inputs, targets, s)
-        moves, moments = adamw.update(grads, moments, params)
-        return optax.apply_updates(params, moves), moments, value
+        updates, moments = adamw.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, value
 
     compiled = jax.jit(update, donate_argnums=(0, 1)).lower(*state, inputs, targets).compile()
     del params

@@ -1,9 +1,9 @@
-"""Layouts of one run, side by side: what each sends, holds and takes to compile, on hardware that need not be there.
+"""Layouts of one run, compared: bytes sent, memory, and compile time, on hardware that may be absent.
 
     python benchmarks/layouts.py configs/gpt_22b.yaml v5p:4x4x4 "" "parallel.data=32 parallel.model=2"
 
-Each layout is a string of overrides; one row of a markdown table for each, from `spmd-lm audit --json` in a process of
-its own.  Exits 1 where a step is not as theory asks."""
+Each layout is a string of overrides, and gives one row of a markdown table, from `spmd-lm audit --json` in its own
+process.  Exits 1 if a step does not match theory."""
 
 import argparse
 import json
@@ -14,50 +14,44 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GIB = 2**30
 HEADER = "| overrides | mesh | bubble | wire | theory | total | peak | planned | largest all-reduce | compile | RAM | |"
 RULE = f"|{' --- |' * (HEADER.count('|') - 1)}"
 
 
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
 def row(config: str, topology: str, overrides: str, name: str) -> tuple[str, bool]:
-    """The row, and whether the step is as theory asks.  RAM: that the compiling process took at most."""
-    command = [
-        sys.executable,
-        "-m",
-        "spmd_lm",
-        "audit",
-        config,
-        "--topology",
-        topology,
-        "--json",
-        "-",
-        *overrides.split(),
-    ]
+    """The row, and whether the step matches theory.  RAM: the peak of the compiling process."""
+    command = [sys.executable, "-m", "spmd_lm", "audit", config, "--topology", topology, "--json", "-"]
+    command += overrides.split()
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, env=env, stdout=said, stderr=errors, text=True)
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, text=True)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-        out, told = (file.seek(0) or file.read() for file in (said, errors))
-    if process.returncode not in (0, 1) or not out:
-        raise SystemExit(f"{' '.join(command)} failed:\n{told}")
-    r = json.loads(out)
+        stdout.seek(0)
+        stderr.seek(0)
+        output, errors = stdout.read(), stderr.read()
+    if process.returncode not in (0, 1) or not output:
+        raise SystemExit(f"{' '.join(command)} failed:\n{errors}")
+    r = json.loads(output)
     m = r["memory"]
-    gib = lambda size: f"{size / GIB:.2f}"  # noqa: E731
     largest = max((c["bytes"] for c in r["collectives"] if c["kind"] == "all-reduce"), default=0)
     cells = [
         name,
         " x ".join(f"{axis} {n}" for axis, n in r["mesh"].items() if n > 1),
         f"{r['bubble']:.1%}",
-        gib(sum(c["bytes"] for c in r["collectives"])),
-        gib(sum(t["bytes"] for t in r["theory"])),
-        gib(m["total"]),
-        gib(m["peak"]),
-        gib(sum(m["planned"].values())),
+        _gib(sum(c["bytes"] for c in r["collectives"])),
+        _gib(sum(t["bytes"] for t in r["theory"])),
+        _gib(m["total"]),
+        _gib(m["peak"]),
+        _gib(sum(m["planned"].values())),
         f"{largest / 2**20:.1f} MiB",
         f"{r['compile_seconds']:.0f} s",
-        f"{gib(usage.ru_maxrss * 1024)}",
-        "" if r["ok"] else "NOT AS THEORY ASKS",
+        _gib(usage.ru_maxrss * 1024),
+        "" if r["ok"] else "DOES NOT MATCH THEORY",
     ]
     return "| " + " | ".join(cells) + " |", r["ok"]
 
@@ -71,7 +65,7 @@ def main() -> int:
     print(f"{a.config} on {a.topology}; GiB per device and step\n\n{HEADER}\n{RULE}")
     failed = 0
     for layout in a.layouts:
-        cells, ok = row(a.config, a.topology, layout, layout.replace("parallel.", "") or "as it is")
+        cells, ok = row(a.config, a.topology, layout, layout.replace("parallel.", "") or "as configured")
         failed += not ok
         print(cells, flush=True)
     return int(failed > 0)

@@ -1,10 +1,9 @@
-"""Time and peak memory of the loss and its gradients, beside the same with materialised logits, on one CPU device.
+"""Time and peak memory of the loss and its gradients, compared with materialized logits, on one CPU device.
 
     python benchmarks/loss.py [--vocab 50304] [--context 1024] [--batch 8] [--width 768] [--rounds 7]
 
-The two take turns, one evaluation at a time; ratios are of minima.  Memory is what the compiler plans for temporaries
-and results beyond the arguments.  Exits 1 if ours takes more than a quarter of the memory or 1.1 times the
-time."""
+The two take turns, one evaluation at a time; ratios are of minima.  Memory is what the compiler plans for temporaries.
+Exits 1 if ours takes more than a quarter of the memory or 1.1 times the time."""
 
 import argparse
 import os
@@ -23,9 +22,9 @@ from spmd_lm.ops.cross_entropy import cross_entropy
 
 
 def plain(h, table, targets, weights):
-    """Logits in full, as a framework's softmax cross-entropy has them."""
-    every = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.float32))
-    return -(weights * jnp.take_along_axis(every, targets[..., None], -1)[..., 0]).sum()
+    """Cross-entropy from materialized logits."""
+    log_probs = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.float32))
+    return -(weights * jnp.take_along_axis(log_probs, targets[..., None], -1)[..., 0]).sum()
 
 
 def main() -> int:

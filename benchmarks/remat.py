@@ -1,15 +1,15 @@
-"""What backward finds saved, per layer and sequence, by remat policy: the formula's, the program's, the compiler's.
+"""Activations saved per layer and sequence under each remat policy: by formula, in the program, by the compiler.
 
     python benchmarks/remat.py                       layers of GPT-3's proportions on v5p:2x2x2, model 8
     python benchmarks/remat.py --attention splash    with the fused kernel and no dropout in it
     python benchmarks/remat.py --width 12288 --heads 96
     python benchmarks/remat.py --compile             minutes for each row
 
-Traced: what the loop over the layers hands on, before any compiler sees it.  Compiled: ahead of time, at two depths and
-two batches; what grows with both is of a layer and sequence, whatever else a step holds.
+Traced: the outputs of the loop over layers in the jaxpr.  Compiled: temporaries at two depths and two batches; what
+grows with both belongs to one layer and sequence.
 
-Percent of no remat without sequence parallelism, as arXiv:2205.05198, figure 7, has them: GPT-3's 175B 57% selective,
-62% sequence parallel, 19% both, 9% full."""
+Percentages are of no remat without sequence parallelism.  arXiv:2205.05198, figure 7, has for GPT-3 175B: 57%
+selective, 62% sequence parallel, 19% both, 9% full."""
 
 import argparse
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 
-from spmd_lm.analysis import topology
-from spmd_lm.analysis.memory import block_bytes
+from spmd_lm.analysis.memory import saved_bytes_per_token
+from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.planning.audit import audit
 from spmd_lm.step.program import Program, choose_kernel
 
-# Deep and many, so that nothing of this size fits the vector memory of a TPU, which its compiler does not count.
+# Large enough that no array fits the vector memory of a TPU, which its compiler does not count.
 DEPTHS, BATCHES = (48, 96), (4, 8)
 POLICIES = [(policy, sequence) for sequence in (False, True) for policy in ("none", "selective", "residual", "full")]
 
@@ -36,7 +36,7 @@ def config(a: argparse.Namespace, policy: str, sequence: bool, layers: int, batc
                 "width": a.width,
                 "heads": a.heads,
                 "context": a.context,
-                "vocab": 1024,  # in no layer
+                "vocab": 1024,  # not part of a layer
                 "attention": a.attention,
                 "attention_dropout": 0.1 if a.attention == "xla" else 0.0,
             },
@@ -50,7 +50,7 @@ def config(a: argparse.Namespace, policy: str, sequence: bool, layers: int, batc
 
 
 def scans(jaxpr: Any) -> Iterator[Any]:
-    """The loops of a program, those inside others too, in the order in which they run."""
+    """All scans of a jaxpr, nested ones too, in the order in which they run."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             yield equation
@@ -59,28 +59,28 @@ def scans(jaxpr: Any) -> Iterator[Any]:
             yield from scans(inner) if hasattr(inner, "eqns") else ()
 
 
-def traced(a: argparse.Namespace, policy: str, sequence: bool, target: topology.Topology) -> tuple[float, float]:
-    """Bytes of a layer and sequence on a device: by formula, and in the program."""
+def traced(a: argparse.Namespace, policy: str, sequence: bool, target: Topology) -> tuple[float, float]:
+    """Bytes saved per layer and sequence on a device: by formula, and in the jaxpr."""
     c = config(a, policy, sequence, DEPTHS[0], BATCHES[0])
     program = Program(c, target.devices())
     kernel, _ = choose_kernel(c, target.platform)
     jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state(), program.abstract_batch())
     forward = next(each for each in scans(jaxpr.jaxpr) if each.params["length"] == DEPTHS[0])
-    kept = forward.outvars[forward.params["num_carry"] :]
-    bytes_ = sum(x.aval.size * x.aval.dtype.itemsize for x in kept) / DEPTHS[0] / BATCHES[0]
-    return block_bytes(c, program.plan, kernel) * a.context, bytes_
+    saved = forward.outvars[forward.params["num_carry"] :]
+    bytes_ = sum(x.aval.size * x.aval.dtype.itemsize for x in saved) / DEPTHS[0] / BATCHES[0]
+    return saved_bytes_per_token(c, program.plan, kernel) * a.context, bytes_
 
 
-def compiled(a: argparse.Namespace, policy: str, sequence: bool, target: topology.Topology) -> float:
-    """The same by the compiler."""
-    held = {
+def compiled(a: argparse.Namespace, policy: str, sequence: bool, target: Topology) -> float:
+    """The same, by the compiler."""
+    temporaries = {
         (layers, batch): audit(config(a, policy, sequence, layers, batch), target)["memory"]["temporaries"]
         for layers in DEPTHS
         for batch in BATCHES
     }
     (few, many), (small, large) = DEPTHS, BATCHES
-    grown = (held[many, large] - held[many, small]) - (held[few, large] - held[few, small])
-    return grown / (many - few) / (large - small)
+    growth = (temporaries[many, large] - temporaries[many, small]) - (temporaries[few, large] - temporaries[few, small])
+    return growth / (many - few) / (large - small)
 
 
 def main() -> None:
@@ -92,16 +92,16 @@ def main() -> None:
     parser.add_argument("--topology", default="v5p:2x2x2")
     parser.add_argument("--compile", action="store_true")
     a = parser.parse_args()
-    target = topology.parse(a.topology)
+    target = parse_topology(a.topology)
     columns = ["remat", "sequence", "formula", "traced", "of none"] + ["compiled", "of none"] * a.compile
     print("MiB per layer and sequence\n\n| " + " | ".join(columns) + " |\n" + "| --- " * len(columns) + "|")
     base: list[float] = []
     for policy, sequence in POLICIES:
-        told, *found = traced(a, policy, sequence, target)
-        found += [compiled(a, policy, sequence, target)] if a.compile else []
-        base = base or found
-        shares = [f"{x / 2**20:.2f} | {x / none:.1%}" for x, none in zip(found, base, strict=True)]
-        cells = [policy, "split" if sequence else "whole", f"{told / 2**20:.2f}", *shares]
+        formula, *measured = traced(a, policy, sequence, target)
+        measured += [compiled(a, policy, sequence, target)] if a.compile else []
+        base = base or measured
+        shares = [f"{x / 2**20:.2f} | {x / none:.1%}" for x, none in zip(measured, base, strict=True)]
+        cells = [policy, "split" if sequence else "whole", f"{formula / 2**20:.2f}", *shares]
         print("| " + " | ".join(cells) + " |", flush=True)
 
 

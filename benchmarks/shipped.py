@@ -1,10 +1,10 @@
-"""Every shipped configuration that names its hardware, compiled for it: what a step sends, holds and takes to compile.
+"""Every shipped configuration that names its hardware, compiled for it: bytes sent, memory, and compile time.
 
     python benchmarks/shipped.py            all of them
-    python benchmarks/shipped.py ptd-p/1t   those whose names contain one of these
+    python benchmarks/shipped.py ptd-p/1t   those whose names contain an argument
 
-A configuration names its hardware in its first lines, as `--topology T`.  One row of a markdown table for each.  Exits
-1 where a step is not as theory asks."""
+A configuration names its hardware in its first lines, as `--topology T`, and gives one row of a markdown table.  Exits
+1 if a step does not match theory."""
 
 import re
 import sys

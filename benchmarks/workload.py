@@ -1,6 +1,6 @@
-"""What every program of the benchmark trains: sizes, first weights, one batch, and how it is asked for a step.
+"""What every program of the benchmark trains: sizes, initial weights, one batch, and the protocol for steps.
 
-A program ends in `serve(step)`: it reports its first losses, then makes one step for each line that it is sent."""
+A program ends in `serve(step)`: it reports its first losses, then makes one step for each line on standard input."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ import numpy as np
 
 LR, B1, B2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
 WARMUP = 3
-"""Steps before the clock starts.  Their losses must agree; later ones drift apart by rounding alone."""
+"""Steps before timing starts.  Their losses must agree; later ones drift apart by rounding alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Sizes:
 
     @property
     def matmul_flops(self) -> int:
-        """Of one step, forward and backward, with attention counted whole."""
+        """Of one step, forward and backward, with the full square of attention scores."""
         tokens, w = self.batch * self.context, self.width
         layer = 12 * w * w + 2 * self.context * w
         return 6 * tokens * (self.layers * layer + self.vocab * w)
@@ -40,7 +40,7 @@ SIZES = {
 
 
 def matrices(s: Sizes) -> dict[str, np.ndarray]:
-    """The weights that are drawn, [layers, in, out] where they belong to layers; norms start at one, biases at zero."""
+    """The random weights, those of layers [layers, in, out].  Norms start at one, biases at zero."""
     rng = np.random.default_rng(0)
     shapes = {
         "tokens": (s.vocab, s.width),
@@ -49,19 +49,19 @@ def matrices(s: Sizes) -> dict[str, np.ndarray]:
         "up": (s.layers, s.width, 4 * s.width),
         "down": (s.layers, 4 * s.width, s.width),
     }
-    last = {"out", "down"}  # they end a residual branch
-    std = {name: 0.02 / (2 * s.layers) ** 0.5 if name in last else 0.02 for name in shapes}
+    branch_ends = {"out", "down"}  # of the residual branches
+    std = {name: 0.02 / (2 * s.layers) ** 0.5 if name in branch_ends else 0.02 for name in shapes}
     return {name: rng.standard_normal(shape, np.float32) * np.float32(std[name]) for name, shape in shapes.items()}
 
 
 def tokens(s: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, int32 [batch, context]: the same at every step."""
-    text = np.random.default_rng(1).integers(0, s.vocab, (s.batch, s.context + 1), np.int32)
-    return text[:, :-1], text[:, 1:]
+    stream = np.random.default_rng(1).integers(0, s.vocab, (s.batch, s.context + 1), np.int32)
+    return stream[:, :-1], stream[:, 1:]
 
 
 def serve(step: Callable[[], float]) -> None:
-    """Answer the one who started this program.  step: one update, waited for; its loss."""
+    """Run steps for the parent process.  step: one update, complete when it returns its loss."""
     start = time.perf_counter()
     losses = [step() for _ in range(WARMUP)]
     print(json.dumps({"losses": losses, "seconds": time.perf_counter() - start}), flush=True)

@@ -6,7 +6,8 @@ import pytest
 
 from spmd_lm.analysis import topology
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.planning.audit import audit, render
+from spmd_lm.planning.audit import audit
+from spmd_lm.planning.audit_report import render
 from tests import reference
 from tests.helpers import (
     JUDGED,
@@ -70,5 +71,5 @@ def test_evaluation(run, x64):
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_communication(run, x64):
-    result = audit(config(run), topology.parse("cpu:8"))
+    result = audit(config(run), topology.parse_topology("cpu:8"))
     assert result["missing_bytes"] + result["excess_bytes"] <= 256, render(result)

@@ -1,5 +1,4 @@
-"""What a device can do at most: dense matrix FLOP/s as its vendor publishes them, or as measured where nobody publishes
-any."""
+"""Peak matrix FLOP/s of a device: published by its vendor, or for a CPU measured."""
 
 import dataclasses
 import functools
@@ -31,35 +30,35 @@ class Peak:
     source: str
 
 
-def peak(device: jax.Device, dtype: str, share: int = 1) -> Peak | None:
-    """The most matrix FLOP/s of `device` in `dtype`; None for an accelerator or a type without a published figure.
+def peak(device: jax.Device, dtype: str, simulated_devices: int = 1) -> Peak | None:
+    """The peak matrix FLOP/s of `device` in `dtype`; None where no figure is published.
 
-    share: simulated devices that share one CPU."""
+    simulated_devices: how many of them share the CPU."""
     if device.platform == "cpu":
-        return Peak(_measured(device, dtype) / share, f"a share of the CPU's measured matrix product in {dtype}")
+        flops = _measured_flops(device, dtype) / simulated_devices
+        return Peak(flops, f"a share of the CPU's measured matrix product in {dtype}")
     kind = device.device_kind.lower()
-    known = [name for name in PEAK_BF16 if kind.startswith(name)]
-    if not known or dtype == "float64":
+    matching = [name for name in PEAK_BF16 if kind.startswith(name)]
+    if not matching or dtype == "float64":
         return None
-    name = max(known, key=len)
-    # float32 inputs run as bfloat16 passes by default on TPU, and as TF32, at half the rate, on GPU
-    half = dtype == "float32" and device.platform == "gpu"
-    return Peak(PEAK_BF16[name] / (2 if half else 1), f"{name}, published, {'tf32' if half else 'bfloat16'}")
+    name = max(matching, key=len)
+    # By default float32 inputs run as bfloat16 passes on a TPU, and as TF32, at half the rate, on a GPU.
+    if dtype == "float32" and device.platform == "gpu":
+        return Peak(PEAK_BF16[name] / 2, f"{name}, published, tf32")
+    return Peak(PEAK_BF16[name], f"{name}, published, bfloat16")
 
 
 @functools.cache
-def _measured(device: jax.Device, dtype: str) -> float:
-    """FLOP/s of a square product: the best of a few, because other programs only ever slow one down."""
+def _measured_flops(device: jax.Device, dtype: str) -> float:
+    """FLOP/s of a square product: the best of five, because other processes only ever slow it down."""
     n = 1024
     with jax.default_device(device):
         x = jnp.ones((n, n), dtype)
-        product = jax.jit(lambda a, b: jnp.einsum("ij,jk->ik", a, b))
-        product(x, x).block_until_ready()
-        best = min(_seconds(lambda: product(x, x).block_until_ready()) for _ in range(5))
-    return 2 * n**3 / best
-
-
-def _seconds(run) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+        matmul = jax.jit(lambda a, b: jnp.einsum("ij,jk->ik", a, b))
+        matmul(x, x).block_until_ready()
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            matmul(x, x).block_until_ready()
+            seconds.append(time.perf_counter() - start)
+    return 2 * n**3 / min(seconds)

@@ -1,7 +1,7 @@
-"""Hardware by name, whether it is there or not: `cpu:8`, `v5p:4x4x4`, `2*v5e:16x16`, `h100:2x8`.
+"""Hardware by name, present or not: `cpu:8`, `v5p:4x4x4`, `2*v5e:16x16`, `h100:2x8`.
 
-A slice of TPUs or a cluster of GPUs that is not there has devices that compile and cannot run: the real compilers come
-with their wheels (the extra `aot`)."""
+The devices of absent hardware can be compiled for, not run on: the wheels of the extra `aot` bring the real
+compilers."""
 
 import contextlib
 import dataclasses
@@ -16,17 +16,19 @@ from spmd_lm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Tpu:
-    """host: chips of one host along each dimension of the slice.  dims: of the slice.  most: chips along one of
-    them."""
+    """host_bounds: chips of one host along each dimension of a slice.  max_length: most chips along one dimension."""
 
-    host: tuple[int, ...]
-    dims: int
-    most: int
+    host_bounds: tuple[int, ...]
+    max_length: int
+
+    @property
+    def dims(self) -> int:
+        return len(self.host_bounds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What XLA must know of a GPU to compile for it (vendor data sheets).  Bytes, bytes per second."""
+    """What XLA must know to compile for a GPU (vendor data sheets), in bytes and bytes per second."""
 
     name: str
     capability: int
@@ -40,9 +42,9 @@ class Gpu:
 
 
 TPUS = {
-    "v5e": Tpu((2, 2), 2, 16),
-    "v5p": Tpu((2, 2, 1), 3, 28),
-    "v6e": Tpu((2, 2), 2, 16),
+    "v5e": Tpu((2, 2), 16),
+    "v5p": Tpu((2, 2, 1), 28),
+    "v6e": Tpu((2, 2), 16),
 }
 GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 85_100_068_864, 2_039_040_000_000, 40 << 20, 164 << 10, 1.41),
@@ -53,8 +55,8 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """kind: 'cpu', or a key of TPUS or GPUS.  shape: chips along each dimension of a slice; hosts and GPUs of each; or
-    the CPU's simulated devices.  slices: joined by a network alone."""
+    """kind: 'cpu', or a key of TPUS or GPUS.  shape: chips along each dimension of a TPU slice, (hosts, GPUs per host),
+    or the number of simulated CPU devices.  slices: TPU slices, connected by the network of their hosts."""
 
     kind: str
     shape: tuple[int, ...]
@@ -62,78 +64,90 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        return "cpu" if self.kind == "cpu" else "tpu" if self.kind in TPUS else "gpu"
+        if self.kind == "cpu":
+            return "cpu"
+        return "tpu" if self.kind in TPUS else "gpu"
 
     @property
     def size(self) -> int:
-        """Devices in all."""
+        """Number of devices."""
         return self.slices * math.prod(self.shape)
 
     def __str__(self) -> str:
-        times = f"{self.slices}*" if self.slices > 1 else ""
-        return f"{times}{self.kind}:{'x'.join(map(str, self.shape))}"
+        slices = f"{self.slices}*" if self.slices > 1 else ""
+        return f"{slices}{self.kind}:{'x'.join(map(str, self.shape))}"
 
     def devices(self) -> list[Any]:
-        """Of jax, to compile for.  Those of `cpu` must have been simulated before jax started."""
+        """jax devices to compile for.  Those of `cpu` must have been simulated before jax started."""
         import jax
 
         try:
-            return {"cpu": _cpus, "tpu": _tpus, "gpu": _gpus}[self.platform](self)
+            return {"cpu": _cpu_devices, "tpu": _tpu_devices, "gpu": _gpu_devices}[self.platform](self)
         except jax.errors.JaxRuntimeError as e:
-            why = str(e).splitlines()[0]
-            raise ConfigError(f"--topology {self}: its compiler knows no such devices: {why}. {_known()}") from e
+            reason = str(e).splitlines()[0]
+            raise ConfigError(
+                f"--topology {self}: its compiler does not know these devices: {reason}. {_known()}"
+            ) from e
 
     @property
     def compiler_options(self) -> dict[str, str | bool] | None:
-        """Without a GPU nothing can be timed, and untimed XLA's own matrix products may find no tiles: cuBLAS's do."""
+        """XLA's autotuning needs a GPU.  Without it XLA's own matrix products may find no tile sizes; cuBLAS's do."""
         return {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False} if self.platform == "gpu" else None
 
 
-def parse(text: str) -> Topology:
-    """Raises ConfigError for what no such hardware is called."""
+def parse_topology(text: str) -> Topology:
+    """Raises ConfigError if `text` names no hardware that exists."""
     match = re.fullmatch(r"(?:([0-9]+)\*)?([a-z]\w*):([0-9]+(?:x[0-9]+)*)", text)
     if not match:
-        raise ConfigError(f"--topology {text}: no topology is written like this. {_known()}")
-    slices, kind, shape = int(match[1] or 1), match[2], tuple(map(int, match[3].split("x")))
-    dims = 1 if kind == "cpu" else TPUS[kind].dims if kind in TPUS else 2
+        raise ConfigError(f"--topology {text}: not the form of a topology. {_known()}")
+    topology = Topology(kind=match[2], shape=tuple(map(int, match[3].split("x"))), slices=int(match[1] or 1))
+    if problem := _problem(topology):
+        raise ConfigError(f"--topology {text}: {problem}. {_known()}")
+    return topology
+
+
+def _problem(topology: Topology) -> str | None:
+    """Why no such hardware exists."""
+    kind, shape, tpu = topology.kind, topology.shape, TPUS.get(topology.kind)
     if kind not in ("cpu", *TPUS, *GPUS):
-        raise ConfigError(f"--topology {text}: '{kind}' is not known. {_known()}")
-    if len(shape) != dims or slices < 1 or 0 in shape or (kind not in TPUS and slices > 1):
-        raise ConfigError(f"--topology {text}: {kind} does not come in this shape. {_known()}")
-    if kind in TPUS:
-        wrong = [f"{n} by {host}" for n, host in zip(shape, TPUS[kind].host, strict=True) if n > 1 and n % host]
-        if wrong:
-            raise ConfigError(f"--topology {text}: hosts of {kind} do not divide {', '.join(wrong)}. {_known()}")
-        if max(shape) > TPUS[kind].most:
-            raise ConfigError(f"--topology {text}: no slice of {kind} is {max(shape)} chips long. {_known()}")
-    return Topology(kind, shape, slices)
+        return f"'{kind}' is not known"
+    dims = tpu.dims if tpu else 1 if kind == "cpu" else 2
+    if len(shape) != dims or 0 in shape or topology.slices < 1 or (topology.slices > 1 and not tpu):
+        return f"{kind} does not come in this shape"
+    if tpu:
+        undivided = [f"{n} by {host}" for n, host in zip(shape, tpu.host_bounds, strict=True) if n > 1 and n % host]
+        if undivided:
+            return f"hosts of {kind} do not divide {', '.join(undivided)}"
+        if max(shape) > tpu.max_length:
+            return f"no slice of {kind} is {max(shape)} chips long"
+    return None
 
 
 def _known() -> str:
-    three, two = ([k for k, tpu in TPUS.items() if tpu.dims == n] for n in (3, 2))
-    chips = ", ".join([f"{k}:4x4x4" for k in three] + [f"{k}:16x16" for k in two])
-    hosts = ", ".join(f"{k}:2x8" for k in GPUS)
+    by_dims = sorted(TPUS, key=lambda kind: -TPUS[kind].dims)
+    chips = ", ".join(f"{kind}:4x4x4" if TPUS[kind].dims == 3 else f"{kind}:16x16" for kind in by_dims)
+    hosts = ", ".join(f"{kind}:2x8" for kind in GPUS)
     return (
         f"Known: cpu:8 (simulated devices); {chips} (chips of a TPU slice), 2*v5e:16x16 (two slices); {hosts} "
         f"(hosts x GPUs)."
     )
 
 
-def installed(module: str) -> bool:
-    """Also where a parent of it is missing, which find_spec alone would raise for."""
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported.  Unlike find_spec this does not raise where its parent package is missing."""
     parts = module.split(".")
     return all(importlib.util.find_spec(".".join(parts[: n + 1])) for n in range(len(parts)))
 
 
-def _need(module: str, what: str) -> None:
-    if not installed(module):
+def _require_compiler(module: str, topology: Topology) -> None:
+    if not is_installed(module):
         raise ConfigError(
-            f"compiling for {what} needs its compiler, and {module} is not installed. pip install 'spmd-lm[aot]', or "
+            f"--topology {topology}: needs its compiler, and {module} is not installed. pip install 'spmd-lm[aot]', or "
             f"-e '.[aot]' in a clone."
         )
 
 
-def _cpus(topology: Topology) -> list[Any]:
+def _cpu_devices(topology: Topology) -> list[Any]:
     import jax
 
     devices = jax.devices("cpu")
@@ -141,49 +155,43 @@ def _cpus(topology: Topology) -> list[Any]:
     return devices[: topology.size]
 
 
-def _tpus(topology: Topology) -> list[Any]:
-    _need("libtpu", f"a {topology.kind}")
-    # No host is asked what it is, and several of these may run beside each other.
-    for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        os.environ.setdefault(name, value)
+def _tpu_devices(topology: Topology) -> list[Any]:
+    _require_compiler("libtpu", topology)
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not query a metadata server about this host
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several processes may compile side by side
     from jax.experimental import topologies
 
-    host = [min(n, chips) for n, chips in zip(topology.shape, TPUS[topology.kind].host, strict=True)]
-    bounds = (*host, *[1] * (3 - len(host)))
-    name = f"{topology.kind}:{'x'.join(map(str, topology.shape))}"
-    described = topologies.get_topology_desc(
+    host = [min(n, chips) for n, chips in zip(topology.shape, TPUS[topology.kind].host_bounds, strict=True)]
+    description = topologies.get_topology_desc(
         platform="tpu",
-        topology_name=name,
+        topology_name=f"{topology.kind}:{'x'.join(map(str, topology.shape))}",
         chip_config_name="default",
-        chips_per_host_bounds=bounds,
+        chips_per_host_bounds=(*host, *[1] * (3 - len(host))),
         num_slices=topology.slices,
     )
-    return list(described.devices)
+    return list(description.devices)
 
 
-def _gpus(topology: Topology) -> list[Any]:
-    _need("jax_plugins.xla_cuda13", f"a {topology.kind}")
+def _gpu_devices(topology: Topology) -> list[Any]:
+    _require_compiler("jax_plugins.xla_cuda13", topology)
     import jax
     from jax.experimental import topologies
 
-    with contextlib.suppress(RuntimeError):  # there is no device to find, but the plugin is loaded
+    with contextlib.suppress(RuntimeError):  # finds no device, but loads the plugin
         jax.devices("cuda")
     hosts, gpus = topology.shape
-    described = topologies.get_topology_desc(
+    description = topologies.get_topology_desc(
         platform="cuda",
         topology_name=topology.kind,
         topology=f"1x{hosts}x{gpus}",
         target_config=_target_config(GPUS[topology.kind]),
     )
-    return list(described.devices)
+    return list(description.devices)
 
 
 def _target_config(gpu: Gpu) -> str:
-    """XLA's GpuTargetConfigProto, as text."""
+    """XLA's GpuTargetConfigProto in text format."""
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024

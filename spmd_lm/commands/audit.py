@@ -2,7 +2,7 @@
 
 import argparse
 
-from spmd_lm.analysis.topology import parse as parse_topology
+from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.commands.common import Arguments, Verb, load_configuration, set_up_devices, write_result
 from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.devices import simulate
@@ -18,7 +18,8 @@ def run(arguments: Arguments) -> int:
     config = set_up_devices(load_configuration(arguments))
     if topology and topology.platform != "cpu":
         simulate(1)  # compiling ahead of time runs on the CPU
-    from spmd_lm.planning.audit import audit, render
+    from spmd_lm.planning.audit import audit
+    from spmd_lm.planning.audit_report import render
 
     result = audit(config, topology)
     write_result(arguments, result, render(result))

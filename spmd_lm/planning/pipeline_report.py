@@ -1,102 +1,97 @@
-"""What `spmd-lm plan` says of a pipeline: its schedule, drawn, what each stage holds, and what ZeRO-3 may choose."""
+"""The pipeline's part of `spmd-lm plan`: the schedule, drawn, what each stage holds, and the options for ZeRO-3."""
 
 from typing import Any
 
 from spmd_lm.analysis import memory
-from spmd_lm.analysis.expected_collectives import activation_bytes, expected_collectives
+from spmd_lm.analysis.expected_collectives import expected_collectives
 from spmd_lm.axes import DATA, PIPE
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.parallel.pipeline.schedule import make_schedule, render
+from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 from spmd_lm.step.program import abstract_plan
 
 
-def describe(config: RunConfig, plan: Plan, kernel: str, parameters: list[dict]) -> dict[str, Any] | None:
-    """As plain data; None where there is one stage.  parameters: as the plan describes them."""
+def describe(config: RunConfig, plan: Plan, kernel: str, parameters: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The pipeline as plain data; None for a single stage.  parameters: as plan_report describes them."""
     if plan.layout.pipe == 1:
         return None
     p = config.parallel
-    s = make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
-    stream = activation_bytes(config, plan) // (plan.layout.model if plan.sequence else 1)
-    everywhere = [each for each in parameters if [PIPE] not in each["spec"]]
+    schedule = schedules.schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
+    stream = memory.activation_bytes(config, plan) // (plan.layout.model if plan.sequence else 1)
+    replicated = [parameter for parameter in parameters if [PIPE] not in parameter["spec"]]
     return {
-        "schedule": s.kind,
-        "stages": s.stages,
-        "chunks": s.chunks,
+        "schedule": schedule.kind,
+        "stages": schedule.stages,
+        "chunks": schedule.chunks,
         "layers_per_chunk": config.layers_per_chunk,
-        "microbatches": s.microbatches,
-        "ticks": s.ticks,
-        "bubble": s.bubble,
-        "messages": s.messages,
-        "inputs_held": s.live_inputs,
-        "activation_bytes": [inputs * stream for inputs in s.live_inputs],
-        "on_every_stage": {each["name"]: each["bytes_per_device"] for each in everywhere},
-        "drawing": render(s),
-        "choices": _choices(config, plan, kernel) if plan.zero.stage == 3 and plan.nontrivial_axes(DATA) else [],
+        "microbatches": schedule.microbatches,
+        "ticks": schedule.ticks,
+        "bubble": schedule.bubble,
+        "messages": schedule.messages,
+        "inputs_held": schedule.live,
+        "activation_bytes": [inputs * stream for inputs in schedule.live],
+        "on_every_stage": {parameter["name"]: parameter["bytes_per_device"] for parameter in replicated},
+        "drawing": schedules.render(schedule),
+        "choices": _zero3_options(config, plan, kernel),
     }
 
 
-def _choices(config: RunConfig, plan: Plan, kernel: str) -> list[dict[str, Any]]:
-    """What fully sharded weights cost: gathered for each microbatch, once a step, or once for each chunk and
-    direction.  Recommended is the least product of memory and traffic; the bubble is not weighed."""
+def _zero3_options(config: RunConfig, plan: Plan, kernel: str) -> list[dict[str, Any]]:
+    """How often ZeRO-3 may gather weights, with the memory and traffic of each.
+
+    Recommended is the least product of memory and traffic; the bubble has no weight in it."""
+    if plan.zero.stage != 3 or not plan.nontrivial_axes(DATA):
+        return []
     p, stages = config.parallel, plan.layout.pipe
-    own = p.schedule != "breadth_first"
-    same: dict[str, Any] = {"schedule": p.schedule if own else "1f1b", "chunks": p.chunks if own else 1}
-    ways = {"for each microbatch": same | {"reduce_once": False}, "once a step": same | {"reduce_once": True}}
+    is_depth_first = p.schedule != "breadth_first"
+    depth_first = {"schedule": p.schedule, "chunks": p.chunks} if is_depth_first else {"schedule": "1f1b", "chunks": 1}
+    alternatives: dict[str, dict[str, Any]] = {
+        "for each microbatch": depth_first | {"reduce_once": False},
+        "once a step": depth_first | {"reduce_once": True},
+    }
     if p.microbatches >= stages:
-        chunks = config.model.layers // stages
-        ways["for each layer and direction"] = {"schedule": "breadth_first", "chunks": chunks, "reduce_once": False}
-    choices = []
-    for gathers, keys in ways.items():
+        breadth_first = {"schedule": "breadth_first", "chunks": config.model.layers // stages}
+        alternatives["for each layer and direction"] = breadth_first | {"reduce_once": False}
+    options = []
+    for gathers, keys in alternatives.items():
         other = config.model_copy(update={"parallel": p.model_copy(update=keys)})
-        laid_out = abstract_plan(other, plan.layout.devices, plan.platform)
-        held = sum(memory.table(other, laid_out, kernel).values())
-        sent = sum(row.bytes for row in expected_collectives(other, laid_out))
-        bubble = make_schedule(keys["schedule"], stages, p.microbatches, keys["chunks"]).bubble
-        choices.append({"gathers": gathers} | keys | {"memory": held, "wire": sent, "bubble": bubble})
-    best = min(choices, key=lambda each: each["memory"] * each["wire"])
-    return [each | {"recommended": each is best} for each in choices]
+        other_plan = abstract_plan(other, plan.layout.devices, plan.platform)
+        total = sum(memory.table(other, other_plan, kernel).values())
+        wire = sum(row.bytes for row in expected_collectives(other, other_plan))
+        bubble = schedules.schedule(keys["schedule"], stages, p.microbatches, keys["chunks"]).bubble
+        options.append({"gathers": gathers} | keys | {"memory": total, "wire": wire, "bubble": bubble})
+    best = min(options, key=lambda option: option["memory"] * option["wire"])
+    return [option | {"recommended": option is best} for option in options]
 
 
-def line(d: dict[str, Any]) -> str:
-    """A pipeline in one line."""
-    chunks = f"{pluralize(d['chunks'], 'chunk')} of {pluralize(d['layers_per_chunk'], 'layer')}"
+def summary(d: dict[str, Any]) -> str:
+    """The pipeline in one line."""
+    chunks = f"{count(d['chunks'], 'chunk')} of {count(d['layers_per_chunk'], 'layer')}"
     return f"{d['schedule']}, {d['stages']} stages x {chunks}; {d['ticks']} ticks, bubble {d['bubble']:.1%} of the work"
 
 
-def text(d: dict[str, Any]) -> list[str]:
-    """The rest of it for a person: the schedule, and what each stage holds."""
+def render(d: dict[str, Any]) -> list[str]:
+    """Lines of text: the schedule, what each stage holds, and the options for ZeRO-3."""
     stages = [("stage", "inputs held", "activations")]
-    stages += [
-        (str(stage), str(inputs), format_bytes(size))
-        for stage, (inputs, size) in enumerate(zip(d["inputs_held"], d["activation_bytes"], strict=True))
-    ]
+    for stage, (inputs, size) in enumerate(zip(d["inputs_held"], d["activation_bytes"], strict=True)):
+        stages.append((str(stage), str(inputs), human(size)))
     if len(stages) > 9:
         stages = [*stages[:5], ("...", "", ""), *stages[-3:]]
-    copies = sum(d["on_every_stage"].values())
+    replicated = sum(d["on_every_stage"].values())
     lines = [
-        f"schedule: forward|backward{', a microbatch and the letter of its chunk' if d['chunks'] > 1 else ''}",
+        f"schedule: forward|backward{', each a microbatch and the letter of its chunk' if d['chunks'] > 1 else ''}",
         d["drawing"],
         "",
         *format_table(stages),
         "",
-        f"on every stage: {', '.join(d['on_every_stage'])}; {format_bytes(copies)} of parameters per device",
+        f"on every stage: {', '.join(d['on_every_stage'])}; {human(replicated)} of parameters per device",
     ]
     if d["choices"]:
         table = [("weights gathered", "parallel.", "memory", "wire", "bubble", "")]
-        for each in d["choices"]:
-            keys = f"schedule={each['schedule']} chunks={each['chunks']} reduce_once={str(each['reduce_once']).lower()}"
-            told = "recommended: the least product of both" if each["recommended"] else ""
-            table.append(
-                (
-                    each["gathers"],
-                    keys,
-                    format_bytes(each["memory"]),
-                    format_bytes(each["wire"]),
-                    f"{each['bubble']:.1%}",
-                    told,
-                )
-            )
-        lines += ["", *format_table(table)]
+        for o in d["choices"]:
+            keys = f"schedule={o['schedule']} chunks={o['chunks']} reduce_once={str(o['reduce_once']).lower()}"
+            note = "recommended: least memory x wire" if o["recommended"] else ""
+            table.append((o["gathers"], keys, human(o["memory"]), human(o["wire"]), f"{o['bubble']:.1%}", note))
+        lines += ["", *columns(table)]
     return lines

@@ -1,12 +1,13 @@
-"""`spmd-lm plan`: what a run will be, before it runs and without its devices."""
+"""`spmd-lm plan`: mesh, parameters, memory and batch of a run, before it runs and without its devices."""
 
 import functools
 import math
+from typing import Any
 
 import jax
 
 from spmd_lm.analysis import flops, memory
-from spmd_lm.axes import is_dim_names
+from spmd_lm.axes import DimNames, is_dim_names
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
@@ -16,18 +17,18 @@ from spmd_lm.step.freeze import frozen, trained
 from spmd_lm.step.program import abstract_plan, choose_kernel
 
 
-def describe(config: RunConfig, plan: Plan | None = None) -> dict:
-    """The plan as plain data.  With no plan given: on as many devices as are simulated, which starts none of them, or
-    else as are there."""
+def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
+    """The plan as plain data.  Without one, it is made for the devices that the run simulates, which starts none of
+    them, or else for those of this machine."""
     if plan is None:
         simulated = config.run.simulate_devices
         devices, platform = (simulated, "cpu") if simulated else (jax.device_count(), jax.default_backend())
         plan = abstract_plan(config, devices, platform)
     m, layout = config.model, plan.layout
-    kernel, why = choose_kernel(config, plan.platform)
-    rows = config.train.batch // config.parallel.microbatches
+    kernel, reason = choose_kernel(config, plan.platform)
+    sequences = config.train.batch // config.parallel.microbatches
     leaves = jax.tree_util.tree_leaves_with_path(plan.sharded_names, is_leaf=is_dim_names)
-    parameters = [_parameter(plan, config, path, names) for path, names in leaves]
+    parameters = [_describe_parameter(config, plan, path, names) for path, names in leaves]
     return {
         "run": config.run.name,
         "mesh": layout.sizes,
@@ -37,91 +38,101 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict:
         "devices": layout.devices,
         "platform": plan.platform,
         "parameters": parameters,
-        "parameter_count": flops.parameters(config),
-        "trained_count": _trained(plan, config),
+        "parameter_count": parameter_count(plan),
+        "trained_count": _trained_count(config, plan),
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "memory": memory.table(config, plan, kernel),
-        "fullest_in": memory.fullest(config, plan, kernel),
+        "fullest_in": memory.fullest_phase(config, plan, kernel).name,
         "batch": {
             "sequences": config.train.batch,
             "microbatches": config.parallel.microbatches,
-            "sequences_per_device_and_microbatch": rows // layout.batch_shards,
+            "sequences_per_device_and_microbatch": sequences // layout.batch_shards,
             "tokens": config.train.batch * m.context,
             "steps": config.train.steps,
         },
         "model_flops_per_step": flops.train_step(config),
-        "attention": {"kernel": kernel, "why": why},
+        "attention": {"kernel": kernel, "why": reason},
         "pipeline": pipeline_report.describe(config, plan, kernel, parameters),
         "remat": config.remat_policy.policy,
         "precision": config.precision.model_dump(),
     }
 
 
-def _trained(plan: Plan, config: RunConfig) -> int:
-    """Parameters that optim.freeze leaves to train; ConfigError for a pattern that names none."""
+def parameter_count(plan: Plan) -> int:
+    """Number of parameters, without padding."""
+    return sum(leaf.size for leaf in jax.tree.leaves(plan.shapes))
+
+
+def _trained_count(config: RunConfig, plan: Plan) -> int:
+    """Parameters that optim.freeze leaves to train; ConfigError for a pattern that matches none."""
     patterns = config.optim.freeze.split()
-    return trained(frozen(patterns, plan.names, plan.shapes), plan.shapes) if patterns else flops.parameters(config)
+    return trained(frozen(patterns, plan.names, plan.shapes), plan.shapes) if patterns else parameter_count(plan)
 
 
-def _parameter(plan: Plan, config: RunConfig, path, names) -> dict:
+def _describe_parameter(config: RunConfig, plan: Plan, path: tuple[Any, ...], names: DimNames) -> dict[str, Any]:
     leaf = functools.reduce(lambda tree, key: tree[key.key], path, plan.placed_shapes)
-    lies = PARAMETERS.spec(names)
-    spec = plan.param_rules.spec(names)  # `data` may be several axes of the mesh
+    logical_spec = PARAMETERS.spec(names)
+    mesh_spec = plan.param_rules.spec(names)  # where `data` may be several axes
     return {
         "name": ".".join(key.key for key in path),
         "shape": list(leaf.shape),
         "names": list(names),
-        "spec": [list((e,) if isinstance(e, str) else e or ()) for e in lies],
-        "bytes_per_device": memory.per_device(plan, leaf, spec, config.precision.params),
+        "spec": [[entry] if isinstance(entry, str) else list(entry or ()) for entry in logical_spec],
+        "bytes_per_device": memory.bytes_per_device(plan, leaf, mesh_spec, config.precision.params),
     }
 
 
-def summary(description: dict) -> str:
+def summary(description: dict[str, Any]) -> str:
     """The plan in a few lines, as a run prints it at its start."""
     d, batch, vocab, attention = description, *(description[key] for key in ("batch", "vocab", "attention"))
     mesh = " x ".join(f"{axis} {size}" for axis, size in d["mesh"].items())
-    switched = ("sequence split", d["sequence"]), ("gradients reduced once", d["reduce_once"])
-    extras = ", ".join([f"ZeRO-{d['zero']}", *(what for what, on in switched if on)])
-    padding = "" if vocab["padded"] == vocab["model"] else f", vocabulary {vocab['model']} padded to {vocab['padded']}"
-    shards = d["mesh"]["replica"] * d["mesh"]["data"]
-    parts = f"{pluralize(batch['microbatches'], 'microbatch')} x {pluralize(shards, 'shard')}"
-    rows = f"{parts} x {batch['sequences_per_device_and_microbatch']}"
-    state, whole = sum(d["memory"][row] for row in memory.STATE), sum(d["memory"].values())
-    flop, parameters, moving = d["model_flops_per_step"], d["parameter_count"], d["trained_count"]
-    still = "" if moving == parameters else f", {moving:,} of them trained"
-    return "\n".join(
-        (
-            f"mesh    {mesh} = {pluralize(d['devices'], 'device')} ({d['platform']}), {extras}",
-            f"model   {parameters:,} parameters{still}{padding}, remat {d['remat']}",
-            f"kernel  attention {attention['kernel']} ({attention['why']}), compute {_arithmetic(d['precision'])}",
-            f"batch   {batch['sequences']} sequences = {rows}",
-            *([f"pipe    {pipeline_report.line(d['pipeline'])}"] if d["pipeline"] else []),
-            f"step    {batch['tokens']:,} tokens, {flop:.3g} model FLOPs; {batch['steps']:,} steps",
-            f"memory  {format_bytes(state)} of state per device, about {format_bytes(whole)} in all",
-        )
-    )
+    options = [f"ZeRO-{d['zero']}"]
+    options += ["sequence parallelism"] if d["sequence"] else []
+    options += ["gradients reduced once"] if d["reduce_once"] else []
+    parameters = f"{d['parameter_count']:,} parameters"
+    if d["trained_count"] != d["parameter_count"]:
+        parameters += f", {d['trained_count']:,} of them trained"
+    if vocab["padded"] != vocab["model"]:
+        parameters += f", vocabulary {vocab['model']} padded to {vocab['padded']}"
+    shards = count(d["mesh"]["replica"] * d["mesh"]["data"], "shard")
+    microbatches = count(batch["microbatches"], "microbatch")
+    state, total = sum(d["memory"][row] for row in memory.STATE), sum(d["memory"].values())
+    lines = [
+        f"mesh    {mesh} = {count(d['devices'], 'device')} ({d['platform']}), {', '.join(options)}",
+        f"model   {parameters}, remat {d['remat']}",
+        f"kernel  attention {attention['kernel']} ({attention['why']}), compute {_compute(d['precision'])}",
+        f"batch   {batch['sequences']} sequences = {microbatches} x {shards} x "
+        f"{batch['sequences_per_device_and_microbatch']}",
+        f"step    {batch['tokens']:,} tokens, {d['model_flops_per_step']:.3g} model FLOPs; {batch['steps']:,} steps",
+        f"memory  {human(state)} of state per device, about {human(total)} in total",
+    ]
+    if d["pipeline"]:
+        lines.insert(4, f"pipe    {pipeline_report.summary(d['pipeline'])}")
+    return "\n".join(lines)
 
 
-def _arithmetic(precision: dict) -> str:
-    """`float16, the loss scaled by 2^32 at first`, or the dtype alone."""
-    dtype = precision["compute"]
-    scaled = precision["loss_scale"] == "dynamic"
-    return dtype + (f", the loss scaled by 2^{math.log2(precision['initial_scale']):.4g} at first" if scaled else "")
+def _compute(precision: dict[str, Any]) -> str:
+    """The compute dtype, and the loss scale if there is one: `float16, initial loss scale 2^32`."""
+    if precision["loss_scale"] != "dynamic":
+        return precision["compute"]
+    return f"{precision['compute']}, initial loss scale 2^{math.log2(precision['initial_scale']):.4g}"
 
 
-def render(description: dict) -> str:
-    """The plan for a person: mesh, parameters, memory, batch."""
-    parameters = [("parameter", "shape", "dimensions", "lies on", "per device")]
-    for p in description["parameters"]:
+def render(description: dict[str, Any]) -> str:
+    """The whole plan as text: the summary, then tables of parameters and memory, and the pipeline."""
+    d = description
+    parameters = [("parameter", "shape", "dimensions", "sharded over", "per device")]
+    for p in d["parameters"]:
         shape, names = (str(tuple(p[key])).replace("'", "") for key in ("shape", "names"))
-        placed = zip(p["names"], p["spec"], strict=True)
-        live = ((name, [axis for axis in on if description["mesh"][axis] > 1]) for name, on in placed)
-        lies = ", ".join(f"{name}: {' x '.join(on)}" for name, on in live if on) or "whole everywhere"
-        parameters.append((p["name"], shape, names, lies, format_bytes(p["bytes_per_device"])))
+        shardings = []
+        for name, axes in zip(p["names"], p["spec"], strict=True):
+            nontrivial = [axis for axis in axes if d["mesh"][axis] > 1]
+            if nontrivial:
+                shardings.append(f"{name}: {' x '.join(nontrivial)}")
+        sharded_over = ", ".join(shardings) or "none, replicated"
+        parameters.append((p["name"], shape, names, sharded_over, human(p["bytes_per_device"])))
     table = [("memory per device", "")]
-    table += [(row, format_bytes(size)) for row, size in description["memory"].items()]
-    table.append(
-        ("in all, about", f"{format_bytes(sum(description['memory'].values()))} in {description['fullest_in']}")
-    )
-    drawn = ["", *pipeline_report.text(description["pipeline"])] if description["pipeline"] else []
-    return "\n".join([summary(description), "", *format_table(parameters), "", *format_table(table), *drawn])
+    table += [(row, human(size)) for row, size in d["memory"].items()]
+    table.append(("total, about", f"{human(sum(d['memory'].values()))} in {d['fullest_in']}"))
+    pipeline = ["", *pipeline_report.render(d["pipeline"])] if d["pipeline"] else []
+    return "\n".join([summary(d), "", *columns(parameters), "", *columns(table), *pipeline])

@@ -2,12 +2,13 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.analysis.flops import forward_per_sequence, parameters, train_step
+from spmd_lm.analysis.flops import forward_per_sequence, train_step
 from spmd_lm.batch import abstract_batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.language_model import LanguageModel
 from tests import reference
 from tests.helpers import make_config
+from tests.parameter_count import model_parameters, parameters_by_formula
 
 MODELS = {
     "gpt2": {},
@@ -22,24 +23,24 @@ MODELS = {
 
 BERT = {"kind": "bert", "token_types": 2}
 FILES = {"source": "task", "path": "a", "validation_path": "b"}
-JUDGED = {  # an objective, its task, and what its head adds to a row and to each of its tokens (width 32)
+LABELED = {  # an objective, its task, and the weights of its head per row and per token (width 32)
     "classification": ({"kind": "classification", "classes": 5}, "jsonl", (32 + 5) * 32, 0),
     "multiple_choice": ({"kind": "multiple_choice"}, "race", (32 + 1) * 32, 0),
     "span": ({"kind": "span"}, "squad", 0, 2 * 32),
 }
 
 
-def judged(name: str, **model) -> RunConfig:
-    objective, task, *_ = JUDGED[name]
+def labeled(name: str, **model) -> RunConfig:
+    objective, task, *_ = LABELED[name]
     return make_config(model=BERT | model, objective=objective, data=FILES | {"task": task})
 
 
-@pytest.fixture(params=[*MODELS, *JUDGED, "class, norms after, untied"])
+@pytest.fixture(params=[*MODELS, *LABELED, "class, norms after, untied"])
 def config(request):
-    if request.param in JUDGED:
-        return judged(request.param)
+    if request.param in LABELED:
+        return labeled(request.param)
     if request.param not in MODELS:
-        return judged("classification", norm="post", tie_embeddings=False, use_bias=False)
+        return labeled("classification", norm="post", tie_embeddings=False, use_bias=False)
     masked = {"objective": {"kind": "masked_lm"}} if request.param == "bert" else {}
     return make_config(model=MODELS[request.param], **masked)
 
@@ -48,26 +49,29 @@ def make_shapes(config):
     return LanguageModel(config.model, config.objective, "float32", "xla").shapes
 
 
-def test_parameters_are_those_of_the_model(config):
-    assert parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(make_shapes(config)))
+def test_parameters_of_the_model_match_the_formula(config):
+    assert parameters_by_formula(config) == model_parameters(config)
 
 
 def product_flops(jaxpr) -> int:
-    """2 for each multiply-add of every matrix product in a jaxpr."""
-    found = 0
+    """FLOPs of the matrix products in a jaxpr: 2 per multiply-add."""
+    flops = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
-            found += 2 * equation.outvars[0].aval.size * int(np.prod([shape[d] for d in contracted]))
-        found += sum(product_flops(p.jaxpr) for p in equation.params.values() if hasattr(p, "jaxpr"))
-    return found
+            flops += 2 * equation.outvars[0].aval.size * int(np.prod([shape[d] for d in contracted]))
+        flops += sum(product_flops(p.jaxpr) for p in equation.params.values() if hasattr(p, "jaxpr"))
+    return flops
 
 
-def test_flops_are_those_of_the_products(config):
+def test_flops_match_the_traced_matrix_products(config):
     rows = config.objective.rows_of_one
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[2:]), x.dtype), abstract_batch(config))
-    forward = lambda params, batch: reference.predictions(params, config, batch)  # noqa: E731
+
+    def forward(params, batch):
+        return reference.predictions(params, config, batch)
+
     counted = product_flops(jax.make_jaxpr(forward)(make_shapes(config), one).jaxpr)
     assert rows * forward_per_sequence(config) == counted
     assert rows * train_step(config) == 3 * config.train.batch * counted
@@ -75,16 +79,16 @@ def test_flops_are_those_of_the_products(config):
 
 def test_gpt2_has_the_published_number_of_parameters():
     small = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocab": 50257}
-    assert parameters(make_config(model=small)) == 124_439_808
+    assert model_parameters(make_config(model=small)) == 124_439_808
 
 
-@pytest.mark.parametrize("name", JUDGED)
-def test_a_judged_head_is_what_it_adds_to_the_layers_by_hand(name):
-    """Of 2 layers of width 32, MLP 128, context 16, and none of the vocabulary's product."""
-    _, _, of_row, of_token = JUDGED[name]
+@pytest.mark.parametrize("name", LABELED)
+def test_a_labeled_objective_adds_its_head_as_by_hand(name):
+    """2 layers of width 32, MLP 128, context 16, without the vocabulary's product."""
+    _, _, per_row, per_token = LABELED[name]
     layer = 4 * 32 * 32 + 2 * 32 * 128
-    assert forward_per_sequence(judged(name)) == 2 * (16 * (2 * (layer + 2 * 16 * 32) + of_token) + of_row)
-    scales, biases = (2 * 2 + 1) * 32, 2 * (4 * 32 + 128 + 32) + (of_row + of_token) // 32
-    without = 2 * layer + (61 + 16 + 2) * 32 + scales + of_row + of_token
-    assert parameters(judged(name, use_bias=False)) == without
-    assert parameters(judged(name)) == without + biases + scales  # a norm has as many biases
+    assert forward_per_sequence(labeled(name)) == 2 * (16 * (2 * (layer + 2 * 16 * 32) + per_token) + per_row)
+    scales, biases = (2 * 2 + 1) * 32, 2 * (4 * 32 + 128 + 32) + (per_row + per_token) // 32
+    without = 2 * layer + (61 + 16 + 2) * 32 + scales + per_row + per_token
+    assert model_parameters(labeled(name, use_bias=False)) == without
+    assert model_parameters(labeled(name)) == without + biases + scales  # a norm has as many biases

@@ -1,9 +1,9 @@
-"""Programs as compilers write them, shortened."""
+"""HLO as compilers write it, shortened."""
 
 import numpy as np
 import pytest
 
-from spmd_lm.analysis.hlo import Program
+from spmd_lm.analysis.hlo import HloModule
 
 TPU = """HloModule jit_step, is_scheduled=true
 
@@ -39,29 +39,32 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 
 @pytest.fixture(scope="module")
-def found():
-    return Program(TPU).collectives(4)
+def collectives():
+    return HloModule(TPU).collectives(4)
 
 
-def test_loops_count_as_often_as_they_turn(found):
-    scatters = [c for c in found if c.kind == "reduce-scatter"]
-    assert [(c.count, c.full, c.result, c.lowered_as) for c in scatters] == [
+def test_a_loop_counts_once_per_iteration(collectives):
+    scatters = [c for c in collectives if c.kind == "reduce-scatter"]
+    assert [(c.count, c.full_bytes, c.result_bytes, c.lowered_as) for c in scatters] == [
         (7, 64, 32, "all-reduce-scatter fusion"),
         (3, 64, 32, "all-reduce-scatter fusion"),
     ]
 
 
-def test_a_start_and_its_done_are_one(found):
-    assert [(c.count, c.full, c.wire) for c in found if c.kind == "all-gather"] == [(7, 64, 32), (3, 64, 32)]
+def test_an_asynchronous_pair_is_one_collective(collectives):
+    assert [(c.count, c.full_bytes, c.wire_bytes) for c in collectives if c.kind == "all-gather"] == [
+        (7, 64, 32),
+        (3, 64, 32),
+    ]
 
 
-def test_groups_in_all_the_ways_they_are_written(found):
-    (tupled, meshed) = [c for c in found if c.kind == "all-reduce"]
-    assert (tupled.arrays, tupled.full, tupled.groups) == (2, 20, ((0, 2), (1, 3)))
+def test_replica_groups_in_every_syntax(collectives):
+    (tupled, meshed) = [c for c in collectives if c.kind == "all-reduce"]
+    assert (tupled.num_arrays, tupled.full_bytes, tupled.groups) == (2, 20, ((0, 2), (1, 3)))
     assert meshed.groups == ((0, 1), (2, 3))
-    assert {c.groups for c in found if c.kind == "all-gather"} == {((0, 1), (2, 3))}
-    (permute,) = [c for c in found if c.kind == "collective-permute"]
-    assert (permute.groups, permute.wire) == (((0, 2), (2, 0)), 16)
+    assert {c.groups for c in collectives if c.kind == "all-gather"} == {((0, 1), (2, 3))}
+    (permute,) = [c for c in collectives if c.kind == "collective-permute"]
+    assert (permute.groups, permute.wire_bytes) == (((0, 2), (2, 0)), 16)
 
 
 PIPELINE = """HloModule jit_step
@@ -99,12 +102,12 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 
 def test_branches_count_as_often_as_they_run_on_each_stage():
-    """Also where a compiler has forgotten what a condition is called."""
+    """Even where the compiler dropped the name of a condition."""
     shares = {"on": np.array([0.8, 0.5]), "leaves": np.array([0.0, 1.0])}
-    by_kind = {c.kind: c for c in Program(PIPELINE).collectives(4, shares)}
-    assert by_kind["all-reduce"].counts == (0, 5)
-    assert by_kind["all-gather"].counts == (8, 0)
-    assert by_kind["collective-permute"].counts == (10, 10)
+    by_kind = {c.kind: c for c in HloModule(PIPELINE).collectives(4, shares)}
+    assert by_kind["all-reduce"].stage_counts == (0, 5)
+    assert by_kind["all-gather"].stage_counts == (8, 0)
+    assert by_kind["collective-permute"].stage_counts == (10, 10)
     assert [by_kind[kind].conditional for kind in ("all-reduce", "all-gather", "collective-permute")] == [
         True,
         True,
@@ -113,5 +116,5 @@ def test_branches_count_as_often_as_they_run_on_each_stage():
     assert by_kind["all-reduce"].count == 2.5
 
 
-def test_without_shares_a_branch_counts_as_the_whole():
-    assert {c.count for c in Program(PIPELINE).collectives(4)} == {10}
+def test_without_shares_every_branch_counts_fully():
+    assert {c.count for c in HloModule(PIPELINE).collectives(4)} == {10}

@@ -25,15 +25,15 @@ def table(config, devices=8):
     ],
     ids=["data8", "data4-model2", "model8"],
 )
-def test_state_is_what_the_compiled_step_takes(run, x64):
-    """The batch and the 4 bytes of the step's number aside."""
+def test_state_is_what_the_compiled_step_takes_as_arguments(run, x64):
+    """Apart from the batch, and the 4 bytes of the step number."""
     p = program(run_of(*run))
     taken = p.compiled.memory_analysis().argument_size_in_bytes - shard_bytes(device_batch(p, 0))
     assert sum(table(p.config)[row] for row in memory.STATE) == taken - 4
     assert table(p.config)["parameters"] == shard_bytes(p.init().params)
 
 
-def test_dtypes_and_accumulation_decide_the_rest():
+def test_dtypes_and_accumulation_set_the_rest():
     low = FLOAT32 | {"compute": "bfloat16", "reduce": "bfloat16"}
     whole = {"dropout": 0.0, "attention_dropout": 0.0}  # masks are a byte each whatever the dtype
     narrow, wide, parts = (
@@ -56,7 +56,7 @@ def test_each_stage_of_zero_holds_less():
     assert totals[0] > totals[2] > totals[3]
 
 
-def test_remat_keeps_less(x64):
+def test_remat_saves_less(x64):
     kept = {remat: table(run_of("data4-model2", remat=remat))["activations"] for remat in ("none", "selective", "full")}
     assert kept["none"] > kept["selective"] > kept["full"]
     c = make_config()
@@ -65,21 +65,21 @@ def test_remat_keeps_less(x64):
 
 def test_logits_are_held_a_chunk_at_a_time(x64):
     big = run_of("data4-model2", model={"vocab": 2**14, "context": 1024, "layers": 2}, remat="full")
-    assert memory.fullest(big, abstract_plan(big, 8, "cpu"), "xla") == "the head"
+    assert memory.fullest_phase(big, abstract_plan(big, 8, "cpu"), "xla").name == "the head"
     assert table(big)["working set"] == 2 * 2**27  # and their gradient
     small = run_of("data4-model2")
-    assert memory.fullest(small, abstract_plan(small, 8, "cpu"), "xla") == "backward through the blocks"
+    assert memory.fullest_phase(small, abstract_plan(small, 8, "cpu"), "xla").name == "backward through the blocks"
 
 
 def test_bytes_of_every_leaf_add_up(x64):
     plan = abstract_plan(make_config(parallel={"data": 4, "model": 2}), 8, "cpu")
-    whole = memory.per_device(plan, plan.placed_shapes, plan.param_specs, "float32")
+    whole = memory.bytes_per_device(plan, plan.placed_shapes, plan.param_specs, "float32")
     leaves = zip(jax.tree.leaves(plan.placed_shapes), jax.tree.leaves(plan.param_specs), strict=True)
-    assert whole == sum(memory.per_device(plan, *leaf, "float32") for leaf in leaves)
+    assert whole == sum(memory.bytes_per_device(plan, *leaf, "float32") for leaf in leaves)
 
 
 @pytest.mark.slow
-def test_recomputation_keeps_what_was_published():
+def test_remat_saves_what_was_published():
     """arXiv:2205.05198, figure 7, of GPT-3's proportions, as parts of what no remat keeps without sequence parallelism:
     19% selective with it; 9% full, whose inputs the paper leaves whole.  What layers hand on is what the formula says.
     Without remat it is 1% more: the keys and values that both blocks of queries see, and softmax's sums."""

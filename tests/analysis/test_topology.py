@@ -15,31 +15,31 @@ from spmd_lm.errors import ConfigError
     ],
 )
 def test_names_of_hardware(text, platform, size):
-    there = topology.parse(text)
-    assert (there.platform, there.size, str(there)) == (platform, size, text)
+    parsed = topology.parse_topology(text)
+    assert (parsed.platform, parsed.size, str(parsed)) == (platform, size, text)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("v9z:4x4", "'v9z' is not known"),
-        ("h100", "no topology is written like this"),
+        ("h100", "not the form of a topology"),
         ("v5p:4x4", "does not come in this shape"),
         ("h100:2x8x2", "does not come in this shape"),
         ("2*h100:2x8", "does not come in this shape"),
         ("v5p:3x4x4", "do not divide 3 by 2"),
         ("cpu:0", "does not come in this shape"),
         ("v5e:32x32", "no slice of v5e is 32 chips long"),
-        ("", "no topology is written like this"),
+        ("", "not the form of a topology"),
     ],
 )
-def test_what_is_no_hardware_is_refused_with_what_there_is(text, said):
-    with pytest.raises(ConfigError, match=said) as error:
-        topology.parse(text)
+def test_unknown_hardware_is_refused_with_what_is_known(text, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        topology.parse_topology(text)
     assert "Known: cpu:8" in str(error.value) and "v5p:4x4x4" in str(error.value) and "h100:2x8" in str(error.value)
 
 
-def test_without_a_compiler_the_extra_to_install_is_named(monkeypatch):
+def test_a_missing_compiler_names_the_extra_to_install(monkeypatch):
     def find_spec(name: str):
         if "." in name:
             raise ModuleNotFoundError(f"No module named '{name.split('.')[0]}'")
@@ -47,4 +47,4 @@ def test_without_a_compiler_the_extra_to_install_is_named(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", find_spec)
     for text in ("v5p:4x4x4", "h100:2x8"):
         with pytest.raises(ConfigError, match=r"pip install 'spmd-lm\[aot\]'"):
-            topology.parse(text).devices()
+            topology.parse_topology(text).devices()

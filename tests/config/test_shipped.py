@@ -3,15 +3,13 @@
 import math
 from pathlib import Path
 
-import jax
 import pytest
 
-from spmd_lm.analysis.flops import parameters
 from spmd_lm.config.load import load
 from spmd_lm.config.objective_checks import TASKS
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.planning.plan_report import describe
+from tests.parameter_count import model_parameters, parameters_by_formula
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.yaml") if path.stem != "base")
@@ -76,12 +74,12 @@ def test_it_is_planned_as_it_stands(path):
 @shipped
 def test_it_has_as_many_parameters_as_were_published(path):
     """To the last digit that is printed."""
-    name, count = name_of(path), parameters(load(path))
+    name, count = name_of(path), model_parameters(load(path))
     assert (name in PARAMETERS) + (name in ROUNDED) + (name in FINETUNED) + (name in TRIALS) == 1
     if name in PARAMETERS:
         assert count == PARAMETERS[name]
     elif name in FINETUNED:
-        assert parameters(load(path, ["model.context=512"])) == FINETUNED[name]
+        assert model_parameters(load(path, ["model.context=512"])) == FINETUNED[name]
     elif name in ROUNDED:
         digits = len(ROUNDED[name].partition(".")[2])
         assert f"{count / 1e9:.{digits}f}" == ROUNDED[name]
@@ -90,8 +88,7 @@ def test_it_has_as_many_parameters_as_were_published(path):
 @shipped
 def test_the_formula_counts_its_leaves(path):
     config = load(path)
-    shapes = LanguageModel(config.model, config.objective, "float32", "xla").shapes
-    assert parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert parameters_by_formula(config) == model_parameters(config)
 
 
 def test_heads_are_what_the_counts_differ_in():

@@ -1,4 +1,4 @@
-"""What compiled steps send, on hardware that is not there: exactly what theory asks for, counted."""
+"""Compiled steps, for hardware that is absent, send exactly what theory expects."""
 
 import functools
 import json
@@ -8,23 +8,24 @@ import jax
 import pytest
 
 from spmd_lm.analysis import topology
-from spmd_lm.analysis.expected_collectives import AG, AR, RS, wire
+from spmd_lm.analysis.ring import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule import schedule
-from spmd_lm.planning.audit import audit, render
+from spmd_lm.planning.audit import audit
+from spmd_lm.planning.audit_report import render
 from tests.helpers import FILES, ORIGINAL, make_config
 
-HERE = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
+COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 LAYERS, MODEL = 2, 4
 # 512 rows over 16 devices: with less than a tile of 16 rows of bfloat16 each, a TPU all-reduces instead of scattering.
 BF16 = {"params": "float32", "compute": "bfloat16", "reduce": "bfloat16"}
 SIZES = {"layers": LAYERS, "width": 512, "heads": 8, "context": 128, "vocab": 509}
-DROPOUT = {"cpu": 0.1, "tpu": 0.1, "gpu": 0.0}  # of whose fusions a GPU's compiler thinks for a quarter of its time
+DROPOUT = {"cpu": 0.1, "tpu": 0.1, "gpu": 0.0}  # its fusions are a quarter of a GPU's compile time
 
 
 @pytest.fixture(autouse=True)
 def no_cache():
-    """What compiles for hardware that is not there cannot be loaded from a cache."""
+    """What was compiled for absent hardware cannot be loaded from a cache."""
     jax.config.update("jax_enable_compilation_cache", False)
     yield
     jax.config.update("jax_enable_compilation_cache", True)
@@ -33,29 +34,29 @@ def no_cache():
 def compilable(name: str) -> topology.Topology:
     """Skips the test where a compiler is missing that only some machines can have: libtpu and CUDA wheels are in `dev`
     on Linux x86-64 alone."""
-    there = topology.parse(name)
-    if there.platform in HERE and not topology.installed(HERE[there.platform]):
-        pytest.skip(f"{HERE[there.platform]} is not installed: nothing compiles for {name}")
-    return there
+    target = topology.parse_topology(name)
+    if target.platform in COMPILERS and not topology.is_installed(COMPILERS[target.platform]):
+        pytest.skip(f"{COMPILERS[target.platform]} is not installed: nothing compiles for {name}")
+    return target
 
 
 def audited(
-    name: str, remat: str = "none", scan: bool = True, layers: int = LAYERS, of: dict | None = None, **parallel
+    name: str, remat: str = "none", scan: bool = True, layers: int = LAYERS, model_keys: dict | None = None, **parallel
 ) -> dict:
     compilable(name)
-    return _audited(name, remat, scan, layers, json.dumps(of or {}), json.dumps(parallel))
+    return _audited(name, remat, scan, layers, json.dumps(model_keys or {}), json.dumps(parallel))
 
 
 @functools.cache
-def _audited(name: str, remat: str, scan: bool, layers: int, of: str, parallel: str) -> dict:
-    other = json.loads(of)
-    objective = other.pop("objective", {"kind": "masked_lm" if other.get("kind") == "bert" else "causal_lm"})
+def _audited(name: str, remat: str, scan: bool, layers: int, model_keys: str, parallel: str) -> dict:
+    keys = json.loads(model_keys)
+    objective = keys.pop("objective", {"kind": "masked_lm" if keys.get("kind") == "bert" else "causal_lm"})
     layout = {"data": -1, "model": MODEL} | json.loads(parallel)
     config = make_config(
         model=SIZES
-        | {"dropout": DROPOUT[topology.parse(name).platform], "attention_dropout": 0.0}
+        | {"dropout": DROPOUT[topology.parse_topology(name).platform], "attention_dropout": 0.0}
         | {"scan": scan, "layers": layers}
-        | other,
+        | keys,
         objective=objective,
         data=FILES | {"task": TASKS[objective["kind"]]} if objective["kind"] in TASKS else {"source": "synthetic"},
         parallel=layout,
@@ -63,7 +64,7 @@ def _audited(name: str, remat: str, scan: bool, layers: int, of: str, parallel: 
         precision=BF16,
         train={"batch": 64},
     )
-    return audit(config, topology.parse(name))
+    return audit(config, topology.parse_topology(name))
 
 
 def activations(result: dict) -> dict[str, float]:
@@ -77,7 +78,7 @@ def activations(result: dict) -> dict[str, float]:
     sent += [(-1, t) for t in result["theory"] if t["part"] == "gradients"]
     for sign, row in sent:
         if row["axes"] == ["model"]:
-            one = wire(row["kind"], full, MODEL)
+            one = wire_bytes(row["kind"], full, MODEL)
             counts[row["kind"]] = counts.get(row["kind"], 0) + sign * row["bytes"] / one
     return {kind: round(count, 6) for kind, count in counts.items() if count}
 
@@ -97,10 +98,10 @@ TOPOLOGIES = ["v5p:4x4x4", pytest.param("h100:2x8", marks=slow)]
     ("remat", "each"),
     [pytest.param("none", 4, marks=slow), pytest.param("residual", 4, marks=slow), ("full", 5)],
 )
-def test_tensor_parallelism_sends_megatron_s_all_reduces_and_nothing_else(name, remat, each):
-    """2 + 2 a layer, one for the embedding, one for the head; what ends attention again under full remat."""
+def test_tensor_parallelism_sends_only_megatron_s_all_reduces(name, remat, each):
+    """2 + 2 per layer, one for the embedding, one for the head; under full remat attention's again."""
     result = audited(name, remat, zero=3)
-    assert activations(result) == {AR: each * LAYERS + 2}
+    assert activations(result) == {ALL_REDUCE: each * LAYERS + 2}
     exact(result)
 
 
@@ -110,9 +111,9 @@ def test_tensor_parallelism_sends_megatron_s_all_reduces_and_nothing_else(name, 
     [pytest.param("none", 4, marks=slow), ("residual", 4), pytest.param("full", 5, marks=slow)],
 )
 def test_sequence_parallelism_gathers_and_scatters_instead(name, remat, scatters):
-    """Whatever is saved is saved in parts: what enters a branch is gathered forward and again backward."""
+    """Activations are saved sharded: a branch's input is gathered forward and again backward."""
     result = audited(name, remat, sequence=True)
-    assert activations(result) == {RS: scatters * LAYERS + 2, AG: 6 * LAYERS + 2}
+    assert activations(result) == {REDUCE_SCATTER: scatters * LAYERS + 2, ALL_GATHER: 6 * LAYERS + 2}
     exact(result)
 
 
@@ -130,15 +131,16 @@ def test_sequence_parallelism_gathers_and_scatters_instead(name, remat, scatters
     ],
     ids=str,
 )
-def test_weights_and_gradients_cross_data_as_their_stage_says(name, parallel):
+def test_each_zero_stage_sends_its_collectives_over_data(name, parallel):
     result = audited(name, **parallel)
     exact(result)
     kinds = {c["kind"] for c in result["collectives"] if any(axis.startswith("data") for axis in c["axes"])}
-    assert kinds == ({AR, AG, RS} if parallel["zero"] else {AR})
+    all_kinds = {ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER}
+    assert kinds == (all_kinds if parallel["zero"] else {ALL_REDUCE})
 
 
 @slow
-def test_unrolled_layers_are_gathered_twice_as_well():
+def test_unrolled_layers_are_gathered_twice_too():
     exact(audited("h100:2x8", scan=False, zero=3))
 
 
@@ -157,7 +159,7 @@ def test_simulated_devices_send_the_same(parallel):
 def test_gradients_cross_data_once_however_many_microbatches():
     result = audited("cpu:8", microbatches=4)
     assert result["ok"], render(result)
-    assert {c["kind"] for c in result["collectives"]} == {AR}
+    assert {c["kind"] for c in result["collectives"]} == {ALL_REDUCE}
     over_data = [c for c in result["collectives"] if c["axes"] == ["data"]]
     once = [t for t in result["theory"] if t["axes"] == ["data"] and t["part"] == "gradients"]
     assert sum(c["bytes"] for c in over_data) == pytest.approx(2 * sum(t["bytes"] for t in once), rel=1e-3)  # float32
@@ -178,7 +180,7 @@ BIG = {"layers": 6, "width": 2048, "heads": 16, "context": 1024, "vocab": 49152,
 
 @functools.cache
 def memory_of(remat: str, dropout: float = 0.0, **parallel) -> dict:
-    """Of a step whose parts are far larger than a compiler's rounding."""
+    """Of a step whose arrays are far larger than a compiler's rounding."""
     config = make_config(
         model=BIG | {"dropout": dropout, "attention_dropout": 0.0},
         parallel={"data": -1} | parallel,
@@ -253,13 +255,13 @@ MODELS = [
     ],
     ids=str,
 )
-def test_groups_that_run_again_send_what_theory_asks_for(name, parallel):
+def test_remat_blocks_send_what_theory_expects(name, parallel):
     exact(audited(name, "block", **{"layers": 4} | parallel))
 
 
 @pytest.mark.parametrize(("name", "model", "parallel"), MODELS, ids=str)
-def test_every_model_sends_what_theory_asks_for(name, model, parallel):
-    exact(audited(name, "full", of=model, **parallel))
+def test_every_model_sends_what_theory_expects(name, model, parallel):
+    exact(audited(name, "full", model_keys=model, **parallel))
 
 
 PIPELINES = [
@@ -307,8 +309,12 @@ PIPELINES = [
 
 @slow
 @pytest.mark.parametrize("keys", [{"schedule": "breadth_first", "chunks": 2}, {"schedule": "1f1b"}], ids=str)
-def test_ends_that_are_not_tied_are_scattered_where_they_are_used(keys):
-    exact(audited("h100:2x8", "full", layers=4, of={"tie_embeddings": False}, pipe=2, zero=3, microbatches=4, **keys))
+def test_untied_embedding_and_head_are_scattered_where_they_are_used(keys):
+    exact(
+        audited(
+            "h100:2x8", "full", layers=4, model_keys={"tie_embeddings": False}, pipe=2, zero=3, microbatches=4, **keys
+        )
+    )
 
 
 @pytest.mark.parametrize("parallel", [{"schedule": "interleaved", "chunks": 2, "sequence": True}, {"zero": 3}], ids=str)
@@ -318,8 +324,9 @@ def test_simulated_pipelines_send_the_same(parallel):
 
 
 @pytest.mark.parametrize(("name", "remat", "scan", "parallel"), PIPELINES, ids=str)
-def test_pipelines_send_what_theory_asks_for(name, remat, scan, parallel):
-    """Conditions count as often as they are true; the permutes of every tick; nothing in a condition spans `pipe`."""
+def test_pipelines_send_what_theory_expects(name, remat, scan, parallel):
+    """Conditions count as often as they are true; permutes run in every tick; no condition holds a collective over
+    `pipe`."""
     result = audited(name, remat, scan, layers=4, **parallel)
     exact(result)
     assert result["stages_that_may_wait"] == []
@@ -331,8 +338,8 @@ def test_pipelines_send_what_theory_asks_for(name, remat, scan, parallel):
     assert [(c["axes"], c["count"]) for c in permutes] == [(["pipe"], both * ticks)]
 
 
-def test_a_collective_of_stages_that_part_ways_is_told(monkeypatch):
-    """A head that talks to all stages, though only the last one runs it."""
+def test_a_collective_across_stages_in_a_branch_is_reported(monkeypatch):
+    """A head with a psum over all stages, though only the last one runs it."""
     from spmd_lm.models.language_model import LanguageModel
 
     losses = LanguageModel.losses
@@ -346,7 +353,7 @@ def test_a_collective_of_stages_that_part_ways_is_told(monkeypatch):
 
 FLAT = {"layers": 8, "width": 2048, "heads": 16, "context": 1024, "vocab": 8192, "dropout": 0.0}
 ONE_INPUT = 4 * FLAT["context"] * FLAT["width"] * 2
-"""Bytes of what enters a stage: four sequences to a microbatch and device."""
+"""Bytes of a stage's input: four sequences per microbatch and device."""
 
 
 @slow
@@ -354,7 +361,7 @@ ONE_INPUT = 4 * FLAT["context"] * FLAT["width"] * 2
 def test_1f1b_s_temporaries_do_not_grow_with_microbatches_and_gpipe_s_do_by_an_input(name, pipe, model):
     """arXiv:2104.04473, section 2.2.1.  A schedule is a table of as many rows as there are ticks: a GPU's compiler
     counts some of it."""
-    there = compilable(name)
+    target = compilable(name)
 
     def temporaries(kind: str, m: int) -> int:
         config = make_config(
@@ -362,26 +369,26 @@ def test_1f1b_s_temporaries_do_not_grow_with_microbatches_and_gpipe_s_do_by_an_i
             parallel={"pipe": pipe, "data": -1, "model": model, "microbatches": m, "schedule": kind},
             remat={"policy": "full"},
             precision=BF16,
-            train={"batch": 4 * m * there.size // (pipe * model)},
+            train={"batch": 4 * m * target.size // (pipe * model)},
         )
-        return audit(config, there)["memory"]["temporaries"]
+        return audit(config, target)["memory"]["temporaries"]
 
     flat = [temporaries("1f1b", m) for m in (8, 16, 32)]
-    table = 0 if there.platform == "tpu" else 1024
+    table = 0 if target.platform == "tpu" else 1024
     assert max(flat) - min(flat) <= table
     few, many = (temporaries("gpipe", m) for m in (16, 32))
     assert many - few == pytest.approx(16 * ONE_INPUT, abs=table)
 
 
-def test_a_step_that_does_not_compile_is_told_in_a_line(monkeypatch):
+def test_a_step_that_does_not_compile_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setattr(topology.Topology, "compiler_options", {"xla_no_such_option": "1"})
     with pytest.raises(
         ConfigError, match=r"^--topology cpu:8: its compiler cannot compile this step: .*no_such_option"
     ):
-        audit(make_config(parallel={"data": 8}), topology.parse("cpu:8"))
+        audit(make_config(parallel={"data": 8}), topology.parse_topology("cpu:8"))
 
 
-def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):
+def test_an_excess_is_reported_with_its_cost(monkeypatch):
     """A step whose scatter over data is an all-reduce."""
     from spmd_lm.axes import is_dim_names
     from spmd_lm.parallel import zero
@@ -402,4 +409,4 @@ def test_what_is_in_excess_is_told_with_its_cost(monkeypatch):
     result = audited("cpu:8", zero=1)
     _audited.cache_clear()
     assert not result["ok"]
-    assert "an all-reduce stands where a reduce-scatter was asked for" in render(result)
+    assert "an all-reduce replaces a reduce-scatter" in render(result)

@@ -8,6 +8,7 @@ from spmd_lm.analysis import flops
 from spmd_lm.planning.plan_report import describe, render, summary
 from spmd_lm.runtime.formatting import format_bytes
 from tests.helpers import FLOAT32, make_config, program, run_of, shard_bytes
+from tests.parameter_count import parameters_by_formula
 
 RUNS = [
     ("data8", 2, "unrolled"),
@@ -19,22 +20,22 @@ RUNS = [
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[run[0] for run in RUNS])
-def test_every_parameter_is_described_as_it_lies(run, x64):
+def test_every_parameter_is_described_as_it_is_placed(run, x64):
     p = program(run_of(*run))
     params = p.init().params
-    told = {each["name"]: each for each in describe(p.config, p.plan)["parameters"]}
+    described = {each["name"]: each for each in describe(p.config, p.plan)["parameters"]}
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    assert told.keys() == {".".join(key.key for key in path) for path, _ in leaves}
+    assert described.keys() == {".".join(key.key for key in path) for path, _ in leaves}
     for path, leaf in leaves:
-        one = told[".".join(key.key for key in path)]
+        one = described[".".join(key.key for key in path)]
         assert tuple(one["shape"]) == leaf.shape
         assert one["bytes_per_device"] == leaf.addressable_shards[0].data.nbytes
         parts = [getattr(p.config.parallel, axis) for on in one["spec"] for axis in on]
         assert leaf.size == math.prod(parts) * leaf.addressable_shards[0].data.size
-    assert sum(one["bytes_per_device"] for one in told.values()) == shard_bytes(params)
+    assert sum(one["bytes_per_device"] for one in described.values()) == shard_bytes(params)
 
 
-def test_figures():
+def test_figures_of_a_small_run():
     config = make_config(parallel={"data": 2, "replica": 2, "model": 2, "microbatches": 2}, precision=FLOAT32)
     d = describe(config)
     assert d == json.loads(json.dumps(d))
@@ -47,12 +48,12 @@ def test_figures():
         "tokens": 256,
         "steps": 10,
     }
-    assert d["parameter_count"] == flops.parameters(config)
+    assert d["parameter_count"] == parameters_by_formula(config)
     assert d["model_flops_per_step"] == flops.train_step(config)
     assert d["attention"]["kernel"] == "xla"
 
 
-def test_the_plan_of_a_simulation_is_for_its_devices():
+def test_a_simulated_run_is_planned_for_its_simulated_devices():
     config = make_config(run={"simulate_devices": 4}, parallel={"data": -1}, precision=FLOAT32)
     assert describe(config)["devices"] == 4
 
@@ -70,7 +71,7 @@ def test_the_text_has_a_line_for_every_parameter():
         assert any(line.startswith(row) and line.endswith(format_bytes(size)) for line in lines)
 
 
-def test_one_of_a_thing_is_one_thing():
+def test_singular_and_plural():
     one = summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32)))
     assert "= 1 device (cpu)" in one and "= 1 microbatch x 1 shard x 16" in one
     more = {"data": 2, "microbatches": 2}
@@ -78,15 +79,15 @@ def test_one_of_a_thing_is_one_thing():
     assert "= 2 devices (cpu)" in several and "= 2 microbatches x 2 shards x 4" in several
 
 
-def test_a_scaled_loss_is_told():
+def test_a_loss_scale_is_in_the_summary():
     float16 = {"compute": "float16", "loss_scale": "dynamic"}
     text = summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32 | float16)))
-    assert "compute float16, the loss scaled by 2^32 at first" in text
-    assert "scaled" not in summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32)))
+    assert "compute float16, initial loss scale 2^32" in text
+    assert "loss scale" not in summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32)))
 
 
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 1.5, "1.5 MiB"), (2**50, "1024.0 TiB")]
 )
-def test_bytes_for_a_person(size, text):
-    assert format_bytes(size) == text
+def test_bytes_as_text(size, text):
+    assert human(size) == text

@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.analysis.flops import parameters
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.planning.plan_report import describe, summary
 from spmd_lm.step.freeze import frozen, trained
 from spmd_lm.training.init_from import paths
 from tests.helpers import make_config, program
+from tests.parameter_count import parameters_by_formula
 
 LAYERS = 12
 BERT = {"kind": "bert", "layers": LAYERS, "token_types": 2}
@@ -80,7 +80,7 @@ def test_what_is_left_to_train_is_counted(patterns):
         int(np.broadcast_to(mask.reshape(mask.shape + (1,) * (len(leaf.shape) - mask.ndim)), leaf.shape).sum())
         for mask, leaf in zip(jax.tree.leaves(made), jax.tree.leaves(model.shapes), strict=True)
     )
-    assert trained(made, model.shapes) == parameters(CONFIG) - still
+    assert trained(made, model.shapes) == parameters_by_formula(CONFIG) - still
 
 
 def refused(patterns: str, config=CONFIG) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ def test_something_is_left_to_train(patterns):
 
 def test_a_plan_tells_what_is_trained():
     some = CONFIG.model_copy(update={"optim": CONFIG.optim.model_copy(update={"freeze": "embedding.tokens"})})
-    plan, count = describe(some, program(some).plan), parameters(CONFIG)
+    plan, count = describe(some, program(some).plan), parameters_by_formula(CONFIG)
     assert (plan["parameter_count"], plan["trained_count"]) == (count, count - 61 * 32)
     assert f"{count:,} parameters, {count - 61 * 32:,} of them trained" in summary(plan)
     assert "trained" not in summary(describe(CONFIG, program(CONFIG).plan))
