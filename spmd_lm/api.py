@@ -11,7 +11,7 @@ Devices that a configuration simulates are set up by the first function that com
 from pathlib import Path
 from typing import Any
 
-from spmd_lm.analysis.topology import parse as parse_topology
+from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.commands.common import set_up_devices
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
@@ -57,7 +57,8 @@ def audit(config: RunConfig, topology: str | None = None) -> Report:
     set_up_devices(config)
     if target and target.platform != "cpu":
         simulate(1)  # compiling ahead of time runs on the CPU
-    from spmd_lm.planning.audit import audit, render
+    from spmd_lm.planning.audit import audit
+    from spmd_lm.planning.audit_report import render
 
     result = audit(config, target)
     return Report(result, render(result))

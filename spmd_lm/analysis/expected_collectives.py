@@ -83,24 +83,24 @@ class RunCounts:
         layers, chunk_layers = config.model.layers // stages, config.layers_per_chunk
         if stages == 1:
             return cls(layers, chunk_layers, 0, m * layers, m, m, m)
-        table = steps(schedule(p.schedule, stages, m, config.chunks))
+        table = schedule_table(make_schedule(p.schedule, stages, m, config.chunks))
         mean = {name: float(times.mean()) for name, times in table.runs(p.run_idle_stages).items()}
         breadth_first = p.schedule == "breadth_first"
         # Otherwise what goes to the head runs forward only as the beginning of its backward pass.
-        skipped = 0 if breadth_first or p.run_idle_stages else mean["forward_leaves"]
+        skipped = 0 if breadth_first or p.run_idle_stages else mean["forward_to_head"]
         return cls(
             layers,
             chunk_layers,
-            forward_passes=(mean["forward_on"] - skipped) * chunk_layers,
-            layer_passes=mean["backward_on"] * chunk_layers,
-            embedding=mean["forward_enters"],
-            embedding_grad=m * mean["after_enters"] if breadth_first else mean["backward_enters"],
-            head=m * mean["between_leaves"] if breadth_first else mean["backward_leaves"],
-            received=mean["forward_arrives"] + mean["backward_arrives"],
+            forward_passes=(mean["forward_active"] - skipped) * chunk_layers,
+            layer_passes=mean["backward_active"] * chunk_layers,
+            embedding=mean["forward_from_embedding"],
+            embedding_grad=m * mean["embedding_of_all"] if breadth_first else mean["backward_from_embedding"],
+            head=m * mean["head_of_all"] if breadth_first else mean["backward_to_head"],
+            received=mean["forward_receives"] + mean["backward_receives"],
             messages=sum(table.ticks.values()),
             breadth_first=breadth_first,
-            chunk_gathers=mean["forward_fetches"] + mean["backward_fetches"],
-            chunk_scatters=mean["backward_completes"],
+            chunk_gathers=mean["forward_loads_chunk"] + mean["backward_loads_chunk"],
+            chunk_scatters=mean["backward_last_of_chunk"],
         )
 
 

@@ -189,9 +189,9 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
 def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     """With several stages, whose buffers of inputs and cotangents exist in every tick."""
     p = config.parallel
-    table = steps(schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
+    table = schedule_table(make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
     breadth_first = p.schedule == "breadth_first"
-    buffers = (table.inputs + table.cotangents + 2 + (p.microbatches if breadth_first else 0)) * sizes.stream
+    buffers = (table.input_slots + table.grad_slots + 2 + (p.microbatches if breadth_first else 0)) * sizes.stream
     weights, layer_gradients = sizes.resident + sizes.ends, sizes.accumulated + sizes.layer
     chunk = 0
     if plan.zero.scatter == "chunk":

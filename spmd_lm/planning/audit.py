@@ -22,7 +22,7 @@ from spmd_lm.analysis.topology import Topology, is_installed
 from spmd_lm.axes import PIPE
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
-from spmd_lm.parallel.pipeline.schedule_table import steps
+from spmd_lm.parallel.pipeline.schedule_table import schedule_table
 from spmd_lm.step.program import Program, choose_kernel
 
 TOLERANCE = 0.01
@@ -50,7 +50,7 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
     compiled = _compile(program, topology, f"--topology {topology}" if topology else f"these devices ({name})")
     compile_seconds = time.perf_counter() - start
     sizes = program.plan.sizes
-    shares = steps(program.schedule).shares() if program.schedule.stages > 1 else None
+    shares = schedule_table(program.schedule).shares() if program.schedule.stages > 1 else None
     instructions = HloModule(compiled.as_text() or "").collectives(len(devices), shares)
     found, expected = compiled_collectives(instructions, sizes), expected_collectives(config, program.plan)
     # Stages that take different branches would wait for each other for ever.

@@ -5,7 +5,7 @@ from typing import Any
 
 from spmd_lm.analysis.ring import ALL_REDUCE, REDUCE_SCATTER
 from spmd_lm.planning.audit import SLACK
-from spmd_lm.runtime.formatting import columns, human
+from spmd_lm.runtime.formatting import format_bytes, format_table
 
 
 def render(result: dict[str, Any]) -> str:
@@ -22,8 +22,8 @@ def render(result: dict[str, Any]) -> str:
         "",
         *(_difference(d) for d in r["differences"] if d["missing_bytes"] + d["excess_bytes"] > SLACK),
         *_all_reduces_for_reduce_scatters(r["differences"]),
-        f"wire    {human(sent)} per device and step; theory {human(expected)}; missing {human(r['missing_bytes'])}, "
-        f"excess {human(r['excess_bytes'])} (tolerance {human(r['tolerance_bytes'])})",
+        f"wire    {format_bytes(sent)} per device and step; theory {format_bytes(expected)}; "
+        f"missing {format_bytes(r['missing_bytes'])}, excess {format_bytes(r['excess_bytes'])} (tolerance {format_bytes(r['tolerance_bytes'])})",
         *_stages(r["bytes_by_stage"]),
         *(f"waits   {each}: stages in different branches would wait here" for each in r["stages_that_may_wait"]),
         f"memory  {_memory(r['memory'])} per device",
@@ -35,9 +35,9 @@ def render(result: dict[str, Any]) -> str:
 def _table(title: str, rows: list[dict[str, Any]], last: str) -> list[str]:
     cells = [(title, "over", "part", "dtype", "count", "wire", last.replace("_", " "))]
     for row in rows:
-        count, wire = f"{row['count']:,.6g}", human(row["bytes"])
+        count, wire = f"{row['count']:,.6g}", format_bytes(row["bytes"])
         cells.append((row["kind"], _axes(row), row["part"], row["dtype"], count, wire, row[last] or ""))
-    return columns(cells)
+    return format_table(cells)
 
 
 def _axes(row: dict[str, Any]) -> str:
@@ -48,19 +48,24 @@ def _stages(sent: Sequence[float]) -> list[str]:
     if len(sent) < 2:
         return []
     busiest = max(range(len(sent)), key=lambda stage: sent[stage])
-    return [f"stages  {human(min(sent))} to {human(sent[busiest])}, the most on stage {busiest}"]
+    return [f"stages  {format_bytes(min(sent))} to {format_bytes(sent[busiest])}, the most on stage {busiest}"]
 
 
 def _memory(m: dict[str, Any]) -> str:
     """The compiler's figures: for some chips only the peak; a CPU's peak leaves temporaries out, and is not shown."""
     if not m["temporaries"]:
-        return f"{human(m['arguments'])} arguments; peak {human(m['peak'])}"
-    total = f"{human(m['arguments'])} arguments + {human(m['temporaries'])} temporaries = {human(m['total'])}"
-    return total if m["peak"] < m["temporaries"] else f"{total}; peak {human(m['peak'])}"
+        return f"{format_bytes(m['arguments'])} arguments; peak {format_bytes(m['peak'])}"
+    arguments, temporaries, total = (format_bytes(m[key]) for key in ("arguments", "temporaries", "total"))
+    total = f"{arguments} arguments + {temporaries} temporaries = {total}"
+    return total if m["peak"] < m["temporaries"] else f"{total}; peak {format_bytes(m['peak'])}"
 
 
 def _difference(d: dict[str, Any]) -> str:
-    amount = f"{human(d['missing_bytes'])} missing" if d["missing_bytes"] else f"{human(d['excess_bytes'])} in excess"
+    amount = (
+        f"{format_bytes(d['missing_bytes'])} missing"
+        if d["missing_bytes"]
+        else f"{format_bytes(d['excess_bytes'])} in excess"
+    )
     return f"differs {d['kind']} over {_axes(d)}: {amount}"
 
 
@@ -69,7 +74,8 @@ def _all_reduces_for_reduce_scatters(differences: list[dict[str, Any]]) -> list[
     missing = {_axes(d): d["missing_bytes"] for d in differences if d["kind"] == REDUCE_SCATTER}
     excess = {_axes(d): d["excess_bytes"] for d in differences if d["kind"] == ALL_REDUCE}
     return [
-        f"cost    over {axes} an all-reduce replaces a reduce-scatter: {human(excess[axes])} for {human(missing[axes])}"
+        f"cost    over {axes} an all-reduce replaces a reduce-scatter: "
+        f"{format_bytes(excess[axes])} for {format_bytes(missing[axes])}"
         for axes in missing.keys() & excess.keys()
         if min(missing[axes], excess[axes]) > SLACK
     ]

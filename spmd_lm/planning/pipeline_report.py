@@ -17,7 +17,7 @@ def describe(config: RunConfig, plan: Plan, kernel: str, parameters: list[dict[s
     if plan.layout.pipe == 1:
         return None
     p = config.parallel
-    schedule = schedules.schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
+    schedule = schedules.make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
     stream = memory.activation_bytes(config, plan) // (plan.layout.model if plan.sequence else 1)
     replicated = [parameter for parameter in parameters if [PIPE] not in parameter["spec"]]
     return {
@@ -29,8 +29,8 @@ def describe(config: RunConfig, plan: Plan, kernel: str, parameters: list[dict[s
         "ticks": schedule.ticks,
         "bubble": schedule.bubble,
         "messages": schedule.messages,
-        "inputs_held": schedule.live,
-        "activation_bytes": [inputs * stream for inputs in schedule.live],
+        "inputs_held": schedule.live_inputs,
+        "activation_bytes": [inputs * stream for inputs in schedule.live_inputs],
         "on_every_stage": {parameter["name"]: parameter["bytes_per_device"] for parameter in replicated},
         "drawing": schedules.render(schedule),
         "choices": _zero3_options(config, plan, kernel),
@@ -59,7 +59,7 @@ def _zero3_options(config: RunConfig, plan: Plan, kernel: str) -> list[dict[str,
         other_plan = abstract_plan(other, plan.layout.devices, plan.platform)
         total = sum(memory.table(other, other_plan, kernel).values())
         wire = sum(row.bytes for row in expected_collectives(other, other_plan))
-        bubble = schedules.schedule(keys["schedule"], stages, p.microbatches, keys["chunks"]).bubble
+        bubble = schedules.make_schedule(keys["schedule"], stages, p.microbatches, keys["chunks"]).bubble
         options.append({"gathers": gathers} | keys | {"memory": total, "wire": wire, "bubble": bubble})
     best = min(options, key=lambda option: option["memory"] * option["wire"])
     return [option | {"recommended": option is best} for option in options]
@@ -67,7 +67,7 @@ def _zero3_options(config: RunConfig, plan: Plan, kernel: str) -> list[dict[str,
 
 def summary(d: dict[str, Any]) -> str:
     """The pipeline in one line."""
-    chunks = f"{count(d['chunks'], 'chunk')} of {count(d['layers_per_chunk'], 'layer')}"
+    chunks = f"{pluralize(d['chunks'], 'chunk')} of {pluralize(d['layers_per_chunk'], 'layer')}"
     return f"{d['schedule']}, {d['stages']} stages x {chunks}; {d['ticks']} ticks, bubble {d['bubble']:.1%} of the work"
 
 
@@ -75,7 +75,7 @@ def render(d: dict[str, Any]) -> list[str]:
     """Lines of text: the schedule, what each stage holds, and the options for ZeRO-3."""
     stages = [("stage", "inputs held", "activations")]
     for stage, (inputs, size) in enumerate(zip(d["inputs_held"], d["activation_bytes"], strict=True)):
-        stages.append((str(stage), str(inputs), human(size)))
+        stages.append((str(stage), str(inputs), format_bytes(size)))
     if len(stages) > 9:
         stages = [*stages[:5], ("...", "", ""), *stages[-3:]]
     replicated = sum(d["on_every_stage"].values())
@@ -85,13 +85,15 @@ def render(d: dict[str, Any]) -> list[str]:
         "",
         *format_table(stages),
         "",
-        f"on every stage: {', '.join(d['on_every_stage'])}; {human(replicated)} of parameters per device",
+        f"on every stage: {', '.join(d['on_every_stage'])}; {format_bytes(replicated)} of parameters per device",
     ]
     if d["choices"]:
         table = [("weights gathered", "parallel.", "memory", "wire", "bubble", "")]
         for o in d["choices"]:
             keys = f"schedule={o['schedule']} chunks={o['chunks']} reduce_once={str(o['reduce_once']).lower()}"
             note = "recommended: least memory x wire" if o["recommended"] else ""
-            table.append((o["gathers"], keys, human(o["memory"]), human(o["wire"]), f"{o['bubble']:.1%}", note))
-        lines += ["", *columns(table)]
+            table.append(
+                (o["gathers"], keys, format_bytes(o["memory"]), format_bytes(o["wire"]), f"{o['bubble']:.1%}", note)
+            )
+        lines += ["", *format_table(table)]
     return lines

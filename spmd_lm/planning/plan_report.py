@@ -94,17 +94,17 @@ def summary(description: dict[str, Any]) -> str:
         parameters += f", {d['trained_count']:,} of them trained"
     if vocab["padded"] != vocab["model"]:
         parameters += f", vocabulary {vocab['model']} padded to {vocab['padded']}"
-    shards = count(d["mesh"]["replica"] * d["mesh"]["data"], "shard")
-    microbatches = count(batch["microbatches"], "microbatch")
+    shards = pluralize(d["mesh"]["replica"] * d["mesh"]["data"], "shard")
+    microbatches = pluralize(batch["microbatches"], "microbatch")
     state, total = sum(d["memory"][row] for row in memory.STATE), sum(d["memory"].values())
     lines = [
-        f"mesh    {mesh} = {count(d['devices'], 'device')} ({d['platform']}), {', '.join(options)}",
+        f"mesh    {mesh} = {pluralize(d['devices'], 'device')} ({d['platform']}), {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
         f"kernel  attention {attention['kernel']} ({attention['why']}), compute {_compute(d['precision'])}",
         f"batch   {batch['sequences']} sequences = {microbatches} x {shards} x "
         f"{batch['sequences_per_device_and_microbatch']}",
         f"step    {batch['tokens']:,} tokens, {d['model_flops_per_step']:.3g} model FLOPs; {batch['steps']:,} steps",
-        f"memory  {human(state)} of state per device, about {human(total)} in total",
+        f"memory  {format_bytes(state)} of state per device, about {format_bytes(total)} in total",
     ]
     if d["pipeline"]:
         lines.insert(4, f"pipe    {pipeline_report.summary(d['pipeline'])}")
@@ -130,9 +130,9 @@ def render(description: dict[str, Any]) -> str:
             if nontrivial:
                 shardings.append(f"{name}: {' x '.join(nontrivial)}")
         sharded_over = ", ".join(shardings) or "none, replicated"
-        parameters.append((p["name"], shape, names, sharded_over, human(p["bytes_per_device"])))
+        parameters.append((p["name"], shape, names, sharded_over, format_bytes(p["bytes_per_device"])))
     table = [("memory per device", "")]
-    table += [(row, human(size)) for row, size in d["memory"].items()]
-    table.append(("total, about", f"{human(sum(d['memory'].values()))} in {d['fullest_in']}"))
+    table += [(row, format_bytes(size)) for row, size in d["memory"].items()]
+    table.append(("total, about", f"{format_bytes(sum(d['memory'].values()))} in {d['fullest_in']}"))
     pipeline = ["", *pipeline_report.render(d["pipeline"])] if d["pipeline"] else []
-    return "\n".join([summary(d), "", *columns(parameters), "", *columns(table), *pipeline])
+    return "\n".join([summary(d), "", *format_table(parameters), "", *format_table(table), *pipeline])

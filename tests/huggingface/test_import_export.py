@@ -17,7 +17,7 @@ from spmd_lm.checkpoints.saved_run import open_run, restore_run
 from spmd_lm.cli import main
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.corpus import load as load_corpus
+from spmd_lm.data.corpus import load_data
 from spmd_lm.data.loader import training, validation
 from spmd_lm.errors import Exit
 from spmd_lm.evaluation.evaluate import evaluate_run
@@ -272,7 +272,7 @@ def test_losses_agree_with_transformers(hf, tmp_path, which):
     """On held-out text.  BERT's labels agree too: 0 where the second segment follows the first."""
     directory, model = hf(which, "float32")
     config = import_directory(directory, tmp_path / "run", *FLOAT32)
-    program, corpus = Program(config), load_corpus(config.data, config.train.seed, config.model.vocab)
+    program, corpus = Program(config), load_data(config.data, config.train.seed, config.model.vocab)
     batch = jax.tree.map(lambda x: np.asarray(x)[0], validation(config, corpus).batch(0, program.batch_shardings))
     z = their_logits(model, Rows(batch.tokens, batch.types, batch.segments))
     figures = evaluate_run(config)
@@ -288,7 +288,7 @@ def test_losses_agree_with_transformers(hf, tmp_path, which):
 def test_an_imported_run_can_be_evaluated_and_trained(hf, tmp_path, capsys):
     directory, model = hf("gpt2", "float32")
     config = import_directory(directory, tmp_path / "run", *FLOAT32, "model.dropout=0", "model.attention_dropout=0")
-    corpus = load_corpus(config.data, config.train.seed, config.model.vocab)
+    corpus = load_data(config.data, config.train.seed, config.model.vocab)
 
     batch = training(config, corpus).batch(0, Program(config).batch_shardings)
     tokens, targets, weights = (np.asarray(x)[0] for x in (batch.tokens, batch.targets, batch.weights))

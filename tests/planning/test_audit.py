@@ -10,7 +10,7 @@ import pytest
 from spmd_lm.analysis import topology
 from spmd_lm.analysis.ring import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
-from spmd_lm.parallel.pipeline.schedule import schedule
+from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning.audit import audit
 from spmd_lm.planning.audit_report import render
 from tests.helpers import FILES, ORIGINAL, make_config
@@ -331,7 +331,7 @@ def test_pipelines_send_what_theory_expects(name, remat, scan, parallel):
     exact(result)
     assert result["stages_that_may_wait"] == []
     permutes = [c for c in result["collectives"] if c["kind"] == "collective-permute"]
-    ticks = schedule(
+    ticks = make_schedule(
         parallel.get("schedule", "1f1b"), parallel["pipe"], parallel["microbatches"], parallel.get("chunks", 1)
     ).ticks
     both = 2 if parallel.get("schedule", "1f1b") in ("1f1b", "interleaved") else 1

@@ -90,4 +90,4 @@ def test_a_loss_scale_is_in_the_summary():
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 1.5, "1.5 MiB"), (2**50, "1024.0 TiB")]
 )
 def test_bytes_as_text(size, text):
-    assert human(size) == text
+    assert format_bytes(size) == text
