@@ -25,7 +25,7 @@ def training(config: RunConfig, corpus: Corpus | TaskDataset) -> Rows:
     vocabulary has no tokens for."""
     model, t, microbatches = config.model, config.train, config.parallel.microbatches
     if isinstance(corpus, TaskDataset):
-        return TaskLoader(corpus.train, corpus.tokenizer, model, config.objective, t.batch, microbatches, t.seed)
+        return TaskLoader(corpus.train, corpus.tokenizer, config)
     if isinstance(config.objective, MaskedLM):
         of = corpus.train, corpus.tokenizer, model, config.objective
         return MaskedLoader(*of, t.batch, microbatches, t.seed)
@@ -37,7 +37,7 @@ def validation(config: RunConfig, corpus: Corpus | TaskDataset) -> HeldOut:
     what `training` does."""
     model, t, microbatches = config.model, config.train, config.parallel.microbatches
     if isinstance(corpus, TaskDataset):
-        return TaskValidationLoader(corpus.validation, corpus.tokenizer, model, config.objective, t.batch, microbatches)
+        return TaskValidationLoader(corpus.validation, corpus.tokenizer, config)
     if isinstance(config.objective, MaskedLM):
         of = corpus.validation, corpus.tokenizer, model, config.objective
         return MaskedValidation(*of, t.batch, microbatches, t.eval_batches)

@@ -5,7 +5,7 @@ import abc
 import numpy as np
 
 from spmd_lm.batch import Batch
-from spmd_lm.config.schema import Classification, Model, Objective
+from spmd_lm.config.schema import Classification, RunConfig
 from spmd_lm.data.batch_source import HeldOut, Rows, Shuffled
 from spmd_lm.data.tasks.dataset import Split
 from spmd_lm.data.tasks.features import Features
@@ -18,9 +18,8 @@ class TaskRows(Rows):
 
     Raises ConfigError for a vocabulary without [CLS] and [SEP], DataError for a label that is not a class."""
 
-    def __init__(
-        self, split: Split, tokenizer: Tokenizer, model: Model, objective: Objective, batch: int, microbatches: int
-    ):
+    def __init__(self, split: Split, tokenizer: Tokenizer, config: RunConfig):
+        model, objective = config.model, config.objective
         self.special, _ = tokenizer.masking()
         if isinstance(objective, Classification) and (max_label := int(split.labels.max())) >= objective.classes:
             raise DataError(
@@ -28,10 +27,11 @@ class TaskRows(Rows):
                 f"Use objective.classes={max_label + 1}, or fix the label."
             )
         self.split, self.objective, self.has_token_types = split, objective, model.token_types > 0
-        self.context, self.batch_size, self.microbatches = model.context, batch, microbatches
+        self.context, self.batch_size = model.context, config.train.batch
+        self.microbatches = config.parallel.microbatches
         self.together = objective.rows_of_one
         self.features = Features.from_split(split, model.context, objective)
-        assert batch % microbatches == 0 and batch % self.together == 0
+        assert self.batch_size % self.microbatches == 0 and self.batch_size % self.together == 0
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         assert 0 <= start <= stop <= self.batch_size
@@ -68,18 +68,9 @@ class TaskRows(Rows):
 class TaskLoader(TaskRows, Shuffled):
     """Training batches: each window once per epoch, shuffled."""
 
-    def __init__(
-        self,
-        split: Split,
-        tokenizer: Tokenizer,
-        model: Model,
-        objective: Objective,
-        batch: int,
-        microbatches: int,
-        seed: int,
-    ):
-        super().__init__(split, tokenizer, model, objective, batch, microbatches)
-        self.seed, self.windows = seed % 2**64, self.num_windows
+    def __init__(self, split: Split, tokenizer: Tokenizer, config: RunConfig):
+        super().__init__(split, tokenizer, config)
+        self.seed, self.windows = config.train.seed % 2**64, self.num_windows
 
     def locate(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         _, window_R = self.turn(step, samples_R)
@@ -89,10 +80,8 @@ class TaskLoader(TaskRows, Shuffled):
 class TaskValidationLoader(TaskRows, HeldOut):
     """Validation batches: the whole split, in order."""
 
-    def __init__(
-        self, split: Split, tokenizer: Tokenizer, model: Model, objective: Objective, batch: int, microbatches: int
-    ):
-        super().__init__(split, tokenizer, model, objective, batch, microbatches)
+    def __init__(self, split: Split, tokenizer: Tokenizer, config: RunConfig):
+        super().__init__(split, tokenizer, config)
         self.taken = np.arange(self.num_windows)
 
     def locate(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
