@@ -116,7 +116,7 @@ def _abbreviated(columns: tuple[str, ...]) -> str:
 
 # --- JSON: RACE, SQuAD, one's own -------------------------------------------------------------------------------------
 
-Schema = TypeVar("Schema", bound=BaseModel)  # the docstring of a file's or a line's ends error messages about it
+Schema = TypeVar("Schema", bound=BaseModel)  # error messages about a file or a line end with its schema's docstring
 
 
 class RaceArticle(BaseModel):
@@ -129,11 +129,9 @@ class RaceArticle(BaseModel):
 
     @model_validator(mode="after")
     def _equally_many(self) -> "RaceArticle":
-        if not len(self.questions) == len(self.options) == len(self.answers):
-            sizes = (
-                f"{len(self.questions)} questions, {len(self.options)} lists of options, {len(self.answers)} answers"
-            )
-            raise ValueError(sizes)
+        counts = len(self.questions), len(self.options), len(self.answers)
+        if len(set(counts)) > 1:
+            raise ValueError("{} questions, {} lists of options, {} answers".format(*counts))
         return self
 
 
