@@ -13,11 +13,12 @@ GLUE's files have no quoting: tabs separate columns, a `"` is text.  Classes are
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from spmd_lm.data.tasks.examples import Answer, ClassificationExample, Example, MultipleChoiceExample, SquadExample
-from spmd_lm.data.tasks.json_node import JsonNode
-from spmd_lm.data.text_files import Document, read_documents
+from spmd_lm.data.text_files import Document, text_files
 from spmd_lm.errors import DataError
 
 
@@ -115,39 +116,94 @@ def _abbreviated(columns: tuple[str, ...]) -> str:
 
 # --- JSON: RACE, SQuAD, one's own -------------------------------------------------------------------------------------
 
-
-def _json_lines(document: Document, schema: str) -> Iterator[JsonNode]:
-    """One value per line; blank lines are ignored."""
-    return (JsonNode.parse(line, document, schema, number) for number, line in _lines(document) if line.strip())
+Schema = TypeVar("Schema", bound=BaseModel)  # error messages about a file or a line end with its schema's docstring
 
 
-OPTION_LETTERS = ("A", "B", "C", "D")
-RACE_SCHEMA = "An article is an object with `article`, `questions`, `options` and `answers`."
-SQUAD_SCHEMA = "A SQuAD file is data[].paragraphs[] with `context` and qas[], and qas[] with `question` and answers[]."
-JSONL_SCHEMA = 'A line is {"text": "..", "pair": "..", "label": 0}; `pair` is optional.'
+class RaceArticle(BaseModel):
+    """An article is an object with `article`, `questions`, and as many `options` (lists of four) and `answers`."""
+
+    article: str
+    questions: list[str]
+    options: list[Annotated[list[str], Field(min_length=4, max_length=4)]]
+    answers: list[Literal["A", "B", "C", "D"]]
+
+    @model_validator(mode="after")
+    def _equally_many(self) -> "RaceArticle":
+        counts = len(self.questions), len(self.options), len(self.answers)
+        if len(set(counts)) > 1:
+            raise ValueError("{} questions, {} lists of options, {} answers".format(*counts))
+        return self
+
+
+class SquadAnswer(BaseModel):
+    text: str
+    answer_start: int
+
+
+class SquadQuestion(BaseModel):
+    question: str
+    answers: list[SquadAnswer]
+    is_impossible: bool = False  # SQuAD 1.1 has no such key
+
+
+class SquadParagraph(BaseModel):
+    context: str
+    qas: list[SquadQuestion]
+
+
+class SquadArticle(BaseModel):
+    paragraphs: list[SquadParagraph]
+
+
+class SquadFile(BaseModel):
+    """A SQuAD file is data[].paragraphs[] with `context` and qas[], and qas[] with `question` and answers[]."""
+
+    data: list[SquadArticle]
+
+
+class LabelledText(BaseModel):
+    """A line is {"text": "..", "pair": "..", "label": 0}; `pair` is optional, classes are numbered 0, 1, and so on."""
+
+    text: str
+    pair: str = ""
+    label: Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _load_json(schema: type[Schema], text: str, document: Document, line: int | None = None) -> Schema:
+    """Parses and validates a JSON text.  line: its line in the document, in JSON Lines."""
+    try:
+        return schema.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+    location = f"{document.path}: line {line}" if line else str(document.path)
+    keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).removeprefix(".")
+    location = f"{location}: {keys}" if keys else location
+    problem = "Input should be an object" if first["type"] == "model_type" else first["msg"]
+    problem = problem.removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        problem = problem.replace("at line 1 column", "at column") if line else problem
+    elif first["type"] not in ("missing", "value_error"):
+        problem += f", got {first['input']!r:.40}"
+    raise DataError(f"{location}: {problem}. {schema.__doc__}")
+
+
+def _load_json_lines(schema: type[Schema], document: Document) -> Iterator[tuple[str, Schema]]:
+    """The location and value of each line that is not blank."""
+    for number, line in _lines(document):
+        if line.strip():
+            yield f"{document.path}: line {number}", _load_json(schema, line, document, number)
 
 
 def _parse_race(document: Document) -> Iterator[MultipleChoiceExample]:
     if document.path.suffix == ".jsonl":
-        articles = _json_lines(document, RACE_SCHEMA)
+        articles = _load_json_lines(RaceArticle, document)
     else:
-        articles = iter([JsonNode.parse(_text(document), document, RACE_SCHEMA)])
-    for article in articles:
-        text = article["article"].to(str)
-        questions, options, answers = (article[key].elements() for key in ("questions", "options", "answers"))
-        if not len(questions) == len(options) == len(answers):
-            raise article.error(
-                f"{len(questions)} questions, {len(options)} lists of options, {len(answers)} answers",
-                "Each question needs one list of options and one answer.",
-            )
-        for question, choices, answer in zip(questions, options, answers, strict=True):
-            texts = tuple(_fill_blank(question.to(str), choice.to(str)) for choice in choices.elements())
-            if len(texts) != len(OPTION_LETTERS):
-                raise choices.error(f"expected {len(OPTION_LETTERS)} options, got {len(texts)}")
-            letter = answer.to(str)
-            if letter not in OPTION_LETTERS:
-                raise answer.error(f"{letter!r:.40} is not one of {', '.join(OPTION_LETTERS)}", "Use one of them.")
-            yield MultipleChoiceExample(question.location, text, texts, OPTION_LETTERS.index(letter))
+        articles = iter([(str(document.path), _load_json(RaceArticle, _text(document), document))])
+    for location, article in articles:
+        questions = zip(article.questions, article.options, article.answers, strict=True)
+        for i, (question, options, answer) in enumerate(questions):
+            texts = tuple(_fill_blank(question, option) for option in options)
+            yield MultipleChoiceExample(f"{location}: questions[{i}]", article.article, texts, "ABCD".index(answer))
 
 
 def _fill_blank(question: str, option: str) -> str:
@@ -159,43 +215,38 @@ def _fill_blank(question: str, option: str) -> str:
 
 
 def _parse_squad(document: Document) -> Iterator[SquadExample]:
-    root = JsonNode.parse(_text(document), document, SQUAD_SCHEMA)
-    for article in root["data"].elements():
-        for paragraph in article["paragraphs"].elements():
-            context = paragraph["context"].to(str)
-            for entry in paragraph["qas"].elements():
-                yield _squad_example(entry, context)
+    file = _load_json(SquadFile, _text(document), document)
+    for i, article in enumerate(file.data):
+        for j, paragraph in enumerate(article.paragraphs):
+            for k, entry in enumerate(paragraph.qas):
+                location = f"{document.path}: data[{i}].paragraphs[{j}].qas[{k}]"
+                answers = _answers(entry, paragraph.context, location)
+                is_impossible = entry.is_impossible if "is_impossible" in entry.model_fields_set else None
+                yield SquadExample(location, entry.question, paragraph.context, answers, is_impossible)
 
 
-def _squad_example(entry: JsonNode, context: str) -> SquadExample:
-    answers = tuple(_answer(answer, context) for answer in entry["answers"].elements())
-    is_impossible = entry["is_impossible"].to(bool) if entry.has("is_impossible") else None
-    if is_impossible and answers:
-        raise entry.error("is_impossible is true, but there is an answer", "Remove one of the two.")
-    if not is_impossible and not answers:
-        raise entry.error("no answer", "Add one, set is_impossible, or remove the question.")
-    return SquadExample(entry.location, entry["question"].to(str), context, answers, is_impossible)
-
-
-def _answer(entry: JsonNode, context: str) -> Answer:
-    text, start = entry["text"].to(str), entry["answer_start"].to(int)
-    if not text.strip():
-        raise entry.error("the answer is empty", "Fill it in, or remove it.")
-    if start < 0 or context[start : start + len(text)] != text:
-        found = context.find(text)
-        fix = "Remove the answer." if found < 0 else f"Use answer_start={found}."
-        raise entry.error(f"the context does not have {text!r:.60} at answer_start={start}", fix)
-    return Answer(text, start)
+def _answers(entry: SquadQuestion, context: str, location: str) -> tuple[Answer, ...]:
+    """A question's answers, checked against the context."""
+    if entry.is_impossible and entry.answers:
+        raise DataError(f"{location}: is_impossible is true, but there is an answer. Remove one of the two.")
+    if not entry.is_impossible and not entry.answers:
+        raise DataError(f"{location}: no answer. Add one, set is_impossible, or remove the question.")
+    for i, answer in enumerate(entry.answers):
+        text, start = answer.text, answer.answer_start
+        if not text.strip():
+            raise DataError(f"{location}.answers[{i}]: the answer is empty. Fill it in, or remove it.")
+        if start < 0 or context[start : start + len(text)] != text:
+            found = context.find(text)
+            fix = "Remove the answer." if found < 0 else f"Use answer_start={found}."
+            problem = f"the context does not have {text!r:.60} at answer_start={start}"
+            raise DataError(f"{location}.answers[{i}]: {problem}. {fix}")
+    return tuple(Answer(answer.text, answer.answer_start) for answer in entry.answers)
 
 
 def _parse_jsonl(document: Document) -> Iterator[ClassificationExample]:
-    for line in _json_lines(document, JSONL_SCHEMA):
-        label = line["label"].to(int)
-        if not 0 <= label < 2**31:
-            raise line["label"].error(f"{label} is not a class", "Classes are numbered 0, 1, and so on.")
-        text = line["text"].to(str)
-        text_pair = line["pair"].to(str) if line.has("pair") else None
-        yield ClassificationExample(line.location, text, text_pair, label)
+    for location, line in _load_json_lines(LabelledText, document):
+        text_pair = line.pair if "pair" in line.model_fields_set else None
+        yield ClassificationExample(location, line.text, text_pair, line.label)
 
 
 # --- all tasks --------------------------------------------------------------------------------------------------------
