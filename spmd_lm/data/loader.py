@@ -22,22 +22,21 @@ from spmd_lm.errors import DataError
 def make_train_loader(config: RunConfig, data: Corpus | TaskDataset) -> TrainLoader:
     """The batches of every training step.
 
-    Raises DataError for too little text and for a label that is no class, ConfigError for an objective that the
-    vocabulary has no tokens for."""
-    model, t, microbatches = config.model, config.train, config.parallel.microbatches
-    if isinstance(corpus, TaskDataset):
-        return TaskLoader(corpus.train, corpus.tokenizer, config)
+    Raises DataError for too little text and for a label out of range, ConfigError if the vocabulary lacks the special
+    tokens of the objective."""
+    if isinstance(data, TaskDataset):
+        return TaskLoader(data.train, data.tokenizer, config)
     if isinstance(config.objective, MaskedLM):
         return MaskedLMTrainLoader(data.train, data.tokenizer, config)
     return CausalLMTrainLoader(data.train, config)
 
 
-def validation(config: RunConfig, corpus: Corpus | TaskDataset) -> HeldOut:
-    """The batches that every evaluation of this config looks at, always the same; of labelled examples all.  Raises
-    what `training` does."""
-    model, t, microbatches = config.model, config.train, config.parallel.microbatches
-    if isinstance(corpus, TaskDataset):
-        return TaskValidationLoader(corpus.validation, corpus.tokenizer, config)
+def make_validation_loader(config: RunConfig, data: Corpus | TaskDataset) -> ValidationLoader:
+    """The batches of every evaluation: at most train.eval_batches of text, all labelled examples.
+
+    Raises the same errors as `make_train_loader`."""
+    if isinstance(data, TaskDataset):
+        return TaskValidationLoader(data.validation, data.tokenizer, config)
     if isinstance(config.objective, MaskedLM):
         return MaskedLMValidationLoader(data.validation, data.tokenizer, config)
     return CausalLMValidationLoader(data.validation, config)

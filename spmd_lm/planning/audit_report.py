@@ -23,7 +23,8 @@ def render(result: dict[str, Any]) -> str:
         *(_difference(d) for d in r["differences"] if d["missing_bytes"] + d["excess_bytes"] > SLACK),
         *_all_reduces_for_reduce_scatters(r["differences"]),
         f"wire    {format_bytes(sent)} per device and step; theory {format_bytes(expected)}; "
-        f"missing {format_bytes(r['missing_bytes'])}, excess {format_bytes(r['excess_bytes'])} (tolerance {format_bytes(r['tolerance_bytes'])})",
+        f"missing {format_bytes(r['missing_bytes'])}, excess {format_bytes(r['excess_bytes'])} "
+        f"(tolerance {format_bytes(r['tolerance_bytes'])})",
         *_stages(r["bytes_by_stage"]),
         *(f"waits   {each}: stages in different branches would wait here" for each in r["stages_that_may_wait"]),
         f"memory  {_memory(r['memory'])} per device",

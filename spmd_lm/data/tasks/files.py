@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from spmd_lm.data.tasks.examples import Answer, ClassificationExample, Example, MultipleChoiceExample, SquadExample
-from spmd_lm.data.text_files import Document, text_files
+from spmd_lm.data.text_files import Document, read_documents
 from spmd_lm.errors import DataError
 
 

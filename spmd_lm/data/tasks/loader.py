@@ -8,7 +8,7 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, RunConfig
-from spmd_lm.data.batch_source import HeldOut, Rows, Shuffled
+from spmd_lm.data.batch_source import BatchSource, TrainLoader, ValidationLoader
 from spmd_lm.data.tasks.dataset import Split
 from spmd_lm.data.tasks.features import Features
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
@@ -21,19 +21,19 @@ class TaskRows(BatchSource):
     Raises ConfigError for a vocabulary without [CLS] and [SEP], DataError for a label that is not a class."""
 
     def __init__(self, split: Split, tokenizer: Tokenizer, config: RunConfig):
-        model, objective = config.model, config.objective
-        self.special, _ = tokenizer.masking()
+        super().__init__(config)
+        self.special, _ = tokenizer.special_tokens_and_words()
+        objective = config.objective
         if isinstance(objective, Classification) and (max_label := int(split.labels.max())) >= objective.classes:
             raise DataError(
                 f"{split.max_label_location}: label {max_label} is not below objective.classes={objective.classes}. "
                 f"Use objective.classes={max_label + 1}, or fix the label."
             )
-        self.split, self.objective, self.has_token_types = split, objective, model.token_types > 0
-        self.context, self.batch_size = model.context, config.train.batch
-        self.microbatches = config.parallel.microbatches
-        self.together = objective.rows_of_one
-        self.features = Features.from_split(split, model.context, objective)
-        assert self.batch_size % self.microbatches == 0 and self.batch_size % self.together == 0
+        self.task_split, self.objective, self.has_token_types = split, objective, config.model.token_types > 0
+        self.rows_per_example = objective.rows_of_one
+        self.features = Features.from_split(split, self.context, objective)
+        self.num_windows = len(self.features.example) // self.rows_per_example
+        assert self.batch_size % self.rows_per_example == 0
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         assert 0 <= start <= stop <= self.batch_size
@@ -66,7 +66,7 @@ class TaskLoader(TaskRows, TrainLoader):
 
     def __init__(self, split: Split, tokenizer: Tokenizer, config: RunConfig):
         super().__init__(split, tokenizer, config)
-        self.seed, self.windows = config.train.seed % 2**64, self.num_windows
+        self.num_examples = self.num_windows
 
     def windows_and_validity(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         _, window_R = self.epochs_and_examples(step, sample_ids_R)
@@ -78,7 +78,7 @@ class TaskValidationLoader(TaskRows, ValidationLoader):
 
     def __init__(self, split: Split, tokenizer: Tokenizer, config: RunConfig):
         super().__init__(split, tokenizer, config)
-        self.taken = np.arange(self.num_windows)
+        self.example_ids = np.arange(self.num_windows)
 
     def windows_and_validity(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.examples_and_validity(step, sample_ids_R)
