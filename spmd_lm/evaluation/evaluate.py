@@ -4,7 +4,8 @@ import math
 
 import jax
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, check_same_run
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.compatibility import check_compatible
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.batch_source import HeldOut
 from spmd_lm.data.corpus import load
@@ -49,7 +50,7 @@ def restore_run(config: RunConfig) -> tuple[Program, Tree, int]:
     newest = saves.latest()
     if newest is None:
         raise CheckpointError(f"{saves.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
-    check_same_run(saves.meta(newest)["config"], config.model_dump(by_alias=True), saves.directory)
+    check_compatible(saves.meta(newest)["config"], config.model_dump(by_alias=True), saves.directory)
     program = Program(config)
     return program, saves.restore_params(newest, program.abstract_canonical().params), newest
 

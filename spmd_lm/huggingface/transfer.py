@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path, make_meta
 from spmd_lm.config.load import TOKENIZER, VOCABULARIES, dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import BESIDE
@@ -28,12 +28,11 @@ from spmd_lm.parallel.plan import Tree
 from spmd_lm.runtime.atomic_dir import fresh, refuse_taken
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
-from spmd_lm.training.init_from import paths
 
 
 def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
     """The canonical shapes of a program's parameters, by path."""
-    return {path: leaf.shape for path, leaf in paths(program.plan.shapes).items()}
+    return {path: leaf.shape for path, leaf in leaves_by_path(program.plan.shapes).items()}
 
 
 def one_process(verb: str) -> None:
@@ -168,7 +167,7 @@ def export_run(config: RunConfig, target: Path, dtype: str, most: int) -> dict[s
     refuse_taken(target)
     architecture, said = convert.write_config(config.model, config.objective)
     _, params, step = restore_run(config)
-    leaves = paths(params)
+    leaves = leaves_by_path(params)
     tensors = convert.tensors(architecture, {path: leaf.shape for path, leaf in leaves.items()})
     kept = [path for name in (*VOCABULARIES, *BESIDE) if (path := config.run.directory / TOKENIZER / name).is_file()]
     before = config.run.directory / TOKENIZER / CONFIG  # of the model that this one began as

@@ -28,11 +28,11 @@ def test_jax_may_be_imported_already_but_not_started():
     assert run("import jax; " + SIMULATE + "print(jax.device_count())") == "3"
 
 
-def test_a_jax_that_runs_on_other_devices_is_told():
+def test_a_jax_that_already_runs_on_other_devices_is_refused():
     code = "import jax; jax.devices(); from spmd_lm.runtime.devices import simulate; simulate(1); simulate(3)"
     done = subprocess.run([sys.executable, "-c", code], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert "ConfigError: run.simulate_devices=3: jax already runs on 1 cpu device(s). " in done.stderr
 
 
-def test_float64_is_there_for_the_tests_that_ask(x64):
+def test_the_x64_fixture_enables_float64(x64):
     assert jax.numpy.ones(1).dtype == "float64"

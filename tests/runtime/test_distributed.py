@@ -1,4 +1,4 @@
-"""Two processes as one job, met on this machine."""
+"""Two processes as one job, on this machine."""
 
 import json
 import socket
@@ -52,20 +52,20 @@ def test_two_processes_train_what_one_does(tmp_path, overrides):
 
 
 def set_all(monkeypatch, **environment: str):
-    for name in (distributed.ADDRESS, distributed.NUMBER, distributed.WHICH):
+    for name in (distributed.COORDINATOR_ADDRESS, distributed.NUM_PROCESSES, distributed.PROCESS_ID):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
 
-def test_alone_there_is_nobody_to_meet(monkeypatch):
+def test_a_single_process_connects_to_nothing(monkeypatch):
     set_all(monkeypatch)
     distributed.join()
     assert distributed.processes() == 1
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"JAX_NUM_PROCESSES": "2"}, "go together"),
         ({"JAX_PROCESS_ID": "0"}, "go together"),
@@ -74,9 +74,9 @@ def test_alone_there_is_nobody_to_meet(monkeypatch):
         ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is not below JAX_NUM_PROCESSES=2"),
     ],
 )
-def test_an_impossible_meeting_is_refused(monkeypatch, environment, said):
+def test_an_inconsistent_environment_is_refused(monkeypatch, environment, message):
     set_all(monkeypatch, JAX_COORDINATOR_ADDRESS="localhost:1", **environment)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         distributed.join()
 
 
@@ -88,10 +88,10 @@ def test_a_number_without_an_address_is_refused(monkeypatch):
 
 def test_simulated_devices_need_a_number(monkeypatch):
     set_all(monkeypatch, JAX_COORDINATOR_ADDRESS="localhost:1")
-    with pytest.raises(ConfigError, match="wants JAX_NUM_PROCESSES too"):
+    with pytest.raises(ConfigError, match="needs JAX_NUM_PROCESSES too"):
         distributed.processes()
 
 
-def test_simulated_devices_are_shared_out():
+def test_simulated_devices_are_divided_among_the_processes():
     with pytest.raises(ConfigError, match=r"run\.simulate_devices=9 is not divisible by JAX_NUM_PROCESSES=2"):
         simulate(9, processes=2)
