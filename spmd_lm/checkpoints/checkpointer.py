@@ -75,9 +75,8 @@ class Checkpointer:
         Raises CheckpointError, before any array is read, for a missing or extra leaf, or another shape or dtype.
         Of the OPTIONAL_FIELDS an extra one is not read, and a missing one becomes None."""
         fields = self._restore_fields(step, _present_fields(abstract_state))
-        if not isinstance(abstract_state, dict):
-            return dataclasses.replace(abstract_state, **fields), self.meta(step)
-        return fields, self.meta(step)
+        state = fields if isinstance(abstract_state, dict) else dataclasses.replace(abstract_state, **fields)
+        return state, self.meta(step)
 
     def restore_params(self, step: int, abstract_params: Tree) -> Tree:
         """The parameters of `step` alone, a third of the state, as `restore` would return them."""
@@ -90,11 +89,7 @@ class Checkpointer:
     def restore_params_by_path(self, step: int, abstract_params: Shapes) -> dict[str, jax.Array]:
         """Some of the parameters of `step`, as `restore` would return them.  Each must exist, in this shape."""
         nested = unflatten_dict(abstract_params, sep=".")
-        context = ocp.Context()
-        context.pytree.loading.partial_load = True
-        with self._reading(step) as path, context:
-            params = ocp.load_checkpointables(path, {"state": {"params": nested}})["state"]["params"]
-        return flatten_dict(params, sep=".")
+        return flatten_dict(self._load(step, {"params": nested}, partial=True)["params"], sep=".")
 
     def save(self, step: int, state: Tree, meta: Meta) -> None:
         """Saves, in the background if asynchronous.  CheckpointError if this save or the one before it failed."""
@@ -127,17 +122,21 @@ class Checkpointer:
                 writer.close()
 
     def _restore_fields(self, step: int, fields: dict[str, Tree], partial: bool = False) -> dict[str, Tree]:
-        """These fields of a saved state; None for OPTIONAL_FIELDS that it lacks.  partial: it may have any others."""
-        saved, path = self._saved_fields(step), self._path(step)
+        """These fields of a saved state; None for OPTIONAL_FIELDS that it lacks.  partial: ignore all its others."""
+        saved = self._saved_fields(step)
         present = {name: field for name, field in fields.items() if name in saved or name not in OPTIONAL_FIELDS}
         ignored = {name for name in saved if name not in fields and (partial or name in OPTIONAL_FIELDS)}
         expected = {name: field for name, field in saved.items() if name not in ignored}
         if differences := _differences(_shapes(expected), _shapes(present)):
-            raise CheckpointError("\n".join([f"{path} holds another state than this configuration's:", *differences]))
+            header = f"{self._path(step)} holds a different state than this configuration expects:"
+            raise CheckpointError("\n".join([header, *differences]))
+        return dict.fromkeys(fields) | self._load(step, present, partial=bool(ignored))
+
+    def _load(self, step: int, abstract_fields: dict[str, Tree], partial: bool) -> dict[str, Tree]:
         context = ocp.Context()
-        context.pytree.loading.partial_load = bool(ignored)
+        context.pytree.loading.partial_load = partial
         with self._reading(step) as path, context:
-            return dict.fromkeys(fields) | ocp.load_checkpointables(path, {"state": present})["state"]
+            return ocp.load_checkpointables(path, {"state": abstract_fields})["state"]
 
     def _saved_fields(self, step: int) -> dict[str, Tree]:
         """The fields of a saved state, with shapes and dtypes for leaves."""

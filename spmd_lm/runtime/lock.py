@@ -27,20 +27,17 @@ def lock_directory(directory: Path, log: Callable[[str], None]) -> Iterator[None
     created = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     try:
         with _open_locked(directory, log) as file:
-            lock_file = Path(file.name) if jax.process_index() == 0 else None
+            is_first_process = jax.process_index() == 0
             try:
                 yield
             finally:
-                if lock_file is not None:
-                    _ignore_failure(lock_file.unlink)
+                if is_first_process:
+                    with suppress(OSError):
+                        os.unlink(file.name)
     finally:
         for path in created:
-            _ignore_failure(path.rmdir)  # fails once the run has files
-
-
-def _ignore_failure(change: Callable[[], None]) -> None:
-    with suppress(OSError):
-        change()
+            with suppress(OSError):  # fails once the run has files
+                path.rmdir()
 
 
 def _open_locked(directory: Path, log: Callable[[str], None]) -> TextIO:

@@ -1,18 +1,11 @@
 """The files that report a run's progress: metrics.jsonl, TensorBoard events, status.json, loss.png.
 
-metrics.jsonl is the source of truth, one record per logged step, which stands there once however often the run was
-restarted:
-
-    step, loss, grad_norm, lr
-    tokens                      since step 1
-    tokens_per_second, mfu      mfu is null where the hardware's peak is unknown
-    seconds                     per step, since the record before
-    eval_loss, eval_perplexity, eval_accuracy
-    NAME_loss, eval_NAME_loss, eval_NAME_accuracy   of an objective with several losses
-    the metrics listed in data/tasks/rows.py        of labelled examples
-    loss_scale, skipped, skipped_steps              if the loss is scaled: skipped is whether this step left the
-                                                    parameters unchanged (its grad_norm is then not a number),
-                                                    skipped_steps counts since step 1"""
+metrics.jsonl is the source of truth: one record per logged step, however often the run was restarted, with step, loss,
+grad_norm, lr, tokens (since step 1), tokens_per_second, mfu (null where the hardware's peak is unknown), seconds (per
+step, since the record before), eval_loss, eval_perplexity and eval_accuracy.  An objective with several losses adds
+NAME_loss, eval_NAME_loss and eval_NAME_accuracy; labelled examples have the metrics listed in data/tasks/rows.py.  Loss
+scaling adds loss_scale, skipped (whether this step left the parameters unchanged; its grad_norm is then not a number)
+and skipped_steps (since step 1)."""
 
 import json
 import math

@@ -66,13 +66,8 @@ class Log:
         return run.clock.seconds["step"] + run.clock.seconds["data"]
 
 
-class Save:
-    """Saves a checkpoint every checkpoint.every steps, and of the last step."""
-
-    def __init__(self, run: TrainingRun):
-        self.every = run.config.checkpoint.every
-
-    def __call__(self, run: TrainingRun) -> None:
-        if run.is_due(self.every):
-            run.save()
-            run.write_status()
+def save_checkpoint(run: TrainingRun) -> None:
+    """Every checkpoint.every steps, and of the last one."""
+    if run.is_due(run.config.checkpoint.every):
+        run.save()
+        run.write_status()

@@ -24,7 +24,7 @@ from spmd_lm.runtime.progress import Progress, format_duration, format_record
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
-from spmd_lm.training.hooks import Evaluate, Hook, Log, Save
+from spmd_lm.training.hooks import Evaluate, Hook, Log, save_checkpoint
 from spmd_lm.training.init_from import PretrainedRun
 from spmd_lm.training.run import TrainingRun
 from spmd_lm.training.run_dir import RunDir, mark_failed, open_run_dir
@@ -67,7 +67,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
                 run = TrainingRun(
                     program, corpus, run_dir.checkpoints, status, clock, metrics_log, progress, state, status.step
                 )
-                hooks: list[Hook] = [Evaluate(run), Log(run), Save(run)]
+                hooks: list[Hook] = [Evaluate(run), Log(run), save_checkpoint]
                 if signals.received is None:  # compiling may outlast the grace period of a preempted job
                     compile_step(run)
                 train_steps(run, loader, hooks, signals)

@@ -38,9 +38,8 @@ class RunDir:
     @classmethod
     def read(cls, config: RunConfig, checkpoints: Checkpointer) -> "RunDir":
         status, saved_step = Status.read(config.run.directory), checkpoints.latest()
-        return cls(
-            config, checkpoints, status, saved_step, None if saved_step is None else checkpoints.meta(saved_step)
-        )
+        meta = None if saved_step is None else checkpoints.meta(saved_step)
+        return cls(config, checkpoints, status, saved_step, meta)
 
     @property
     def path(self) -> Path:
@@ -57,7 +56,7 @@ class RunDir:
             advice = "It has no checkpoint: to continue, train in another run.dir with checkpoint.every set."
         elif self.saved_step != self.finished_steps:
             advice = f"Raise train.steps to continue from step {self.saved_step}."
-        return f"{self.path} has its {self.finished_steps} steps: nothing to do. {advice}"
+        return f"{self.path} has finished its {self.finished_steps} steps: nothing to do. {advice}"
 
     def check_config(self) -> list[str]:
         """Messages about what changed since the last start.  ConfigError or CheckpointError where the run would

@@ -148,10 +148,10 @@ def test_another_state_is_refused_by_name(tmp_path, change, complaint):
     saver.save(1, state, META)
     saver.close()
     other = State(state.step, change(state.params), state.mu, state.buffers)
-    with pytest.raises(CheckpointError, match="another state") as error:
+    with pytest.raises(CheckpointError, match="different state") as error:
         saver.restore(1, abstract(other, make_mesh(4, 2)))
     assert complaint in str(error.value)
-    with pytest.raises(CheckpointError, match="another state") as error:
+    with pytest.raises(CheckpointError, match="different state") as error:
         saver.restore_params(1, abstract(other, make_mesh(4, 2)).params)
     assert complaint in str(error.value)
 

@@ -22,9 +22,7 @@ def free_port() -> int:
 
 
 def start(directory: Path, overrides: tuple[str, ...], **environment: str) -> subprocess.Popen:
-    return processes.started(
-        "train", "configs/pipeline.yaml", f"run.dir={directory}", *STEPS, *overrides, **environment
-    )
+    return processes.start("train", "configs/pipeline.yaml", f"run.dir={directory}", *STEPS, *overrides, **environment)
 
 
 def losses(directory: Path) -> list[tuple[int, float]]:
@@ -44,8 +42,8 @@ def losses(directory: Path) -> list[tuple[int, float]]:
 def test_two_processes_train_what_one_does(tmp_path, overrides):
     address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     both = [start(tmp_path / "two", overrides, **address, JAX_PROCESS_ID=str(which)) for which in (0, 1)]
-    processes.ended(*both)
-    processes.ended(start(tmp_path / "one", overrides))
+    processes.wait(*both)
+    processes.wait(start(tmp_path / "one", overrides))
     two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert [step for step, _ in two] == [step for step, _ in one]
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-6)

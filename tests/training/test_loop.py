@@ -570,7 +570,7 @@ def test_a_state_that_cannot_be_restored_leaves_the_files_of_the_run(tmp_path, m
     files = [tmp_path / "config.yaml", tmp_path / "metrics.jsonl"]
     (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n')  # beyond the checkpoint: a restart drops it
     before = [path.read_bytes() for path in files]
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="another state"):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="different state"):
         patch.setattr(FakeProgram, "abstract_canonical", lambda self: {"w": jax.ShapeDtypeStruct((1,), "int32")})
         loop.train(make_config(tmp_path, train__log_every=3))
     assert [path.read_bytes() for path in files] == before
