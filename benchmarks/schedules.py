@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from spmd_lm.runtime.devices import quiet, simulate
+from spmd_lm.runtime.devices import hide_xla_warnings, simulate_devices
 
 
 def main() -> int:
@@ -24,8 +24,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--remat", default="full")
     a = parser.parse_args()
-    quiet()
-    simulate(a.stages)
+    hide_xla_warnings()
+    simulate_devices(a.stages)
     import jax
 
     from spmd_lm.config.schema import RunConfig

@@ -62,7 +62,7 @@ class Checkpointer:
         names = (path.parent.name for path in self.directory.glob(f"*/{COMMITTED}"))
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def latest(self) -> int | None:
+    def latest_step(self) -> int | None:
         return max(self.steps(), default=None)
 
     def meta(self, step: int) -> Meta:

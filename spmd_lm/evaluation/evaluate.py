@@ -47,7 +47,7 @@ def restore_run(config: RunConfig) -> tuple[Program, Tree, int]:
     """A run's newest parameters, canonical, in the shardings of `config`'s layout, and their step.  CheckpointError if
     there are none, or they are of another model."""
     saves = Checkpointer(config.run.directory / "checkpoints")
-    newest = saves.latest()
+    newest = saves.latest_step()
     if newest is None:
         raise CheckpointError(f"{saves.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
     check_compatible(saves.meta(newest)["config"], config.model_dump(by_alias=True), saves.directory)

@@ -1,6 +1,6 @@
 """Simulated devices: one CPU posing as many, so that every layout can be run, and tested, anywhere.
 
-XLA reads these settings once, when its backend starts; call `simulate` before the first use of jax."""
+XLA reads these settings once, when its backend starts; call `simulate_devices` before the first use of jax."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from spmd_lm.errors import ConfigError
 FLAG = "--xla_force_host_platform_device_count"
 
 
-def simulate(devices: int, processes: int = 1) -> None:
+def simulate_devices(devices: int, processes: int = 1) -> None:
     """Makes jax see this many CPU devices, divided among the processes.  ConfigError if jax already runs on others."""
     local_devices, remainder = divmod(devices, processes)
     if remainder:
@@ -37,6 +37,6 @@ def simulate(devices: int, processes: int = 1) -> None:
             )
 
 
-def quiet() -> None:
+def hide_xla_warnings() -> None:
     """Hides XLA's warnings, which are for XLA's developers; its errors still reach standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -12,7 +12,7 @@ from spmd_lm.errors import ConfigError
 COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 
-def processes() -> int:
+def process_count() -> int:
     """The number of processes of this job.  ConfigError if there are several and the environment has no number."""
     if COORDINATOR_ADDRESS not in os.environ:
         return 1
@@ -24,7 +24,7 @@ def processes() -> int:
     return number
 
 
-def join() -> None:
+def initialize_distributed() -> None:
     """Connects to the job's other processes, if there are any.  ConfigError if that is impossible."""
     number, process_id = _read_num_processes(), _read_integer(PROCESS_ID, "the index of this process, from 0", 0)
     if (number is None) != (process_id is None):

@@ -36,7 +36,7 @@ class PretrainedRun:
         """CheckpointError if `directory` has no checkpoint, or one of another model, and ConfigError for another
         vocabulary, before any array is read."""
         checkpoints = Checkpointer(directory / "checkpoints")
-        step = checkpoints.latest()
+        step = checkpoints.latest_step()
         if step is None:
             raise CheckpointError(
                 f"run.init_from={directory}: it holds no checkpoint. Train it first, with checkpoint.every."

@@ -128,7 +128,7 @@ def finish(run: TrainingRun) -> Exit:
             write_atomically(run.directory / "samples.txt", texts)
         metrics = format_record(records[-1]) if records else ""
         run.progress.log(f"done: step {run.step}{metrics}  in {elapsed(run)}")
-    if (saved_step := run.checkpoints.latest()) != run.step:
+    if (saved_step := run.checkpoints.latest_step()) != run.step:
         nothing = "Nothing was saved" if saved_step is None else f"Nothing was saved since step {saved_step}"
         run.progress.log(f"{nothing} (checkpoint.every=0): set it to evaluate, generate or continue from the end.")
     run.write_status(state="done", exit_code=int(Exit.DONE))
@@ -158,7 +158,7 @@ def stop(run: TrainingRun, signals: StopSignals) -> Exit:
     code = EXIT_CODES[signals.received]
     with run.clock.time("checkpoint"):
         run.checkpoints.wait()
-        if run.step not in (0, run.checkpoints.latest()):
+        if run.step not in (0, run.checkpoints.latest_step()):
             run.save()
             run.checkpoints.wait()
     run.write_status(state="preempted", exit_code=int(code))

@@ -37,7 +37,7 @@ class RunDir:
 
     @classmethod
     def read(cls, config: RunConfig, checkpoints: Checkpointer) -> "RunDir":
-        status, saved_step = Status.read(config.run.directory), checkpoints.latest()
+        status, saved_step = Status.read(config.run.directory), checkpoints.latest_step()
         meta = None if saved_step is None else checkpoints.meta(saved_step)
         return cls(config, checkpoints, status, saved_step, meta)
 
@@ -216,7 +216,7 @@ def log_interrupt(checkpoints: Checkpointer, log: Callable[[str], None]) -> Iter
     except KeyboardInterrupt:
         with suppress(CheckpointError):
             checkpoints.wait()
-        saved_step = checkpoints.latest()
+        saved_step = checkpoints.latest_step()
         if saved_step is None:
             log("stopped at once: nothing was saved.")
         else:

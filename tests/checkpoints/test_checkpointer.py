@@ -88,7 +88,7 @@ def test_keeps_the_newest_and_ignores_other_directories(tmp_path):
     (tmp_path / "9").mkdir()
     (tmp_path / "notes").write_text("not mine to count")
     saver = Checkpointer(tmp_path, keep=2)
-    assert saver.latest() is None
+    assert saver.latest_step() is None
     for step in (1, 2, 3):
         saver.save(step, make_state(step), META)
     saver.wait()
@@ -110,7 +110,7 @@ def test_a_step_older_than_the_newest_is_saved_all_the_same(tmp_path):
 
 def test_opening_changes_nothing(tmp_path):
     reader = Checkpointer(tmp_path / "never")
-    assert (reader.steps(), reader.latest()) == ([], None)
+    assert (reader.steps(), reader.latest_step()) == ([], None)
     reader.wait()
     reader.close()
     assert not (tmp_path / "never").exists()
@@ -218,7 +218,7 @@ def test_kill_during_a_save_leaves_the_one_before(tmp_path):
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert any("tmp" in path.name for path in tmp_path.iterdir())  # the save was indeed in progress
     saver = Checkpointer(tmp_path)
-    assert saver.latest() == 1
+    assert saver.latest_step() == 1
     restored, _ = saver.restore(1, {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jnp.arange(8.0).sharding)})
     assert_same_bits(restored, {"w": jnp.arange(8.0)})
     for step in (3, 4):

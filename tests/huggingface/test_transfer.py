@@ -363,7 +363,7 @@ def test_an_imported_run_is_evaluated_and_trained_from_there(hf, tmp_path, capsy
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
     assert records[0]["loss"] == pytest.approx(first, abs=1e-5)
-    assert Checkpointer(tmp_path / "run" / "checkpoints").latest() == 2
+    assert Checkpointer(tmp_path / "run" / "checkpoints").latest_step() == 2
 
 
 # --- without torch ----------------------------------------------------------------------------------------------------

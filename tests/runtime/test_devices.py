@@ -11,7 +11,7 @@ def run(code: str, **environment: str) -> str:
 
 
 SEEN = "import jax, os; print(jax.device_count(), jax.default_backend(), os.environ['NPROC'], os.environ['XLA_FLAGS'])"
-SIMULATE = "from spmd_lm.runtime.devices import simulate; simulate(3); "
+SIMULATE = "from spmd_lm.runtime.devices import simulate_devices; simulate_devices(3); "
 
 
 def test_jax_sees_the_simulated_devices_and_a_pool_large_enough():
@@ -29,7 +29,7 @@ def test_jax_may_be_imported_already_but_not_started():
 
 
 def test_a_jax_that_already_runs_on_other_devices_is_refused():
-    code = "import jax; jax.devices(); from spmd_lm.runtime.devices import simulate; simulate(1); simulate(3)"
+    code = "import jax; jax.devices(); from spmd_lm.runtime.devices import simulate_devices as s; s(1); s(3)"
     done = subprocess.run([sys.executable, "-c", code], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert "ConfigError: run.simulate_devices=3: jax already runs on 1 cpu device(s). " in done.stderr
 

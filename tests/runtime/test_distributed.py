@@ -9,7 +9,7 @@ import pytest
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime import distributed
-from spmd_lm.runtime.devices import simulate
+from spmd_lm.runtime.devices import simulate_devices
 from tests import processes
 
 STEPS = ("train.steps=4", "train.log_every=1", "train.eval_every=4", "checkpoint.every=2", "model.layers=4")
@@ -58,8 +58,8 @@ def set_all(monkeypatch, **environment: str):
 
 def test_a_single_process_connects_to_nothing(monkeypatch):
     set_all(monkeypatch)
-    distributed.join()
-    assert distributed.processes() == 1
+    distributed.initialize_distributed()
+    assert distributed.process_count() == 1
 
 
 @pytest.mark.parametrize(
@@ -75,21 +75,21 @@ def test_a_single_process_connects_to_nothing(monkeypatch):
 def test_an_inconsistent_environment_is_refused(monkeypatch, environment, message):
     set_all(monkeypatch, JAX_COORDINATOR_ADDRESS="localhost:1", **environment)
     with pytest.raises(ConfigError, match=message):
-        distributed.join()
+        distributed.initialize_distributed()
 
 
 def test_a_number_without_an_address_is_refused(monkeypatch):
     set_all(monkeypatch, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="0")
     with pytest.raises(ConfigError, match="each process would train alone"):
-        distributed.join()
+        distributed.initialize_distributed()
 
 
 def test_simulated_devices_need_a_number(monkeypatch):
     set_all(monkeypatch, JAX_COORDINATOR_ADDRESS="localhost:1")
     with pytest.raises(ConfigError, match="needs JAX_NUM_PROCESSES too"):
-        distributed.processes()
+        distributed.process_count()
 
 
 def test_simulated_devices_are_divided_among_the_processes():
     with pytest.raises(ConfigError, match=r"run\.simulate_devices=9 is not divisible by JAX_NUM_PROCESSES=2"):
-        simulate(9, processes=2)
+        simulate_devices(9, processes=2)
