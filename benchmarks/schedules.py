@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from spmd_lm.runtime.devices import quiet, simulate
+from spmd_lm.runtime.devices import hide_xla_warnings, simulate_devices
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -70,8 +70,8 @@ def step_seconds(programs: dict, rounds: int) -> dict[str, list[float]]:
 
 def main() -> int:
     a = parse_arguments()
-    quiet()
-    simulate(a.stages)
+    hide_xla_warnings()
+    simulate_devices(a.stages)
     import jax
 
     from spmd_lm.step.program import Program

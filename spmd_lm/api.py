@@ -16,7 +16,7 @@ from spmd_lm.commands.common import set_up_devices
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import Exit
-from spmd_lm.runtime.devices import simulate
+from spmd_lm.runtime.devices import simulate_devices
 
 
 class Report(dict):
@@ -56,7 +56,7 @@ def audit(config: RunConfig, topology: str | None = None) -> Report:
         config = config.model_copy(update={"run": config.run.model_copy(update={"simulate_devices": simulated})})
     set_up_devices(config)
     if target and target.platform != "cpu":
-        simulate(1)  # compiling ahead of time runs on the CPU
+        simulate_devices(1)  # compiling ahead of time runs on the CPU
     from spmd_lm.planning.audit import audit
     from spmd_lm.planning.audit_report import render
 

@@ -12,7 +12,7 @@ from spmd_lm import __version__
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.commands.verbs import VERBS
 from spmd_lm.errors import ConfigError, Exit, UserError
-from spmd_lm.runtime.devices import quiet
+from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.signals import interruptible
 
 PLACES = {
@@ -25,7 +25,7 @@ PLACES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one command line."""
     argv = sys.argv[1:] if argv is None else argv
-    quiet()
+    hide_xla_warnings()
     if isinstance(sys.stdout, io.TextIOWrapper):  # text must not be lost to a terminal without letters for it
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from spmd_lm.runtime.devices import quiet, simulate
+from spmd_lm.runtime.devices import hide_xla_warnings, simulate_devices
 
 DEVICES = 8
 CACHE = Path(__file__).parent.parent / ".cache"
@@ -20,11 +20,11 @@ hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module, and so jax, is imported.  Processes that tests start inherit all of it."""
-    quiet()
+    hide_xla_warnings()
     if config.option.markexpr != "gpu":
         # Compiling is most of what the suite does, and what LLVM optimises is half of it; no collective depends on it.
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-        simulate(DEVICES)
+        simulate_devices(DEVICES)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, as users start them: without the flags by which the suite compiles faster."""
+"""spmd-lm in processes of its own, as users start it: without the flags that make the suite compile faster."""
 
 import os
 import subprocess
@@ -10,25 +10,25 @@ from spmd_lm.errors import Exit
 ROOT = Path(__file__).parents[1]
 
 
-def started(*line: str | Path, **environment: str) -> subprocess.Popen:
-    """`spmd-lm` with this line, under way."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+def start(*arguments: str | Path, **environment: str) -> subprocess.Popen:
+    """Starts `spmd-lm` with these arguments."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     return subprocess.Popen(
-        [sys.executable, "-m", "spmd_lm", *line],
+        [sys.executable, "-m", "spmd_lm", *arguments],
         cwd=ROOT,
-        env=kept | environment,
+        env=inherited | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def ended(*processes: subprocess.Popen, code: Exit = Exit.DONE) -> list[str]:
-    """What each of them wrote to its standard output, once all have ended with this exit code."""
-    said = [process.communicate(timeout=900) for process in processes]
-    assert [process.returncode for process in processes] == [code] * len(processes), said
-    return [output for output, _ in said]
+def wait(*processes: subprocess.Popen, code: Exit = Exit.DONE) -> list[str]:
+    """Waits until all have ended with this exit code, and returns the standard output of each."""
+    outputs = [process.communicate(timeout=900) for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), outputs
+    return [output for output, _ in outputs]
 
 
-def run(*line: str | Path) -> str:
-    return ended(started(*line))[0]
+def run(*arguments: str | Path) -> str:
+    return wait(start(*arguments))[0]

@@ -19,12 +19,12 @@ SMALL = ["model.layers=2", "model.dropout=0.1", "model.attention_dropout=0.1", "
 
 def start(directory: Path, devices: int, *overrides: str) -> subprocess.Popen:
     line = ["train", "configs/debug.yaml", "--devices", str(devices), f"run.dir={directory}"]
-    return processes.started(*line, *SMALL, *overrides)
+    return processes.start(*line, *SMALL, *overrides)
 
 
 def run(directory: Path, devices: int, *overrides: str) -> dict[int, dict]:
-    """The records of metrics.jsonl by step, once the command has ended well."""
-    processes.ended(start(directory, devices, *overrides))
+    """The records of metrics.jsonl by step, once the command has succeeded."""
+    processes.wait(start(directory, devices, *overrides))
     return records(directory)
 
 
@@ -35,14 +35,14 @@ def records(directory: Path) -> dict[int, dict]:
     return dict(zip(steps, lines, strict=True))
 
 
-def worst(got: dict[int, dict], want: dict[int, dict]) -> float:
+def largest_difference(got: dict[int, dict], want: dict[int, dict]) -> float:
     """The largest relative difference of a loss or a gradient norm."""
     assert got.keys() == want.keys()
     return max(abs(got[s][key] / want[s][key] - 1) for s in want for key in ("loss", "grad_norm"))
 
 
-def figures(of: dict[int, dict]) -> list[tuple]:
-    return [(step, r["loss"], r["grad_norm"], r["lr"], r["tokens"]) for step, r in of.items()]
+def metrics(records: dict[int, dict]) -> list[tuple]:
+    return [(step, r["loss"], r["grad_norm"], r["lr"], r["tokens"]) for step, r in records.items()]
 
 
 LAYOUTS = [
@@ -59,14 +59,16 @@ def test_every_layout_logs_the_run_of_one_device(tmp_path, dtype, tolerance, lay
     precision = [f"precision.{key}={dtype}" for key in ("params", "compute", "reduce")]
     one = run(tmp_path / "one", 1, "train.steps=5", *precision)
     for number, layout in enumerate(layouts):
-        assert worst(run(tmp_path / str(number), 8, "train.steps=5", *precision, *layout), one) <= tolerance, layout
+        assert (
+            largest_difference(run(tmp_path / str(number), 8, "train.steps=5", *precision, *layout), one) <= tolerance
+        ), layout
 
 
 @pytest.mark.slow
-def test_a_terminated_run_goes_on_as_if_nothing_had_happened(tmp_path):
-    """Bit for bit on its own mesh; to rounding on another.  Slow steps, so that the signal finds the run under way."""
+def test_a_terminated_run_resumes_as_if_it_had_not_stopped(tmp_path):
+    """Bit for bit on its own mesh; to rounding on another.  Slow steps, so that the signal arrives during the run."""
     layout = ["parallel.data=4", "parallel.model=2", "train.steps=20", "train.batch=64", *FLOAT64]
-    whole = run(tmp_path / "whole", 8, *layout)
+    reference = run(tmp_path / "reference", 8, *layout)
 
     stopped = tmp_path / "stopped"
     process = start(stopped, 8, *layout)
@@ -75,20 +77,20 @@ def test_a_terminated_run_goes_on_as_if_nothing_had_happened(tmp_path):
         if line.startswith("step 7/"):
             process.send_signal(signal.SIGTERM)
             break
-    processes.ended(process, code=Exit.PREEMPTED)
+    processes.wait(process, code=Exit.PREEMPTED)
     at = json.loads((stopped / "status.json").read_text())
     assert at["state"] == "preempted" and 7 <= at["step"] < 20
 
     other = tmp_path / "other"
     shutil.copytree(stopped, other)
-    assert figures(run(stopped, 8, *layout)) == figures(whole)
+    assert metrics(run(stopped, 8, *layout)) == metrics(reference)
     moved = run(other, 8, *layout, "parallel.data=2", "parallel.model=4", "parallel.microbatches=2")
-    assert worst(moved, whole) <= 1e-9
+    assert largest_difference(moved, reference) <= 1e-9
     assert json.loads((other / "status.json").read_text())["restarts"] == 1
 
 
 @pytest.mark.slow
-def test_text_is_learned_and_read_back(tmp_path):
+def test_text_is_learned_evaluated_and_generated(tmp_path):
     """From the standard library to a checkpoint, an evaluation and a continuation, on a mesh."""
     directory, start = tmp_path / "run", time.perf_counter()
     overrides = ["parallel.model=4", "train.steps=60", "train.eval_every=30", "checkpoint.every=30", "optim.lr=3e-3"]

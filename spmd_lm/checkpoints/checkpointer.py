@@ -1,11 +1,10 @@
-"""Checkpoints: the canonical state of a step and what is needed to go on from it, written atomically by orbax.
+"""Checkpoints: the canonical state after a step and what is needed to resume from it, written atomically by orbax.
 
-What is on disk decides: a step counts when orbax has committed it, and nothing else in the directory does.  Orbax
-reports a failed background save only to whoever waits for it, so every save waits for the one before; it casts silently
-on restore, so shapes and dtypes are compared before anything is read."""
+Disk is the source of truth: a step exists once orbax has committed it, whatever else is in the directory.  Orbax
+reports a failed background save only to a caller that waits for it, so every save waits for the one before; it casts
+silently on restore, so shapes and dtypes are compared before any array is read."""
 
 import dataclasses
-import functools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,54 +14,55 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import v1 as ocp
-from pydantic import ValidationError
 
 import spmd_lm
-from spmd_lm.config.schema import RunConfig
+from spmd_lm.checkpoints.compatibility import Config
 from spmd_lm.errors import CheckpointError
 
-Tree = Any  # a pytree, here a TrainState or a dict of such fields: canonical shapes, any sharding
-Config = dict[str, Any]  # a RunConfig as JSON
+Tree = Any  # a pytree, here a TrainState or a dict of its fields: canonical shapes, any sharding
+Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.query'
 Meta = dict[str, Any]  # JSON: config, data, versions
 
-# Orbax writes this file last: before the rename, or instead of it on a file system that has none.
+# Orbax writes this file last: before the rename, or instead of it on a file system without renames.
 COMMITTED = "commit_success.txt"
 
-# Differences in these make another model, for which a saved state is meaningless.
-IDENTITY = ("model", "objective", "precision.params")
-# ... except how a layer is computed and how it is regularized: the saved arrays mean the same.
-NOT_IDENTITY = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout")
+# Fields of a state that a run may gain or lose between restarts; the last one is of older versions, and empty.
+OPTIONAL_FIELDS = ("scaling", "frozen")
 
-# Fields of a state that a run may take up or give up on its way.
-OPTIONAL = ("loss_scale",)
+
+def leaves_by_path(tree: Tree) -> dict[str, Any]:
+    """The leaves of a tree of dicts and dataclasses by path, as in 'blocks.attention.query'."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
 def make_meta(config: Config, samples: int, fingerprint: str) -> Meta:
-    """What stands beside a state: the resolved config, the position in the data, and who wrote it."""
+    """What is saved beside a state: the resolved config, the position in the data, and the versions that wrote it."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint")
     versions = {"spmd_lm": spmd_lm.__version__} | {name: version(name) for name in packages}
     return {"config": config, "data": {"samples": samples, "fingerprint": fingerprint}, "versions": versions}
 
 
 class Checkpointer:
-    """The checkpoints under `directory`, of which the newest `keep` stay.
+    """The checkpoints under `directory`, of which the newest `keep` are kept.
 
-    Only `save` creates or deletes anything, so that a running job's directory can be read from elsewhere."""
+    Only `save` creates or deletes anything, so that other processes can read a running job's directory."""
 
     def __init__(self, directory: Path, keep: int = 2, asynchronous: bool = True):
         self.directory = Path(directory).absolute()  # orbax refuses relative paths
         self._keep = keep
         self._asynchronous = asynchronous
         self._writer: ocp.training.Checkpointer | None = None
-        self._saving = -1  # step of the last save issued
+        self._saving = -1  # step of the last save started
 
     def steps(self) -> list[int]:
         """Committed steps, ascending."""
         names = (path.parent.name for path in self.directory.glob(f"*/{COMMITTED}"))
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def latest(self) -> int | None:
+    def latest_step(self) -> int | None:
         return max(self.steps(), default=None)
 
     def meta(self, step: int) -> Meta:
@@ -72,38 +72,27 @@ class Checkpointer:
     def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, Meta]:
         """The state of `step`, bit for bit, in the shardings of `abstract_state`; and its meta.
 
-        Raises CheckpointError, before any array is read, for a leaf too many or too few, or of another shape or dtype.
-        Of the OPTIONAL fields one too many is left where it is, and one that is not there comes back as None.
-        """
-        loaded = self._load(step, _present(abstract_state))
-        plain = isinstance(abstract_state, dict)
-        return loaded if plain else dataclasses.replace(abstract_state, **loaded), self.meta(step)
+        Raises CheckpointError, before any array is read, for a missing or extra leaf, or another shape or dtype.
+        Of the OPTIONAL_FIELDS an extra one is not read, and a missing one becomes None."""
+        fields = self._restore_fields(step, _present_fields(abstract_state))
+        state = fields if isinstance(abstract_state, dict) else dataclasses.replace(abstract_state, **fields)
+        return state, self.meta(step)
 
     def restore_params(self, step: int, abstract_params: Tree) -> Tree:
-        """The parameters of `step` alone, a third of the state, as `restore` would give them."""
-        return self._load(step, {"params": abstract_params}, part=True)["params"]
+        """The parameters of `step` alone, a third of the state, as `restore` would return them."""
+        return self._restore_fields(step, {"params": abstract_params}, partial=True)["params"]
 
-    def parameters(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The canonical shapes and dtypes of what `step` has, by path, as in 'blocks.attention.query'."""
-        found = _leaves(self._saved(step)["params"])
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in found.items()}
+    def param_shapes(self, step: int) -> Shapes:
+        """The canonical shapes and dtypes of the parameters of `step`."""
+        return _shapes(self._saved_fields(step)["params"])
 
-    def restore_some(self, step: int, abstract_params: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """These parameters of `step`, by path, as `restore` would give them.  Each must be there, in this shape."""
-        nested: Tree = {}
-        for name, leaf in abstract_params.items():
-            *above, last = name.split(".")
-            functools.reduce(lambda tree, key: tree.setdefault(key, {}), above, nested)[last] = leaf
-        context = ocp.Context()
-        context.pytree.loading.partial_load = True
-        with self._reading(step) as path, context:
-            params = ocp.load_checkpointables(path, {"state": {"params": nested}})["state"]["params"]
-        return {
-            name: functools.reduce(lambda tree, key: tree[key], name.split("."), params) for name in abstract_params
-        }
+    def restore_params_by_path(self, step: int, abstract_params: Shapes) -> dict[str, jax.Array]:
+        """Some of the parameters of `step`, as `restore` would return them.  Each must exist, in this shape."""
+        nested = unflatten_dict(abstract_params, sep=".")
+        return flatten_dict(self._load(step, {"params": nested}, partial=True)["params"], sep=".")
 
     def save(self, step: int, state: Tree, meta: Meta) -> None:
-        """Saves, in the background if asynchronous; raises CheckpointError if this save or the one before it failed."""
+        """Saves, in the background if asynchronous.  CheckpointError if this save or the one before it failed."""
         self.wait()
         self._saving = step
         with self._writing():
@@ -112,16 +101,16 @@ class Checkpointer:
                 self._writer = ocp.training.Checkpointer(
                     self.directory, preservation_policy=keep, cleanup_tmp_directories=True
                 )
-            # The number may be taken by a directory that is no checkpoint, or no longer; that one is replaced.
-            taken = self._path(step).exists() and step not in self.steps()
-            # force: orbax otherwise skips, without a word, a step that is older than its newest.
-            parts = {"state": _present(state), "meta": meta}
-            self._writer.save_checkpointables_async(step, parts, force=True, overwrite=taken)
+            # A directory of this name that is not a checkpoint, or no longer one, is replaced.
+            overwrite = self._path(step).exists() and step not in self.steps()
+            # force: orbax otherwise skips, silently, a step that is older than its newest.
+            parts = {"state": _present_fields(state), "meta": meta}
+            self._writer.save_checkpointables_async(step, parts, force=True, overwrite=overwrite)
         if not self._asynchronous:
             self.wait()
 
     def wait(self) -> None:
-        """Until the last save is committed; raises CheckpointError if it failed."""
+        """Blocks until the last save is committed.  CheckpointError if it failed."""
         if self._writer is not None:
             with self._writing():
                 self._writer.wait()
@@ -132,24 +121,29 @@ class Checkpointer:
             with self._writing():
                 writer.close()
 
-    def _load(self, step: int, fields: dict[str, Tree], part: bool = False) -> dict[str, Tree]:
-        """The saved state's fields, None for OPTIONAL ones that it lacks; if `part`, only those that are asked for."""
-        saved, path = self._saved(step), self._path(step)
-        there = {name: field for name, field in fields.items() if name in saved or name not in OPTIONAL}
-        wanted = {name: field for name, field in saved.items() if name in fields or not (part or name in OPTIONAL)}
-        if problems := _differences(_leaves(wanted), _leaves(there)):
-            raise CheckpointError("\n".join([f"{path} holds another state than this configuration makes:", *problems]))
-        context = ocp.Context()
-        context.pytree.loading.partial_load = len(wanted) < len(saved)
-        with self._reading(step) as path, context:
-            return dict.fromkeys(fields) | ocp.load_checkpointables(path, {"state": there})["state"]
+    def _restore_fields(self, step: int, fields: dict[str, Tree], partial: bool = False) -> dict[str, Tree]:
+        """These fields of a saved state; None for OPTIONAL_FIELDS that it lacks.  partial: ignore all its others."""
+        saved = self._saved_fields(step)
+        present = {name: field for name, field in fields.items() if name in saved or name not in OPTIONAL_FIELDS}
+        ignored = {name for name in saved if name not in fields and (partial or name in OPTIONAL_FIELDS)}
+        expected = {name: field for name, field in saved.items() if name not in ignored}
+        if differences := _differences(_shapes(expected), _shapes(present)):
+            header = f"{self._path(step)} holds a different state than this configuration expects:"
+            raise CheckpointError("\n".join([header, *differences]))
+        return dict.fromkeys(fields) | self._load(step, present, partial=bool(ignored))
 
-    def _saved(self, step: int) -> dict[str, Tree]:
-        """The saved state's fields, described."""
+    def _load(self, step: int, abstract_fields: dict[str, Tree], partial: bool) -> dict[str, Tree]:
+        context = ocp.Context()
+        context.pytree.loading.partial_load = partial
+        with self._reading(step) as path, context:
+            return ocp.load_checkpointables(path, {"state": abstract_fields})["state"]
+
+    def _saved_fields(self, step: int) -> dict[str, Tree]:
+        """The fields of a saved state, with shapes and dtypes for leaves."""
         with self._reading(step) as path:
             saved = ocp.metadata(path, "state").metadata
-            if saved is None:  # orbax tells the reason to its log alone
-                raise ValueError("the description of its arrays is missing or damaged")
+            if saved is None:  # orbax only logs the reason
+                raise ValueError("the metadata of its arrays is missing or damaged")
         return saved
 
     def _path(self, step: int) -> Path:
@@ -164,7 +158,7 @@ class Checkpointer:
             others = [other for other in self.steps() if other != step] or "none"
             raise CheckpointError(
                 f"{path} cannot be read: {_reason(error)}\n"
-                f"If it is damaged, move it away to go on from an older step (there are: {others})."
+                f"If it is damaged, move it away to resume from an older step (available: {others})."
             ) from error
 
     @contextmanager
@@ -172,10 +166,11 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            there = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+            existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
             raise CheckpointError(
                 f"{self._path(self._saving)} was not saved: {_reason(error)}\n"
-                f"{shutil.disk_usage(there).free:,} bytes are free in {there}. Intact steps: {self.steps() or 'none'}."
+                f"{shutil.disk_usage(existing).free:,} bytes are free in {existing}. "
+                f"Intact steps: {self.steps() or 'none'}."
             ) from error
 
 
@@ -183,120 +178,46 @@ class Checkpointer:
 class KeepNewest:
     """Orbax's LatestN, but a foreign directory with a number for a name neither counts nor is deleted.
 
-    Orbax asks while a save is under way and deletes once it is committed."""
+    Orbax asks while a save is in progress and deletes once it is committed."""
 
     keep: int
-    ours: Callable[[], set[int]]  # steps on disk and the one under way
+    our_steps: Callable[[], set[int]]  # committed, and the one in progress
 
     def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        ours = self.ours()
+        ours = self.our_steps()
         newest = sorted(ours)[-self.keep :]
         return [info.step in newest or info.step not in ours for info in checkpoints]
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the first cause: orbax calls every failure to load an incompatible handler, at length."""
+    """The first line of the root cause: orbax wraps every failure to load in a long error about handlers."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
 
 
-def _present(state: Tree) -> dict[str, Tree]:
-    """A state's fields, less those that are None: orbax would write even these, and miss them where they are not."""
+def _present_fields(state: Tree) -> dict[str, Tree]:
+    """A state's fields without those that are None: orbax would write these too, and require them on restore."""
     if isinstance(state, dict):
         return state
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _leaves(tree: Tree) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and dtype by path.  Orbax tells of a dataclass as a dict; the path is the same."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+def _shapes(tree: Tree) -> Shapes:
+    """Shapes and dtypes by path.  Orbax returns a dataclass as a dict; the paths are the same."""
     return {
-        jax.tree_util.keystr(path, simple=True, separator="."): (tuple(leaf.shape), np.dtype(leaf.dtype))
-        for path, leaf in flat
+        name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
+        for name, leaf in leaves_by_path(tree).items()
     }
 
 
-def _differences(old: dict, new: dict) -> list[str]:
-    def show(leaf: tuple | None) -> str:
-        return f"{leaf[1]}{list(leaf[0])}" if leaf else "nothing"
+def _differences(saved: Shapes, expected: Shapes) -> list[str]:
+    def show(leaf: jax.ShapeDtypeStruct | None) -> str:
+        return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
 
     return [
-        f"  {name}: saved {show(old.get(name))}, wanted {show(new.get(name))}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
+        f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}"
+        for name in sorted(saved.keys() | expected.keys())
+        if saved.get(name) != expected.get(name)
     ]
-
-
-def check_same_run(saved: Config, config: Config, directory: Path) -> list[str]:
-    """What differs between a run's saved config and today's, a line each, if it may go on in spite of it.
-
-    Raises CheckpointError where the difference makes another model."""
-    changed = _changes(saved, config)
-    if other := [line for key, line in changed.items() if _under(key, IDENTITY) and not _under(key, NOT_IDENTITY)]:
-        lines = [f"{directory} holds a run of another model (saved -> asked for):", *other]
-        raise CheckpointError(
-            "\n".join([*lines, "Choose another run.dir, or put these values back. Nothing was changed."])
-        )
-    return [line for key, line in changed.items() if not _under(key, ("run",))]
-
-
-def check_same_model(saved: Config, config: Config, directory: Path) -> None:
-    """Raises CheckpointError where a run cannot start as the one in `directory`: its rows may be shorter, what it is
-    trained for may be another thing, and the rest of the model must be the same."""
-    apart = (*NOT_IDENTITY, "model.context")
-    changed = _changes(saved, config)
-    other = [line for key, line in changed.items() if _under(key, ("model",)) and not _under(key, apart)]
-    if saved["model"]["context"] < config["model"]["context"]:
-        other.append(changed["model.context"])
-    if other:
-        raise CheckpointError(
-            "\n".join(
-                [
-                    f"run.init_from={directory} is another model (its -> asked for):",
-                    *other,
-                    "Leave these keys out, and they are as they are there.",
-                ]
-            )
-        )
-
-
-def _changes(saved: Config, config: Config) -> dict[str, str]:
-    """What differs, by key, a line each."""
-    old, new = dict(_flatten(_with_defaults(saved))), dict(_flatten(config))
-    was, is_now = old | _derived(old), new | _derived(new)
-    return {
-        key: f"  {key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and was.get(key) != is_now.get(key)
-    }
-
-
-def _derived(config: Config) -> Config:
-    """Sizes that follow from others where they are not said: an imported model's are, by its config.json."""
-    hidden, heads = config.get("model.mlp_width"), config.get("model.kv_heads")
-    return {
-        "model.mlp_width": hidden or 4 * config.get("model.width", 0),
-        "model.kv_heads": heads or config.get("model.heads"),
-    }
-
-
-def _with_defaults(saved: Config) -> Config:
-    """A key added since it was saved stood at its default; where the schema moved on further, what was saved."""
-    try:
-        return RunConfig.model_validate(saved).model_dump(by_alias=True)
-    except ValidationError:
-        return saved
-
-
-def _under(key: str, sections: tuple[str, ...]) -> bool:
-    return any(key == section or key.startswith(section + ".") for section in sections)
-
-
-def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(tree, dict):
-        yield prefix, tree
-        return
-    for key, value in tree.items():
-        yield from _flatten(value, f"{prefix}.{key}" if prefix else key)

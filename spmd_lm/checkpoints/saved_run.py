@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, check_same_run
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.compatibility import check_same_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.plan import Tree
@@ -20,7 +21,7 @@ def restore_run(config: RunConfig) -> SavedRun:
 
     Raises CheckpointError if there is no checkpoint, or it is of another model."""
     checkpointer = Checkpointer(config.run.directory / "checkpoints")
-    step = checkpointer.latest()
+    step = checkpointer.latest_step()
     if step is None:
         raise CheckpointError(f"{checkpointer.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
     saved_config = checkpointer.meta(step)["config"]

@@ -5,7 +5,7 @@ import argparse
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.commands.common import Arguments, Verb, load_configuration, set_up_devices, write_result
 from spmd_lm.errors import ConfigError, Exit
-from spmd_lm.runtime.devices import simulate
+from spmd_lm.runtime.devices import simulate_devices
 
 
 def run(arguments: Arguments) -> int:
@@ -17,7 +17,7 @@ def run(arguments: Arguments) -> int:
         arguments.overrides.append(f"run.simulate_devices={simulated}")
     config = set_up_devices(load_configuration(arguments))
     if topology and topology.platform != "cpu":
-        simulate(1)  # compiling ahead of time runs on the CPU
+        simulate_devices(1)  # compiling ahead of time runs on the CPU
     from spmd_lm.planning.audit import audit
     from spmd_lm.planning.audit_report import render
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd_lm.errors import ConfigError, Exit, UserError
-from spmd_lm.runtime.devices import simulate
-from spmd_lm.runtime.distributed import join, processes
+from spmd_lm.runtime.devices import simulate_devices
+from spmd_lm.runtime.distributed import initialize_distributed, process_count
 
 if TYPE_CHECKING:
     from spmd_lm.config.schema import RunConfig
@@ -64,8 +64,8 @@ def set_up_devices(config: "RunConfig") -> "RunConfig":
     """The same configuration, after simulating its devices and joining the job's other processes: for the verbs that
     compute."""
     if devices := config.run.simulate_devices:
-        simulate(devices, processes())
-    join()
+        simulate_devices(devices, process_count())
+    initialize_distributed()
     return config
 
 

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import jax
 
-from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.compatibility import check_compatible
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.batch_source import ValidationLoader
 from spmd_lm.data.corpus import load_data
 from spmd_lm.data.loader import make_validation_loader
 from spmd_lm.data.tasks.loader import TaskValidationLoader
+from spmd_lm.errors import CheckpointError
 from spmd_lm.evaluation.task_metrics import task_metrics
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.step.program import Program
@@ -61,8 +63,26 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf  # float64 overflows above exp(709.8)
 
 
-def evaluate_run(config: RunConfig) -> dict[str, float]:
-    """Metrics of a run's newest checkpoint on its validation data, with their step and number of tokens or examples."""
+def restore_run(config: RunConfig) -> tuple[Program, Tree, int]:
+    """A run's newest parameters, canonical, in the shardings of `config`'s layout, and their step.  CheckpointError if
+    there are none, or they are of another model."""
+    saves = Checkpointer(config.run.directory / "checkpoints")
+    newest = saves.latest_step()
+    if newest is None:
+        raise CheckpointError(f"{saves.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
+    check_compatible(saves.meta(newest)["config"], config.model_dump(by_alias=True), saves.directory)
+    program = Program(config)
+    return program, saves.restore_params(newest, program.abstract_canonical().params), newest
+
+
+def open_run(config: RunConfig) -> tuple[Program, Tree, int]:
+    """The same, laid out for the step."""
+    program, params, newest = restore_run(config)
+    return program, program.place_params(params), newest
+
+
+def evaluate_run(config: RunConfig) -> dict:
+    """`spmd-lm eval`: figures of a run's newest checkpoint on its validation text."""
     program, params, step = open_run(config)
     corpus = load_data(config.data, config.train.seed, config.model.vocab)
     metrics, count = validation_metrics(program, params, make_validation_loader(config, corpus))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_lm.checkpoints.checkpointer import leaves_by_path
 from spmd_lm.checkpoints.saved_run import restore_run
 from spmd_lm.config.load import TOKENIZER
 from spmd_lm.config.schema import RunConfig
@@ -22,7 +23,6 @@ from spmd_lm.huggingface.json_files import read_json, write_json
 from spmd_lm.huggingface.safetensors_io import TensorSpec, write_tensors
 from spmd_lm.huggingface.weights import HFTensor, hf_tensors
 from spmd_lm.runtime.atomic_dir import atomic_directory, require_absent_or_empty
-from spmd_lm.training.init_from import paths
 
 
 def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int)
     require_absent_or_empty(target)
     architecture, hf_config = build_config(config.model, config.objective)
     _, params, step = restore_run(config)
-    leaves = paths(params)
+    leaves = leaves_by_path(params)
     tensors = hf_tensors(architecture, {path: leaf.shape for path, leaf in leaves.items()})
     tokenizer_dir = config.run.directory / TOKENIZER
     if (tokenizer_dir / CONFIG_FILE).exists():  # the run was imported

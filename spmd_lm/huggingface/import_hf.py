@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path, make_meta
 from spmd_lm.config.load import TOKENIZER, dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, NonFiniteError
@@ -24,7 +24,6 @@ from spmd_lm.parallel.plan import Tree
 from spmd_lm.runtime.atomic_dir import atomic_directory
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.step.program import Program
-from spmd_lm.training.init_from import paths
 
 
 def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
 
 def param_shapes(program: Program) -> dict[str, Shape]:
     """The canonical shapes of a program's parameters, by path."""
-    return {path: leaf.shape for path, leaf in paths(program.plan.shapes).items()}
+    return {path: leaf.shape for path, leaf in leaves_by_path(program.plan.shapes).items()}
 
 
 def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C as a wish to stop between two steps, never in the middle of one.
+"""SIGTERM and Ctrl-C stop a run between two steps, never in the middle of one.
 
-A handler only takes a note: XLA cannot be interrupted, and a checkpoint can only be written between steps.  Whoever
-presses Ctrl-C a second time means it, and gets KeyboardInterrupt at once."""
+A handler only takes a note: XLA cannot be interrupted, and a checkpoint can only be written between steps.  A second
+Ctrl-C raises KeyboardInterrupt at once."""
 
 import contextlib
 import os
@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
-CAUGHT = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-# What Ctrl-C is answered, by when it comes: there is nothing to save before the first step.
-BEFORE = "Stopping before the next step. Ctrl-C again stops at once."
-DURING = "Stopping after this step and saving. Ctrl-C again stops at once, without saving."
-AFTER = "Ending: no more steps. Ctrl-C again stops at once."
+# The answer to Ctrl-C, by when it comes: there is nothing to save before the first step.
+BEFORE_STEPS = "Stopping before the next step. Ctrl-C again stops at once."
+DURING_STEPS = "Stopping after this step and saving. Ctrl-C again stops at once, without saving."
+AFTER_STEPS = "Ending: no more steps. Ctrl-C again stops at once."
 
 
 class StopSignals:
@@ -26,30 +26,31 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._interrupts = 0
-        self._answer = BEFORE
+        self._answer = BEFORE_STEPS
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._take_note) for number in CAUGHT}
+            self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python, which Python cannot put back.
+            # None stands for a handler that was not installed from Python, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
 
     def until_received(self, steps: Iterable[int]) -> Iterator[int]:
-        """`steps`, ended before the next one once a signal has come."""
+        """Yields `steps`, but none after a signal has come."""
         for step in steps:
             if self.received is not None:
                 break
-            self._answer = DURING
+            self._answer = DURING_STEPS
             yield step
-        self._answer = AFTER
+        self._answer = AFTER_STEPS
 
-    def _take_note(self, number: int, _: FrameType | None) -> None:
-        self._interrupts += number == signal.SIGINT
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._interrupts += 1
         if self._interrupts > 1:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
@@ -60,16 +61,17 @@ class StopSignals:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Within, Ctrl-C ends the process at once, in silence; a shell calls that 130.  For where nothing has to be saved.
+    """Within the block, Ctrl-C ends the process at once and silently, with the shell's code 130: for code that has
+    nothing to save.
 
-    A KeyboardInterrupt would come too late, or never: XLA holds it up, and extension modules that are being imported
-    swallow it or make an ImportError of it."""
-    before = signal.getsignal(signal.SIGINT)
-    ours = threading.current_thread() is threading.main_thread() and before not in (signal.SIG_IGN, None)
-    if ours:
+    A KeyboardInterrupt would come too late, or never: XLA delays it, and extension modules swallow it during their
+    import or turn it into an ImportError."""
+    previous = signal.getsignal(signal.SIGINT)
+    replace = threading.current_thread() is threading.main_thread() and previous not in (signal.SIG_IGN, None)
+    if replace:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
+        if replace:
+            signal.signal(signal.SIGINT, previous)

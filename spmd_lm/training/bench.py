@@ -1,4 +1,4 @@
-"""`spmd-lm bench`: how fast the train step is, on tokens that cost nothing to make."""
+"""`spmd-lm bench`: the speed of the train step on random tokens."""
 
 import statistics
 import time
@@ -13,30 +13,30 @@ from spmd_lm.step.program import Program
 
 
 def random_batch(program: Program, seed: int = 0) -> Batch:
-    """Uniform random tokens in full rows, everything that an objective asks of weight one, laid out for the step."""
-    wanted, vocab = program.abstract_batch(), program.config.model.vocab
-    rng, (*rows, time) = np.random.default_rng(seed), wanted.tokens.shape
-    text = rng.integers(0, vocab, (*rows, time + 1), np.int32)
-    made = {
+    """Uniform random tokens in full rows, with all weights 1, sharded for the step."""
+    abstract, vocab = program.abstract_batch(), program.config.model.vocab
+    rng, (*rows, context) = np.random.default_rng(seed), abstract.tokens.shape
+    text = rng.integers(0, vocab, (*rows, context + 1), np.int32)
+    values = {
         "tokens": text[..., :-1],
         "targets": text[..., 1:],
-        "positions": np.broadcast_to(np.arange(time, dtype=np.int32), (*rows, time)),
+        "positions": np.broadcast_to(np.arange(context, dtype=np.int32), (*rows, context)),
         "samples": np.arange(program.config.train.batch, dtype=np.int32).reshape(rows),
-        "types": np.zeros((*rows, time), np.int32),
+        "types": np.zeros((*rows, context), np.int32),
         "labels": np.zeros(rows, np.int32),
         "ends": np.zeros(rows, np.int32),
     }
-    asked = {name: leaf for name, leaf in vars(wanted).items() if leaf is not None}
-    host = Batch(
-        **dict.fromkeys(vars(wanted))
-        | {name: made.get(name, np.ones(leaf.shape, leaf.dtype)) for name, leaf in asked.items()}
-    )
-    put = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])  # noqa: E731
-    return jax.tree.map(put, host, program.batch_shardings)
+    fields = {name: leaf for name, leaf in vars(abstract).items() if leaf is not None}
+    batch = {name: values.get(name, np.ones(leaf.shape, leaf.dtype)) for name, leaf in fields.items()}
+
+    def shard(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(shard, Batch(**dict.fromkeys(vars(abstract)) | batch), program.batch_shardings)
 
 
 def peak_memory(program: Program) -> tuple[int, str]:
-    """Bytes at the fullest moment of one device, and who says so."""
+    """The peak bytes in use on one device, and the source of that number."""
     stats = program.device.memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"], "allocator"
@@ -46,7 +46,7 @@ def peak_memory(program: Program) -> tuple[int, str]:
 
 
 def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]:
-    """Time `steps` steps, each on its own, after `warmup` more.  Seconds are of the wall."""
+    """Times `steps` steps, each on its own, after `warmup` untimed ones.  Seconds are wall-clock."""
     program = Program(config)
     compile_seconds = program.compile()
     state, batch = program.init(), random_batch(program)
@@ -57,7 +57,7 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
         jax.block_until_ready((state, metrics))
         if step >= warmup:
             seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds)
+    median, peak_flops = statistics.median(seconds), program.peak_flops
     peak_bytes, source = peak_memory(program)
     return {
         "config": config.run.name,
@@ -69,8 +69,8 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
         "step_seconds": {"median": median, "min": min(seconds), "max": max(seconds)},
         "tokens_per_second": program.tokens_per_step / median,
         "model_flops_per_second": program.flops_per_step / median,
-        "mfu": program.flops_per_step / median / peak_flops if (peak_flops := program.peak_flops) else None,
-        "mfu_basis": program.peak.source if program.peak else "a peak that nobody publishes",
+        "mfu": program.flops_per_step / median / peak_flops if peak_flops else None,
+        "mfu_basis": program.peak.source if program.peak else "a device without a published peak",
         "compile_seconds": compile_seconds,
         "peak_memory_bytes": peak_bytes,
         "peak_memory_source": source,
@@ -79,8 +79,9 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
 
 
 def render(result: dict[str, Any]) -> str:
-    r, seconds = result, result["step_seconds"]
-    low, median, high = (f"{seconds[key] * 1e3:.1f}" for key in ("min", "median", "max"))
+    """The result as text, for people."""
+    r = result
+    low, median, high = (f"{r['step_seconds'][key] * 1e3:.1f}" for key in ("min", "median", "max"))
     mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
     tera, peak = r["model_flops_per_second"] / 1e12, r["peak_memory_bytes"] / 2**30
     return "\n".join(

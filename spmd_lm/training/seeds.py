@@ -1,27 +1,28 @@
-"""One run for each of several seeds, and the median of what they reach: a fine-tuned model's figures depend on the
-seed, and papers give the median of five (arXiv:1810.04805, section 4; arXiv:1909.08053, section 5.3)."""
+"""One run per seed, and the median of their metrics: a fine-tuned model's metrics depend on the seed, and papers report
+the median of five (arXiv:1810.04805, section 4; arXiv:1909.08053, section 5.3)."""
 
 import statistics
 from typing import Any
 
 import jax
 
-from spmd_lm.checkpoints.checkpointer import check_same_run
+from spmd_lm.checkpoints.compatibility import check_compatible
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, DataError, Exit
-from spmd_lm.runtime.metrics import Status, read_records
+from spmd_lm.runtime.metrics import Record, Status, read_records
 from spmd_lm.runtime.signals import StopSignals
-from spmd_lm.training.loop import saved_config, train
+from spmd_lm.training.loop import train
+from spmd_lm.training.run_dir import read_saved_config
 
-FREE = ("  parallel.", "  checkpoint.", "  train.log_every:")
-"""Keys that change no figure."""
+IGNORED_CHANGES = ("  parallel.", "  checkpoint.", "  train.log_every:")
+"""Keys, as lines of `check_compatible` begin, that have no effect on metrics."""
 
 
 def train_seeds(config: RunConfig, count: int, signals: StopSignals) -> tuple[Exit, dict[str, Any]]:
-    """Trains runs run.dir/seed-N for `count` seeds from train.seed on, each as `train` does: those that are finished
-    are left as they are, so that the same command goes on after a stop.
+    """Trains run.dir/seed-N for `count` seeds from train.seed on, each as `train` does.  Finished runs are left alone,
+    so that the same command resumes after a stop.
 
-    Also, where none was stopped: of each figure of the last evaluation its value by seed, and the median."""
+    Returns the exit code and, unless a run was stopped, each metric of the last evaluation by seed, with its median."""
     if not config.train.eval_every:
         raise ConfigError("--seeds with train.eval_every=0: there is nothing to compare. Set train.eval_every.")
     if config.train.seed + count > 2**32:
@@ -30,45 +31,45 @@ def train_seeds(config: RunConfig, count: int, signals: StopSignals) -> tuple[Ex
         )
     if (config.run.directory / "checkpoints").exists():
         raise ConfigError(f"run.dir={config.run.directory} with --seeds: it is a run itself. Choose another run.dir.")
-    runs = [_seeded(config, config.train.seed + number) for number in range(count)]
-    for run in runs:
-        _refuse_another(run)
-    for run in runs:
-        code = train(run, signals)
+    configs = [_with_seed(config, config.train.seed + i) for i in range(count)]
+    for each in configs:
+        _check_same_recipe(each)
+    for each in configs:
+        code = train(each, signals)
         if code != Exit.DONE:
             return code, {}
-    if jax.process_index() > 0:  # which writes no metrics, and tells nothing
+    if jax.process_index() > 0:  # it writes no metrics and prints nothing
         return Exit.DONE, {}
-    last = {run.train.seed: _last(run) for run in runs}
-    names = [name for name in last[config.train.seed] if name.startswith("eval_")]
-    by_seed = {name: {str(seed): figures[name] for seed, figures in last.items()} for name in names}
+    records = {each.train.seed: _last_record(each) for each in configs}
+    names = [name for name in records[config.train.seed] if name.startswith("eval_")]
+    by_seed = {name: {str(seed): record[name] for seed, record in records.items()} for name in names}
     medians = {name: statistics.median(values.values()) for name, values in by_seed.items()}
     return Exit.DONE, {"directory": str(config.run.directory), "median": medians, "seeds": by_seed}
 
 
-def _seeded(config: RunConfig, seed: int) -> RunConfig:
-    place = {"dir": str(config.run.directory / f"seed-{seed}"), "name": f"{config.run.name}-seed-{seed}"}
-    run, train = config.run.model_copy(update=place), config.train.model_copy(update={"seed": seed})
-    return config.model_copy(update={"run": run, "train": train})
+def _with_seed(config: RunConfig, seed: int) -> RunConfig:
+    run = {"dir": str(config.run.directory / f"seed-{seed}"), "name": f"{config.run.name}-seed-{seed}"}
+    train = config.train.model_copy(update={"seed": seed})
+    return config.model_copy(update={"run": config.run.model_copy(update=run), "train": train})
 
 
-def _refuse_another(config: RunConfig) -> None:
-    """Raises ConfigError for a run that is finished, and was trained otherwise than the others will be."""
+def _check_same_recipe(config: RunConfig) -> None:
+    """ConfigError for a finished run that was trained with other settings than the rest will be."""
     directory = config.run.directory
     status = Status.read(directory)
     if status is None or status.state != "done":
         return
-    changes = check_same_run(saved_config(directory), config.model_dump(by_alias=True), directory)
-    if other := [line for line in changes if not line.startswith(FREE)]:
-        what = "\n".join(other)
+    changes = check_compatible(read_saved_config(directory), config.model_dump(by_alias=True), directory)
+    changes = [line for line in changes if not line.startswith(IGNORED_CHANGES)]
+    if changes:
         raise ConfigError(
-            f"{directory} is finished, and was trained otherwise (then -> now):\n{what}\n"
-            f"Put these values back, or choose another run.dir."
+            "\n".join([f"{directory} is finished, and was trained with other settings (then -> now):", *changes])
+            + "\nRestore these values, or choose another run.dir."
         )
 
 
-def _last(config: RunConfig) -> dict[str, Any]:
-    """The record of a finished run's last step, which is evaluated."""
+def _last_record(config: RunConfig) -> Record:
+    """The record of a finished run's last step, with its evaluation."""
     path = config.run.directory / "metrics.jsonl"
     records = [record for record in read_records(path) if record["step"] == config.train.steps]
     if not records or "eval_loss" not in records[-1]:
@@ -79,7 +80,7 @@ def _last(config: RunConfig) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """A line a figure: the median, and each seed's."""
+    """A line per metric: its median and each seed's value."""
     seeds = next(iter(result["seeds"].values()))
     lines = [f"{'':<24}{'median':>10}" + "".join(f"{'seed ' + seed:>10}" for seed in seeds)]
     for name, values in result["seeds"].items():

@@ -1,4 +1,4 @@
-"""A checkpoint comes back bit for bit, on any mesh, or not at all and with a reason."""
+"""A checkpoint is restored bit for bit, on any mesh, or refused with a reason."""
 
 import json
 import resource
@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, check_same_model, check_same_run, make_meta
+from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.compatibility import check_compatible, check_warm_start
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
 
@@ -83,17 +84,17 @@ def test_restores_the_same_bits_on_another_mesh(tmp_path, sizes):
     assert params["embedding"].sharding == restored.params["embedding"].sharding
 
 
-def test_keeps_the_newest_and_ignores_what_is_not_a_checkpoint(tmp_path):
+def test_keeps_the_newest_and_ignores_other_directories(tmp_path):
     (tmp_path / "9").mkdir()
     (tmp_path / "notes").write_text("not mine to count")
     saver = Checkpointer(tmp_path, keep=2)
-    assert saver.latest() is None
+    assert saver.latest_step() is None
     for step in (1, 2, 3):
         saver.save(step, make_state(step), META)
     saver.wait()
     assert saver.steps() == [2, 3]
     assert (tmp_path / "9").is_dir() and (tmp_path / "notes").exists()
-    saver.save(9, make_state(9), META)  # takes the place of the empty directory
+    saver.save(9, make_state(9), META)  # replaces the empty directory
     saver.close()
     assert saver.steps() == [3, 9]
     assert_same_bits(saver.restore(9, abstract(make_state(), make_mesh(8, 1)))[0], make_state(9))
@@ -109,7 +110,7 @@ def test_a_step_older_than_the_newest_is_saved_all_the_same(tmp_path):
 
 def test_opening_changes_nothing(tmp_path):
     reader = Checkpointer(tmp_path / "never")
-    assert (reader.steps(), reader.latest()) == ([], None)
+    assert (reader.steps(), reader.latest_step()) == ([], None)
     reader.wait()
     reader.close()
     assert not (tmp_path / "never").exists()
@@ -130,14 +131,14 @@ def test_the_state_may_be_donated_while_it_is_saved(tmp_path):
     [
         (
             lambda p: {**p, "embedding": p["embedding"][:, :8]},
-            "params.embedding: saved float32[32, 16], wanted float32[32, 8]",
+            "params.embedding: saved float32[32, 16], expected float32[32, 8]",
         ),
         (
             lambda p: {**p, "embedding": p["embedding"].astype(jnp.bfloat16)},
-            "params.embedding: saved float32[32, 16], wanted bfloat16[32, 16]",
+            "params.embedding: saved float32[32, 16], expected bfloat16[32, 16]",
         ),
-        (lambda p: {"block": p["block"]}, "params.embedding: saved float32[32, 16], wanted nothing"),
-        (lambda p: {**p, "extra": p["embedding"]}, "params.extra: saved nothing, wanted float32[32, 16]"),
+        (lambda p: {"block": p["block"]}, "params.embedding: saved float32[32, 16], expected nothing"),
+        (lambda p: {**p, "extra": p["embedding"]}, "params.extra: saved nothing, expected float32[32, 16]"),
     ],
     ids=["shape", "dtype", "missing", "extra"],
 )
@@ -147,16 +148,16 @@ def test_another_state_is_refused_by_name(tmp_path, change, complaint):
     saver.save(1, state, META)
     saver.close()
     other = State(state.step, change(state.params), state.mu, state.buffers)
-    with pytest.raises(CheckpointError, match="another state") as error:
+    with pytest.raises(CheckpointError, match="different state") as error:
         saver.restore(1, abstract(other, make_mesh(4, 2)))
     assert complaint in str(error.value)
-    with pytest.raises(CheckpointError, match="another state") as error:
+    with pytest.raises(CheckpointError, match="different state") as error:
         saver.restore_params(1, abstract(other, make_mesh(4, 2)).params)
     assert complaint in str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax gives up in a hurry
-def test_a_damaged_checkpoint_says_which_step_and_which_are_left(tmp_path):
+def test_a_damaged_checkpoint_names_the_intact_ones(tmp_path):
     saver = Checkpointer(tmp_path)
     for step in (1, 2):
         saver.save(step, make_state(step), META)
@@ -204,7 +205,7 @@ def test_kill_during_a_save_leaves_the_one_before(tmp_path):
     program = """
         import os, signal, sys
         import jax.numpy as jnp, numpy as np
-        from spmd_lm.train.checkpoint import Checkpointer
+        from spmd_lm.checkpoints.checkpointer import Checkpointer
         saver = Checkpointer(sys.argv[1])
         saver.save(1, {"w": jnp.arange(8.0)}, {"config": {}})
         saver.wait()
@@ -215,15 +216,15 @@ def test_kill_during_a_save_leaves_the_one_before(tmp_path):
         [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], capture_output=True, timeout=60
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert any("tmp" in path.name for path in tmp_path.iterdir())  # the save was indeed under way
+    assert any("tmp" in path.name for path in tmp_path.iterdir())  # the save was indeed in progress
     saver = Checkpointer(tmp_path)
-    assert saver.latest() == 1
+    assert saver.latest_step() == 1
     restored, _ = saver.restore(1, {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jnp.arange(8.0).sharding)})
     assert_same_bits(restored, {"w": jnp.arange(8.0)})
     for step in (3, 4):
         saver.save(step, {"w": jnp.arange(8.0)}, META)
     saver.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]  # the partial one is gone
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]  # the partial one was removed
 
 
 CONFIG = {
@@ -241,7 +242,7 @@ CONFIG = {
 )
 def test_another_model_is_refused_with_old_and_new(tmp_path, path, value):
     with pytest.raises(CheckpointError) as error:
-        check_same_run(CONFIG, changed(path, value), tmp_path)
+        check_compatible(CONFIG, changed(path, value), tmp_path)
     old = dict(CONFIG[path.split(".")[0]]).get(path.split(".")[1], "not set")
     assert f"{path}: {old} -> {value}" in str(error.value)
     assert str(tmp_path) in str(error.value)
@@ -257,37 +258,37 @@ def test_another_model_is_refused_with_old_and_new(tmp_path, path, value):
         ("model.attention_dropout", 0.0),
     ],
 )
-def test_other_differences_are_told(tmp_path, path, value):
-    (notice,) = check_same_run(CONFIG, changed(path, value), tmp_path)
+def test_other_differences_are_returned(tmp_path, path, value):
+    (notice,) = check_compatible(CONFIG, changed(path, value), tmp_path)
     assert path in notice and str(value) in notice
 
 
-def test_a_key_added_since_makes_no_other_model(tmp_path):
+def test_a_key_newer_than_the_checkpoint_is_at_its_default(tmp_path):
     model = {"layers": 1, "width": 8, "heads": 1, "context": 8, "vocab": 16}
     tree = {"model": model, "data": {"source": "synthetic"}, "optim": {"lr": 0.1}, "train": {"steps": 12, "batch": 4}}
     config = RunConfig.model_validate(tree).model_dump(by_alias=True)
     saved = json.loads(json.dumps(config))
     for section, key in [("model", "activation"), ("model", "scan"), ("checkpoint", "async"), ("remat", "policy")]:
         del saved[section][key]
-    assert check_same_run(saved, config, tmp_path) == []
+    assert check_compatible(saved, config, tmp_path) == []
     config["model"]["activation"] = "gelu"
     with pytest.raises(CheckpointError, match=r"model\.activation: gelu_tanh -> gelu"):
-        check_same_run(saved, config, tmp_path)
+        check_compatible(saved, config, tmp_path)
 
 
-def test_what_follows_from_other_keys_may_be_said(tmp_path):
+def test_sizes_derived_from_other_keys_may_be_explicit(tmp_path):
     """As an imported model's config.json does."""
     model = {"layers": 1, "width": 8, "heads": 2, "context": 8, "vocab": 16}
-    silent, said = {"model": model}, {"model": model | {"mlp_width": 32, "kv_heads": 2}}
-    for one, other in ((silent, said), (said, silent)):
-        assert check_same_run(one, other, tmp_path) == []
-        check_same_model(one, other, tmp_path)
+    implicit, explicit = {"model": model}, {"model": model | {"mlp_width": 32, "kv_heads": 2}}
+    for saved, config in ((implicit, explicit), (explicit, implicit)):
+        assert check_compatible(saved, config, tmp_path) == []
+        check_warm_start(saved, config, tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.mlp_width: 48 -> not set"):
-        check_same_model({"model": model | {"mlp_width": 48}}, silent, tmp_path)
+        check_warm_start({"model": model | {"mlp_width": 48}}, implicit, tmp_path)
 
 
 def test_a_run_may_move(tmp_path):
-    assert check_same_run(CONFIG, changed("run.name", "b"), tmp_path) == []
+    assert check_compatible(CONFIG, changed("run.name", "b"), tmp_path) == []
 
 
 def changed(path, value):

@@ -302,7 +302,7 @@ def test_an_imported_run_can_be_evaluated_and_trained(hf, tmp_path, capsys):
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
     assert records[0]["loss"] == pytest.approx(first, abs=1e-5)
-    assert Checkpointer(tmp_path / "run" / "checkpoints").latest() == 2
+    assert Checkpointer(tmp_path / "run" / "checkpoints").latest_step() == 2
 
 
 # --- without transformers

@@ -11,7 +11,7 @@ def run(code: str, **environment: str) -> str:
 
 
 SEEN = "import jax, os; print(jax.device_count(), jax.default_backend(), os.environ['NPROC'], os.environ['XLA_FLAGS'])"
-SIMULATE = "from spmd_lm.runtime.devices import simulate; simulate(3); "
+SIMULATE = "from spmd_lm.runtime.devices import simulate_devices; simulate_devices(3); "
 
 
 def test_jax_sees_the_simulated_devices_and_a_pool_large_enough():
@@ -28,11 +28,11 @@ def test_jax_may_be_imported_already_but_not_started():
     assert run("import jax; " + SIMULATE + "print(jax.device_count())") == "3"
 
 
-def test_a_jax_that_runs_on_other_devices_is_told():
-    code = "import jax; jax.devices(); from spmd_lm.runtime.devices import simulate; simulate(1); simulate(3)"
+def test_a_jax_that_already_runs_on_other_devices_is_refused():
+    code = "import jax; jax.devices(); from spmd_lm.runtime.devices import simulate_devices as s; s(1); s(3)"
     done = subprocess.run([sys.executable, "-c", code], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert "ConfigError: run.simulate_devices=3: jax already runs on 1 cpu device(s). " in done.stderr
 
 
-def test_float64_is_there_for_the_tests_that_ask(x64):
+def test_the_x64_fixture_enables_float64(x64):
     assert jax.numpy.ones(1).dtype == "float64"

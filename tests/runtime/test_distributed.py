@@ -1,4 +1,4 @@
-"""Two processes as one job, met on this machine."""
+"""Two processes as one job, on this machine."""
 
 import json
 import socket
@@ -9,7 +9,7 @@ import pytest
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime import distributed
-from spmd_lm.runtime.devices import simulate
+from spmd_lm.runtime.devices import simulate_devices
 from tests import processes
 
 STEPS = ("train.steps=4", "train.log_every=1", "train.eval_every=4", "checkpoint.every=2", "model.layers=4")
@@ -22,9 +22,7 @@ def free_port() -> int:
 
 
 def start(directory: Path, overrides: tuple[str, ...], **environment: str) -> subprocess.Popen:
-    return processes.started(
-        "train", "configs/pipeline.yaml", f"run.dir={directory}", *STEPS, *overrides, **environment
-    )
+    return processes.start("train", "configs/pipeline.yaml", f"run.dir={directory}", *STEPS, *overrides, **environment)
 
 
 def losses(directory: Path) -> list[tuple[int, float]]:
@@ -44,28 +42,28 @@ def losses(directory: Path) -> list[tuple[int, float]]:
 def test_two_processes_train_what_one_does(tmp_path, overrides):
     address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     both = [start(tmp_path / "two", overrides, **address, JAX_PROCESS_ID=str(which)) for which in (0, 1)]
-    processes.ended(*both)
-    processes.ended(start(tmp_path / "one", overrides))
+    processes.wait(*both)
+    processes.wait(start(tmp_path / "one", overrides))
     two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert [step for step, _ in two] == [step for step, _ in one]
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-6)
 
 
 def set_all(monkeypatch, **environment: str):
-    for name in (distributed.ADDRESS, distributed.NUMBER, distributed.WHICH):
+    for name in (distributed.COORDINATOR_ADDRESS, distributed.NUM_PROCESSES, distributed.PROCESS_ID):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
 
-def test_alone_there_is_nobody_to_meet(monkeypatch):
+def test_a_single_process_connects_to_nothing(monkeypatch):
     set_all(monkeypatch)
-    distributed.join()
-    assert distributed.processes() == 1
+    distributed.initialize_distributed()
+    assert distributed.process_count() == 1
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"JAX_NUM_PROCESSES": "2"}, "go together"),
         ({"JAX_PROCESS_ID": "0"}, "go together"),
@@ -74,24 +72,24 @@ def test_alone_there_is_nobody_to_meet(monkeypatch):
         ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is not below JAX_NUM_PROCESSES=2"),
     ],
 )
-def test_an_impossible_meeting_is_refused(monkeypatch, environment, said):
+def test_an_inconsistent_environment_is_refused(monkeypatch, environment, message):
     set_all(monkeypatch, JAX_COORDINATOR_ADDRESS="localhost:1", **environment)
-    with pytest.raises(ConfigError, match=said):
-        distributed.join()
+    with pytest.raises(ConfigError, match=message):
+        distributed.initialize_distributed()
 
 
 def test_a_number_without_an_address_is_refused(monkeypatch):
     set_all(monkeypatch, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="0")
     with pytest.raises(ConfigError, match="each process would train alone"):
-        distributed.join()
+        distributed.initialize_distributed()
 
 
 def test_simulated_devices_need_a_number(monkeypatch):
     set_all(monkeypatch, JAX_COORDINATOR_ADDRESS="localhost:1")
-    with pytest.raises(ConfigError, match="wants JAX_NUM_PROCESSES too"):
-        distributed.processes()
+    with pytest.raises(ConfigError, match="needs JAX_NUM_PROCESSES too"):
+        distributed.process_count()
 
 
-def test_simulated_devices_are_shared_out():
+def test_simulated_devices_are_divided_among_the_processes():
     with pytest.raises(ConfigError, match=r"run\.simulate_devices=9 is not divisible by JAX_NUM_PROCESSES=2"):
-        simulate(9, processes=2)
+        simulate_devices(9, processes=2)

@@ -1,4 +1,4 @@
-"""A directory has one run at a time, and whoever comes second learns who is there."""
+"""A directory has one run at a time, and a second one is told who holds it."""
 
 import errno
 import subprocess
@@ -8,18 +8,18 @@ import pytest
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime import lock
-from spmd_lm.runtime.lock import claimed
+from spmd_lm.runtime.lock import lock_directory
 
 
-def silent(line):
+def no_log(line):
     pytest.fail(line)
 
 
 @pytest.fixture
-def neighbour(tmp_path):
+def holder(tmp_path):
     """Another process that holds the directory until it dies."""
-    program = "from spmd_lm.runtime.claim import claimed; import pathlib, sys, time\n"
-    program += "with claimed(pathlib.Path(sys.argv[1]), print): print('held', flush=True); time.sleep(60)"
+    program = "from spmd_lm.runtime.lock import lock_directory; import pathlib, sys, time\n"
+    program += "with lock_directory(pathlib.Path(sys.argv[1]), print): print('held', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process
@@ -27,62 +27,62 @@ def neighbour(tmp_path):
     process.communicate()
 
 
-def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, neighbour):
-    who = rf"run\.dir={tmp_path}: process {neighbour.pid} on \S+ is training there"
-    with pytest.raises(ConfigError, match=who), claimed(tmp_path, silent):
+def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, holder):
+    who = rf"run\.dir={tmp_path}: process {holder.pid} on \S+ is training there"
+    with pytest.raises(ConfigError, match=who), lock_directory(tmp_path, no_log):
         pytest.fail("two at once")
-    neighbour.kill()
-    neighbour.wait()
-    with claimed(tmp_path, silent):
+    holder.kill()
+    holder.wait()
+    with lock_directory(tmp_path, no_log):
         pass
 
 
-def test_a_claim_ends_with_its_block(tmp_path):
+def test_the_lock_ends_with_its_block(tmp_path):
     for _ in range(2):
-        with claimed(tmp_path, silent):
+        with lock_directory(tmp_path, no_log):
             pass
 
 
-def test_what_was_made_for_a_claim_goes_with_it(tmp_path):
+def test_directories_created_for_the_lock_are_removed_with_it(tmp_path):
     directory = tmp_path / "runs" / "new"
-    with claimed(directory, silent):
+    with lock_directory(directory, no_log):
         assert (directory / ".lock").exists()
     assert list(tmp_path.iterdir()) == []
-    with claimed(directory, silent):
+    with lock_directory(directory, no_log):
         (directory / "config.yaml").write_text("")
     assert [path.name for path in directory.iterdir()] == ["config.yaml"]
 
 
-def test_a_lock_on_a_file_that_its_holder_took_away_is_none(tmp_path, monkeypatch):
+def test_a_lock_on_a_file_that_its_holder_removed_does_not_count(tmp_path, monkeypatch):
     flock = lock.fcntl.flock
 
-    def late(file, how):  # between our opening the file and our locking it, its holder ends and removes it
+    def late_flock(file, how):  # between our open and our lock, the holder ends and removes the file
         monkeypatch.setattr(lock.fcntl, "flock", flock)
         (tmp_path / ".lock").unlink()
         flock(file, how)
 
-    monkeypatch.setattr(lock.fcntl, "flock", late)
+    monkeypatch.setattr(lock.fcntl, "flock", late_flock)
     with (
-        claimed(tmp_path, silent),
+        lock_directory(tmp_path, no_log),
         pytest.raises(ConfigError, match="is training there"),
-        claimed(tmp_path, silent),
+        lock_directory(tmp_path, no_log),
     ):
         pytest.fail("two at once")
 
 
 def test_only_the_first_process_of_a_job_locks(tmp_path, monkeypatch):
-    with claimed(tmp_path, silent):
+    with lock_directory(tmp_path, no_log):
         monkeypatch.setattr(lock.jax, "process_index", lambda: 1)
-        with claimed(tmp_path, silent):
+        with lock_directory(tmp_path, no_log):
             pass
 
 
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock.fcntl, "flock", flock)
-    told = []
-    with claimed(tmp_path, told.append):
-        (line,) = told
+    messages = []
+    with lock_directory(tmp_path, messages.append):
+        (line,) = messages
     assert "cannot be locked (No locks available)" in line

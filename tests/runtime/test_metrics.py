@@ -1,4 +1,4 @@
-"""A step stands once, numbers keep their bits, and a reader never sees half a file."""
+"""Each step has one record, numbers keep their bits, and a reader never sees half a file."""
 
 import json
 import math
@@ -8,47 +8,47 @@ import pytest
 from spmd_lm.errors import CheckpointError
 from spmd_lm.runtime import metrics
 from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, plot_loss, read_records, write_atomically
-from spmd_lm.runtime.progress import describe, duration, quantity
+from spmd_lm.runtime.progress import format_duration, format_quantity, format_record
 
 
-def logged(directory, steps, after=0, **more):
-    log = MetricsLog(directory, after)
+def logged(directory, steps, resume_step=0, **more):
+    log = MetricsLog(directory, resume_step)
     for step in steps:
         log.write({"step": step, "loss": 1 / step, **more})
     log.close()
     return [record["step"] for record in read_records(directory / "metrics.jsonl")]
 
 
-def test_resuming_drops_what_lies_beyond_the_checkpoint(tmp_path):
+def test_resuming_drops_records_beyond_the_checkpoint(tmp_path):
     assert logged(tmp_path, [1, 2, 3, 4]) == [1, 2, 3, 4]
-    assert logged(tmp_path, [3, 4, 5], after=2) == [1, 2, 3, 4, 5]
-    assert logged(tmp_path, [], after=0) == []
+    assert logged(tmp_path, [3, 4, 5], resume_step=2) == [1, 2, 3, 4, 5]
+    assert logged(tmp_path, [], resume_step=0) == []
 
 
 @pytest.mark.parametrize(
-    "every, until, gap",
+    "every, resume_step, missing",
     [(2, 9, (8, 9)), (2, 7, None), (2, 6, None), (10, 9, None), (1, 7, (7, 7)), (3, 1, None), (1, 1, (1, 1))],
 )
-def test_what_a_cut_file_lacks(tmp_path, every, until, gap):
+def test_missing_steps_of_a_truncated_file(tmp_path, every, resume_step, missing):
     logged(tmp_path, [2, 4, 6, 20])
-    log = MetricsLog(tmp_path, after=until)
+    log = MetricsLog(tmp_path, resume_step=resume_step)
     log.close()
-    assert log.missing(every) == gap
+    assert log.missing_steps(every) == missing
 
 
 def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):
     logged(tmp_path, [1, 2])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "lo')
-    assert logged(tmp_path, [3], after=2) == [1, 2, 3]
+    assert logged(tmp_path, [3], resume_step=2) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("line", [b"oops", b"\xff", b"[]", b"3", b'{"loss": 1.0}', b'{"step": null}'])
 def test_a_broken_line_is_named_and_nothing_is_dropped(tmp_path, line):
     text = b'{"step": 1}\n' + line + b'\n{"step": 3}\n'
     (tmp_path / "metrics.jsonl").write_bytes(text)
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: line 2 is not a step's record .*Mend.*away"):
-        MetricsLog(tmp_path, after=1)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: line 2 is not a record .*Fix.*away"):
+        MetricsLog(tmp_path, resume_step=1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == text
 
 
@@ -99,24 +99,24 @@ OURS = b'{"state": "done", "step": 3, "restarts": 0, "goodput": {}'
         *(OURS + b', "compile_seconds": %s}' % seconds for seconds in (b'"1"', b"[1]", b"true")),
     ],
 )
-def test_a_status_that_is_not_ours_is_refused(tmp_path, text):
+def test_a_foreign_status_is_refused(tmp_path, text):
     (tmp_path / "status.json").write_bytes(OURS + b"}")
     assert Status.read(tmp_path).step == 3
     (tmp_path / "status.json").write_bytes(text)
-    with pytest.raises(CheckpointError, match=r"status\.json: not a status .*away"):
+    with pytest.raises(CheckpointError, match=r"status\.json: not a run's status .*away"):
         Status.read(tmp_path)
 
 
-def test_what_is_no_file_is_refused_by_name(tmp_path):
+def test_a_directory_in_place_of_a_file_is_refused_by_name(tmp_path):
     for name in ("metrics.jsonl", "status.json"):
         (tmp_path / name).mkdir()
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be read"):
         read_records(tmp_path / "metrics.jsonl")
-    with pytest.raises(CheckpointError, match=r"status\.json: not a status"):
+    with pytest.raises(CheckpointError, match=r"status\.json: not a run's status"):
         Status.read(tmp_path)
 
 
-def test_the_clock_books_each_second_once(monkeypatch):
+def test_the_clock_counts_each_second_once(monkeypatch):
     now = 100.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
     seconds = dict.fromkeys(BUCKETS, 0.0)
@@ -128,12 +128,12 @@ def test_the_clock_books_each_second_once(monkeypatch):
             now += 4
         now += 8
     now += 16  # other
-    clock.book()
+    clock.update()
     assert seconds == dict.fromkeys(BUCKETS, 0.0) | {"other": 17, "checkpoint": 10, "step": 4}
     assert clock.total() == 31
     later = Clock(seconds)
     now += 2
-    assert (later.this_life(), later.total()) == (2, 33)
+    assert (later.since_start(), later.total()) == (2, 33)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_clock_books_each_second_once(monkeypatch):
     ],
     ids=["nothing", "evaluations alone", "both", "null"],
 )
-def test_the_plot_is_a_picture_whatever_there_is(tmp_path, records):
+def test_the_plot_is_an_image_whatever_the_records(tmp_path, records):
     plot_loss(records, tmp_path / "loss.png", "a run")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -164,7 +164,7 @@ def test_the_plot_is_a_picture_whatever_there_is(tmp_path, records):
     ],
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_durations(seconds, text):
     [(7.25, "7.25"), (312.4, "312"), (999.7, "1000"), (31400, "31.4k"), (999_999, "1000k"), (2.5e6, "2.5M")],
 )
 def test_quantities(number, text):
-    assert quantity(number) == text
+    assert format_quantity(number) == text
 
 
-def test_a_record_in_words():
+def test_a_record_as_text():
     speed = {"tokens_per_second": 31_000.0, "mfu": 0.118}
-    assert describe({"step": 120, "loss": 2.31, **speed}) == "  loss 2.3100  31k tok/s  MFU 12%"
-    assert describe({"step": 120, "loss": 2.31, **speed, "mfu": None}) == "  loss 2.3100  31k tok/s"
-    assert describe({"step": 9, "eval_loss": 1.0, "eval_perplexity": 2.718}) == "  eval 1.0000 (perplexity 2.72)"
+    assert format_record({"step": 120, "loss": 2.31, **speed}) == "  loss 2.3100  31k tok/s  MFU 12%"
+    assert format_record({"step": 120, "loss": 2.31, **speed, "mfu": None}) == "  loss 2.3100  31k tok/s"
+    assert format_record({"step": 9, "eval_loss": 1.0, "eval_perplexity": 2.718}) == "  eval 1.0000 (perplexity 2.72)"

@@ -1,4 +1,4 @@
-"""What a person watches, on a terminal and in a file."""
+"""What a run prints, on a terminal and to a file."""
 
 import io
 import subprocess
@@ -15,7 +15,7 @@ RECORD = {"step": 120, "loss": 2.31, "tokens_per_second": 31_000.0, "mfu": 0.12}
 def lines(record: dict) -> str:
     out = io.StringIO()
     progress = Progress(400, Console(file=out, width=200))
-    with progress.running():
+    with progress.live_line():
         progress.step(119)
         progress.step(120)
         progress.record(record)
@@ -27,23 +27,23 @@ def test_a_file_gets_a_line_for_each_record():
     assert line.startswith("step 120/400  loss 2.3100  31k tok/s  MFU 12%  ETA ") and line.count("\n") == 1
 
 
-def test_what_is_not_known_is_not_said():
+def test_an_unknown_mfu_is_not_printed():
     assert "MFU" not in lines(RECORD | {"mfu": None})
 
 
-@pytest.mark.parametrize("usually, said", [(None, "minutes for a large one"), (42.0, "took 42s last time")])
-def test_a_person_is_told_why_nothing_happens(usually, said):
+@pytest.mark.parametrize("last_seconds, message", [(None, "minutes for a large one"), (42.0, "took 42s last time")])
+def test_compiling_is_announced(last_seconds, message):
     out = io.StringIO()
     progress = Progress(1, Console(file=out, width=200))
-    with progress.compiling(usually):
-        assert said in out.getvalue()
+    with progress.compiling(last_seconds):
+        assert message in out.getvalue()
     assert "compiled in" in out.getvalue()
 
 
-def test_a_run_goes_on_when_its_reader_has_left(tmp_path):
+def test_a_run_continues_when_its_reader_has_left(tmp_path):
     code = (
         "import sys; from pathlib import Path; from spmd_lm.runtime.progress import Progress; p = Progress(9)\n"
-        "for _ in range(9): p.say('x' * 10_000)\n"
+        "for _ in range(9): p.log('x' * 10_000)\n"
         "Path(sys.argv[1]).write_text('trained')"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "end")], stdout=subprocess.PIPE)

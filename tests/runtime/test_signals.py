@@ -1,15 +1,15 @@
-"""A signal is noted, handlers are put back, and a second Ctrl-C is obeyed at once."""
+"""A signal stops a run between two steps, handlers are restored, and a second Ctrl-C stops at once."""
 
 import signal
 import threading
 
 import pytest
 
-from spmd_lm.runtime.signals import CAUGHT, StopSignals
+from spmd_lm.runtime.signals import STOP_SIGNALS, StopSignals
 
 
-@pytest.mark.parametrize("number", CAUGHT)
-def test_a_signal_is_noted_and_ends_the_steps_before_the_next_one(number):
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_ends_the_steps_before_the_next_one(number):
     done = []
     with StopSignals() as signals:
         for step in signals.until_received(range(1, 10)):
@@ -27,9 +27,9 @@ def test_the_first_signal_is_the_one_remembered():
     assert signals.received is signal.SIGTERM
 
 
-def test_what_is_promised_is_what_will_happen(capfd):
-    """A save before the first step there is nothing to save, and after the last one it is under way."""
-    promises = []
+def test_the_answer_to_ctrl_c_says_what_will_happen(capfd):
+    """Before the first step there is nothing to save, and after the last one the save is in progress."""
+    answers = []
     for when in ("before", "during", "after"):
         with StopSignals() as signals:
             if when == "before":
@@ -39,8 +39,8 @@ def test_what_is_promised_is_what_will_happen(capfd):
                     signal.raise_signal(signal.SIGINT)
             if when == "after":
                 signal.raise_signal(signal.SIGINT)
-        promises.append(capfd.readouterr().err.strip())
-    assert promises == [
+        answers.append(capfd.readouterr().err.strip())
+    assert answers == [
         "Stopping before the next step. Ctrl-C again stops at once.",
         "Stopping after this step and saving. Ctrl-C again stops at once, without saving.",
         "Ending: no more steps. Ctrl-C again stops at once.",
@@ -55,21 +55,21 @@ def test_a_second_interrupt_raises_at_once():
     assert signals.received is signal.SIGINT
 
 
-def test_handlers_are_put_back_even_after_an_exception():
-    before = [signal.getsignal(number) for number in CAUGHT]
+def test_handlers_are_restored_even_after_an_exception():
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with pytest.raises(ZeroDivisionError), StopSignals():
-        assert [signal.getsignal(number) for number in CAUGHT] != before
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
         raise ZeroDivisionError
-    assert [signal.getsignal(number) for number in CAUGHT] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_outside_the_main_thread_nothing_is_installed():
     seen = {}
 
     def work():
-        before = [signal.getsignal(number) for number in CAUGHT]
+        before = [signal.getsignal(number) for number in STOP_SIGNALS]
         with StopSignals() as signals:
-            seen.update(same=[signal.getsignal(number) for number in CAUGHT] == before, received=signals.received)
+            seen.update(same=[signal.getsignal(number) for number in STOP_SIGNALS] == before, received=signals.received)
 
     thread = threading.Thread(target=work)
     thread.start()

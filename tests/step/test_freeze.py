@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_lm.checkpoints.checkpointer import leaves_by_path
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.planning.plan_report import describe, summary
 from spmd_lm.step.freeze import frozen, trained
-from spmd_lm.training.init_from import paths
 from tests.helpers import make_config, program
 from tests.parameter_count import parameters_by_formula
 
@@ -20,7 +20,7 @@ CONFIG = make_config(model=BERT, objective={"kind": "classification", "classes":
 
 def masks(patterns: str, config=CONFIG) -> dict[str, np.ndarray]:
     model = LanguageModel(config.model, config.objective, "float32", "xla")
-    return paths(frozen(patterns.split(), model.names, model.shapes))
+    return leaves_by_path(frozen(patterns.split(), model.names, model.shapes))
 
 
 def names(patterns: str, config=CONFIG) -> set[str]:

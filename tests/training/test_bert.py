@@ -1,5 +1,4 @@
-"""A BERT learns from real text on a mesh: hidden bytes, far beyond the commonest one, and which of two pieces came
-first."""
+"""A BERT learns from real text on a mesh: masked bytes, far better than by frequency, and the order of two segments."""
 
 import json
 import math
@@ -15,7 +14,7 @@ from spmd_lm.data.loader import make_train_loader, make_validation_loader
 from tests import processes
 from tests.published import published
 
-# Plays: who speaks, verses that break off and blank lines show the order of pieces as short as 61 bytes.
+# Plays: who speaks, verses that break off and blank lines show the order of segments as short as 61 bytes.
 TREE = {
     "model": {
         "kind": "bert",
@@ -38,21 +37,21 @@ TREE = {
 }
 
 
-def hidden(rows: BatchSource, batches: int) -> np.ndarray:
-    """How often each token is hidden, and so to be predicted, in the first of these batches [V]."""
+def masked_counts(rows: BatchSource, batches: int) -> np.ndarray:
+    """How often each token is masked, and so predicted, in the first batches [vocab]."""
     read = (rows.rows(step, 0, rows.batch_size) for step in range(batches))
     return sum(np.bincount(b.targets.ravel(), b.weights.ravel(), TREE["model"]["vocab"]) for b in read)
 
 
-def swapped(held_out: ValidationLoader) -> tuple[float, float]:
-    """Rows of two pieces, and how many of them have the later one first."""
+def swapped_counts(held_out: ValidationLoader) -> tuple[float, float]:
+    """Rows of two segments, and how many of them have the later one first."""
     read = [held_out.rows(step, 0, held_out.batch_size) for step in range(len(held_out))]
     return sum(b.label_weights.sum() for b in read), sum((b.label_weights * b.labels).sum() for b in read)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_hidden_words_and_the_order_of_pieces_are_learned(norm, tmp_path):
+def test_masked_bytes_and_sentence_order_are_learned(norm, tmp_path):
     sections = {"model": TREE["model"] | {"norm": norm}, "run": {"dir": str(tmp_path / "run"), "simulate_devices": 8}}
     data = {"source": "text", "path": str(published("tinyshakespeare.txt"))}
     config = RunConfig.model_validate(TREE | sections | {"data": data})
@@ -60,20 +59,20 @@ def test_hidden_words_and_the_order_of_pieces_are_learned(norm, tmp_path):
     assert "data 4 x model 2" in processes.run("train", tmp_path / "bert.yaml")
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["masked_lm_loss"] for record in records]
-    figures = {name: figure for name, figure in records[-1].items() if name.startswith("eval_")}
+    metrics = {name: value for name, value in records[-1].items() if name.startswith("eval_")}
 
     corpus = load_data(config.data, config.train.seed, config.model.vocab)
     loader, held_out = make_train_loader(config, corpus), make_validation_loader(config, corpus)
 
-    # Who knows how often each byte is hidden in training, and nothing of a row, names the commonest of them, a space.
-    seen, asked = hidden(loader, 50), hidden(held_out, len(held_out))
+    # The baseline knows how often each byte is masked in training, and predicts the commonest of them, a space.
+    seen, asked = masked_counts(loader, 50), masked_counts(held_out, len(held_out))
     baseline = asked[seen.argmax()] / asked.sum()
     entropy = -(asked @ np.log((seen + 1) / (seen + 1).sum())) / asked.sum()
-    rows, backwards = swapped(held_out)
+    rows, backwards = swapped_counts(held_out)
     chance, error = max(backwards, rows - backwards) / rows, 0.5 / math.sqrt(rows)
-    told = f"{norm}: {figures}, against {baseline:.4f}, {entropy:.4f} nat and {chance:.4f} of {rows:.0f} rows"
-    print(told)  # pytest -rP shows it
-    assert np.mean(losses[-50:]) < np.mean(losses[:50]) - 0.5, told
-    assert figures["eval_masked_lm_loss"] < entropy - 0.3, told
-    assert figures["eval_masked_lm_accuracy"] > 1.5 * baseline, told
-    assert figures["eval_sentence_order_accuracy"] > chance + 3 * error, told
+    summary = f"{norm}: {metrics}, against {baseline:.4f}, {entropy:.4f} nat and {chance:.4f} of {rows:.0f} rows"
+    print(summary)  # pytest -rP shows it
+    assert np.mean(losses[-50:]) < np.mean(losses[:50]) - 0.5, summary
+    assert metrics["eval_masked_lm_loss"] < entropy - 0.3, summary
+    assert metrics["eval_masked_lm_accuracy"] > 1.5 * baseline, summary
+    assert metrics["eval_sentence_order_accuracy"] > chance + 3 * error, summary

@@ -1,4 +1,4 @@
-"""The whole way: a model that was trained on text is tuned on labels, for several seeds, judged, and given away."""
+"""End to end: a model trained on text is fine-tuned on labels with several seeds, evaluated, and exported."""
 
 import json
 import statistics
@@ -26,7 +26,7 @@ TUNING = """
 run: {name: second, dir: DIR/second, init_from: DIR/first}
 model: {dropout: 0.0, attention_dropout: 0.0, context: 24}
 objective: {kind: classification, classes: 3}
-data: {source: task, task: jsonl, path: DIR/train.jsonl, validation: DIR/dev.jsonl}
+data: {source: task, task: jsonl, path: DIR/train.jsonl, validation_path: DIR/dev.jsonl}
 parallel: {data: 4, model: 2, sequence: true, zero: 3}
 precision: {compute: float32}
 optim: {lr: 3e-3, warmup: 10, freeze: embedding.positions}
@@ -36,10 +36,13 @@ checkpoint: {every: 60}
 
 
 @pytest.fixture
-def place(tmp_path):
-    """A text, and examples whose first letter says their class."""
+def directory(tmp_path):
+    """A text, and examples whose first letter is their class."""
     r = np.random.default_rng(0)
-    words = lambda: "".join(r.choice([*"defg "], r.integers(3, 20)))  # noqa: E731
+
+    def words() -> str:
+        return "".join(r.choice([*"defg "], r.integers(3, 20)))
+
     (tmp_path / "text.txt").write_text("\n".join(words() for _ in range(400)))
     for side, count in (("train", 600), ("dev", 101)):
         lines = [{"text": "abc"[label] + words(), "label": int(label)} for label in r.integers(0, 3, count)]
@@ -49,31 +52,31 @@ def place(tmp_path):
     return tmp_path
 
 
-def test_a_model_is_tuned_for_two_seeds_judged_under_another_layout_and_given_away(place, capsys):
-    assert main(["train", str(place / "first.yaml")]) == 0
-    line = ["train", str(place / "second.yaml"), "--seeds", "2", "--json", str(place / "told.json")]
+def test_a_model_is_fine_tuned_with_two_seeds_evaluated_under_another_layout_and_exported(directory, capsys):
+    assert main(["train", str(directory / "first.yaml")]) == 0
+    line = ["train", str(directory / "second.yaml"), "--seeds", "2", "--json", str(directory / "result.json")]
     assert main(line) == 0
-    told = json.loads((place / "told.json").read_text())
+    result = json.loads((directory / "result.json").read_text())
     out = capsys.readouterr().out
     assert "seed 5" in out and "seed 6" in out and "eval_matthews" in out
 
-    for name, by_seed in told["seeds"].items():
+    for name, by_seed in result["seeds"].items():
         assert by_seed.keys() == {"5", "6"}
-        assert told["median"][name] == statistics.median(by_seed.values())
-    assert told["median"]["eval_accuracy"] > 0.9 > 0.5
-    assert told["seeds"]["eval_loss"]["5"] != told["seeds"]["eval_loss"]["6"]
+        assert result["median"][name] == statistics.median(by_seed.values())
+    assert result["median"]["eval_accuracy"] > 0.9 > 0.5
+    assert result["seeds"]["eval_loss"]["5"] != result["seeds"]["eval_loss"]["6"]
 
-    # Judged again, with other batches on other devices.
+    # Evaluated again, with other batches on other devices.
     other = ["parallel.pipe=2", "parallel.data=2", "parallel.zero=0", "train.batch=8", "--json", "-"]
-    assert main(["eval", str(place / "second" / "seed-6"), *other]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["examples"] == 101
-    assert again["eval_loss"] == pytest.approx(told["seeds"]["eval_loss"]["6"], rel=1e-4)
-    assert again["eval_accuracy"] == told["seeds"]["eval_accuracy"]["6"]
+    assert main(["eval", str(directory / "second" / "seed-6"), *other]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated["examples"] == 101
+    assert evaluated["eval_loss"] == pytest.approx(result["seeds"]["eval_loss"]["6"], rel=1e-4)
+    assert evaluated["eval_accuracy"] == result["seeds"]["eval_accuracy"]["6"]
 
-    # A finished run needs neither training nor its origin.
-    (place / "first").rename(place / "gone")
-    assert load_run(place / "second" / "seed-5").model.context == 24
-    assert main(["export", str(place / "second" / "seed-5"), str(place / "given")]) == 0
-    said = json.loads((place / "given" / "config.json").read_text())
-    assert said["architectures"] == ["BertForSequenceClassification"] and len(said["id2label"]) == 3
+    # A finished run needs its pretrained run no longer.
+    (directory / "first").rename(directory / "gone")
+    assert load_run(directory / "second" / "seed-5").model.context == 24
+    assert main(["export", str(directory / "second" / "seed-5"), str(directory / "exported")]) == 0
+    exported = json.loads((directory / "exported" / "config.json").read_text())
+    assert exported["architectures"] == ["BertForSequenceClassification"] and len(exported["id2label"]) == 3

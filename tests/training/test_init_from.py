@@ -1,4 +1,4 @@
-"""A run that starts as another: what it takes, what is born, and which origins are refused."""
+"""Warm starts: which parameters are reused, which are newly initialized, and which pretrained runs are refused."""
 
 import dataclasses
 from contextlib import closing
@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path, make_meta
 from spmd_lm.errors import CheckpointError, ConfigError
-from spmd_lm.training.init_from import Origin, paths
+from spmd_lm.training.init_from import PretrainedRun
 from tests.helpers import FLOAT32, JUDGED, ORIGINAL, canonical, make_config, program
 
 BERT = ORIGINAL | {"vocab": 64}
@@ -18,83 +18,85 @@ HEAD = {"head.output", "head.output_bias"}
 
 
 @pytest.fixture(scope="module")
-def origin(tmp_path_factory):
+def pretrained(tmp_path_factory):
     """A run trained on hidden words and their order, on eight devices; and its parameters by path, on the host."""
-    directory = tmp_path_factory.mktemp("origin")
+    directory = tmp_path_factory.mktemp("pretrained")
     layout = {"data": 4, "model": 2, "zero": 3}
     config = make_config(model=BERT, objective={"kind": "masked_lm"}, parallel=layout, precision=FLOAT32)
     p = program(config)
     state = p.init()
-    moved = jax.tree.map(lambda x: x + 1, state.params)
-    with closing(Checkpointer(directory / "checkpoints", asynchronous=False)) as saves:
-        state = p.canonical(dataclasses.replace(state, params=moved))
-        saves.save(7, state, make_meta(config.model_dump(by_alias=True), samples=112, fingerprint=""))
-    return directory, {name: np.asarray(leaf) for name, leaf in paths(state.params).items()}
+    changed = jax.tree.map(lambda x: x + 1, state.params)
+    with closing(Checkpointer(directory / "checkpoints", asynchronous=False)) as checkpoints:
+        state = p.canonical(dataclasses.replace(state, params=changed))
+        checkpoints.save(7, state, make_meta(config.model_dump(by_alias=True), samples=112, fingerprint=""))
+    return directory, {name: np.asarray(leaf) for name, leaf in leaves_by_path(state.params).items()}
 
 
-def begun(directory, model=BERT, **sections):
+def warm_start(directory, model=BERT, **sections):
     config = make_config(model=model, **TASK | sections)
     p = program(config)
-    origin = Origin.of(p, directory)
-    return p, origin.state(p), origin.describe(p)
+    run = PretrainedRun.open(p, directory)
+    return p, run.initial_state(p), run.describe(p)
 
 
 @pytest.mark.parametrize("parallel", [{"data": 1}, {"pipe": 2, "model": 2, "microbatches": 2}], ids=str)
-def test_all_but_the_head_is_taken_under_any_layout_and_the_rest_is_born(origin, parallel):
-    directory, theirs = origin
-    p, state, told = begun(directory, parallel=parallel)
-    ours, born = paths(canonical(p, state).params), paths(canonical(p, p.init()).params)
-    taken = ours.keys() - HEAD
-    assert {"head.pooler", "head.pooler_bias"} <= taken < theirs.keys()
-    for name in taken:
+def test_all_but_the_head_is_reused_under_any_layout_and_the_rest_is_newly_initialized(pretrained, parallel):
+    directory, theirs = pretrained
+    p, state, message = warm_start(directory, parallel=parallel)
+    ours, new = leaves_by_path(canonical(p, state).params), leaves_by_path(canonical(p, p.init()).params)
+    reused = ours.keys() - HEAD
+    assert {"head.pooler", "head.pooler_bias"} <= reused < theirs.keys()
+    for name in reused:
         np.testing.assert_array_equal(ours[name], theirs[name])
-        assert (ours[name] != born[name]).any(), name
+        assert (ours[name] != new[name]).any(), name
     for name in HEAD:
-        np.testing.assert_array_equal(ours[name], born[name])
-    assert int(state.step) == 0 and not any(np.asarray(x).any() for x in jax.tree.leaves(state.opt_state))
-    assert told.startswith(f"starting as {directory} was after step 7, with a new head.output, head.output_bias")
-    assert "without its head.binary" in told
+        np.testing.assert_array_equal(ours[name], new[name])
+    assert int(state.step) == 0 and not any(np.asarray(x).any() for x in jax.tree.leaves((state.mu, state.nu)))
+    start = f"initialized from {directory} after step 7, newly initialized: head.output, head.output_bias, not used: "
+    assert message.startswith(start + "head.binary")
 
 
-def test_what_has_no_pooler_leaves_it_there(origin):
-    directory, _ = origin
-    p, state, told = begun(directory, **JUDGED["span"])
-    ours = paths(canonical(p, state).params)
-    assert {name for name in ours if name.startswith("head")} == HEAD and "head.pooler" in told
+def test_an_objective_without_a_pooler_does_not_use_it(pretrained):
+    directory, _ = pretrained
+    p, state, message = warm_start(directory, **JUDGED["span"])
+    ours = leaves_by_path(canonical(p, state).params)
+    assert {name for name in ours if name.startswith("head")} == HEAD and "head.pooler" in message
 
 
-@pytest.mark.parametrize(("kind", "born"), [("classification", set()), ("multiple choice", HEAD)])
-def test_a_head_is_taken_by_its_own_objective_alone(origin, tmp_path, kind, born):
+@pytest.mark.parametrize(("kind", "new"), [("classification", set()), ("multiple choice", HEAD)])
+def test_a_head_is_reused_by_its_own_objective_alone(pretrained, tmp_path, kind, new):
     """One output here, two there: of other shapes as well, but a span's and two classes' are alike."""
-    p, state, _ = begun(origin[0])
-    given = jax.tree.map(lambda x: x + 1, state.params)
-    with closing(Checkpointer(tmp_path / "checkpoints", asynchronous=False)) as saves:
+    p, state, _ = warm_start(pretrained[0])
+    changed = jax.tree.map(lambda x: x + 1, state.params)
+    with closing(Checkpointer(tmp_path / "checkpoints", asynchronous=False)) as checkpoints:
         meta = make_meta(p.config.model_dump(by_alias=True), samples=16, fingerprint="")
-        saves.save(1, p.canonical(dataclasses.replace(state, params=given)), meta)
+        checkpoints.save(1, p.canonical(dataclasses.replace(state, params=changed)), meta)
     sections = JUDGED[kind] | {"precision": FLOAT32}
     other = program(make_config(model=BERT, **sections))
-    assert {name for name in paths(other.plan.shapes) if name not in Origin.of(other, tmp_path).taken} == born
+    assert {
+        name for name in leaves_by_path(other.plan.shapes) if name not in PretrainedRun.open(other, tmp_path).reused
+    } == new
     spans = program(make_config(model=BERT, **JUDGED["span"] | {"precision": FLOAT32}))
-    assert not HEAD & Origin.of(spans, tmp_path).taken
+    assert not HEAD & PretrainedRun.open(spans, tmp_path).reused
 
 
-def test_another_vocabulary_is_refused(origin, tmp_path):
-    directory, _ = origin
+def test_another_vocabulary_is_refused(pretrained, tmp_path):
+    directory, _ = pretrained
     p = program(make_config(model=BERT, **TASK))
     meta = Checkpointer(directory / "checkpoints").meta(7)
     meta["config"]["data"] = {"source": "python-stdlib", "tokenizer": "bytes", "validation_fraction": 0.1}
-    with closing(Checkpointer(tmp_path / "checkpoints", asynchronous=False)) as saves:
-        saves.save(7, p.canonical(p.init()), meta)
+    with closing(Checkpointer(tmp_path / "checkpoints", asynchronous=False)) as checkpoints:
+        checkpoints.save(7, p.canonical(p.init()), meta)
     other = p.config.data.model_copy(update={"tokenizer": "vocab.txt"})
     p = program(p.config.model_copy(update={"data": other}))
     with pytest.raises(ConfigError, match=r"data\.tokenizer=vocab.txt is not the vocabulary of .* Use .*=bytes"):
-        Origin.of(p, tmp_path)
+        PretrainedRun.open(p, tmp_path)
 
 
-def test_shorter_rows_take_the_first_positions(origin):
-    directory, theirs = origin
-    p, state, _ = begun(directory, BERT | {"context": 8})
-    ours = paths(canonical(p, state).params)
+def test_a_shorter_context_reuses_the_first_positions(pretrained):
+    directory, theirs = pretrained
+    p, state, _ = warm_start(directory, BERT | {"context": 8})
+    ours = leaves_by_path(canonical(p, state).params)
     np.testing.assert_array_equal(ours["embedding.positions"], theirs["embedding.positions"][:8])
 
 
@@ -106,18 +108,18 @@ def test_shorter_rows_take_the_first_positions(origin):
         ({"mlp_width": 64}, "model.mlp_width: None -> 64"),
     ],
 )
-def test_another_model_is_refused_with_what_differs(origin, model, message):
-    directory, _ = origin
-    with pytest.raises(CheckpointError, match=r"run\.init_from=.* is another model") as told:
-        begun(directory, BERT | model)
-    assert message in str(told.value) and "Leave these keys out" in str(told.value)
+def test_another_model_is_refused_with_its_differences(pretrained, model, message):
+    directory, _ = pretrained
+    with pytest.raises(CheckpointError, match=r"run\.init_from=.* is another model") as error:
+        warm_start(directory, BERT | model)
+    assert message in str(error.value) and "Remove these keys" in str(error.value)
 
 
-def test_how_it_is_computed_and_regularized_is_free(origin):
-    directory, _ = origin
-    begun(directory, BERT | {"dropout": 0.0, "scan": False})
+def test_computation_and_regularization_may_differ(pretrained):
+    directory, _ = pretrained
+    warm_start(directory, BERT | {"dropout": 0.0, "scan": False})
 
 
-def test_an_origin_without_a_checkpoint(tmp_path):
+def test_a_pretrained_run_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"run\.init_from=.*holds no checkpoint\. Train it first"):
-        begun(tmp_path)
+        warm_start(tmp_path)

@@ -1,4 +1,4 @@
-"""The loop's promises, on a program of one small vector: whatever stops a run, going on equals never having stopped."""
+"""The loop's guarantees, on a program of one small vector: stopping and resuming equals never stopping."""
 
 import dataclasses
 import json
@@ -19,7 +19,8 @@ from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import Precision, RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
 from spmd_lm.step.state import TrainState
-from spmd_lm.training import hooks, loop
+from spmd_lm.training import loop, non_finite, run_dir
+from spmd_lm.training.run import TrainingRun
 from tests.data.tokenizers.test_subwords import wordpiece
 
 TREE = {
@@ -40,7 +41,7 @@ def make_config(directory, **changes):
 
 
 class FakeProgram:
-    """A state of one vector that remembers every batch it saw.  `at` maps a step to what happens during it."""
+    """A state of one vector that remembers every batch it saw.  `at` maps a step to a function called during it."""
 
     at: dict = {}  # noqa: RUF012 (set by the tests)
     tokens_per_step, flops_per_step, peak_flops = 32, 1e6, 1e12
@@ -48,8 +49,8 @@ class FakeProgram:
 
     def __init__(self, config):
         self.config = config
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        self.batch_shardings = Batch(here, here, here, here, None, here)
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        self.batch_shardings = Batch(sharding, sharding, sharding, sharding, None, sharding)
 
     def init(self):
         w = jnp.arange(16.0)
@@ -64,8 +65,8 @@ class FakeProgram:
         seen = jnp.bincount(batch.tokens.ravel(), length=16) * batch.tokens[..., 0].mean()
         w = state.params["w"] * 0.9 + seen / step
         loss = jnp.sin(w).mean() ** 2 + 1
-        if (happening := self.at.get(step)) is not None:
-            loss = loss * happening()
+        if (callback := self.at.get(step)) is not None:
+            loss = loss * callback()
         return TrainState(state.step + 1, {"w": w}, state.mu, state.nu), {"loss": loss, "grad_norm": loss, "lr": loss}
 
     def evaluate(self, params, batch):
@@ -80,13 +81,13 @@ class FakeProgram:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.init())
 
 
-PLANS = SimpleNamespace(describe=lambda config, plan: {}, summary=lambda description: "one device")
+PLAN_REPORT = SimpleNamespace(describe=lambda config, plan: {}, summary=lambda description: "one device")
 
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
     monkeypatch.setattr(loop, "Program", FakeProgram)
-    monkeypatch.setattr(loop, "plans", PLANS)
+    monkeypatch.setattr(loop, "plan_report", PLAN_REPORT)
     monkeypatch.setattr(FakeProgram, "at", {})
 
 
@@ -106,8 +107,8 @@ def saved(directory):
     return sorted(int(path.name) for path in (directory / "checkpoints").iterdir())
 
 
-def figures(directory):
-    """What the numbers of a run are, less those that a clock made."""
+def metrics(directory):
+    """The metrics of a run without those that depend on time."""
     return [
         {k: v for k, v in r.items() if k not in ("tokens_per_second", "mfu", "seconds")} for r in records(directory)
     ]
@@ -124,12 +125,12 @@ def reference(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "reference"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "Program", FakeProgram)
-        patch.setattr(loop, "plans", PLANS)
+        patch.setattr(loop, "plan_report", PLAN_REPORT)
         assert loop.train(make_config(directory)) is Exit.DONE
     return directory
 
 
-def test_a_run_leaves_what_the_contract_says(reference):
+def test_a_run_leaves_its_files(reference):
     assert [r["step"] for r in records(reference)] == [2, 4, 6, 8, 10, 12]
     keys = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "seconds"]
     assert all(list(record)[: len(keys)] == keys for record in records(reference))
@@ -179,7 +180,7 @@ def test_stopping_by_signal_and_resuming_equals_never_having_stopped(tmp_path, r
     assert status(tmp_path / "run")["step"] == max(saved(tmp_path / "run")) == step
     FakeProgram.at = {}
     assert loop.train(config) is Exit.DONE
-    assert figures(tmp_path / "run") == figures(reference)
+    assert metrics(tmp_path / "run") == metrics(reference)
     assert status(tmp_path / "run")["restarts"] == 1
 
 
@@ -188,10 +189,10 @@ def test_an_exception_and_resuming_from_before_it_equals_never_having_stopped(tm
     with pytest.raises(ZeroDivisionError):
         loop.train(make_config(tmp_path / "run"))
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == ("failed", 1)
-    assert records(tmp_path / "run")[-1]["step"] == 8  # beyond the checkpoint of step 5: to be dropped and made again
+    assert records(tmp_path / "run")[-1]["step"] == 8  # beyond the checkpoint of step 5: dropped and trained again
     FakeProgram.at = {}
     assert loop.train(make_config(tmp_path / "run")) is Exit.DONE
-    assert figures(tmp_path / "run") == figures(reference)
+    assert metrics(tmp_path / "run") == metrics(reference)
 
 
 def test_a_signal_while_compiling_stops_before_the_first_step(tmp_path, capsys):
@@ -213,19 +214,19 @@ def test_a_signal_before_compiling_does_not_wait_for_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "step, kept, words",
+    "step, saved_steps, message",
     [("compile", [], "nothing was saved."), (3, [], "nothing was saved."), (7, [5], "nothing since step 5 was saved.")],
 )
-def test_a_second_interrupt_ends_at_once_without_a_save_and_says_so(tmp_path, capsys, step, kept, words):
+def test_a_second_interrupt_ends_at_once_without_a_save_and_says_so(tmp_path, capsys, step, saved_steps, message):
     FakeProgram.at = {step: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]}
     with pytest.raises(KeyboardInterrupt):
         loop.train(make_config(tmp_path))
-    assert Checkpointer(tmp_path / "checkpoints").steps() == kept
-    assert f"stopped at once: {words}" in capsys.readouterr().out
+    assert Checkpointer(tmp_path / "checkpoints").steps() == saved_steps
+    assert f"stopped at once: {message}" in capsys.readouterr().out
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 130)
 
 
-QUIET = {"train__log_every": 100, "train__eval_every": 0}  # nothing but the save at step 5 asks for figures early
+QUIET = {"train__log_every": 100, "train__eval_every": 0}  # only the save at step 5 reads metrics early
 
 
 @pytest.mark.parametrize("step", [4, 5, 7])
@@ -234,7 +235,7 @@ def test_a_state_whose_loss_is_not_finite_is_never_saved(tmp_path, step):
     with pytest.raises(NonFiniteError, match=f"step {step}: loss nan") as error:
         loop.train(make_config(tmp_path, **QUIET))
     assert (tmp_path / "checkpoints" / "5").exists() == (step == 7)
-    assert ("step 5, which was saved" if step == 7 else "from the beginning") in str(error.value)
+    assert ("resume from step 5, the last good checkpoint" if step == 7 else "start from step 0") in str(error.value)
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 6)
 
 
@@ -252,8 +253,8 @@ def blow_up(monkeypatch, step, tree):
 
 
 @pytest.mark.parametrize("tree", ["params", "mu", "nu"])
-@pytest.mark.parametrize("step, last", [(5, "from the beginning"), (10, "from step 5, which was saved before")])
-def test_a_state_that_its_own_update_destroyed_is_never_saved(tmp_path, monkeypatch, tree, step, last):
+@pytest.mark.parametrize("step, last", [(5, "start from step 0"), (10, "resume from step 5, the last good checkpoint")])
+def test_a_state_that_its_update_made_non_finite_is_never_saved(tmp_path, monkeypatch, tree, step, last):
     blow_up(monkeypatch, step, tree)
     with pytest.raises(NonFiniteError, match=rf"state after step {step} is not finite. .*{last}"):
         loop.train(make_config(tmp_path, **QUIET, checkpoint__keep=1))
@@ -269,10 +270,10 @@ def overflow(monkeypatch, steps, scale):
         number = int(state.step) + 1
         after, metrics = take(self, state, batch)
         skipped = number in steps
-        figures = {"loss_scale": jnp.float32(scale), "skipped": jnp.bool_(skipped), "skipped_steps": jnp.int32(0)}
+        scaling = {"loss_scale": jnp.float32(scale), "skipped": jnp.bool_(skipped), "skipped_steps": jnp.int32(0)}
         if skipped:
             after, metrics = dataclasses.replace(state, step=after.step), metrics | {"grad_norm": jnp.float32(jnp.nan)}
-        return after, metrics | figures
+        return after, metrics | scaling
 
     monkeypatch.setattr(FakeProgram, "step", step)
 
@@ -282,7 +283,7 @@ def scaled(directory, **changes):
     return make_config(directory, **changes).model_copy(update={"precision": precision})
 
 
-def test_a_skipped_step_is_as_it_should_be(tmp_path, monkeypatch, capsys):
+def test_skipped_steps_are_normal_above_the_smallest_scale(tmp_path, monkeypatch, capsys):
     overflow(monkeypatch, range(1, 13), 2.0)
     assert loop.train(scaled(tmp_path)) is Exit.DONE
     last = records(tmp_path)[-1]
@@ -291,34 +292,34 @@ def test_a_skipped_step_is_as_it_should_be(tmp_path, monkeypatch, capsys):
     assert "scale 2^1 (0 skipped)" in out and "smaller scale" not in out
 
 
-def test_an_overflow_at_the_least_scale_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hooks, "PATIENCE", 3)
+def test_an_overflow_at_the_smallest_scale_is_logged(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(non_finite, "MAX_OVERFLOWS", 3)
     overflow(monkeypatch, (2, 3, 5, 6), 1.0)
     assert loop.train(scaled(tmp_path)) is Exit.DONE
-    told = re.findall(
+    logged = re.findall(
         r"^step (\d+): gradients overflow float16 at precision\.min_scale=1: ", capsys.readouterr().out, re.M
     )
-    assert told == ["2", "3", "5", "6"]
+    assert logged == ["2", "3", "5", "6"]
 
 
-def test_steps_without_end_at_the_least_scale_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(hooks, "PATIENCE", 3)
+def test_too_many_overflows_at_the_smallest_scale_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(non_finite, "MAX_OVERFLOWS", 3)
     overflow(monkeypatch, range(7, 13), 1.0)
-    what = r"steps 7 to 9: gradients overflow float16 at precision\.min_scale=1\. .* step 5, which was saved before"
+    what = r"steps 7 to 9: gradients overflow float16 at precision\.min_scale=1\. .* step 5, the last good checkpoint"
     with pytest.raises(NonFiniteError, match=what) as error:
         loop.train(scaled(tmp_path))
     assert "precision.compute=float32 precision.loss_scale=none" in str(error.value)
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 6)
 
 
-def test_with_a_scale_too_a_step_that_was_taken_has_a_finite_loss(tmp_path, monkeypatch):
+def test_a_step_that_is_not_skipped_has_a_finite_loss_under_loss_scaling_too(tmp_path, monkeypatch):
     overflow(monkeypatch, (2, 3), 2.0)
     FakeProgram.at = {4: lambda: float("nan")}
     with pytest.raises(NonFiniteError, match="step 4: loss nan"):
         loop.train(scaled(tmp_path))
 
 
-def test_a_signal_does_not_save_a_destroyed_state(tmp_path, monkeypatch):
+def test_a_signal_does_not_save_a_non_finite_state(tmp_path, monkeypatch):
     blow_up(monkeypatch, 7, "params")
     kill_at(7, signal.SIGTERM)
     with pytest.raises(NonFiniteError, match="state after step 7 is not finite"):
@@ -326,31 +327,31 @@ def test_a_signal_does_not_save_a_destroyed_state(tmp_path, monkeypatch):
     assert saved(tmp_path) == [5]
 
 
-def test_the_advice_for_a_saved_state_that_gives_no_finite_loss_is_an_older_one(tmp_path):
-    """It is lost already: to start again from there, at whatever rate, would fail the same way."""
+def test_a_saved_state_that_leads_to_a_non_finite_loss_is_named(tmp_path):
+    """Resuming from it, at whatever learning rate, would fail in the same way."""
     kill_at(7, signal.SIGTERM)
     loop.train(make_config(tmp_path))
     FakeProgram.at = {8: lambda: float("nan")}
     for _ in range(2):
         with pytest.raises(NonFiniteError, match="step 8: loss nan") as error:
             loop.train(make_config(tmp_path))
-        assert f"Move {tmp_path}/checkpoints/7 away" in str(error.value) and "from step 5" in str(error.value)
+        assert f"Move {tmp_path}/checkpoints/7 away" in str(error.value) and "resume from step 5" in str(error.value)
     shutil.rmtree(tmp_path / "checkpoints" / "5")
-    with pytest.raises(NonFiniteError, match=r"checkpoints/7 away.*from the beginning"):
+    with pytest.raises(NonFiniteError, match=r"checkpoints/7 away.*start from step 0"):
         loop.train(make_config(tmp_path))
 
 
 def test_the_host_runs_at_most_two_steps_ahead(tmp_path, monkeypatch):
-    landed = []
-    flights = loop.Run.follow
+    read = []
+    original = TrainingRun.advance
 
-    def follow(run, step, *outcome):
-        flights(run, step, *outcome)
-        landed.append(step - len(run._flying))
+    def advance(run, step, *results):
+        original(run, step, *results)
+        read.append(step - len(run._in_flight))
 
-    monkeypatch.setattr(loop.Run, "follow", follow)
+    monkeypatch.setattr(TrainingRun, "advance", advance)
     loop.train(make_config(tmp_path, train__log_every=100, train__eval_every=0, checkpoint__every=0))
-    assert landed == [0, 0, *range(1, 11)]
+    assert read == [0, 0, *range(1, 11)]
 
 
 def test_without_periodic_saves_only_a_signal_saves(tmp_path, capsys):
@@ -367,18 +368,18 @@ def test_without_periodic_saves_only_a_signal_saves(tmp_path, capsys):
     assert loop.train(config) is Exit.DONE
     assert "Nothing was saved since step 7 (checkpoint.every=0)" in capsys.readouterr().out
     assert loop.train(config) is Exit.DONE
-    assert "Raise train.steps to go on, from step 7." in capsys.readouterr().out
+    assert "Raise train.steps to continue from step 7." in capsys.readouterr().out
 
 
 def test_a_finished_run_says_whether_more_steps_can_follow(tmp_path, reference, capsys):
     assert loop.train(make_config(reference)) is Exit.DONE
-    assert "nothing to do. Raise train.steps to go on.\n" in capsys.readouterr().out
+    assert "nothing to do. Raise train.steps to continue.\n" in capsys.readouterr().out
     directory = finished_without_checkpoints(tmp_path / "run")
     assert "Nothing was saved" not in capsys.readouterr().out.split("done:")[0]
     assert loop.train(make_config(directory)) is Exit.DONE
     out = capsys.readouterr().out
     assert "nothing to do" in out and "Raise train.steps" not in out
-    assert "kept no checkpoint" in out and "another run.dir, with checkpoint.every" in out
+    assert "has no checkpoint" in out and "another run.dir with checkpoint.every" in out
 
 
 def test_another_model_is_refused_and_nothing_changes(reference):
@@ -388,7 +389,7 @@ def test_another_model_is_refused_and_nothing_changes(reference):
     assert snapshot(reference) == before
 
 
-def test_a_finished_run_goes_on_when_asked_for_more_and_says_what_changed(tmp_path, reference, capsys):
+def test_a_finished_run_continues_with_more_steps_and_says_what_changed(tmp_path, reference, capsys):
     shutil.copytree(reference, tmp_path / "run")
     reference = tmp_path / "run"
     assert loop.train(make_config(reference, train__steps=14)) is Exit.DONE
@@ -398,8 +399,8 @@ def test_a_finished_run_goes_on_when_asked_for_more_and_says_what_changed(tmp_pa
     assert [r["step"] for r in records(reference)] == [2, 4, 6, 8, 10, 12, 14]
 
 
-@pytest.mark.parametrize("kept, told", [(3, "8 to 11"), (0, "2 to 11"), (5, None)])
-def test_metrics_that_were_lost_before_the_checkpoint_are_told(tmp_path, capsys, kept, told):
+@pytest.mark.parametrize("kept, missing", [(3, "8 to 11"), (0, "2 to 11"), (5, None)])
+def test_records_lost_before_the_checkpoint_are_logged(tmp_path, capsys, kept, missing):
     kill_at(11, signal.SIGTERM)
     loop.train(make_config(tmp_path))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": 2 * n + 2}) + "\n" for n in range(kept)))
@@ -407,17 +408,21 @@ def test_metrics_that_were_lost_before_the_checkpoint_are_told(tmp_path, capsys,
     capsys.readouterr()
     assert loop.train(make_config(tmp_path, train__log_every=1)) is Exit.DONE  # every step, but only from here on
     out = capsys.readouterr().out
-    assert (f"{tmp_path}/metrics.jsonl lacks the records of steps {told}" in out) if told else ("lacks" not in out)
+    assert (
+        (f"{tmp_path}/metrics.jsonl lacks the records of steps {missing}" in out) if missing else ("lacks" not in out)
+    )
 
 
-def test_the_time_of_a_run_is_told_by_lives(tmp_path, capsys):
+def test_the_elapsed_time_counts_all_starts(tmp_path, capsys):
     assert loop.train(make_config(tmp_path)) is Exit.DONE
     assert re.search(r"^done: step 12 .*  in [\d.]+s$", capsys.readouterr().out, re.MULTILINE)
     text = json.loads((tmp_path / "status.json").read_text())
     text["goodput"]["step"] += 7200
     (tmp_path / "status.json").write_text(json.dumps(text))
     assert loop.train(make_config(tmp_path, train__steps=14)) is Exit.DONE
-    assert re.search(r"^done: step 14 .*  in [\d.]+s, 2h00m over 2 lives$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^done: step 14 .*  in [\d.]+s, 2h00m in total with 1 restart$", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 def cut_short(directory):
@@ -435,14 +440,14 @@ def finished_without_checkpoints(directory):
 
 
 @pytest.mark.parametrize("run", [cut_short, finished_without_checkpoints])
-def test_without_a_checkpoint_the_saved_config_tells_the_model(tmp_path, run):
+def test_without_a_checkpoint_the_saved_config_defines_the_model(tmp_path, run):
     directory = run(tmp_path / "run")
     before = snapshot(directory)
     with pytest.raises(CheckpointError, match=r"model\.width: 8 -> 16"):
         loop.train(make_config(directory, model__width=16))
     assert snapshot(directory) == before
     (directory / "config.yaml").write_bytes(b"model: \xff")
-    with pytest.raises(CheckpointError, match=r"does not say the model:\n.*config\.yaml.*\nMend"):
+    with pytest.raises(CheckpointError, match=r"does not define the model:\n.*config\.yaml.*\nFix"):
         loop.train(make_config(directory))
 
 
@@ -450,22 +455,22 @@ def test_a_run_cut_short_before_its_first_save_starts_again_and_says_so(tmp_path
     directory = cut_short(tmp_path / "run")
     assert loop.train(make_config(directory)) is Exit.DONE
     assert "saved no checkpoint: starting again from step 0" in capsys.readouterr().out
-    assert figures(directory) == figures(reference)
+    assert metrics(directory) == metrics(reference)
 
 
 def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
     directory = finished_without_checkpoints(tmp_path / "run")
     before = snapshot(directory)
-    with pytest.raises(CheckpointError, match=r"finished its 12 steps and kept no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"finished its 12 steps without a checkpoint"):
         loop.train(make_config(directory, checkpoint__every=0, train__steps=20))
     assert snapshot(directory) == before
 
 
-def test_another_batch_would_lose_the_place_in_the_data(tmp_path):
+def test_another_batch_size_is_refused(tmp_path):
     kill_at(7, signal.SIGTERM)
     loop.train(make_config(tmp_path))
     before = snapshot(tmp_path)
-    with pytest.raises(CheckpointError, match=r"train\.batch=4, not 8: .* Put train\.batch=4 back"):
+    with pytest.raises(CheckpointError, match=r"train\.batch=4, not 8: .* Restore train\.batch=4"):
         loop.train(make_config(tmp_path, train__batch=8))
     assert snapshot(tmp_path) == before
 
@@ -485,18 +490,18 @@ def test_a_second_run_in_the_directory_is_refused_and_harms_nothing(tmp_path):
     assert before
 
 
-def test_where_a_run_stands_is_read_once_no_other_can_move_it(tmp_path, monkeypatch, capsys):
-    """Another run of the directory, from start to end, in the moment before this one has claimed it."""
-    claimed = loop.claimed
+def test_the_directory_is_read_under_the_lock(tmp_path, monkeypatch, capsys):
+    """Another run of the directory, from start to end, just before this one locks it."""
+    lock_directory = run_dir.lock_directory
 
-    def late(*arguments):
-        monkeypatch.setattr(loop, "claimed", claimed)
+    def lock_late(*arguments):
+        monkeypatch.setattr(run_dir, "lock_directory", lock_directory)
         assert loop.train(make_config(tmp_path)) is Exit.DONE
         before.update(snapshot(tmp_path))
-        return claimed(*arguments)
+        return lock_directory(*arguments)
 
     before = {}
-    monkeypatch.setattr(loop, "claimed", late)
+    monkeypatch.setattr(run_dir, "lock_directory", lock_late)
     assert loop.train(make_config(tmp_path)) is Exit.DONE
     assert before and snapshot(tmp_path) == before
     assert "nothing to do" in capsys.readouterr().out
@@ -505,10 +510,10 @@ def test_where_a_run_stands_is_read_once_no_other_can_move_it(tmp_path, monkeypa
 @pytest.mark.parametrize(
     "name, text", [("config.yaml", "base: ../mine.yaml  # by hand\n"), ("metrics.jsonl", '{"step": 1}\n')]
 )
-def test_files_of_something_else_are_not_written_over(tmp_path, name, text):
+def test_foreign_files_are_not_overwritten(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     before = snapshot(tmp_path)
-    with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path}: .*{name}.* of no run.*Move it .*another run\.dir"):
+    with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path}: .*{name}.* to no run.*Move it .*another run\.dir"):
         loop.train(make_config(tmp_path))
     assert snapshot(tmp_path) == before
 
@@ -531,14 +536,14 @@ def test_a_file_where_a_directory_belongs_is_refused_before_compiling(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_files_that_hold_nothing_of_their_own_are_in_nobodys_way(tmp_path):
-    """A disk that was full when the run began leaves no more than this."""
+def test_files_without_foreign_content_may_be_overwritten(tmp_path):
+    """A disk that was full when the run started leaves no more than this."""
     (tmp_path / "config.yaml").write_text(dump(make_config(tmp_path)))
     (tmp_path / "metrics.jsonl").write_text("")
     assert loop.train(make_config(tmp_path)) is Exit.DONE
 
 
-def test_a_checkpoint_makes_a_run_whatever_else_is_lost(tmp_path, reference):
+def test_a_checkpoint_alone_identifies_a_run(tmp_path, reference):
     directory = shutil.copytree(reference, tmp_path / "run")
     (directory / "status.json").unlink()
     assert loop.train(make_config(directory, train__steps=14)) is Exit.DONE
@@ -563,9 +568,9 @@ def test_a_state_that_cannot_be_restored_leaves_the_files_of_the_run(tmp_path, m
     kill_at(7, signal.SIGTERM)
     loop.train(make_config(tmp_path))
     files = [tmp_path / "config.yaml", tmp_path / "metrics.jsonl"]
-    (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n')  # beyond the checkpoint: the next life drops it
+    (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n')  # beyond the checkpoint: a restart drops it
     before = [path.read_bytes() for path in files]
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="another state"):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="different state"):
         patch.setattr(FakeProgram, "abstract_canonical", lambda self: {"w": jax.ShapeDtypeStruct((1,), "int32")})
         loop.train(make_config(tmp_path, train__log_every=3))
     assert [path.read_bytes() for path in files] == before
@@ -588,7 +593,7 @@ def test_a_full_disk_does_not_hide_the_error_that_ended_the_run(tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     def fail():
-        monkeypatch.setattr(loop.Status, "write", full)
+        monkeypatch.setattr(run_dir.Status, "write", full)
         raise ZeroDivisionError
 
     FakeProgram.at = {3: fail}
@@ -602,16 +607,16 @@ def test_without_a_published_peak_there_is_no_mfu(tmp_path, monkeypatch):
     assert {record["mfu"] for record in records(tmp_path)} == {None}
 
 
-@pytest.mark.parametrize("place", ["a file in the way", "no such place"])
-def test_an_unwritable_directory_is_refused_before_compiling(tmp_path, place):
+@pytest.mark.parametrize("case", ["a file in its path", "a read-only file system"])
+def test_an_unwritable_directory_is_refused_before_compiling(tmp_path, case):
     (tmp_path / "file").write_text("")
-    directory = tmp_path / "file" / "run" if place == "a file in the way" else "/proc/run"
+    directory = tmp_path / "file" / "run" if case == "a file in its path" else "/proc/run"
     FakeProgram.at = {"compile": lambda: pytest.fail("compiled")}
     with pytest.raises(ConfigError, match=r"run.dir=\S+: cannot be written: .*belongs to \w+"):
         loop.train(make_config(directory))
 
 
-def test_a_save_that_failed_is_not_done(tmp_path, monkeypatch):
+def test_a_failed_save_fails_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(FakeProgram, "canonical", lambda self, state: {"w": object()})
     with pytest.raises(CheckpointError, match="5 was not saved"):
         loop.train(make_config(tmp_path))
@@ -651,7 +656,7 @@ def vocabulary(directory):
     return wordpiece(directory)
 
 
-def test_a_run_keeps_its_vocabulary_and_goes_on_with_no_other(tmp_path, monkeypatch):
+def test_a_run_keeps_its_vocabulary_and_continues_with_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "sample", lambda run: "")
     (tmp_path / "corpus.txt").write_text("wanted a want. " * 200)
     first, same, other = (vocabulary(tmp_path / name) for name in ("first", "same", "other"))

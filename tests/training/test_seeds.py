@@ -1,4 +1,4 @@
-"""Several runs that differ in their seed, and the median of what they reach."""
+"""Runs that differ in their seed, and the median of their metrics."""
 
 import json
 import shutil
@@ -23,12 +23,12 @@ optim: {lr: 0.1}
 train: {steps: 4, batch: 8, seed: 5, eval_every: 2, eval_batches: 2}
 checkpoint: {every: 4}
 """
-FIGURES = ["eval_loss", "eval_perplexity", "eval_accuracy"]
+METRICS = ["eval_loss", "eval_perplexity", "eval_accuracy"]
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A directory that holds a configuration and what two seeds of it left: runs/, and their figures in two.json."""
+    """A directory that holds a configuration and what two seeds of it left: runs/, and their metrics in two.json."""
     root = tmp_path_factory.mktemp("seeds")
     assert command(root, 2, "two.json") == Exit.DONE
     return root
@@ -45,7 +45,7 @@ def command(root: Path, count: int, result: str, *overrides: str) -> int:
     return main(["train", str(root / "tiny.yaml"), *overrides, "--seeds", str(count), "--json", str(root / result)])
 
 
-def figures(root: Path, result: str) -> dict:
+def result_of(root: Path, result: str) -> dict:
     return json.loads((root / result).read_text())
 
 
@@ -58,7 +58,7 @@ def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def test_each_seed_is_a_run_of_its_own(two):
+def test_each_seed_is_a_separate_run(two):
     assert {path.name for path in (two / "runs").iterdir()} == {"seed-5", "seed-6"}
     for seed in (5, 6):
         directory = two / "runs" / f"seed-{seed}"
@@ -68,45 +68,45 @@ def test_each_seed_is_a_run_of_its_own(two):
     assert last(two, 5)["eval_loss"] != last(two, 6)["eval_loss"]
 
 
-def test_it_is_the_run_that_train_makes_of_this_seed(two, tmp_path):
+def test_a_seed_s_run_equals_train_with_that_seed(two, tmp_path):
     config = load_run(two / "runs" / "seed-6")
     alone = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path / "alone")})})
     assert train(alone) == Exit.DONE
     record = read_records(tmp_path / "alone" / "metrics.jsonl")[-1]
-    assert [record[name] for name in ("loss", *FIGURES)] == [last(two, 6)[name] for name in ("loss", *FIGURES)]
+    assert [record[name] for name in ("loss", *METRICS)] == [last(two, 6)[name] for name in ("loss", *METRICS)]
 
 
 def test_the_medians_are_of_the_last_evaluations(two):
-    told = figures(two, "two.json")
-    assert list(told["median"]) == list(told["seeds"]) == FIGURES
-    for name in FIGURES:
+    result = result_of(two, "two.json")
+    assert list(result["median"]) == list(result["seeds"]) == METRICS
+    for name in METRICS:
         values = [last(two, seed)[name] for seed in (5, 6)]
-        assert told["seeds"][name] == dict(zip(("5", "6"), values, strict=True))
-        assert told["median"][name] == statistics.median(values)
-    assert (told["directory"], told["exit_code"]) == (str(two / "runs"), 0)
+        assert result["seeds"][name] == dict(zip(("5", "6"), values, strict=True))
+        assert result["median"][name] == statistics.median(values)
+    assert (result["directory"], result["exit_code"]) == (str(two / "runs"), 0)
 
 
-def test_the_same_command_again_trains_nothing_and_tells_the_same(two, capsys):
+def test_the_same_command_again_trains_nothing_and_reports_the_same(two, capsys):
     before = snapshot(two)
     assert command(two, 2, "again.json") == Exit.DONE
-    assert snapshot(two) == before and figures(two, "again.json") == figures(two, "two.json")
-    table = seeds.render(figures(two, "two.json"))
+    assert snapshot(two) == before and result_of(two, "again.json") == result_of(two, "two.json")
+    table = seeds.render(result_of(two, "two.json"))
     assert capsys.readouterr().out.endswith(f"{table}\n")
     first, *lines = table.split("\n")
-    assert first.split() == ["median", "seed", "5", "seed", "6"] and [line.split()[0] for line in lines] == FIGURES
-    assert float(lines[0].split()[1]) == pytest.approx(figures(two, "two.json")["median"]["eval_loss"], abs=5e-5)
+    assert first.split() == ["median", "seed", "5", "seed", "6"] and [line.split()[0] for line in lines] == METRICS
+    assert float(lines[0].split()[1]) == pytest.approx(result_of(two, "two.json")["median"]["eval_loss"], abs=5e-5)
 
 
-def test_more_seeds_add_to_those_that_are_there(again):
+def test_more_seeds_leave_finished_ones_alone(again):
     before = snapshot(again)
     assert command(again, 3, "three.json") == Exit.DONE
     after = snapshot(again)
     assert {name: after[name] for name in before} == before
     losses = [last(again, seed)["eval_loss"] for seed in (5, 6, 7)]
-    assert figures(again, "three.json")["median"]["eval_loss"] == statistics.median(losses) == sorted(losses)[1]
+    assert result_of(again, "three.json")["median"]["eval_loss"] == statistics.median(losses) == sorted(losses)[1]
 
 
-def test_a_stop_ends_all_and_tells_no_figures(tmp_path, monkeypatch, capsys):
+def test_a_stop_ends_all_runs_and_reports_no_metrics(tmp_path, monkeypatch, capsys):
     ran = []
 
     def stopped(config, signals):
@@ -115,14 +115,17 @@ def test_a_stop_ends_all_and_tells_no_figures(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(seeds, "train", stopped)
     assert command(tmp_path, 3, "stopped.json") == Exit.PREEMPTED
-    assert ran == [5, 6] and figures(tmp_path, "stopped.json") == {"directory": str(tmp_path / "runs"), "exit_code": 3}
+    assert ran == [5, 6] and result_of(tmp_path, "stopped.json") == {
+        "directory": str(tmp_path / "runs"),
+        "exit_code": 3,
+    }
     assert "median" not in capsys.readouterr().out
 
 
 def test_without_evaluations_there_is_nothing_to_compare(tmp_path, capsys):
     assert command(tmp_path, 2, "none.json", "train.eval_every=0") == Exit.CONFIG
-    said = "error: --seeds with train.eval_every=0: there is nothing to compare. Set train.eval_every.\n"
-    assert capsys.readouterr().err == said and not (tmp_path / "runs").exists()
+    message = "error: --seeds with train.eval_every=0: there is nothing to compare. Set train.eval_every.\n"
+    assert capsys.readouterr().err == message and not (tmp_path / "runs").exists()
 
 
 def test_a_finished_run_without_an_evaluation_is_named(again):
@@ -137,12 +140,12 @@ def test_a_finished_run_without_an_evaluation_is_named(again):
 def test_another_recipe_is_refused_before_anything_is_trained(again, capsys):
     before = snapshot(again)
     assert command(again, 3, "other.json", "optim.lr=1e-2") == Exit.CONFIG
-    told = capsys.readouterr().err
-    assert "seed-5 is finished, and was trained otherwise (then -> now):" in told and "  optim.lr: " in told
+    error = capsys.readouterr().err
+    assert "seed-5 is finished, and was trained with other settings (then -> now):" in error and "  optim.lr: " in error
     assert snapshot(again) == before
 
 
-def test_seeds_that_there_are_not_and_a_run_in_their_place(tmp_path, capsys):
+def test_seeds_out_of_range_and_a_run_in_the_directory_are_refused(tmp_path, capsys):
     assert command(tmp_path, 2, "many.json", f"train.seed={2**32 - 1}") == Exit.CONFIG
     assert "seeds are below 2**32. Lower train.seed." in capsys.readouterr().err
     (tmp_path / "runs" / "checkpoints").mkdir(parents=True)

@@ -1,0 +1,79 @@
+"""Whether a checkpoint fits a config: the saved config is compared with today's, key by key."""
+
+from pathlib import Path
+from typing import Any
+
+from flax.traverse_util import flatten_dict
+from pydantic import ValidationError
+
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import CheckpointError
+
+Config = dict[str, Any]  # a RunConfig as JSON
+
+MODEL_KEYS = ("model", "objective", "precision.params")
+"""Sections and keys that define the model: where they differ, a saved state is meaningless."""
+
+COMPUTATION_KEYS = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout")
+"""Keys among them that define how a layer is computed and regularized: the saved arrays mean the same."""
+
+
+def check_compatible(saved: Config, config: Config, directory: Path) -> list[str]:
+    """The differences between a run's saved config and today's that leave its state usable, a line each.
+
+    Raises CheckpointError if the model differs."""
+    changes = _changes(saved, config)
+    other_model = [
+        line for key, line in changes.items() if _is_under(key, MODEL_KEYS) and not _is_under(key, COMPUTATION_KEYS)
+    ]
+    if other_model:
+        header = f"{directory} holds a run of another model (saved -> configured):"
+        advice = "Choose another run.dir, or restore these values. Nothing was changed."
+        raise CheckpointError("\n".join([header, *other_model, advice]))
+    return [line for key, line in changes.items() if not _is_under(key, ("run",))]
+
+
+def check_warm_start(saved: Config, config: Config, directory: Path) -> None:
+    """Raises CheckpointError if a run cannot be initialized from the one in `directory`.
+
+    Its context may be shorter and its objective another one; the rest of the model must be the same."""
+    may_differ = (*COMPUTATION_KEYS, "model.context")
+    changes = _changes(saved, config)
+    differ = [line for key, line in changes.items() if _is_under(key, ("model",)) and not _is_under(key, may_differ)]
+    if saved["model"]["context"] < config["model"]["context"]:
+        differ.append(changes["model.context"])
+    if differ:
+        header = f"run.init_from={directory} is another model (saved -> configured):"
+        advice = "Remove these keys from the config to take that run's values."
+        raise CheckpointError("\n".join([header, *differ, advice]))
+
+
+def _changes(saved: Config, config: Config) -> dict[str, str]:
+    """The keys that differ, and a line about each."""
+    old, new = flatten_dict(_with_defaults(saved), sep="."), flatten_dict(config, sep=".")
+    old_sizes, new_sizes = _derived_sizes(old), _derived_sizes(new)
+    return {
+        key: f"  {key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not (key in old_sizes and old_sizes[key] == new_sizes[key])
+    }
+
+
+def _derived_sizes(config: Config) -> Config:
+    """Sizes that follow from others unless they are set, as an imported model's config.json sets them."""
+    return {
+        "model.mlp_width": config.get("model.mlp_width") or 4 * config.get("model.width", 0),
+        "model.kv_heads": config.get("model.kv_heads") or config.get("model.heads"),
+    }
+
+
+def _with_defaults(saved: Config) -> Config:
+    """`saved` with the defaults of keys that are newer than it; unchanged if today's schema refuses it."""
+    try:
+        return RunConfig.model_validate(saved).model_dump(by_alias=True)
+    except ValidationError:
+        return saved
+
+
+def _is_under(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(section + ".") for section in sections)
