@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.compatibility import check_same_run
+from spmd_lm.checkpoints.compatibility import check_compatible
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.plan import Tree
@@ -25,7 +25,7 @@ def restore_run(config: RunConfig) -> SavedRun:
     if step is None:
         raise CheckpointError(f"{checkpointer.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
     saved_config = checkpointer.meta(step)["config"]
-    check_same_run(saved_config, config.model_dump(by_alias=True), checkpointer.directory)
+    check_compatible(saved_config, config.model_dump(by_alias=True), checkpointer.directory)
     program = Program(config)
     return SavedRun(program, checkpointer.restore_params(step, program.abstract_canonical().params), step)
 
