@@ -19,9 +19,10 @@ import jax
 
 from spmd_lm.analysis import topology
 from spmd_lm.analysis.memory import block_bytes
+from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.planning.audit import audit
-from spmd_lm.step.program import Program, choose_kernel
+from spmd_lm.step.program import Program
 
 # Deep and many, so that nothing of this size fits the vector memory of a TPU, which its compiler does not count.
 DEPTHS, BATCHES = (48, 96), (4, 8)

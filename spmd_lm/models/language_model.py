@@ -52,7 +52,7 @@ def _parts(state: nnx.State) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, see ops.attention.choose.
+    """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, see config.attention_kernels.
     remat: what the backward pass computes again, 'none', 'selective' (the attention core), 'full' (each block),
     'residual' (each block's two branches: no collective of theirs that sums is repeated) or 'block' (whoever runs the
     layers says of how many).  sums: dtype of long sums of gradients.  looped: whether several layers run in one

@@ -16,11 +16,12 @@ from spmd_lm.analysis import hlo, memory
 from spmd_lm.analysis.expected_collectives import AR, RS, ExpectedCollective, expected_collectives
 from spmd_lm.analysis.topology import Topology, installed
 from spmd_lm.axes import PIPE
+from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule_table import steps
 from spmd_lm.runtime.formatting import columns, human
-from spmd_lm.step.program import Program, choose_kernel
+from spmd_lm.step.program import Program
 
 TOLERANCE = 0.01
 """Of the bytes that theory asks for, missing and in excess together."""

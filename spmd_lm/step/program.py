@@ -11,9 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd_lm.analysis import flops, hardware
 from spmd_lm.batch import Batch, abstract_batch
-from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.schema import AdamW, RunConfig
+from spmd_lm.errors import ConfigError
 from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import Schedule, schedule
 from spmd_lm.parallel.plan import Plan, Tree, pad_or_crop
@@ -23,13 +24,6 @@ from spmd_lm.step.freeze import frozen
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
 from spmd_lm.step.train_step import make_eval_step, make_forward, make_train_step, state_specs
-
-
-def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
-    """The attention kernel that this run trains with on `platform`, and why."""
-    m, dtype = config.model, config.precision.compute
-    sizes = {"time": m.context, "head_width": m.head_width}
-    return choose(m.attention, platform, rate=m.attention_dropout, dtype=dtype, **sizes)
 
 
 def make_model(config: RunConfig, platform: str) -> LanguageModel:
@@ -208,6 +202,8 @@ class Program:
     @functools.cached_property
     def train_step(self):
         c = self.config
+        if not isinstance(c.optim, AdamW):
+            raise ConfigError(f"optim.kind={c.optim.kind}: this optimizer has no update yet. Use optim.kind=adamw.")
         optimizer = Optimizer(c.optim, c.train.steps, self.frozen)
         of = self.model, optimizer, self.plan, self.schedule, c.precision, c.train.seed, self._batch_specs
         group = c.remat_policy.layers_per_block

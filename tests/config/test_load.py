@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from spmd_lm.config.load import dump, load, load_run
-from spmd_lm.config.schema import PythonStdlib, Synthetic, Task, Text
+from spmd_lm.config.schema import AdamW, Lion, PythonStdlib, RunConfig, Synthetic, Task, Text
 from spmd_lm.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -150,6 +150,55 @@ def test_files_to_be_judged_by_are_asked_for_in_place_of_a_share(write):
     assert told == (f"a.yaml: data.validation_path: {asked}.validation_path=... on the command line.",)
 
 
+# --- a section that need not name its kind ----------------------------------------------------------------------------
+
+
+def test_an_optimizer_is_adamw_unless_it_says_otherwise(write):
+    write(a=TINY)
+    assert load("a.yaml").optim == AdamW(lr=3e-4) == load("a.yaml", ["optim.kind=adamw"]).optim
+    sections = load("a.yaml").model_dump()
+    del sections["optim"]["kind"]
+    assert RunConfig.model_validate(sections) == load("a.yaml")
+
+
+def test_an_optimizer_of_another_kind_reads_back_equal(write):
+    write(a=TINY.replace("lr: 3e-4", "kind: lion, lr: 1e-4, b2: 0.98, freeze: embedding.*"))
+    config = load("a.yaml")
+    assert config.optim == Lion(kind="lion", lr=1e-4, b1=0.9, b2=0.98, weight_decay=0.1, freeze="embedding.*")
+    write(b=dump(config))
+    assert load("b.yaml") == config
+
+
+def test_another_optimizer_keeps_the_schedule_and_asks_for_its_own_lr(write):
+    """Its lr is another, and the b2 of one is not the b2 of the other."""
+    write(a=TINY.replace("lr: 3e-4", "lr: 3e-4, warmup: 5, clip: 0.5, b2: 0.999, eps: 1e-6"))
+    assert load("a.yaml", ["optim.kind=lion", "optim.lr=1e-4"]).optim == Lion(kind="lion", lr=1e-4, warmup=5, clip=0.5)
+    missing = "optim.lr: missing. Set it in the file, or as optim.lr=... on the command line."
+    assert problems("a.yaml", "optim.kind=lion") == (f"a.yaml: {missing}",)
+    write(b="base: a.yaml\noptim: {kind: lion, lr: 1e-4}", c="base: b.yaml\noptim: {weight_decay: 1}")
+    assert load("c.yaml").optim == Lion(kind="lion", lr=1e-4, warmup=5, clip=0.5, weight_decay=1)
+    assert load("c.yaml", ["optim.kind=adamw", "optim.lr=1e-3"]).optim == AdamW(lr=1e-3, warmup=5, clip=0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["optim.kind=lion", "optim.lr=1e-4", "optim.eps=1e-8"],
+            "optim: 'eps' belongs to optim.kind=adamw, not lion. Remove it, or set optim.kind=adamw.",
+        ),
+        (["optim.kind=lino"], "optim.kind: expected adamw or lion, got 'lino'. Did you mean 'lion'?"),
+        (["optim.kind=3"], "optim.kind: expected adamw or lion, got 3."),
+        (["optim.wamup=5"], "optim: unknown key 'wamup'. Did you mean 'warmup'?"),
+        (["optim.b2=1"], "optim.b2: must be less than 1, got 1. The default is 0.95."),
+        (["optim.kind=lion", "optim.lr=1", "optim.b2=1"], "optim.b2: must be less than 1, got 1. The default is 0.99."),
+    ],
+)
+def test_a_wrong_key_of_an_optimizer_is_reported_for_its_kind(write, overrides, message):
+    write(a=TINY)
+    assert problems("a.yaml", *overrides) == (f"command line: {message}",)
+
+
 # --- what begins as another run ---------------------------------------------------------------------------------------
 
 LATER = """
@@ -203,7 +252,7 @@ def test_who_says_the_whole_model_needs_no_other_run(first, write):
 
 
 def test_another_run_that_cannot_be_read_is_told_and_its_model_not_asked_for(first):
-    gone = "run.init_from=runs/none: no config.yaml in this directory, so it is no run. Give the directory of one."
+    gone = "run.init_from=runs/none: no config.yaml in this directory, so it is not a run. Give the directory of a run."
     assert problems("later.yaml", "run.init_from=runs/none") == (f"command line: {gone}",)
     file = first / "config.yaml"
     file.write_text(file.read_text().replace("heads: 8", "heads: 7"))
@@ -229,18 +278,19 @@ def test_a_run_reads_by_no_other_vocabulary(first, other):
     with pytest.raises(ConfigError) as caught:
         load_run(first, [f"data.tokenizer={other}"])
     assert caught.value.problems == (
-        f"data.tokenizer={other}: runs/first has a vocabulary of its own, whose ids its model knows. Leave it out.",
+        f"data.tokenizer={other}: the model in runs/first was trained with the run's own tokenizer, "
+        "and knows no other token ids. Remove this key.",
     )
     assert load_run(first, ["data.source=synthetic"]).data == Synthetic(source="synthetic")
 
 
 def test_a_directory_without_a_configuration_is_no_run(first, tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing: no config\.yaml in this directory, so it is no run\."):
+    with pytest.raises(ConfigError, match=r"nothing: no config\.yaml in this directory, so it is not a run\."):
         load_run(tmp_path / "nothing")
 
 
 def test_a_directory_of_runs_names_one(first):
-    with pytest.raises(ConfigError, match=r"runs: .* is no run\. Give one of those in it, such as runs/first"):
+    with pytest.raises(ConfigError, match=r"runs: .* is not a run\. Give one of the runs in it, such as runs/first"):
         load_run(first.parent)
 
 
@@ -310,8 +360,8 @@ def test_all_problems_are_told_at_once_each_with_its_origin(write):
             "data: 'path' belongs to data.source=text, not python-stdlib. Remove it, or set data.source=text.",
         ),
         ("model..width=3", "'model..width=3' is not an override. Write section.key=value."),
-        ("base=other.yaml", "base: stands in a file only. Write it there, or give other.yaml as the CONFIG."),
-        ("base=", "base: stands in a file only. Write it there."),
+        ("base=other.yaml", "base: belongs in a file. Write it there, or give other.yaml as the CONFIG."),
+        ("base=", "base: belongs in a file. Write it there."),
         ("optim.lr='" + "1" * 400 + "'", "optim.lr: expected a number, got '11111111111111111111111111111111111 ..."),
         ("train.steps=1e300", "train.steps: expected a whole number, got 1e+300."),
         (f"run.name='{'a ' * 99}'", f"{NAME}, got '{'a ' * 17}a .... The default is 'run'."),
@@ -321,6 +371,47 @@ def test_a_wrong_key_or_value_is_told_with_its_mending(write, override, message)
     write(a=TINY)
     (problem,) = problems("a.yaml", override)
     assert problem.startswith(f"command line: {message}") and len(problem) < 200
+
+
+TASK = ("model.kind=bert", "data.source=task", "data.task=mnli", "data.path=a", "data.validation_path=b")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "old", "new"),
+    [
+        ((), "model.hidden=256", "mlp_width"),
+        ((), "model.norm_kind=rms", "norm_type"),
+        ((), "model.biases=false", "use_bias"),
+        ((), "parallel.mask=true", "run_idle_stages"),
+        ((), "remat.every=2", "block_size"),
+        ((), "data.validation=0.2", "validation_fraction"),
+        (("data.source=text", "data.path=x"), "data.validation=0.2", "validation_fraction"),
+        (TASK, "data.validation=dev", "validation_path"),
+        (("objective.kind=masked_lm", "model.kind=bert"), "objective.rate=0.2", "mask_prob"),
+        (("objective.kind=masked_lm", "model.kind=bert"), "objective.short=0.2", "short_seq_prob"),
+        ((*TASK, "objective.kind=span"), "objective.stride=64", "doc_stride"),
+        ((*TASK, "objective.kind=span"), "objective.longest=20", "max_answer_length"),
+    ],
+)
+def test_an_old_key_is_refused_with_its_new_name(write, overrides, old, new):
+    write(a=TINY)
+    section, _, key = old.partition("=")[0].partition(".")
+    message = f"command line: {section}: unknown key '{key}'. Did you mean '{new}'?"
+    assert message in problems("a.yaml", *overrides, old)
+
+
+def test_an_old_key_of_a_section_whose_kind_is_unknown_has_two_new_names(write):
+    write(a=TINY.replace("source: python-stdlib", ""))
+    told = "command line: data: unknown key 'validation'. Did you mean 'validation_fraction' or 'validation_path'?"
+    assert told in problems("a.yaml", "data.validation=0.2")
+
+
+def test_an_old_value_is_refused_with_its_new_name(write):
+    write(a=TINY)
+    choices = "expected none, selective, residual, block or full, got 'every'"
+    assert problems("a.yaml", "remat.policy=every") == (
+        f"command line: remat.policy: {choices}. Did you mean 'block'?",
+    )
 
 
 def test_a_value_of_several_types_is_one_problem(write):
@@ -338,13 +429,13 @@ def test_what_is_wrong_within_a_list_is_pointed_at(write):
 
 
 def test_a_file_that_is_not_there_is_answered_with_what_is(write, tmp_path):
-    assert problems("runs/nope") == ("runs/nope: no such file or run, and no directory runs to look for one.",)
+    assert problems("runs/nope") == ("runs/nope: no such file or run: there is no directory runs.",)
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
-    assert problems("runs/nope") == ("runs/nope: no such file or run. Nothing else in runs is one.",)
+    assert problems("runs/nope") == ("runs/nope: no such file or run. There is none in runs.",)
     (tmp_path / "runs" / "quickstart" / "config.yaml").write_text(TINY)
     assert problems("runs/nope") == ("runs/nope: no such file or run. There is runs/quickstart.",)
     assert problems("runs/quickstrat") == ("runs/quickstrat: no such file or run. Did you mean runs/quickstart?",)
-    assert problems("x.yaml") == ("x.yaml: no such file. Nothing else in . is one.",)
+    assert problems("x.yaml") == ("x.yaml: no such file. There is none in this directory.",)
     write(**dict.fromkeys("klmnopqr", TINY))
     assert problems("x")[0].endswith("There is k.yaml, l.yaml, m.yaml, n.yaml, o.yaml, p.yaml and more.")
 
@@ -368,7 +459,7 @@ def test_a_text_source_needs_a_path(write):
 def test_equal_keys_do_not_hide_other_problems(write):
     write(a=TINY + "train: {steps: 20, batch: 16x}\n")
     assert problems("a.yaml") == (
-        "a.yaml: line 6: key 'train' is there already, on line 5. Remove one.",
+        "a.yaml: line 6: duplicate key 'train', first on line 5. Remove one.",
         "a.yaml: train.batch: expected a whole number, got '16x'.",
     )
 
@@ -378,8 +469,8 @@ def test_equal_keys_do_not_hide_other_problems(write):
     [
         ("base: d.yaml", "a.yaml: base: d.yaml: no such file. Did you mean c.yaml?"),
         ("base: [c.yaml]", "a.yaml: base: expected the name of one file"),
-        ("base: c.yaml", "c.yaml: base: goes round in a circle: a.yaml -> c.yaml -> a.yaml."),
-        ("base: a.yaml", "a.yaml: base: goes round in a circle: a.yaml -> a.yaml."),
+        ("base: c.yaml", "c.yaml: base: circular chain: a.yaml -> c.yaml -> a.yaml."),
+        ("base: a.yaml", "a.yaml: base: circular chain: a.yaml -> a.yaml."),
         ("base: .", "a.yaml: base: .: cannot be read: Is a directory."),
         ("- model", "a.yaml: expected sections of keys, got ['model']."),
         ("model: [", "a.yaml: line 1: not YAML:"),

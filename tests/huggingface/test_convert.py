@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from spmd_lm.config.messages import variants
-from spmd_lm.config.schema import MaskedLM, Model, Objective
+from spmd_lm.config.schema import MaskedLM, Model, Objective, variants
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface import convert
 from spmd_lm.huggingface.architectures import ARCHITECTURES, BERT, CLASSES, GPT2, LLAMA
