@@ -5,9 +5,8 @@ values are properties; no field is ever rewritten.  This package does not import
 once."""
 
 import math
-import typing
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -342,7 +341,7 @@ class RunConfig(Section):
     @field_validator(*DEFAULT_KINDS, mode="before")
     @classmethod
     def _add_default_kind(cls, section: Any, info: ValidationInfo) -> Any:
-        return with_default_kind(typing.cast(str, info.field_name), section)
+        return with_default_kind(info.field_name or "", section)
 
     @property
     def chunks(self) -> int:
@@ -391,11 +390,9 @@ def variants(name: str) -> dict[str, type[Section]]:
     """The types that the section `name` can have, by the value of its discriminator; a single type is under ''."""
     field = RunConfig.model_fields[name]
     if not field.discriminator:
-        return {"": typing.cast(type[Section], field.annotation)}
-    return {
-        typing.get_args(variant.model_fields[field.discriminator].annotation)[0]: variant
-        for variant in typing.get_args(field.annotation)
-    }
+        return {"": cast(type[Section], field.annotation)}
+    types: tuple[type[Section], ...] = get_args(field.annotation)
+    return {get_args(each.model_fields[str(field.discriminator)].annotation)[0]: each for each in types}
 
 
 def yaml_keys(section: type[Section]) -> list[str]:
