@@ -110,7 +110,8 @@ def host_batch(config: RunConfig, step: int) -> Batch:
         label_weights=r.uniform(0.5, 1, rows).astype(np.float32),
         ends=r.integers(0, time // 2, rows, dtype=np.int32),
     )
-    if (together := config.objective.rows_of_one) > 1:  # one question's rows say the same, and the first one counts
+    # One question's rows say the same, and the first one counts.
+    if (together := config.objective.rows_per_example) > 1:
         label_weights = made.label_weights * (np.arange(rows) % together == 0)
         made = dataclasses.replace(made, labels=made.labels.repeat(together)[:rows], label_weights=label_weights)
     wanted = abstract_batch(config)

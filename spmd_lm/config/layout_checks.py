@@ -176,7 +176,7 @@ def check_layout(parallel: Parallel, train: Train, objective: Objective, devices
 def _batch_is_divisible(parallel: Parallel, train: Train, objective: Objective, shards: int) -> Problems:
     """shards: of the batch, over `replica` and `data`."""
     rows, rest = divmod(train.batch, parallel.microbatches)
-    choices = objective.rows_of_one
+    choices = objective.rows_per_example
     if rest or rows % choices:  # other checks report these
         return
     if rows // choices % shards:

@@ -21,11 +21,11 @@ from spmd_lm.errors import ConfigError
 COMMAND_LINE = "command line"
 FIELDS = RunConfig.model_fields
 
-CONFIG = "config.yaml"
-TOKENIZER = "tokenizer"
+CONFIG_FILE = "config.yaml"
+TOKENIZER_DIR = "tokenizer"
 """The names, in a run's directory, of its configuration and of its copy of the tokenizer's files."""
 
-VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json")
+VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 """The file names of a vocabulary; the first that a directory has is used."""
 
 SHARED_KEYS = {"data": ("tokenizer",), "optim": ("warmup", "decay", "decay_steps", "clip", "freeze")}
@@ -60,23 +60,23 @@ def load_layers(under: Layer, path: str | Path | None, over: Layer, overrides: I
     return _resolve(*_add_init_from([under, *files, over, command_line], problems), problems)
 
 
-def kept_vocabulary(directory: Path) -> Path | None:
+def saved_tokenizer(directory: Path) -> Path | None:
     """The run's own copy of its tokenizer's files, if it has one."""
-    copy = directory / TOKENIZER
-    return copy if any(os.path.isfile(copy / name) for name in VOCABULARIES) else None
+    copy = directory / TOKENIZER_DIR
+    return copy if any(os.path.isfile(copy / name) for name in VOCABULARY_FILES) else None
 
 
 def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of the run in `directory`, which may have been moved, changed by `overrides`; raises as `load`
     does, and if the overrides name another tokenizer than the run's own."""
-    if not os.path.exists(directory / CONFIG):
+    if not os.path.exists(directory / CONFIG_FILE):
         raise ConfigError(f"{directory}: {_not_a_run(directory)}, or a YAML file.")
     command_line, problems = _parse_overrides(overrides)
-    layers = _read_chain(directory / CONFIG, problems)
+    layers = _read_chain(directory / CONFIG_FILE, problems)
     if not layers:
         raise ConfigError(*problems)
     here: dict[str, Any] = {"run": {"dir": str(directory)}}
-    tokenizer = kept_vocabulary(directory)
+    tokenizer = saved_tokenizer(directory)
     if _section(_merge_layers(layers), "data").get("tokenizer", "bytes") == "bytes":
         tokenizer = None
     if tokenizer is not None:
@@ -96,9 +96,9 @@ def dump(config: RunConfig) -> str:
 
 
 def _not_a_run(directory: Path) -> str:
-    runs = sorted(found.parent for found in directory.glob(f"*/{CONFIG}"))
+    runs = sorted(found.parent for found in directory.glob(f"*/{CONFIG_FILE}"))
     way = f"Give one of the runs in it, such as {runs[0]}" if runs else "Give the directory of a run"
-    return f"no {CONFIG} in this directory, so it is not a run. {way}"
+    return f"no {CONFIG_FILE} in this directory, so it is not a run. {way}"
 
 
 def _resolve(layers: Sequence[Layer], model_is_unreadable: bool, problems: list[str]) -> RunConfig:
@@ -139,7 +139,7 @@ def _add_init_from(layers: list[Layer], problems: list[str]) -> tuple[list[Layer
     where = f"{_origin(layers, 'run', 'init_from')}: run.init_from={init_from}"
     try:
         directory = Path(valid_path(init_from)).expanduser()
-        if not os.path.exists(directory / CONFIG):
+        if not os.path.exists(directory / CONFIG_FILE):
             problems.append(f"{where}: {_not_a_run(directory)}.")
             return layers, True
         config = load_run(directory)
@@ -151,7 +151,7 @@ def _add_init_from(layers: list[Layer], problems: list[str]) -> tuple[list[Layer
     taken: dict[str, Any] = {"model": config.model.model_dump()}
     if isinstance(config.data, Data) and _section(tree, "data").get("source") != "synthetic":
         taken["data"] = {"tokenizer": config.data.tokenizer}
-    return [Layer(str(Path(init_from) / CONFIG), taken), *layers], False
+    return [Layer(str(Path(init_from) / CONFIG_FILE), taken), *layers], False
 
 
 # --- reading layers ---------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def _suggest_file(missing: str) -> str:
     directory, or_run = Path(missing).parent, "" if Path(missing).suffix else " or run"
     if not directory.is_dir():
         return f"{or_run}: there is no directory {directory}."
-    found = sorted([*directory.glob("*.y*ml"), *(file.parent for file in directory.glob(f"*/{CONFIG}"))])
+    found = sorted([*directory.glob("*.y*ml"), *(file.parent for file in directory.glob(f"*/{CONFIG_FILE}"))])
     paths = {path.name: str(path) for path in found}
     if near := suggest.did_you_mean(Path(missing).name, paths):
         return f"{or_run}. Did you mean {paths[near]}?"

@@ -88,7 +88,7 @@ def objective_suits_task(data: Data | Synthetic, objective: Objective) -> Proble
 
 def choices_divide_batch(objective: Objective, train: Train, parallel: Parallel) -> Problems:
     """All rows of a question are on one device."""
-    choices, microbatches = objective.rows_of_one, parallel.microbatches
+    choices, microbatches = objective.rows_per_example, parallel.microbatches
     if train.batch % microbatches == 0 and train.batch // microbatches % choices:
         batches = nearest("train.batch", train.batch, multiples(train.batch, microbatches * choices))
         yield (

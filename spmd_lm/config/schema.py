@@ -121,7 +121,7 @@ class Objective(Section):
         return not self.of_tokens
 
     @property
-    def rows_of_one(self) -> int:
+    def rows_per_example(self) -> int:
         """Rows (sequences) that together are one example."""
         return 1
 
@@ -164,7 +164,7 @@ class MultipleChoice(Objective):
     choices: Annotated[int, Field(ge=2)] = 4
 
     @property
-    def rows_of_one(self) -> int:
+    def rows_per_example(self) -> int:
         return self.choices
 
 
@@ -225,7 +225,7 @@ class Task(Data):
         return _as_list(self.path)
 
     @property
-    def held_out(self) -> list[str]:
+    def validation_paths(self) -> list[str]:
         return _as_list(self.validation_path)
 
 

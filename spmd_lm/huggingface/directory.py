@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spmd_lm.config.load import TOKENIZER, VOCABULARIES, Layer, load_layers
+from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, Layer, load_layers
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import BESIDE
 from spmd_lm.errors import ConfigError
@@ -39,7 +39,7 @@ class Directory:
 
     @property
     def has_tokenizer(self) -> bool:
-        return any(path.name in VOCABULARIES for path in self.carried)
+        return any(path.name in VOCABULARY_FILES for path in self.carried)
 
 
 def open_directory(path: Path) -> Directory:
@@ -63,7 +63,7 @@ def open_directory(path: Path) -> Directory:
         problems += _vocabulary(path, description.model["vocab"])
     if problems:
         raise ConfigError(*problems)
-    carried = [path / name for name in (*VOCABULARIES, *BESIDE) if (path / name).is_file()]
+    carried = [path / name for name in (*VOCABULARY_FILES, *BESIDE) if (path / name).is_file()]
     return Directory(path, _with_its_heads(description, tensors), tensors, carried)
 
 
@@ -124,7 +124,7 @@ def _ids_of_tokenizer(path: Path) -> Iterable[int]:
 def _data(found: Directory, run: str) -> dict[str, str]:
     """Text by the model's own tokenizer.  Without one it knows ids and no text, unless words are to be hidden in it."""
     if found.has_tokenizer:
-        return {"source": "python-stdlib", "tokenizer": str(Path(run) / TOKENIZER)}
+        return {"source": "python-stdlib", "tokenizer": str(Path(run) / TOKENIZER_DIR)}
     return {"source": "synthetic" if found.description.objective["kind"] == "causal_lm" else "python-stdlib"}
 
 
@@ -145,7 +145,7 @@ def configure(found: Directory, run: str, base: str | None, overrides: Sequence[
     if found.has_tokenizer and isinstance(config.data, Data) and config.data.tokenizer == "bytes":
         problems.append(
             f"data.tokenizer=bytes, and {found.path} has a tokenizer of its own, whose ids the model knows. "
-            f"Use data.tokenizer={Path(run) / TOKENIZER}."
+            f"Use data.tokenizer={Path(run) / TOKENIZER_DIR}."
         )
     if config.run.dir != run:
         problems.append(f"run.dir={config.run.dir}: the run is made in {run}. Leave it out.")

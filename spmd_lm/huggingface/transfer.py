@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
-from spmd_lm.config.load import TOKENIZER, VOCABULARIES, dump
+from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import BESIDE
 from spmd_lm.errors import ConfigError, NonFiniteError
@@ -65,9 +65,9 @@ def import_run(found: Directory, config: RunConfig) -> dict[str, Any]:
         meta = make_meta(config.model_dump(by_alias=True), samples=0, fingerprint="")
         with closing(Checkpointer(place / "checkpoints", config.checkpoint.keep, asynchronous=False)) as saves:
             saves.save(0, state, meta)
-        (place / TOKENIZER).mkdir()
+        (place / TOKENIZER_DIR).mkdir()
         for file in (found.path / CONFIG, *found.carried):
-            shutil.copyfile(file, place / TOKENIZER / file.name)
+            shutil.copyfile(file, place / TOKENIZER_DIR / file.name)
         (place / "config.yaml").write_text(dump(config), "utf-8")
     what = found.description
     return {
@@ -170,8 +170,10 @@ def export_run(config: RunConfig, target: Path, dtype: str, most: int) -> dict[s
     _, params, step = restore_run(config)
     leaves = paths(params)
     tensors = convert.tensors(architecture, {path: leaf.shape for path, leaf in leaves.items()})
-    kept = [path for name in (*VOCABULARIES, *BESIDE) if (path := config.run.directory / TOKENIZER / name).is_file()]
-    before = config.run.directory / TOKENIZER / CONFIG  # of the model that this one began as
+    kept = [
+        path for name in (*VOCABULARY_FILES, *BESIDE) if (path := config.run.directory / TOKENIZER_DIR / name).is_file()
+    ]
+    before = config.run.directory / TOKENIZER_DIR / CONFIG  # of the model that this one began as
     carried = {key: value for key, value in read_json(before).items() if key in CARRIED} if before.exists() else {}
     with fresh(target) as place:
         planned = [Planned(tensor.name, tensor.shape, jnp.dtype(dtype)) for tensor in tensors]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, check_same_model
-from spmd_lm.config.load import kept_vocabulary
+from spmd_lm.config.load import saved_tokenizer
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import find
 from spmd_lm.errors import CheckpointError, ConfigError
@@ -98,7 +98,7 @@ def check_vocabulary(config: RunConfig, directory: Path, trained: dict | None) -
     trained: how it was trained last; None for a run that took no step yet."""
     if not isinstance(config.data, Data):
         return
-    name, kept = config.data.tokenizer, kept_vocabulary(directory)
+    name, kept = config.data.tokenizer, saved_tokenizer(directory)
     if kept:
         same = name != "bytes" and find(name).read_bytes() == find(str(kept)).read_bytes()
     else:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Meta, check_same_run
-from spmd_lm.config.load import CONFIG, TOKENIZER, dump, kept_vocabulary
+from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig, Synthetic
 from spmd_lm.data.batch_source import Rows
@@ -221,7 +221,7 @@ def way_on(past: Past) -> str:
 
 def check_places(directory: Path) -> None:
     """Raises ConfigError for a directory where a run keeps a file, or the other way round."""
-    files, folders = (CONFIG, "loss.png", "samples.txt", ".lock"), ("tensorboard", "checkpoints")
+    files, folders = (CONFIG_FILE, "loss.png", "samples.txt", ".lock"), ("tensorboard", "checkpoints")
     wrong = [f"{name} is a directory, and a run keeps a file" for name in files if os.path.isdir(directory / name)]
     wrong += [f"{name} is a file, and a run keeps a directory" for name in folders if os.path.isfile(directory / name)]
     if wrong:
@@ -233,7 +233,7 @@ def check_files(config: RunConfig, past: Past) -> None:
     if past.status is not None or past.saved is not None:
         return
     directory = config.run.directory
-    for name, harmless in ((CONFIG, dump(config)), ("metrics.jsonl", "")):
+    for name, harmless in ((CONFIG_FILE, dump(config)), ("metrics.jsonl", "")):
         path = directory / name
         if path.is_file() and path.read_bytes() != harmless.encode():
             raise ConfigError(
@@ -261,7 +261,7 @@ def check_model(config: RunConfig, past: Past) -> list[str]:
 def saved_config(directory: Path) -> dict[str, Any]:
     """The run's config.yaml: without a checkpoint, the only word on its model."""
     try:
-        return load_config(directory / CONFIG).model_dump(by_alias=True)
+        return load_config(directory / CONFIG_FILE).model_dump(by_alias=True)
     except ConfigError as error:
         raise CheckpointError(
             f"{directory} has a run without a checkpoint, of which the config.yaml does not say the model:\n{error}\n"
@@ -305,9 +305,9 @@ def next_life(directory: Path, past: Past) -> Status:
 def keep_vocabulary(config: RunConfig) -> None:
     """A run has its vocabulary with it, wherever it is moved."""
     directory = config.run.directory
-    if isinstance(config.data, Data) and config.data.tokenizer != "bytes" and not kept_vocabulary(directory):
+    if isinstance(config.data, Data) and config.data.tokenizer != "bytes" and not saved_tokenizer(directory):
         try:
-            keep(config.data.tokenizer, directory / TOKENIZER)
+            keep(config.data.tokenizer, directory / TOKENIZER_DIR)
         except OSError as error:
             where = error.filename or directory
             raise ConfigError(f"{where}: {error.strerror}. Make room, or choose another run.dir.") from error
@@ -324,7 +324,7 @@ def open_files(
     log = MetricsLog(directory, after=status.step)  # first: it may refuse what it finds
     if past.meta and (gap := log.missing(past.meta["config"]["train"]["log_every"])):
         progress.say(f"{log.path} lacks the records of steps {gap[0]} to {gap[1]}, which were taken before.")
-    write_atomically(directory / CONFIG, dump(config))
+    write_atomically(directory / CONFIG_FILE, dump(config))
     status.write()
     return closing(log)
 

@@ -65,7 +65,7 @@ def product_flops(jaxpr) -> int:
 
 
 def test_flops_are_those_of_the_products(config):
-    rows = config.objective.rows_of_one
+    rows = config.objective.rows_per_example
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[2:]), x.dtype), abstract_batch(config))
     forward = lambda params, batch: reference.predictions(params, config, batch)  # noqa: E731
     counted = product_flops(jax.make_jaxpr(forward)(make_shapes(config), one).jaxpr)

@@ -129,4 +129,4 @@ def test_finetuning_starts_from_bert_base(name):
     assert config.model == base.model.model_copy(update={"context": config.model.context})
     o, t = config.optim, config.train
     assert o.decay_steps == t.steps == 10 * o.warmup and t.steps % t.eval_every == 0
-    assert t.batch == 32 * config.objective.rows_of_one
+    assert t.batch == 32 * config.objective.rows_per_example

@@ -108,5 +108,5 @@ class Labelled:
 def load(data: Task, tokenizer: Tokenizer) -> Labelled:
     """Raises DataError for files that are missing or malformed."""
     train = Side.of(*files.read(data.task, data.paths, "data.path"), tokenizer)
-    validation = Side.of(*files.read(data.task, data.held_out, "data.validation_path"), tokenizer)
+    validation = Side.of(*files.read(data.task, data.validation_paths, "data.validation_path"), tokenizer)
     return Labelled(f"{data.task}, {', '.join(data.paths)}", train, validation, tokenizer)

@@ -37,7 +37,7 @@ class Table:
     def of(cls, side: Side, context: int, objective: Objective) -> "Table":
         if isinstance(objective, Span):
             return _windows(side, context, objective.doc_stride)
-        assert side.together == objective.rows_of_one
+        assert side.together == objective.rows_per_example
         begin, size, paired = _stretches(side)
         return cls(
             begin=begin,
@@ -128,7 +128,7 @@ class LabelledRows(Rows):
             )
         self.examples, self.objective, self.typed = side, objective, model.token_types > 0
         self.context, self.batch_size, self.microbatches = model.context, batch, microbatches
-        self.together = objective.rows_of_one
+        self.together = objective.rows_per_example
         self.table = Table.of(side, model.context, objective)
         assert batch % microbatches == 0 and batch % self.together == 0
 

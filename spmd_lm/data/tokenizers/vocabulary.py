@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from spmd_lm.config.load import VOCABULARIES
+from spmd_lm.config.load import VOCABULARY_FILES
 from spmd_lm.errors import DataError
 
 BESIDE = (
@@ -24,14 +24,14 @@ def find(name: str) -> Path:
     path, where = Path(name).expanduser(), f"data.tokenizer={name}"
     if os.path.isfile(path):
         return path
-    what = ", a ".join(VOCABULARIES)
+    what = ", a ".join(VOCABULARY_FILES)
     if not os.path.isdir(path):
         how = "not a regular file" if path.exists() else f"no such file or directory (looked from {Path.cwd()})"
         raise DataError(f"{where}: {how}. Give the path of a {what}, or of their directory, or `bytes`.")
-    for file in VOCABULARIES:
+    for file in VOCABULARY_FILES:
         if os.path.isfile(path / file):
             return path / file
-    raise DataError(f"{where}: this directory has no {', '.join(VOCABULARIES)}. Name one that has, or `bytes`.")
+    raise DataError(f"{where}: this directory has no {', '.join(VOCABULARY_FILES)}. Name one that has, or `bytes`.")
 
 
 def keep(name: str, directory: Path) -> None:
@@ -39,7 +39,7 @@ def keep(name: str, directory: Path) -> None:
     vocabulary itself last, so that it is there whole or not at all.  It has been read before, and is sound."""
     path, source = find(name), Path(name).expanduser()
     if os.path.isdir(source):
-        beside, usual = source, {file: source / file for file in VOCABULARIES}
+        beside, usual = source, {file: source / file for file in VOCABULARY_FILES}
     else:
         whole = path.suffix != ".txt" and isinstance(json.loads(path.read_bytes()).get("model"), dict)
         called = "vocab.txt" if path.suffix == ".txt" else "tokenizer.json" if whole else "vocab.json"

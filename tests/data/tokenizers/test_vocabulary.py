@@ -7,7 +7,7 @@ import pytest
 from tests.data.test_subwords import TINY, byte_level, wordpiece
 
 from spmd_lm.data.tokenizers.subwords import read
-from spmd_lm.data.tokenizers.vocabulary import BESIDE, VOCABULARIES, find, keep
+from spmd_lm.data.tokenizers.vocabulary import BESIDE, VOCABULARY_FILES, find, keep
 from spmd_lm.errors import DataError
 
 TEXT = "UNwanted running, wanted. a bc"
@@ -42,7 +42,7 @@ def assert_kept(name: Path, kept: Path, *expected: str) -> None:
 
 
 def test_a_file_is_itself_and_a_directory_its_first_vocabulary(there):
-    for name in reversed(VOCABULARIES):
+    for name in reversed(VOCABULARY_FILES):
         (there / name).write_text("{}")
         assert find(str(there)) == find(str(there / name)) == there / name
     odd = there / "odd name"
@@ -102,4 +102,4 @@ def test_a_directory_with_all_that_belongs_to_it_and_nothing_else(there, kept):
     for name in ("config.json", "model.safetensors"):
         (there / name).write_text("{}")
     read(str(there)).library.save(str(there / "tokenizer.json"))
-    assert_kept(there, kept, *VOCABULARIES, *BESIDE)
+    assert_kept(there, kept, *VOCABULARY_FILES, *BESIDE)
