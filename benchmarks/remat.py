@@ -19,9 +19,10 @@ import jax
 
 from spmd_lm.analysis.memory import saved_bytes_per_token
 from spmd_lm.analysis.topology import Topology, parse_topology
+from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.planning.audit import audit
-from spmd_lm.step.program import Program, choose_kernel
+from spmd_lm.step.program import Program
 
 # Large enough that no array fits the vector memory of a TPU, which its compiler does not count.
 DEPTHS, BATCHES = (48, 96), (4, 8)

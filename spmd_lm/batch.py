@@ -1,8 +1,7 @@
-"""One step's input, as a pytree.
+"""The input of one step, as a pytree.
 
-Sample s of a step is row [s // B, s % B] under every layout: the order of samples belongs to the run, not to the mesh.
-
-M microbatches, B sequences of each over all devices, T the context."""
+Shapes: M microbatches, B sequences in each (over all devices), T tokens in the context.  Sample s of a step is row
+[s // B, s % B] under every layout: the order of samples does not depend on the mesh."""
 
 import dataclasses
 from typing import Any
@@ -10,47 +9,50 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd_lm.config.schema import RunConfig, Span
+from spmd_lm.config.schema import ExtractiveQA, RunConfig
 
-# On a device jax.Array; on the host np.ndarray; as a description of either, jax.sharding.Sharding.
 Leaf = Any
+"""jax.Array on devices, np.ndarray on the host; in descriptions of a batch a ShapeDtypeStruct, sharding or spec."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
+    """None stands for what the objective and the model do not use."""
+
     tokens: Leaf  # int32 [M, B, T]
-    targets: Leaf  # int32 [M, B, T]: what each position must predict; None where objectives do not ask
-    weights: Leaf  # float32 [M, B, T]: of each target in the loss; 0 is padding
+    targets: Leaf  # int32 [M, B, T]: the token to predict at each position
+    loss_weights: Leaf  # float32 [M, B, T]: weight of each target in the loss; 0 for padding
     positions: Leaf  # int32 [M, B, T]: within the document or the row
-    segments: Leaf  # int32 [M, B, T]: tokens see those of their own segment; None where each row is one
-    samples: Leaf  # int32 [M, B]: index of the row within its step; dropout is keyed by it
-    types: Leaf = None  # int32 [M, B, T]: which part of a row a token is of; None where models do not ask
-    labels: Leaf = None  # int32 [M, B]: what a row is, or where the answer in it begins; None where nobody asks
-    ends: Leaf = None  # int32 [M, B]: where the answer ends
-    label_weights: Leaf = None  # float32 [M, B]: of each label in the loss; 0 is padding
+    segments: Leaf  # int32 [M, B, T]: tokens attend within their segment only; None if each row is one segment
+    sample_ids: Leaf  # int32 [M, B]: index of the row within its step; keys its dropout
+    token_type_ids: Leaf = None  # int32 [M, B, T]: token type (BERT's segment A or B)
+    labels: Leaf = None  # int32 [M, B]: class of the row, or position at which the answer starts
+    end_positions: Leaf = None  # int32 [M, B]: position at which the answer ends
+    label_weights: Leaf = None  # float32 [M, B]: weight of each label in the loss; 0 for padding
 
 
-PER_ROW = ("samples", "labels", "ends", "label_weights")  # fields without a time dimension
+PER_ROW = ("sample_ids", "labels", "end_positions", "label_weights")
+"""Fields without a token dimension."""
 
 
 def abstract_batch(config: RunConfig) -> Batch:
-    """Shapes and dtypes of one step's batch; None for what this objective and this model do not ask."""
-    m, objective = config.parallel.microbatches, config.objective
-    rows = (m, config.train.batch // m)
-    long = (*rows, config.model.context)
-    of = jax.ShapeDtypeStruct
-    ids, numbers = of(long, jnp.int32), of(rows, jnp.int32)
-    labelled, span = objective.of_rows or not objective.of_tokens, isinstance(objective, Span)
+    """Shapes and dtypes of one step's batch."""
+    microbatches, objective, model = config.parallel.microbatches, config.objective, config.model
+    rows = microbatches, config.train.batch // microbatches
+    tokens = *rows, model.context
+    token_ids, token_weights = jax.ShapeDtypeStruct(tokens, jnp.int32), jax.ShapeDtypeStruct(tokens, jnp.float32)
+    row_ids, row_weights = jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, jnp.float32)
+    has_labels = objective.has_sequence_label or not objective.predicts_tokens
     return Batch(
-        tokens=ids,
-        targets=ids if objective.of_tokens else None,
-        weights=of(long, jnp.float32) if objective.of_tokens else None,
-        positions=ids,
-        segments=None if config.model.causal else ids,
-        samples=numbers,
-        types=ids if config.model.token_types else None,
-        labels=numbers if labelled else None,
-        ends=numbers if span else None,
-        label_weights=of(rows, jnp.float32) if labelled else None,
+        tokens=token_ids,
+        targets=token_ids if objective.predicts_tokens else None,
+        loss_weights=token_weights if objective.predicts_tokens else None,
+        positions=token_ids,
+        segments=None if model.causal else token_ids,
+        sample_ids=row_ids,
+        token_type_ids=token_ids if model.token_types else None,
+        labels=row_ids if has_labels else None,
+        end_positions=row_ids if isinstance(objective, ExtractiveQA) else None,
+        label_weights=row_weights if has_labels else None,
     )

@@ -1,11 +1,11 @@
-"""The command `spmd-lm VERB CONFIG [section.key=value ...]`: parsing, and nothing else."""
+"""The command line: `spmd-lm VERB CONFIG [section.key=value ...]`.  Parses it and runs the verb."""
 
 import argparse
 import io
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from spmd_lm import __version__
@@ -15,7 +15,7 @@ from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.signals import interruptible
 
-PLACES = {
+POSITIONALS = {
     "CONFIG": "a YAML file, or a run's directory",
     "RUN_DIR": "a run's directory",
     "DIR": "a Hugging Face directory: config.json, *.safetensors, tokenizer files",
@@ -23,7 +23,7 @@ PLACES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of one command line."""
+    """Runs one command line and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     hide_xla_warnings()
     if isinstance(sys.stdout, io.TextIOWrapper):  # text must not be lost to a terminal without letters for it
@@ -40,32 +40,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(Exit.INTERRUPTED)
 
 
-def nearest(wrong: str, right: Iterable[str]) -> str | None:
-    from spmd_lm.config.messages import did_you_mean
-
-    return did_you_mean(wrong, right)
-
-
 class Parser(argparse.ArgumentParser):
-    """Options may stand anywhere; what is unknown is answered with what is near."""
+    """Raises ConfigError with a suggestion, in place of printing the usage and exiting."""
 
-    line: Sequence[str] = ()  # what is parsed
+    arguments: Sequence[str] = ()
+    """The arguments that are being parsed."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}. {self.mending(message)}")
+        raise ConfigError(f"{self.prog}: {message}. {self.suggestion(message)}")
 
-    def mending(self, message: str) -> str:
+    def suggestion(self, message: str) -> str:
+        """How to fix the error that argparse reports in `message`."""
         known = self._option_string_actions
-        for option, value in itertools.pairwise(self.line):
+        for option, value in itertools.pairwise(self.arguments):
             if message == f"argument {option}: expected one argument" and value.startswith("-") and value not in known:
                 return f"Write {option}={value}."
         unknown = message.removeprefix("unrecognized arguments: ")
-        options = {option.strip("-"): option for option in known}
         if unknown != message:
-            from spmd_lm.config.messages import did_you_mean, elsewhere
+            from spmd_lm.config.suggest import did_you_mean, key_of_any_section
 
+            options = {option.strip("-"): option for option in known}
             word = unknown.split()[0].strip("-").replace("-", "_")
-            key, near = elsewhere(word), did_you_mean(word, options)
+            key, near = key_of_any_section(word), did_you_mean(word, options)
             if key and (key.endswith(f".{word}") or not near):
                 return f"Did you mean {key}=...?"
             if near:
@@ -77,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
-    """The verb and its arguments; exits after --help and --version."""
+    """The verb and its arguments.  Exits after --help and --version."""
     if not argv or argv[0] in ("-h", "--help"):
         write_text(overview())
         raise SystemExit(0 if argv else int(Exit.CONFIG))
@@ -86,29 +82,31 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         raise SystemExit(0)
     name, *rest = argv
     if name not in VERBS:
-        near = nearest(name, VERBS)
-        mending = f"Did you mean {near}?" if near else f"Verbs: {', '.join(VERBS)}."
-        raise ConfigError(f"spmd-lm: no verb '{name}'. {mending}")
+        from spmd_lm.config.suggest import did_you_mean
 
-    places = VERBS[name].positionals
-    usage = f"%(prog)s {' '.join(places)} [section.key=value ...] [OPTION ...]"
+        near = did_you_mean(name, VERBS)
+        suggestion = f"Did you mean {near}?" if near else f"Verbs: {', '.join(VERBS)}."
+        raise ConfigError(f"spmd-lm: no verb '{name}'. {suggestion}")
+
+    positionals = VERBS[name].positionals
+    usage = f"%(prog)s {' '.join(positionals)} [section.key=value ...] [OPTION ...]"
     parser = Parser(prog=f"spmd-lm {name}", usage=usage, description=VERBS[name].help, allow_abbrev=False)
-    for place in places:
-        parser.add_argument(place, nargs="?", metavar=place, help=PLACES[place])
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to it; values are YAML")
+    for positional in positionals:
+        parser.add_argument(positional, nargs="?", metavar=positional, help=POSITIONALS[positional])
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changed keys; values are YAML")
     parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
     parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
     VERBS[name].add_options(parser)
-    parser.line = rest
+    parser.arguments = rest
     arguments = parser.parse_intermixed_args(rest)
-    for place in places:  # argparse alone would ask for the overrides as well
-        given = getattr(arguments, place)
-        if given is None or (len(places) > 1 and "=" in given and not os.path.exists(given)):
-            parser.error(f"no {place} given: name {PLACES[place]}")
+    for positional in positionals:  # nargs="?" above: argparse would otherwise report missing overrides too
+        given = getattr(arguments, positional)
+        if given is None or (len(positionals) > 1 and "=" in given and not os.path.exists(given)):
+            parser.error(f"no {positional} given: name {POSITIONALS[positional]}")
     return name, arguments
 
 
 def overview() -> str:
     verbs = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
     usage = "usage: spmd-lm VERB CONFIG [section.key=value ...] [--devices N] [--json PATH|-]"
-    return f"{usage}\n\n{verbs}\n\nspmd-lm VERB --help tells a verb's options."
+    return f"{usage}\n\n{verbs}\n\nspmd-lm VERB --help lists a verb's options."

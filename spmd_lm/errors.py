@@ -1,33 +1,33 @@
-"""What can go wrong for a person, and the exit code that a script sees.
+"""Errors that users can fix, and the exit codes that scripts see.
 
-Every message says where, what, and how to mend.  Our own invariants are asserts, never these."""
+Every message says where, what is wrong, and how to fix it.  Our own invariants are asserts instead."""
 
 import enum
 
 
 class Exit(enum.IntEnum):
-    """The process exit codes of every verb."""
+    """The exit code of every verb."""
 
     DONE = 0
     CHECK_FAILED = 1
     CONFIG = 2
-    PREEMPTED = 3  # what was done is saved; start me again
+    PREEMPTED = 3  # progress is saved; start again to resume
     DATA = 4
     CHECKPOINT = 5
     NON_FINITE = 6
     HANG = 7
     PEER_LOST = 8
-    INTERRUPTED = 130  # Ctrl-C; saved, unless it was pressed twice
+    INTERRUPTED = 130  # Ctrl-C; progress is saved, unless it was pressed twice
 
 
 class UserError(ValueError):
-    """A mistake that a person can mend.  Subclasses fix the exit code."""
+    """A mistake that the user can fix.  Subclasses set the exit code."""
 
     code = Exit.CONFIG
 
 
 class ConfigError(UserError):
-    """A configuration that cannot run.  Holds every problem found, one line each."""
+    """An invalid configuration.  Holds every problem found, one line each."""
 
     def __init__(self, *problems: str):
         self.problems = problems
@@ -35,22 +35,22 @@ class ConfigError(UserError):
 
 
 class LayoutError(ConfigError):
-    """A layout that the model, the batch or the devices do not divide by."""
+    """A layout by which the model, the batch or the devices are not divisible."""
 
 
 class DataError(UserError):
-    """Data that is missing, empty or damaged."""
+    """Data that is missing, empty or corrupt."""
 
     code = Exit.DATA
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged, or of another model."""
+    """A checkpoint that is missing, corrupt, or of another model."""
 
     code = Exit.CHECKPOINT
 
 
 class NonFiniteError(UserError):
-    """A loss, a gradient norm or a state to be saved is no longer a number."""
+    """A loss, a gradient norm or a state to be saved that is NaN or infinite."""
 
     code = Exit.NON_FINITE

@@ -104,14 +104,15 @@ def host_batch(config: RunConfig, step: int) -> Batch:
     real = positions < r.integers(time // 2, time + 1, (rows, 1))
     made = dataclasses.replace(
         batch,
-        weights=weights * real,
+        loss_weights=weights * real,
         segments=np.int32(real),
-        types=np.int32(positions >= time // 3) if config.model.token_types else None,
+        token_type_ids=np.int32(positions >= time // 3) if config.model.token_types else None,
         labels=r.integers(0, 2, rows, dtype=np.int32),
         label_weights=r.uniform(0.5, 1, rows).astype(np.float32),
-        ends=r.integers(0, time // 2, rows, dtype=np.int32),
+        end_positions=r.integers(0, time // 2, rows, dtype=np.int32),
     )
-    if (together := config.objective.rows_of_one) > 1:  # one question's rows say the same, and the first one counts
+    # One question's rows say the same, and the first one counts.
+    if (together := config.objective.rows_per_example) > 1:
         label_weights = made.label_weights * (np.arange(rows) % together == 0)
         made = dataclasses.replace(made, labels=made.labels.repeat(together)[:rows], label_weights=label_weights)
     wanted = abstract_batch(config)
@@ -126,7 +127,7 @@ def device_batch(p: Program, step: int) -> Batch:
 
 def canonical(p: Program, state: TrainState) -> TrainState:
     """On the host, without padding, layers in order; nothing of ours cuts or turns it."""
-    c, layers = p.config.parallel, p.config.model.layers_kept
+    c, layers = p.config.parallel, p.config.model.unique_layers
     chunks = c.chunks if c.pipe > 1 else 1
     n = layers // (c.pipe * chunks)
     places = [(i // n % c.pipe * chunks + i // (n * c.pipe)) * n + i % n for i in range(layers)]
@@ -175,7 +176,7 @@ def trained_reference(config: RunConfig) -> Outcome:
 
     @jax.jit
     def gradients(params, step, b: Batch):
-        draw = reference.Draw((config.train.seed, step), b.samples)
+        draw = reference.Draw((config.train.seed, step), b.sample_ids)
         return jax.value_and_grad(reference.loss)(params, config, b, draw)
 
     for step in range(STEPS):

@@ -2,7 +2,7 @@
 
 import jax
 
-from spmd_lm.config.schema import Classification, MaskedLM, MultipleChoice, RunConfig, Span
+from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, RunConfig
 from spmd_lm.models.language_model import LanguageModel
 
 
@@ -17,19 +17,19 @@ def parameters_by_formula(config: RunConfig) -> int:
     into_mlp = m.mlp_dim * (2 if m.activation == "swiglu" else 1)
     matrices = m.width * (2 * m.width + 2 * m.kv_width + into_mlp + m.mlp_dim)
     block = matrices + 2 * norm + bias * (3 * m.width + 2 * m.kv_width + into_mlp)
-    untied = objective.of_tokens and not m.tie_embeddings
+    untied = objective.predicts_tokens and not m.tie_embeddings
     tables = m.vocab * (1 + untied) + m.context * (m.positions == "learned") + m.token_types
     # The last norm is after the embedding, or before the head.
-    total = m.layers_kept * block + tables * m.width + norm
+    total = m.unique_layers * block + tables * m.width + norm
     match objective:
         case MaskedLM():  # a dense layer and its norm; a pooler and the sentence classifier
-            columns = m.width + (m.width + 2) * objective.of_rows
+            columns = m.width + (m.width + 2) * objective.has_sequence_label
             total += norm + bias * m.vocab
         case Classification():
             columns = m.width + objective.classes
         case MultipleChoice():
             columns = m.width + 1
-        case Span():
+        case ExtractiveQA():
             columns = 2
         case _:
             columns = 0

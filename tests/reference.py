@@ -92,7 +92,7 @@ def hidden(params, c: Model, batch, draw: Draw | None = None):
     embedding = params["embedding"]
     x = embedding["tokens"][batch.tokens]
     x = x + embedding["positions"][batch.positions] if c.positions == "learned" else x
-    x = x + embedding["types"][batch.types] if c.token_types else x
+    x = x + embedding["types"][batch.token_type_ids] if c.token_types else x
     x = drop(norm(x, embedding["norm"], c) if c.norm == "post" else x, 0, AFTER_EMBEDDING)
     turn = (lambda x: turned(x, batch.positions, c.rope_theta)) if c.positions == "rotary" else lambda x: x
     for layer in range(c.layers):
@@ -161,14 +161,14 @@ def loss(params, config: RunConfig, batch, draw: Draw | None = None):
     """The sum of the objective's losses, each a weighted mean negative log-likelihood, in nats."""
     total = 0
     for name, z in predictions(params, config, batch, draw).items():
-        if not config.objective.of_tokens:
+        if not config.objective.predicts_tokens:
             z = z.swapaxes(1, 2) if name == "span" else z[:, None]  # [rows, what is asked, answers]
             step = batch.labels.shape[0] // z.shape[0]
-            asked = jnp.stack([batch.labels, batch.ends][: z.shape[1]], axis=1)[::step]
+            asked = jnp.stack([batch.labels, batch.end_positions][: z.shape[1]], axis=1)[::step]
             nll = -jnp.take_along_axis(jax.nn.log_softmax(z, axis=-1), asked[..., None], axis=-1)[..., 0].mean(1)
             return (batch.label_weights[::step] * nll).sum() / batch.label_weights.sum(dtype=np.float64)
         rows = name == "sentence_order"
-        targets, weights = (batch.labels, batch.label_weights) if rows else (batch.targets, batch.weights)
+        targets, weights = (batch.labels, batch.label_weights) if rows else (batch.targets, batch.loss_weights)
         nll = -jnp.take_along_axis(jax.nn.log_softmax(z, axis=-1), targets[..., None], axis=-1)[..., 0]
         weights = weights.astype(np.float64)
         total = total + (weights * nll).sum() / weights.sum()

@@ -177,6 +177,6 @@ def plain_rows(path: Path, task: str, context: int = 32) -> list[tuple]:
 
 def row_keys(rows: Batch) -> list[tuple]:
     """(tokens, label, end position) of each row."""
-    ends = rows.ends if rows.ends is not None else [None] * len(rows.labels)
+    ends = rows.end_positions if rows.end_positions is not None else [None] * len(rows.labels)
     columns = zip(rows.tokens.tolist(), rows.labels.tolist(), ends, strict=True)
     return [(tuple(tokens), label, end if end is None else int(end)) for tokens, label, end in columns]

@@ -24,7 +24,7 @@ DEBUG = str(Path(__file__).parents[1] / "configs" / "debug.yaml")
 
 @pytest.fixture
 def work(monkeypatch):
-    """Puts a function in the place of a verb's work, which the verb then imports; its calls are kept."""
+    """Replaces the function that a verb imports and runs by a fake, and returns the list of its calls."""
     calls = []
 
     def work(module: str, name: str, result, **others):
@@ -34,9 +34,9 @@ def work(monkeypatch):
                 raise result
             return result(*arguments) if callable(result) else result
 
-        stand_in = types.ModuleType(module)
-        vars(stand_in).update({name: fake, **others})
-        monkeypatch.setitem(sys.modules, module, stand_in)
+        fake_module = types.ModuleType(module)
+        vars(fake_module).update({name: fake, **others})
+        monkeypatch.setitem(sys.modules, module, fake_module)
         return calls
 
     return work
@@ -48,7 +48,7 @@ def errors(capsys) -> list[str]:
     return err.splitlines()
 
 
-def test_config_prints_yaml_that_runs(capsys, tmp_path):
+def test_config_prints_yaml_that_loads_equal(capsys, tmp_path):
     assert main(["config", DEBUG, "train.steps=7"]) == 0
     path = tmp_path / "config.yaml"
     path.write_text(capsys.readouterr().out)
@@ -62,7 +62,7 @@ def test_options_and_overrides_come_in_any_order(capsys):
     assert config["checkpoint"]["async"] is True
 
 
-def test_json_goes_to_a_file_and_the_text_to_the_screen(capsys, tmp_path, work):
+def test_json_goes_to_a_file_and_text_to_standard_output(capsys, tmp_path, work):
     calls = work("spmd_lm.planning.plan_report", "describe", {"devices": 8}, render=str)
     assert main(["plan", DEBUG, "--json", str(tmp_path / "plan.json")]) == 0
     assert json.loads((tmp_path / "plan.json").read_text()) == {"devices": 8}
@@ -72,8 +72,8 @@ def test_json_goes_to_a_file_and_the_text_to_the_screen(capsys, tmp_path, work):
     assert "cannot be written" in errors(capsys)[0]
 
 
-def test_a_plan_starts_no_devices(tmp_path):
-    """Of as many devices as are named, on the CPU that simulates them."""
+def test_plan_initializes_no_devices(tmp_path):
+    """However many it plans for."""
     program = (
         "import sys; from spmd_lm.cli import main; code = main(sys.argv[1:]); from jax._src import xla_bridge; "
         "sys.exit(code or xla_bridge.backends_are_initialized())"
@@ -85,14 +85,14 @@ def test_a_plan_starts_no_devices(tmp_path):
     assert (plan["devices"], plan["platform"]) == (5000, "cpu")
 
 
-def test_train_hands_on_the_exit_code_of_the_loop(capsys, work):
+def test_train_returns_the_exit_code_of_the_loop(capsys, work):
     calls = work("spmd_lm.training.loop", "train", Exit.PREEMPTED)
     assert main(["train", DEBUG, "train.steps=7"]) == Exit.PREEMPTED
     ((config, signals),) = calls
     assert config == load(DEBUG, ["train.steps=7"]) and isinstance(signals, StopSignals)
 
 
-def test_a_signal_that_comes_while_the_loop_is_imported_is_the_loops(work):
+def test_a_signal_during_the_import_of_the_loop_reaches_the_loop(work):
     caught = []
     before = signal.signal(signal.SIGTERM, lambda *_: caught.append("by nobody"))
 
@@ -117,7 +117,7 @@ def test_train_leaves_standard_output_to_json(capsys, work):
     assert (json.loads(out), err) == ({"directory": "runs/debug", "exit_code": 0}, "step 1\n")
 
 
-def test_a_run_is_read_from_its_directory_wherever_that_is_now(work, tmp_path, capsys):
+def test_a_moved_run_is_read_from_its_new_directory(work, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(dump(load(DEBUG, ["run.dir=elsewhere"])))
     calls = work("spmd_lm.evaluation.evaluate", "evaluate_run", {"eval_loss": 1.25, "tokens": 81920})
     assert main(["eval", str(tmp_path), "train.eval_batches=8"]) == 0
@@ -128,7 +128,7 @@ def test_a_run_is_read_from_its_directory_wherever_that_is_now(work, tmp_path, c
     assert "no config.yaml" in errors(capsys)[0]
 
 
-def test_a_loss_that_is_no_number_ends_an_evaluation_with_its_exit_code(work, tmp_path, capsys):
+def test_a_loss_of_nan_sets_the_exit_code_of_eval(work, tmp_path, capsys):
     work("spmd_lm.evaluation.evaluate", "evaluate_run", {"step": 7, "eval_loss": math.nan, "eval_perplexity": math.inf})
     target = tmp_path / "eval.json"
     assert main(["eval", DEBUG, "--json", str(target)]) == Exit.NON_FINITE
@@ -136,7 +136,7 @@ def test_a_loss_that_is_no_number_ends_an_evaluation_with_its_exit_code(work, tm
     assert capsys.readouterr().err.startswith("error: runs/debug: at step 7 eval_loss is nan. Lower optim.lr, ")
 
 
-def test_json_has_null_where_there_is_no_number(work, capsys):
+def test_json_has_null_for_nan_and_infinity(work, capsys):
     work("spmd_lm.training.bench", "bench", {"mfu": -math.inf, "seconds": {"all": [1.5, math.nan]}}, render=str)
     assert main(["bench", DEBUG, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == {"mfu": None, "seconds": {"all": [1.5, None]}}
@@ -150,8 +150,8 @@ def test_generate_takes_prompts_and_sampling(capsys, work):
     assert json.loads(capsys.readouterr().out)[1] == {"prompt": "class", "text": "class C"}
 
 
-def test_text_that_the_terminal_has_no_letters_for_is_not_lost(work, monkeypatch):
-    """As in a container whose locale is none."""
+def test_characters_that_the_terminal_cannot_show_are_escaped(work, monkeypatch):
+    """As in a container without a locale."""
     work("spmd_lm.generation.generate", "generate_run", ["caf\xe9 \U0001f600"])
     with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as out:
         monkeypatch.setattr(sys, "stdout", out)
@@ -160,9 +160,9 @@ def test_text_that_the_terminal_has_no_letters_for_is_not_lost(work, monkeypatch
 
 
 @pytest.mark.parametrize("verb", ["plan", "eval", "generate", "bench", "train"])
-def test_an_interrupt_during_an_import_ends_at_once(verb):
-    """Extension modules swallow a KeyboardInterrupt, or make an ImportError of it.  A signal that is not Python's ends
-    the process; a shell calls that 130."""
+def test_an_interrupt_during_an_import_ends_the_process(verb):
+    """Extension modules swallow a KeyboardInterrupt, or turn it into an ImportError.  The default action of the signal
+    ends the process; a shell calls that 130."""
     program = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
@@ -180,9 +180,9 @@ def test_an_interrupt_during_an_import_ends_at_once(verb):
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_who_ignores_interrupts_goes_on_ignoring_them(work):
+def test_ignored_interrupts_stay_ignored(work):
     work("spmd_lm.planning.plan_report", "describe", lambda config: os.kill(os.getpid(), signal.SIGINT), render=str)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what is in the background
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts background jobs
     try:
         assert main(["plan", DEBUG]) == 0
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -190,7 +190,7 @@ def test_who_ignores_interrupts_goes_on_ignoring_them(work):
         signal.signal(signal.SIGINT, before)
 
 
-def test_help_does_not_call_optional_what_is_required(capsys):
+def test_help_shows_required_arguments_as_required(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["plan", "--help"])
     assert capsys.readouterr().out.startswith("usage: spmd-lm plan CONFIG [section.key=value ...] [OPTION ...]\n")
@@ -202,7 +202,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"spmd-lm {spmd_lm.__version__}\n"
 
 
-def test_help_tells_the_defaults_of_sampling(capsys):
+def test_help_shows_the_defaults_of_sampling(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["generate", "--help"])
     sampling = capsys.readouterr().out.split("sampling:")[1]
@@ -219,20 +219,20 @@ def test_bench_takes_steps_and_warmup(work, capsys):
     assert capsys.readouterr().out == "{'tokens_per_second': 3}\n"
 
 
-def test_every_problem_is_a_line_of_its_own_and_no_traceback(capsys):
+def test_every_problem_is_one_line_without_a_traceback(capsys):
     assert main(["train", DEBUG, "model.heds=3", "train.steps=x"]) == Exit.CONFIG
     first, second = errors(capsys)
     assert first == "error: command line: model: unknown key 'heds'. Did you mean 'heads'?"
     assert second == "error: command line: train.steps: expected a whole number, got 'x'."
 
 
-def test_an_error_of_the_work_is_told_with_its_exit_code(capsys, work):
+def test_an_error_of_the_verb_sets_its_exit_code(capsys, work):
     work("spmd_lm.training.loop", "train", CheckpointError("runs/debug: of another model"))
     assert main(["train", DEBUG]) == Exit.CHECKPOINT
     assert errors(capsys) == ["error: runs/debug: of another model"]
 
 
-def test_a_second_interrupt_ends_quietly(capsys, work):
+def test_an_interrupt_prints_nothing(capsys, work):
     work("spmd_lm.training.loop", "train", KeyboardInterrupt())
     assert main(["train", DEBUG]) == Exit.INTERRUPTED
     assert errors(capsys) == []
@@ -258,14 +258,14 @@ def test_a_second_interrupt_ends_quietly(capsys, work):
         (["generate", DEBUG, "--prompt"], "expected one argument. See spmd-lm generate --help."),
     ],
 )
-def test_a_wrong_line_is_told_with_its_mending(capsys, line, message):
+def test_a_wrong_command_line_is_reported_with_its_fix(capsys, line, message):
     assert main(line) == Exit.CONFIG
     (error,) = errors(capsys)
     assert error.startswith("error: ") and message in error
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
-    """What bash makes of a line in which `spmd-lm` is this command."""
+    """Runs a line in bash, in which `spmd-lm` is this command."""
     line = f"set -o pipefail; {line}".replace("spmd-lm", f"{sys.executable} -m spmd_lm")
     return subprocess.run(
         ["bash", "-c", line], env=os.environ | environment, capture_output=True, text=True, check=False
@@ -275,7 +275,7 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     "line", [f"spmd-lm config {DEBUG}", f"spmd-lm config {DEBUG} --json -", "spmd-lm --help", "spmd-lm plan --help"]
 )
-def test_a_reader_that_leaves_is_no_error(line):
+def test_a_closed_pipe_is_no_error(line):
     done = shell(f"({line}; echo $? >&2) | true")
     assert (done.returncode, done.stderr) == (0, "0\n")
 
@@ -289,13 +289,13 @@ def test_a_reader_that_leaves_is_no_error(line):
     ],
 )
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_told_in_a_line(line, where):
+def test_a_full_disk_is_reported_in_one_line(line, where):
     done = shell(line)
     told = f"error: {where}: cannot be written: No space left on device. Make room, or write elsewhere.\n"
     assert (done.returncode, done.stderr) == (Exit.CONFIG, told)
 
 
-def test_a_reader_that_leaves_does_not_change_the_exit_code(work, capsys, monkeypatch):
+def test_a_closed_pipe_does_not_change_the_exit_code(work, capsys, monkeypatch):
     work("spmd_lm.training.loop", "train", Exit.PREEMPTED)
     read, write = os.pipe()
     os.close(read)
@@ -305,7 +305,7 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code(work, capsys, monkey
 
 
 @pytest.mark.parametrize("line", [["--help"], *([verb, "--help"] for verb in VERBS)])
-def test_help_is_there_for_every_verb(line, capsys):
+def test_every_verb_has_help(line, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(line)
     assert "usage: spmd-lm" in capsys.readouterr().out
@@ -319,8 +319,8 @@ def test_help_is_there_for_every_verb(line, capsys):
         (["generate", DEBUG, "--seed", "99999999999999999999"], 2, "jax numpy flax orbax"),
     ],
 )
-def test_help_and_refusals_do_not_keep_one_waiting(line, code, heavy):
-    """They import nothing that takes its time; seconds are for people to measure (README)."""
+def test_help_and_errors_are_fast(line, code, heavy):
+    """They import nothing slow; README has the measured seconds."""
     ask = f"print('heavy:', *({heavy.split()} & sys.modules.keys()))".replace("[", "{").replace("]", "}")
     program = (
         f"import sys, atexit; atexit.register(lambda: {ask}); from spmd_lm.cli import main; sys.exit(main({line}))"

@@ -65,7 +65,7 @@ def test_evaluation(run, x64):
     ((summed, _, weight),) = p.evaluate(p.init().params, device_batch(p, 0)).values()
     params = jax.tree.map(np.float64, trained_reference(config()).first.params)
     want = reference.loss(params, p.config, b)
-    assert float(weight) == pytest.approx(b.weights.sum(dtype=np.float64), rel=1e-12)
+    assert float(weight) == pytest.approx(b.loss_weights.sum(dtype=np.float64), rel=1e-12)
     assert float(summed) / float(weight) == pytest.approx(float(want), rel=1e-12)
 
 

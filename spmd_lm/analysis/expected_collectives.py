@@ -20,7 +20,7 @@ import jax
 from spmd_lm.analysis.memory import activation_bytes, at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.analysis.ring import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames, is_dim_names
-from spmd_lm.config.schema import RunConfig, Span
+from spmd_lm.config.schema import ExtractiveQA, RunConfig
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.pipeline.schedule_table import schedule_table
 from spmd_lm.parallel.plan import Plan
@@ -199,13 +199,13 @@ def _head(step: _Step) -> Iterator[ExpectedCollective]:
         return
     compute, wide = config.precision.compute, at_least_float32(config.precision.compute)
     tokens = tokens_per_device(config, step.plan)
-    if sequence and config.objective.of_rows:
+    if sequence and config.objective.has_sequence_label:
         number = _Array(wide, dtype_bytes(wide))
         yield step.row(ALL_REDUCE, (MODEL,), "head", number, runs, "m: a number, of the first token")
-    if sequence and isinstance(config.objective, Span):
+    if sequence and isinstance(config.objective, ExtractiveQA):
         logits = _Array(compute, 2 * tokens * dtype_bytes(compute))
         yield step.row(ALL_GATHER, (MODEL,), "head", logits, runs, "m: two numbers of each token")
-    if config.objective.of_tokens:
+    if config.objective.predicts_tokens:
         if sequence:
             yield step.row(ALL_GATHER, (MODEL,), "head", a, runs, "m: A forward")
         yield step.row(REDUCE_SCATTER if sequence else ALL_REDUCE, (MODEL,), "head", a, runs, "m: A backward")
@@ -235,7 +235,7 @@ class _Parameter:
 
 def _parameters(step: _Step) -> list[_Parameter]:
     config, plan = step.config, step.plan
-    tied_table = ("embedding", "tokens") if config.objective.ties(config.model) else None
+    tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
     leaves = jax.tree_util.tree_leaves_with_path(plan.sharded_names, is_leaf=is_dim_names)
     parameters = []
     for (path, names), shape in zip(leaves, jax.tree.leaves(plan.placed_shapes), strict=True):
@@ -309,8 +309,8 @@ def _weight_gathers(step: _Step) -> _Transfers:
 def _gradient_scatters(step: _Step) -> _Transfers:
     config, runs = step.config, step.runs
     # Layers that share one set of weights: each contributes to its gradient.
-    sharing = config.model.layers // config.model.layers_kept
-    twice = "; a tied table twice" if config.objective.ties(config.model) else ""
+    sharing = config.model.layers // config.model.unique_layers
+    twice = "; a tied table twice" if config.objective.ties_embeddings(config.model) else ""
     ends = {"embedding": runs.embedding_grad, "head": runs.head}
     match step.plan.zero.scatter:
         case "chunk":
@@ -341,7 +341,7 @@ def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
     """A few bytes per step: losses and the weights they are averaged with, the gradients' norm, and under dynamic loss
     scaling whether the gradients are finite."""
     config, plan = step.config, step.plan
-    losses = 1 + (config.objective.of_tokens and config.objective.of_rows)
+    losses = 1 + (config.objective.predicts_tokens and config.objective.has_sequence_label)
 
     def scalar(axes: Axes, dtype: str, count: int, formula: str) -> ExpectedCollective:
         return step.row(ALL_REDUCE, axes, "scalars", _Array(dtype, dtype_bytes(dtype)), count, formula)

@@ -3,7 +3,7 @@
 Matrix products only: 2 FLOPs per multiply-add, and backward costs twice as much as forward.  Attention counts the full
 square of scores, causal or not, as papers do (arXiv:2104.04473, section 5.1, without its recomputation)."""
 
-from spmd_lm.config.schema import Classification, MaskedLM, Model, MultipleChoice, RunConfig, Span
+from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, Model, MultipleChoice, RunConfig
 
 
 def forward_per_sequence(config: RunConfig) -> float:
@@ -12,7 +12,7 @@ def forward_per_sequence(config: RunConfig) -> float:
     per_token, per_row = _head_weights(config)
     scores = 2 * m.context * m.width  # queries by keys, and probabilities by values
     per_token += m.layers * (_block_weights(m) + scores)
-    if config.objective.of_tokens:
+    if config.objective.predicts_tokens:
         per_token += m.width * m.vocab
     return 2.0 * (m.context * per_token + per_row)
 
@@ -33,11 +33,11 @@ def _head_weights(config: RunConfig) -> tuple[int, int]:
     width, objective = config.model.width, config.objective
     match objective:
         case MaskedLM():
-            return width**2, (width + 2) * width * objective.of_rows
+            return width**2, (width + 2) * width * objective.has_sequence_label
         case Classification():
             return 0, (width + objective.classes) * width
         case MultipleChoice():
             return 0, (width + 1) * width
-        case Span():
+        case ExtractiveQA():
             return 2 * width, 0
     return 0, 0

@@ -122,9 +122,9 @@ class _Sizes:
         unsharded = sum(gathered.values())
         scatters_in_loop = plan.zero.scatters_in_loop
         tokens = tokens_per_device(config, plan)
-        vocab = padded_vocab(m.vocab, shards) // shards if config.objective.of_tokens else 0
+        vocab = padded_vocab(m.vocab, shards) // shards if config.objective.predicts_tokens else 0
         return cls(
-            layer=gathered["blocks"] // (m.layers_kept // plan.layout.pipe),
+            layer=gathered["blocks"] // (m.unique_layers // plan.layout.pipe),
             embedding=gathered["embedding"],
             ends=gathered["embedding"] + gathered["head"] if copied else 0,
             resident=resident,

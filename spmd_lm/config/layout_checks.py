@@ -1,19 +1,19 @@
-"""Checks of how a model and a batch lie on devices: what must divide what."""
+"""Checks of how a model and a batch are laid out over devices: what must be divisible by what."""
 
 import math
 from collections.abc import Callable
 
-from spmd_lm.config.numbers import Messages, divisors, multiples, nearest
 from spmd_lm.config.schema import Model, Objective, Parallel, Remat, Run, RunConfig, Train
+from spmd_lm.config.suggest import Problems, divisors, multiples, nearest
 
 
-def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Messages:
+def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Problems:
     degree = parallel.model
-    both = divisors(math.gcd(model.heads, model.mlp_dim))
-    fits = [n for n in both if _fills(parallel, n, run.simulate_devices)] or [1]
+    divide_both = divisors(math.gcd(model.heads, model.mlp_dim))
+    fits = [n for n in divide_both if _devices_are_divisible(run, parallel, n)] or [1]
     degrees = nearest("parallel.model", degree, fits)
     if model.heads % degree:
-        # Of two numbers of heads as near, the larger: more heads cost nothing.
+        # Of two equally near numbers of heads the larger: more heads cost nothing.
         heads = [n for n in divisors(model.width) if n % degree == 0]
         closest = min(heads, key=lambda n: (abs(n - model.heads), -n), default=None)
         yield (
@@ -28,41 +28,43 @@ def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Messa
         )
 
 
-def keys_serve_queries(model: Model, parallel: Parallel) -> Messages:
-    """Heads of keys and values, each for as many of queries, and on one device with them."""
-    groups, degree = model.kv_heads, parallel.model
-    if groups is None or model.heads % groups == 0 == groups % degree:
+def tensor_parallel_divides_kv_heads(model: Model, parallel: Parallel) -> Problems:
+    """Each key/value head serves the same number of query heads, and is on the same device as they are."""
+    kv_heads, degree = model.kv_heads, parallel.model
+    if kv_heads is None or (model.heads % kv_heads == 0 and kv_heads % degree == 0):
         return
-    fits = [n for n in divisors(model.heads) if n % degree == 0]
-    ways = [nearest("model.kv_heads", groups, fits)]
-    if model.heads % groups:
-        what = f"does not divide model.heads={model.heads}"
+    ways = []
+    if model.heads % kv_heads:
+        problem = f"does not divide model.heads={model.heads}"
     else:
-        what = f"is not divisible by parallel.model={degree} (attention key, dim 'heads')"
-        ways.insert(0, nearest("parallel.model", degree, divisors(groups)))
-    yield f"model.kv_heads={groups} {what}. Use {', or '.join(filter(None, ways)) or 'parallel.model=1'}."
+        problem = f"is not divisible by parallel.model={degree} (attention key, dim 'heads')"
+        ways.append(nearest("parallel.model", degree, divisors(kv_heads)))
+    fits = [n for n in divisors(model.heads) if n % degree == 0]
+    if fits:
+        ways.append(nearest("model.kv_heads", kv_heads, fits))
+    yield f"model.kv_heads={kv_heads} {problem}. Use {', or '.join(ways) or 'parallel.model=1'}."
 
 
-def shared_layers_are_on_one_stage(model: Model, parallel: Parallel) -> Messages:
+def shared_layers_are_on_one_stage(model: Model, parallel: Parallel) -> Problems:
     if model.share_layers and parallel.pipe > 1:
         yield (
-            f"model.share_layers=true with parallel.pipe={parallel.pipe}: every stage would need the one layer. "
+            f"model.share_layers=true with parallel.pipe={parallel.pipe}: every stage would need the shared layer. "
             "Use parallel.pipe=1, or model.share_layers=false."
         )
 
 
-def sequence_divides(model: Model, parallel: Parallel, run: Run) -> Messages:
+def tensor_parallel_divides_sequence(model: Model, parallel: Parallel, run: Run) -> Problems:
     degree = parallel.model
     if parallel.sequence and model.context % degree:
-        fits = [n for n in divisors(model.context) if _fills(parallel, n, run.simulate_devices)] or [1]
+        fits = [n for n in divisors(model.context) if _devices_are_divisible(run, parallel, n)] or [1]
         yield (
             f"model.context={model.context} is not divisible by parallel.model={degree}, over which "
-            f"parallel.sequence=true splits it. Use {nearest('parallel.model', degree, fits)}, "
+            f"parallel.sequence=true shards it. Use {nearest('parallel.model', degree, fits)}, "
             f"or {nearest('model.context', model.context, multiples(model.context, degree))}."
         )
 
 
-def microbatches_divide_batch(train: Train, parallel: Parallel) -> Messages:
+def microbatches_divide_batch(train: Train, parallel: Parallel) -> Problems:
     if train.batch % parallel.microbatches:
         yield (
             f"train.batch={train.batch} is not divisible by parallel.microbatches={parallel.microbatches}. "
@@ -71,10 +73,9 @@ def microbatches_divide_batch(train: Train, parallel: Parallel) -> Messages:
         )
 
 
-def stages_have_layers(model: Model, parallel: Parallel, run: Run) -> Messages:
+def stages_divide_layers(model: Model, parallel: Parallel, run: Run) -> Problems:
     stages, chunks = parallel.pipe, parallel.chunks
-    parts = stages * chunks
-    if stages == 1 or model.layers % parts == 0:
+    if stages == 1 or model.layers % (stages * chunks) == 0:
         return
     by = f"parallel.pipe={stages}" + (f" x parallel.chunks={chunks}" if chunks > 1 else "")
     ways = []
@@ -83,128 +84,145 @@ def stages_have_layers(model: Model, parallel: Parallel, run: Run) -> Messages:
     others = parallel.replica * parallel.model * max(parallel.data, 1)
     fits = [n for n in divisors(model.layers) if n == 1 or (chunks == 1 and run.simulate_devices % (n * others) == 0)]
     ways.append(nearest("parallel.pipe", stages, fits))
-    ways.append(nearest("model.layers", model.layers, multiples(model.layers, parts)))
+    ways.append(nearest("model.layers", model.layers, multiples(model.layers, stages * chunks)))
     yield f"model.layers={model.layers} is not divisible by {by}. Use {', or '.join(ways)}."
 
 
-def kept_layers_divide_a_chunk(model: Model, parallel: Parallel, remat: Remat) -> Messages:
-    every = remat.block_size
-    if every and remat.policy != "block":
-        yield f"remat.block_size={every} with remat.policy={remat.policy} keeps nothing. Use remat.policy=block."
-    parts = parallel.pipe * (parallel.chunks if parallel.pipe > 1 else 1)
-    if every and model.layers % parts == 0 and (together := model.layers // parts) % every:
-        fits = nearest("remat.block_size", every, divisors(together))
-        of = f" on each of {parts} parts of a pipeline" if parts > 1 else ""
-        yield f"remat.block_size={every} does not divide the {together} of model.layers={model.layers}{of}. Use {fits}."
-
-
-def chunks_have_a_schedule(parallel: Parallel) -> Messages:
-    instead = {"gpipe": "breadth_first", "1f1b": "interleaved"}.get(parallel.schedule)
-    if parallel.pipe > 1 and parallel.chunks > 1 and instead:
+def remat_blocks_divide_chunk(model: Model, parallel: Parallel, remat: Remat) -> Problems:
+    size = remat.block_size
+    if size is None:
+        return
+    if remat.policy != "block":
+        yield f"remat.block_size={size} with remat.policy={remat.policy} has no effect. Use remat.policy=block."
+    chunks = parallel.pipe * parallel.chunks if parallel.pipe > 1 else 1
+    layers = model.layers // chunks
+    if model.layers % chunks == 0 and layers % size:
+        where = f" in each of the pipeline's {chunks} chunks" if chunks > 1 else ""
         yield (
-            f"parallel.schedule={parallel.schedule} with parallel.chunks={parallel.chunks}: it has one chunk a stage; "
-            f"parallel.schedule={instead} has several. Use parallel.chunks=1, or {_chunked(instead, parallel)}."
+            f"remat.block_size={size} does not divide the {layers} of model.layers={model.layers}{where}. "
+            f"Use {nearest('remat.block_size', size, divisors(layers))}."
         )
 
 
-def _chunked(schedule: str, parallel: Parallel) -> str:
-    """Settings for several chunks a stage."""
-    m, p = parallel.microbatches, parallel.pipe
-    fits = m % p == 0 if schedule == "interleaved" else m >= p
-    more = "" if fits else f" parallel.microbatches={-(-m // p) * p if schedule == 'interleaved' else p}"
-    return f"parallel.schedule={schedule}{more}"
+def schedule_has_chunks(parallel: Parallel) -> Problems:
+    other = {"gpipe": "breadth_first", "1f1b": "interleaved"}.get(parallel.schedule)
+    if parallel.pipe > 1 and parallel.chunks > 1 and other:
+        yield (
+            f"parallel.schedule={parallel.schedule} with parallel.chunks={parallel.chunks}: this schedule has one "
+            f"chunk per stage; parallel.schedule={other} has several. "
+            f"Use parallel.chunks=1, or {_settings_for_chunks(other, parallel)}."
+        )
 
 
-def microbatches_fill_stages(parallel: Parallel, train: Train) -> Messages:
-    """What several chunks a stage need of their schedule."""
-    m, p = parallel.microbatches, parallel.pipe
-    if parallel.chunks == 1 or p == 1:
+def _settings_for_chunks(schedule: str, parallel: Parallel) -> str:
+    """This schedule, with a number of microbatches that suits several chunks per stage."""
+    microbatches, stages = parallel.microbatches, parallel.pipe
+    fits = max(microbatches, stages) if schedule == "breadth_first" else -(-microbatches // stages) * stages
+    return f"parallel.schedule={schedule}" + (f" parallel.microbatches={fits}" if fits != microbatches else "")
+
+
+def microbatches_suit_chunks(parallel: Parallel, train: Train) -> Problems:
+    """Schedules with several chunks per stage need enough microbatches to keep all stages busy."""
+    microbatches, stages = parallel.microbatches, parallel.pipe
+    if parallel.chunks == 1 or stages == 1:
         return
-    if parallel.schedule == "interleaved" and m % p:
-        why, fits = "microbatches go round in groups of as many as there are stages", range(p, train.batch + 1, p)
-    elif parallel.schedule == "breadth_first" and m < p:
-        why, fits = "a chunk would come round before there is anything for it", range(p, train.batch + 1)
+    if parallel.schedule == "interleaved" and microbatches % stages:
+        reason, step = "microbatches run in groups of as many as there are stages", stages
+    elif parallel.schedule == "breadth_first" and microbatches < stages:
+        reason, step = "a stage would reach its next chunk before that chunk's input", 1
     else:
         return
-    ways = [nearest("parallel.microbatches", m, [n for n in fits if train.batch % n == 0]), "parallel.chunks=1"]
+    fits = [n for n in range(stages, train.batch + 1, step) if train.batch % n == 0]
+    ways = [nearest("parallel.microbatches", microbatches, fits)] if fits else []
     yield (
-        f"parallel.schedule={parallel.schedule} with parallel.microbatches={m} and parallel.pipe={p}: {why}. "
-        f"Use {', or '.join(filter(None, ways))}."
+        f"parallel.schedule={parallel.schedule} with parallel.microbatches={microbatches} and parallel.pipe={stages}: "
+        f"{reason}. Use {', or '.join([*ways, 'parallel.chunks=1'])}."
     )
 
 
-def layout_fills_devices(run: Run, parallel: Parallel, train: Train, objective: Objective) -> Messages:
+def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objective: Objective) -> Problems:
     if run.simulate_devices:
-        yield from layout(parallel, train, objective, run.simulate_devices)
+        yield from check_layout(parallel, train, objective, run.simulate_devices)
 
 
-def data_is_a_degree(parallel: Parallel) -> Messages:
+def data_degree_is_not_zero(parallel: Parallel) -> Problems:
     if parallel.data == 0:
-        yield "parallel.data=0 is no number of devices. Use parallel.data=-1 for all that the other axes leave."
+        yield "parallel.data=0 is not a number of devices. Use parallel.data=-1 for all that the other axes leave."
 
 
 def check_devices(config: RunConfig, devices: int) -> list[str]:
     """What keeps `config` from running on exactly this many devices."""
-    return [*layout(config.parallel, config.train, config.objective, devices)]
+    return [*check_layout(config.parallel, config.train, config.objective, devices)]
 
 
-def layout(parallel: Parallel, train: Train, objective: Objective, devices: int) -> Messages:
+def check_layout(parallel: Parallel, train: Train, objective: Objective, devices: int) -> Problems:
     degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "replica", "data", "model")}
-    if 0 in degrees.values():
-        return  # data_is_a_degree says so
-    others = parallel.pipe * parallel.replica * parallel.model
+    if degrees["data"] == 0:
+        return  # data_degree_is_not_zero reports it
     if degrees["data"] == -1:
         del degrees["data"]
     product = math.prod(degrees.values())
     if product != devices and ("data" in degrees or devices % product):
         terms = " x ".join(f"parallel.{axis}={n}" for axis, n in degrees.items() if n > 1) or "parallel.data=1"
-        makes = f"makes {product} devices, not the {devices} there are"
-        what = makes if "data" in degrees else f"does not divide {devices} devices"
-        yield f"{terms} {what}; every device must be used. Use {_layouts(degrees, devices)}."
+        if "data" in degrees:
+            problem = f"makes {product} devices, but there are {devices}"
+        else:
+            problem = f"does not divide {devices} devices"
+        yield f"{terms} {problem}; every device must be used. Use {_nearest_layouts(degrees, devices)}."
         return
-    shards = parallel.replica * (devices // others)
+    yield from _batch_is_divisible(parallel, train, objective, devices // (parallel.pipe * parallel.model))
+
+
+def _batch_is_divisible(parallel: Parallel, train: Train, objective: Objective, shards: int) -> Problems:
+    """shards: of the batch, over `replica` and `data`."""
     rows, rest = divmod(train.batch, parallel.microbatches)
-    together = objective.rows_of_one
-    if rest == 0 and rows % together == 0 and rows // together % shards:  # with a rest, other checks have said so
-        fits = [n for n in divisors(train.batch) if train.batch // n % (shards * together) == 0]
-        smaller = f"{nearest('parallel.microbatches', parallel.microbatches, fits)}, or " if fits else ""
-        batches = multiples(train.batch, parallel.microbatches * shards * together)
-        what = f"{rows // together} questions of objective.choices={together}" if together > 1 else f"{rows} sequences"
+    choices = objective.rows_per_example
+    if rest or rows % choices:  # other checks report these
+        return
+    if rows // choices % shards:
+        fits = [n for n in divisors(train.batch) if train.batch // n % (shards * choices) == 0]
+        ways = [nearest("parallel.microbatches", parallel.microbatches, fits)] if fits else []
+        batches = multiples(train.batch, parallel.microbatches * shards * choices)
+        ways.append(nearest("train.batch", train.batch, batches))
+        what = f"{rows // choices} questions of objective.choices={choices}" if choices > 1 else f"{rows} sequences"
         yield (
             f"train.batch={train.batch} in parallel.microbatches={parallel.microbatches} gives {what}, "
             f"not divisible by parallel.replica={parallel.replica} x data={shards // parallel.replica}. "
-            f"Use {smaller}{nearest('train.batch', train.batch, batches)}."
+            f"Use {', or '.join(ways)}."
         )
 
 
-def _layouts(degrees: dict[str, int], devices: int) -> str:
-    """For each axis, the nearest degree that would mend the layout alone; where none would, a layout over data only."""
+def _nearest_layouts(degrees: dict[str, int], devices: int) -> str:
+    """For each axis, the nearest degrees that fix the layout alone; if none does, data parallelism only.
+
+    degrees: without `data` if it takes what the others leave."""
     ways = []
-    exact = "data" in degrees  # else data takes what the others leave
     for axis, degree in degrees.items():
-        rest = math.prod(degrees.values()) // degree
-        fits = [n for n in divisors(devices) if devices % (rest * n) == 0 and (rest * n == devices or not exact)]
+        others = math.prod(degrees.values()) // degree
+        fits = [n for n in divisors(devices) if devices % (others * n) == 0]
+        if "data" in degrees:
+            fits = [n for n in fits if others * n == devices]
         if fits and (degree > 1 or axis == "data"):
             ways.append(nearest(f"parallel.{axis}", degree, fits) + (" or -1" if axis == "data" else ""))
-    plain = {axis: devices if axis == "data" else 1 for axis, n in degrees.items() if n > 1 or axis == "data"}
-    return ", or ".join(ways) or " ".join(f"parallel.{axis}={n}" for axis, n in plain.items())
+    data_only = {axis: devices if axis == "data" else 1 for axis, n in degrees.items() if n > 1 or axis == "data"}
+    return ", or ".join(ways) or " ".join(f"parallel.{axis}={n}" for axis, n in data_only.items())
 
 
-def _fills(parallel: Parallel, model: int, devices: int) -> bool:
-    """Whether this degree of `model` would leave a whole number of devices to `data`; unknown devices do not object."""
-    return devices % (parallel.pipe * parallel.replica * model) == 0
+def _devices_are_divisible(run: Run, parallel: Parallel, model: int) -> bool:
+    """Whether this degree of `model` leaves a whole number of devices to `data`.  It does if 0, not known yet."""
+    return run.simulate_devices % (parallel.pipe * parallel.replica * model) == 0
 
 
-CHECKS: tuple[Callable[..., Messages], ...] = (
+CHECKS: tuple[Callable[..., Problems], ...] = (
     tensor_parallel_divides,
-    keys_serve_queries,
+    tensor_parallel_divides_kv_heads,
     shared_layers_are_on_one_stage,
-    sequence_divides,
+    tensor_parallel_divides_sequence,
     microbatches_divide_batch,
-    stages_have_layers,
-    kept_layers_divide_a_chunk,
-    chunks_have_a_schedule,
-    microbatches_fill_stages,
-    data_is_a_degree,
-    layout_fills_devices,
+    stages_divide_layers,
+    remat_blocks_divide_chunk,
+    schedule_has_chunks,
+    microbatches_suit_chunks,
+    data_degree_is_not_zero,
+    layout_uses_all_devices,
 )

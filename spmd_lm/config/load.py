@@ -1,8 +1,8 @@
-"""From a YAML file, the files it builds on and `section.key=value` overrides to one checked RunConfig.
+"""Makes one checked RunConfig from a YAML file, the base files it extends, and `section.key=value` overrides.
 
-A configuration is a pile of layers, each a mapping of sections with its origin: the root of the `base:` chain first,
-the command line last.  All that is wrong is told at once, each problem with the layer that set the key: unknown keys
-are set aside, sections are validated apart, and every check runs whose sections are sound."""
+A configuration is a stack of layers, each a mapping of sections and its origin: the root of the `base:` chain first,
+the command line last.  All problems are reported at once, each with the layer that set the key: unknown keys are
+dropped, sections are validated separately, and every check runs whose sections are valid."""
 
 import functools
 import os
@@ -14,22 +14,23 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from spmd_lm.config import checks, messages, syntax
-from spmd_lm.config.schema import Data, RunConfig, Section, possible_path
+from spmd_lm.config import checks, suggest, syntax
+from spmd_lm.config.schema import Data, RunConfig, Section, valid_path, variants, with_default_kind, yaml_keys
 from spmd_lm.errors import ConfigError
 
 COMMAND_LINE = "command line"
 FIELDS = RunConfig.model_fields
 
-CONFIG = "config.yaml"
-TOKENIZER = "tokenizer"
-"""What a run's directory calls its configuration, and the copy that it keeps of its vocabulary."""
+CONFIG_FILE = "config.yaml"
+TOKENIZER_DIR = "tokenizer"
+"""The names, in a run's directory, of its configuration and of its copy of the tokenizer's files."""
 
-VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json")
-"""Of a directory's files the first of these is its vocabulary."""
+VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+"""The file names of a vocabulary; the first that a directory has is used."""
 
-LASTING = {"data": ("tokenizer",)}
-"""Keys that outlive a change of their section's variant: the ids of a model's words are the same in any text."""
+SHARED_KEYS = {"data": ("tokenizer",), "optim": ("warmup", "decay", "decay_steps", "clip", "freeze")}
+"""Keys that stay when the kind of their section changes: a model's token ids mean the same words in any text, and the
+shape of a learning rate schedule suits any optimizer.  Its lr does not."""
 
 
 @dataclass(frozen=True)
@@ -41,82 +42,52 @@ class Layer:
 def load(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration in the file at `path`, changed by `overrides`.
 
-    Raises ConfigError with one line per problem: `origin: section.key: what. How to mend it.`"""
-    command, problems = _command(overrides)
-    layers = _chain(path, problems)
-    if not layers:  # nothing to judge keys against
+    Raises ConfigError with one line per problem: `origin: section.key: what is wrong. How to fix it.`"""
+    command_line, problems = _parse_overrides(overrides)
+    layers = _read_chain(path, problems)
+    if not layers:  # there is nothing to check the overrides against
         raise ConfigError(*problems)
-    return _resolve(*_begun([*layers, command], problems), problems)
+    return _resolve(*_add_init_from([*layers, command_line], problems), problems)
 
 
 def load_layers(under: Layer, path: str | Path | None, over: Layer, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of `under`, then the file at `path` if there is one, then `over`, then `overrides`; raises as
     `load` does."""
-    command, problems = _command(overrides)
-    files = _chain(path, problems) if path is not None else []
+    command_line, problems = _parse_overrides(overrides)
+    files = _read_chain(path, problems) if path is not None else []
     if path is not None and not files:
         raise ConfigError(*problems)
-    return _resolve(*_begun([under, *files, over, command], problems), problems)
+    return _resolve(*_add_init_from([under, *files, over, command_line], problems), problems)
 
 
-def kept_vocabulary(directory: Path) -> Path | None:
-    """Where the run in `directory` keeps its vocabulary, if it does."""
-    kept = directory / TOKENIZER
-    return kept if any(os.path.isfile(kept / name) for name in VOCABULARIES) else None
+def saved_tokenizer(directory: Path) -> Path | None:
+    """The run's own copy of its tokenizer's files, if it has one."""
+    copy = directory / TOKENIZER_DIR
+    return copy if any(os.path.isfile(copy / name) for name in VOCABULARY_FILES) else None
 
 
 def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of the run in `directory`, which may have been moved, changed by `overrides`; raises as `load`
-    does, and for another vocabulary than the run's own."""
-    if not os.path.exists(directory / CONFIG):
-        raise ConfigError(f"{directory}: {_no_run(directory)}, or a YAML file.")
-    command, problems = _command(overrides)
-    layers = _chain(directory / CONFIG, problems)
+    does, and if the overrides name another tokenizer than the run's own."""
+    if not os.path.exists(directory / CONFIG_FILE):
+        raise ConfigError(f"{directory}: {_not_a_run(directory)}, or a YAML file.")
+    command_line, problems = _parse_overrides(overrides)
+    layers = _read_chain(directory / CONFIG_FILE, problems)
     if not layers:
         raise ConfigError(*problems)
     here: dict[str, Any] = {"run": {"dir": str(directory)}}
-    kept = kept_vocabulary(directory)
-    said = functools.reduce(_lay, (layer.tree for layer in layers)).get("data")
-    own = kept and isinstance(said, dict) and said.get("tokenizer", "bytes") != "bytes"
-    if own:
-        here["data"] = {"tokenizer": str(kept)}
-    config = _resolve([*layers, Layer(str(directory), here), command], False, problems)
-    if own and isinstance(config.data, Data) and config.data.tokenizer != str(kept):
+    tokenizer = saved_tokenizer(directory)
+    if _section(_merge_layers(layers), "data").get("tokenizer", "bytes") == "bytes":
+        tokenizer = None
+    if tokenizer is not None:
+        here["data"] = {"tokenizer": str(tokenizer)}
+    config = _resolve([*layers, Layer(str(directory), here), command_line], False, problems)
+    if tokenizer is not None and isinstance(config.data, Data) and config.data.tokenizer != str(tokenizer):
         raise ConfigError(
-            f"data.tokenizer={config.data.tokenizer}: {directory} has a vocabulary of its own, whose ids its model "
-            f"knows. Leave it out."
+            f"data.tokenizer={config.data.tokenizer}: the model in {directory} was trained with the run's own "
+            "tokenizer, and knows no other token ids. Remove this key."
         )
     return config
-
-
-def _no_run(directory: Path) -> str:
-    runs = sorted(found.parent for found in directory.glob(f"*/{CONFIG}"))
-    way = f"Give one of those in it, such as {runs[0]}" if runs else "Give the directory of one"
-    return f"no {CONFIG} in this directory, so it is no run. {way}"
-
-
-def _resolve(layers: Sequence[Layer], lost: bool, problems: list[str]) -> RunConfig:
-    """lost: whether the model was to come from a run that cannot be read, which is a problem already."""
-    tree = functools.reduce(_lay, (layer.tree for layer in layers))
-    sections: dict[str, Section] = {}
-    for name in (name for name in tree if name not in FIELDS):
-        problems.append(f"{_origin(layers, name)}: {messages.unknown_section(name, tree[name])}")
-    for name in FIELDS:
-        if name not in tree and not FIELDS[name].is_required():
-            sections[name] = FIELDS[name].default  # of several kinds, one
-            continue
-        section = tree.get(name, {})
-        if isinstance(section, dict):
-            section = _set_aside(name, section, layers, problems)
-        if name == "model" and lost:
-            continue
-        _validate(name, section, layers, problems, sections)
-    for message in checks.problems(sections):
-        problems.append(f"{_origins(layers, checks.subjects(message))}: {message}")
-
-    if problems:
-        raise ConfigError(*problems)
-    return RunConfig(**sections)  # type: ignore[arg-type]
 
 
 def dump(config: RunConfig) -> str:
@@ -124,49 +95,81 @@ def dump(config: RunConfig) -> str:
     return syntax.write(config.model_dump(by_alias=True))
 
 
-def _begun(layers: list[Layer], problems: list[str]) -> tuple[list[Layer], bool]:
-    """These layers, on that of the run that this one starts from, if it does: that one's model, and the vocabulary
-    whose ids it knows; and whether that run cannot be read.  Who says the model in full needs nobody's."""
-    tree = functools.reduce(_lay, (layer.tree for layer in layers))
-    of = lambda name: section if isinstance(section := tree.get(name), dict) else {}  # noqa: E731
-    run, data, model = of("run"), of("data"), of("model")
-    said = run.get("init_from")
-    if not isinstance(said, str) or "layers" in model:
+def _not_a_run(directory: Path) -> str:
+    runs = sorted(found.parent for found in directory.glob(f"*/{CONFIG_FILE}"))
+    way = f"Give one of the runs in it, such as {runs[0]}" if runs else "Give the directory of a run"
+    return f"no {CONFIG_FILE} in this directory, so it is not a run. {way}"
+
+
+def _resolve(layers: Sequence[Layer], model_is_unreadable: bool, problems: list[str]) -> RunConfig:
+    """model_is_unreadable: whether the model comes from a run that cannot be read, which is already among the
+    problems."""
+    tree = _merge_layers(layers)
+    valid: dict[str, Section] = {}
+    for name in tree:
+        if name not in FIELDS:
+            problems.append(f"{_origin(layers, name)}: {suggest.unknown_section(name, tree[name])}")
+    for name, field in FIELDS.items():
+        if name not in tree and not field.is_required():
+            valid[name] = field.default
+            continue
+        section = tree.get(name, {})
+        if isinstance(section, dict):
+            section = _drop_unknown_keys(name, section, layers, problems)
+        if name != "model" or not model_is_unreadable:
+            _validate(name, section, layers, problems, valid)
+    for problem in checks.problems(valid):
+        origins = dict.fromkeys(_origin(layers, *keys) for keys in checks.conflicting_keys(problem))
+        problems.append(f"{', '.join(origins)}: {problem}")
+
+    if problems:
+        raise ConfigError(*problems)
+    return RunConfig(**valid)  # type: ignore[arg-type]
+
+
+def _add_init_from(layers: list[Layer], problems: list[str]) -> tuple[list[Layer], bool]:
+    """The layers, on top of what they take from the run in `run.init_from`: its model, and the tokenizer that this
+    model was trained with.  Also whether that run cannot be read.
+
+    A configuration that has the whole model, as a run's own file does, takes nothing."""
+    tree = _merge_layers(layers)
+    init_from = _section(tree, "run").get("init_from")
+    if not isinstance(init_from, str) or "layers" in _section(tree, "model"):
         return layers, False
-    where = f"{_origin(layers, 'run', 'init_from')}: run.init_from={said}"
+    where = f"{_origin(layers, 'run', 'init_from')}: run.init_from={init_from}"
     try:
-        directory = Path(possible_path(said)).expanduser()
-        if not os.path.exists(directory / CONFIG):
-            problems.append(f"{where}: {_no_run(directory)}.")
+        directory = Path(valid_path(init_from)).expanduser()
+        if not os.path.exists(directory / CONFIG_FILE):
+            problems.append(f"{where}: {_not_a_run(directory)}.")
             return layers, True
         config = load_run(directory)
-    except PydanticCustomError:  # which is told with its section
+    except PydanticCustomError:  # validating the section reports it
         return layers, True
     except ConfigError as error:
         problems += (f"{where}: {line}" for line in error.problems)
         return layers, True
-    under: dict[str, Any] = {"model": config.model.model_dump()}
-    if isinstance(config.data, Data) and data.get("source") != "synthetic":
-        under["data"] = {"tokenizer": config.data.tokenizer}
-    return [Layer(str(Path(said) / CONFIG), under), *layers], False
+    taken: dict[str, Any] = {"model": config.model.model_dump()}
+    if isinstance(config.data, Data) and _section(tree, "data").get("source") != "synthetic":
+        taken["data"] = {"tokenizer": config.data.tokenizer}
+    return [Layer(str(Path(init_from) / CONFIG_FILE), taken), *layers], False
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------
+# --- reading layers ---------------------------------------------------------------------------------------------------
 
 
-def _chain(path: str | Path, problems: list[str]) -> list[Layer]:
+def _read_chain(path: str | Path, problems: list[str]) -> list[Layer]:
     """The layers of a file and its bases, root first; none if one of them cannot be read."""
     layers: list[Layer] = []
     seen: list[str] = []
-    name, said_by = os.path.normpath(path), ""
+    name, parent = os.path.normpath(path), ""
     while True:
         if name in seen:
             problems.append(
-                f"{seen[-1]}: base: goes round in a circle: {' -> '.join([*seen, name])}. Remove one of them."
+                f"{seen[-1]}: base: circular chain: {' -> '.join([*seen, name])}. Remove one of these bases."
             )
             return []
         seen.append(name)
-        tree = _read(name, said_by, problems)
+        tree = _read_file(name, parent, problems)
         if tree is None:
             return []
         base = tree.pop("base", None)
@@ -174,68 +177,72 @@ def _chain(path: str | Path, problems: list[str]) -> list[Layer]:
         if base is None:
             return layers
         if not isinstance(base, str):
-            problems.append(
-                f"{name}: base: expected the name of one file, got {base!r}. Chain files by a base in each."
-            )
+            problems.append(f"{name}: base: expected the name of one file, got {base!r}. Let each file name one base.")
             return []
-        said_by, name = name, os.path.normpath(os.path.join(os.path.dirname(name), base))
+        parent, name = name, os.path.normpath(os.path.join(os.path.dirname(name), base))
 
 
-def _read(name: str, said_by: str, problems: list[str]) -> dict[str, Any] | None:
-    """One file's sections, `base` among them."""
-    origin = f"{said_by}: base: {name}" if said_by else name
+def _read_file(name: str, parent: str, problems: list[str]) -> dict[str, Any] | None:
+    """The sections of one file, and its `base`; None if it cannot be read.  parent: the file whose base it is."""
+    origin = f"{parent}: base: {name}" if parent else name
     try:
         text = Path(name).read_text("utf-8")
     except FileNotFoundError:
-        problems.append(f"{origin}: no such file{_instead(name)}")
+        problems.append(f"{origin}: no such file{_suggest_file(name)}")
     except UnicodeDecodeError as error:
         problems.append(f"{origin}: byte {error.start} is not UTF-8. Save the file as UTF-8 text.")
     except OSError as error:
         problems.append(f"{origin}: cannot be read: {error.strerror}. Give the path of a YAML file.")
     else:
-        value, faults = syntax.read(text)
-        problems += [f"{name}: {fault}." for fault in faults]
+        value, errors = syntax.read(text)
+        problems += [f"{name}: {error}." for error in errors]
         if value is None:
-            return None if faults else {}
+            return None if errors else {}
         if isinstance(value, dict):
             return _sections(value)
         problems.append(f"{name}: expected sections of keys, got {value!r:.40}. Known: {', '.join(FIELDS)}.")
     return None
 
 
-def _instead(name: str) -> str:
-    """Of a file that is not there: what it may have been meant for, a YAML file or a run's directory."""
-    here, what = Path(name).parent, "" if Path(name).suffix else " or run"
-    if not here.is_dir():
-        return f"{what}, and no directory {here} to look for one."
-    found = sorted([*here.glob("*.y*ml"), *(file.parent for file in here.glob("*/config.yaml"))])
-    there = {path.name: str(path) for path in found}
-    if near := messages.did_you_mean(Path(name).name, there):
-        return f"{what}. Did you mean {there[near]}?"
-    some = ", ".join([*there.values()][:6]) + (" and more" if len(there) > 6 else "")
-    return f"{what}. " + (f"There is {some}." if there else f"Nothing else in {here} is one.")
+def _suggest_file(missing: str) -> str:
+    """The YAML files and runs that may have been meant; completes the sentence 'no such file'."""
+    directory, or_run = Path(missing).parent, "" if Path(missing).suffix else " or run"
+    if not directory.is_dir():
+        return f"{or_run}: there is no directory {directory}."
+    found = sorted([*directory.glob("*.y*ml"), *(file.parent for file in directory.glob(f"*/{CONFIG_FILE}"))])
+    paths = {path.name: str(path) for path in found}
+    if near := suggest.did_you_mean(Path(missing).name, paths):
+        return f"{or_run}. Did you mean {paths[near]}?"
+    if not paths:
+        return f"{or_run}. There is none in {'this directory' if directory == Path() else directory}."
+    return f"{or_run}. There is {', '.join([*paths.values()][:6])}{' and more' if len(paths) > 6 else ''}."
 
 
-def _command(overrides: Iterable[str]) -> tuple[Layer, list[str]]:
-    """All overrides as one layer, so that the order of `data.source=text data.path=x` does not matter."""
+def _parse_overrides(overrides: Iterable[str]) -> tuple[Layer, list[str]]:
+    """All overrides as one layer, so that their order does not matter, as in `data.source=text data.path=x`."""
     tree: dict[str, Any] = {}
     problems = []
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.split(".")
-        value, faults = syntax.read(text)
+        value, errors = syntax.read(text)
         if not equals or not all(keys):
             problems.append(f"{COMMAND_LINE}: '{override}' is not an override. Write section.key=value.")
-        elif faults:
-            problems += [f"{COMMAND_LINE}: {path}: {fault}." for fault in faults]
+        elif errors:
+            problems += [f"{COMMAND_LINE}: {path}: {error}." for error in errors]
         else:
-            tree = _merge(tree, functools.reduce(lambda inner, key: {key: inner}, reversed(keys), value))
+            for key in reversed(keys):
+                value = {key: value}
+            tree = _merge(tree, value)
     return Layer(COMMAND_LINE, _sections(tree)), problems
 
 
 def _sections(tree: dict) -> dict[str, Any]:
-    """A section whose keys are all commented out is read as null; it is an empty section."""
+    """`tree` with an empty section for each null: the value of a section whose keys are all commented out."""
     return {str(name): {} if section is None and name in FIELDS else section for name, section in tree.items()}
+
+
+# --- merging layers ---------------------------------------------------------------------------------------------------
 
 
 def _merge(under: dict, over: dict) -> dict:
@@ -246,30 +253,40 @@ def _merge(under: dict, over: dict) -> dict:
     return merged
 
 
-def _lay(under: dict, over: dict) -> dict:
-    """`over` merged onto `under`; a section whose variant changes is replaced, its old keys being the old variant's but
-    for the LASTING ones that the new one has."""
+def _merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
+    """Later layers win.  A section whose kind changes loses the old kind's keys, except the SHARED_KEYS that the new
+    kind has."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for name in merged.keys() & layer.tree.keys() & FIELDS.keys():
+            old, new = _kind(name, merged[name]), _explicit_kind(name, layer.tree[name])
+            if old and new and old != new:
+                new_keys = yaml_keys(variants(name)[new]) if new in variants(name) else []
+                shared = [key for key in SHARED_KEYS.get(name, ()) if key in new_keys]
+                merged[name] = {key: value for key, value in merged[name].items() if key in shared}
+        merged = _merge(merged, layer.tree)
+    return merged
 
-    def left(name: str, section: Any) -> Any:
-        if name not in FIELDS:
-            return section
-        old, new = _variant(name, section), _variant(name, over.get(name))
-        if not old or not new or old == new:
-            return section
-        known = messages.keys(types[new]) if new in (types := messages.variants(name)) else []
-        return {key: section[key] for key in LASTING.get(name, ()) if key in section and key in known}
 
-    return _merge({name: left(name, section) for name, section in under.items()}, over)
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """The section `name`; empty if it is missing or not a mapping."""
+    section = tree.get(name)
+    return section if isinstance(section, dict) else {}
 
 
-def _variant(name: str, section: Any) -> str:
-    """What the section's discriminator says; '' where it says nothing, or there is none."""
+def _explicit_kind(name: str, section: Any) -> str:
+    """The value of the section's discriminator; '' if it has none."""
     value = section.get(FIELDS[name].discriminator) if isinstance(section, dict) else None
     return value if isinstance(value, str) else ""
 
 
+def _kind(name: str, section: Any) -> str:
+    """The section's kind, by default if it does not say; '' if unknown."""
+    return _explicit_kind(name, with_default_kind(name, section))
+
+
 def _origin(layers: Sequence[Layer], *path: str) -> str:
-    """The last layer that sets the key at `path`; for a key that is nowhere, the file that was asked for."""
+    """The last layer that sets the key at `path`; for a key that none sets, the file that was asked for."""
     for layer in reversed(layers):
         node: Any = layer.tree
         for key in path:
@@ -279,41 +296,37 @@ def _origin(layers: Sequence[Layer], *path: str) -> str:
     return layers[-2].origin
 
 
-def _origins(layers: Sequence[Layer], subjects: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(dict.fromkeys(_origin(layers, *subject) for subject in subjects))
-
-
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def _set_aside(name: str, section: dict, layers: Sequence[Layer], problems: list[str]) -> dict:
+def _drop_unknown_keys(name: str, section: dict, layers: Sequence[Layer], problems: list[str]) -> dict:
     """The section without the keys that its type does not have, each of which is a problem."""
-    types = messages.variants(name)
-    variant = _variant(name, section)
-    owners = [types[variant]] if variant in types else types.values()
-    known = {key for owner in owners for key in messages.keys(owner)}
-    for key in (key for key in section if key not in known):
-        problems.append(f"{_origin(layers, name, key)}: {messages.unknown_key(name, str(key), variant)}")
+    kind = _kind(name, section)
+    known = suggest.keys_of_kind(name, kind)
+    for key in section:
+        if key not in known:
+            problems.append(f"{_origin(layers, name, key)}: {suggest.unknown_key(name, str(key), kind)}")
     return {key: value for key, value in section.items() if key in known}
 
 
 @functools.cache
 def _validator(name: str) -> TypeAdapter:
-    kind: Any = Annotated[FIELDS[name].annotation, FIELDS[name]]
-    return TypeAdapter(kind)
+    annotation: Any = Annotated[FIELDS[name].annotation, FIELDS[name]]
+    return TypeAdapter(annotation)
 
 
-def _validate(name: str, section: Any, layers: Sequence[Layer], problems: list[str], sound: dict[str, Section]) -> None:
+def _validate(name: str, section: Any, layers: Sequence[Layer], problems: list[str], valid: dict[str, Section]) -> None:
+    """Adds the section to `valid`, or what is wrong with it to `problems`."""
     try:
-        sound[name] = _validator(name).validate_python(section)
+        valid[name] = _validator(name).validate_python(with_default_kind(name, section))
     except ValidationError as error:
         if not isinstance(section, dict):
             problems.append(f"{_origin(layers, name)}: {name}: expected a mapping of keys, got {section!r:.40}.")
             return
-        depth = 1 if FIELDS[name].discriminator else 0  # pydantic puts the variant before the key
-        found: dict[str, list] = {}
+        depth = 1 if FIELDS[name].discriminator else 0  # pydantic puts the kind before the key
+        errors_by_key: dict[str, list] = {}
         for each in error.errors():
             key = each["loc"][depth] if len(each["loc"]) > depth else FIELDS[name].discriminator
-            found.setdefault(str(key), []).append(each)
-        for key, errors in found.items():
-            problems.append(f"{_origin(layers, name, key)}: {messages.wrong_value(name, key, errors)}")
+            errors_by_key.setdefault(str(key), []).append(each)
+        for key, errors in errors_by_key.items():
+            problems.append(f"{_origin(layers, name, key)}: {suggest.wrong_value(name, key, errors)}")

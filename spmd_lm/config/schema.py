@@ -1,23 +1,31 @@
-"""Every key of a run's YAML: its type, its default, its meaning.
+"""Every key of a run's YAML: its type, its default and its meaning.
 
-A section is frozen and strict, and knows only itself.  What two sections must agree on is a check of `checks.py`.
-Values that follow from others are properties; no field is ever rewritten.  This package does not import jax: a bad file
-fails in no time."""
+A section is frozen and strict, and knows only itself.  Constraints between sections are checks in `checks.py`.  Derived
+values are properties; no field is ever rewritten.  This package does not import jax, so that a bad file fails at
+once."""
 
 import math
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -26,8 +34,8 @@ class Section(BaseModel):
     )
 
 
-def possible_path(path: str) -> str:
-    """The path, if a file system could have it; whether it may be written is found out when it is."""
+def valid_path(path: str) -> str:
+    """The same path, if a file system can hold it; whether it can be written shows when it is written."""
     try:
         parts = Path(path).expanduser().parts
     except RuntimeError:
@@ -39,11 +47,14 @@ def possible_path(path: str) -> str:
     return path
 
 
+ValidPath = Annotated[str, AfterValidator(valid_path)]
+
+
 class Run(Section):
-    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$"), AfterValidator(possible_path)] = "run"  # under runs/
-    dir: Annotated[str, AfterValidator(possible_path)] | None = None  # default: runs/<name>
-    init_from: Annotated[str, AfterValidator(possible_path)] | None = None  # a run whose model this one starts as
-    simulate_devices: Natural = 0  # CPU devices to pretend to have; 0 takes what is there
+    name: Annotated[ValidPath, Field(pattern=r"^[\w-][\w.-]*$")] = "run"  # under runs/
+    dir: ValidPath | None = None  # default: runs/<name>
+    init_from: ValidPath | None = None  # the run whose parameters this one starts from
+    simulate_devices: NonNegativeInt = 0  # CPU devices to simulate; 0: use the real devices
 
     @property
     def directory(self) -> Path:
@@ -51,27 +62,27 @@ class Run(Section):
 
 
 class Model(Section):
-    kind: Literal["gpt", "bert"] = "gpt"  # bert: every token sees the whole row
+    kind: Literal["gpt", "bert"] = "gpt"  # bert: bidirectional attention
     layers: Count
     width: Count
     heads: Count
     context: Count
     vocab: Count
-    mlp_width: Count | None = None  # of the MLP; default 4 x width
-    kv_heads: Count | None = None  # heads of keys and values, each for heads / kv_heads queries; default heads
-    token_types: Natural = 0  # parts of a row, each with its own embedding (BERT: 2)
-    dropout: Rate = 0.1  # after the embedding and at the end of each residual branch
-    attention_dropout: Rate = 0.1  # on attention probabilities; > 0 takes the XLA path
-    norm: Literal["pre", "post"] = "pre"  # before the residual branch, or after its sum (the first BERT)
+    mlp_width: Count | None = None  # hidden width of the MLP; default 4 x width
+    kv_heads: Count | None = None  # grouped-query attention: one key/value head per heads / kv_heads; default heads
+    token_types: NonNegativeInt = 0  # size of the token type (segment) embedding (BERT: 2); 0: none
+    dropout: Fraction = 0.1  # after the embedding and at the end of each residual branch
+    attention_dropout: Fraction = 0.1  # on attention probabilities; > 0 requires the XLA kernel
+    norm: Literal["pre", "post"] = "pre"  # before the residual branch, or after the sum (original BERT)
     norm_type: Literal["layer", "rms"] = "layer"
-    norm_eps: Positive = 1e-5
+    norm_eps: PositiveFloat = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
-    rope_theta: Positive = 10_000.0
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"  # GPT-2 used the tanh form
+    rope_theta: PositiveFloat = 10_000.0
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"  # GPT-2 uses the tanh approximation
     use_bias: bool = True
     tie_embeddings: bool = True
-    share_layers: bool = False  # one layer's weights serve all of them (ALBERT, arXiv:1909.11942)
-    scan: bool = True  # one compiled block for all layers; false unrolls: 4% to 11% faster on a CPU, slower to compile
+    share_layers: bool = False  # all layers share one set of weights (ALBERT, arXiv:1909.11942)
+    scan: bool = True  # scan over layers; false unrolls: 4% to 11% faster on a CPU, slower to compile
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
 
     @property
@@ -84,17 +95,17 @@ class Model(Section):
 
     @property
     def kv_width(self) -> int:
-        """Of keys, and of values."""
+        """Width of all keys, and of all values."""
         return (self.kv_heads or self.heads) * self.head_width
 
     @property
-    def layers_kept(self) -> int:
-        """Layers that have weights of their own."""
+    def unique_layers(self) -> int:
+        """Layers with their own weights."""
         return 1 if self.share_layers else self.layers
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees none of those that follow."""
+        """Whether a token attends only to itself and to earlier tokens."""
         return self.kind == "gpt"
 
 
@@ -102,21 +113,21 @@ class Objective(Section):
     """What a model is trained for."""
 
     kind: str
-    of_tokens: ClassVar[bool] = True  # whether it predicts words, out of the vocabulary
+    predicts_tokens: ClassVar[bool] = True  # whether it predicts tokens of the vocabulary
 
     @property
-    def of_rows(self) -> bool:
-        """Whether it says one thing of a whole row."""
-        return not self.of_tokens
+    def has_sequence_label(self) -> bool:
+        """Whether it predicts one label per sequence."""
+        return not self.predicts_tokens
 
     @property
-    def rows_of_one(self) -> int:
-        """Rows that are judged together."""
+    def rows_per_example(self) -> int:
+        """Rows (sequences) that together are one example."""
         return 1
 
-    def ties(self, model: Model) -> bool:
-        """Whether the embedding's table is the head's as well."""
-        return model.tie_embeddings and self.of_tokens
+    def ties_embeddings(self, model: Model) -> bool:
+        """Whether the head reuses the token embedding table."""
+        return model.tie_embeddings and self.predicts_tokens
 
 
 class CausalLM(Objective):
@@ -124,100 +135,98 @@ class CausalLM(Objective):
 
 
 class MaskedLM(Objective):
-    """Whole words are hidden in spans, and predicted."""
+    """Predicts masked tokens; spans of whole words are masked."""
 
     kind: Literal["masked_lm"]
-    mask_prob: Rate = 0.15  # of a row's tokens
+    mask_prob: Fraction = 0.15  # of a row's tokens
     max_span: Annotated[int, Field(ge=1, le=16)] = 3  # words; a span of n has probability proportional to 1/n
-    short_seq_prob: Rate = 0.1  # of the rows, which end early
-    sentence_order: bool = True  # a row is two pieces of text; which came first is predicted too
+    short_seq_prob: Fraction = 0.1  # rows that are cut short
+    sentence_order: bool = True  # a row is two segments of text; also predict which came first
 
     @property
-    def of_rows(self) -> bool:
+    def has_sequence_label(self) -> bool:
         return self.sentence_order
 
 
 class Classification(Objective):
-    """A row, of one text or of two, is of one of several classes."""
+    """Predicts the class of a row, which holds one text or two."""
 
     kind: Literal["classification"]
-    of_tokens: ClassVar[bool] = False
+    predicts_tokens: ClassVar[bool] = False
     classes: Annotated[int, Field(ge=2)]
 
 
 class MultipleChoice(Objective):
-    """Of as many rows as there are choices, one is right; `train.batch` counts rows."""
+    """Predicts which of a question's rows, one per choice, is the right answer; `train.batch` counts rows."""
 
     kind: Literal["multiple_choice"]
-    of_tokens: ClassVar[bool] = False
+    predicts_tokens: ClassVar[bool] = False
     choices: Annotated[int, Field(ge=2)] = 4
 
     @property
-    def rows_of_one(self) -> int:
+    def rows_per_example(self) -> int:
         return self.choices
 
 
-class Span(Objective):
-    """A question's answer stands in the text after it: where it begins, and where it ends.  A text too long for a row
-    is read in several, which overlap."""
+class ExtractiveQA(Objective):
+    """Extractive question answering: predicts where the answer starts and ends in the text after the question.  A text
+    too long for one row is read in several overlapping rows."""
 
     kind: Literal["span"]
-    of_tokens: ClassVar[bool] = False
-    doc_stride: Count = 128  # tokens from where one of these rows begins to where the next does, at most
-    max_answer_length: Count = 30  # tokens of an answer
+    predicts_tokens: ClassVar[bool] = False
+    doc_stride: Count = 128  # tokens between the starts of consecutive rows of one text, at most
+    max_answer_length: Count = 30  # tokens
 
     @property
-    def of_rows(self) -> bool:
+    def has_sequence_label(self) -> bool:
         return False
 
 
 class Data(Section):
-    source: str  # which of the classes below; stands first in what is written
-    tokenizer: Annotated[str, AfterValidator(possible_path)] = (
-        "bytes"  # or a vocabulary's path: data/tokenizers/subwords.py
-    )
+    source: str  # declared here, so that it is written before the other keys
+    tokenizer: ValidPath = "bytes"  # or the path of a vocabulary: data/tokenizers/subwords.py
 
 
 class Documents(Data):
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the documents; of a single document, its end
 
 
-def _several(paths: str | list[str]) -> list[str]:
+def _as_list(paths: str | list[str]) -> list[str]:
     return [paths] if isinstance(paths, str) else paths
 
 
 class PythonStdlib(Documents):
-    """The standard library's own sources: text that is on every machine with Python."""
+    """The standard library's source files: text that every machine with Python has."""
 
     source: Literal["python-stdlib"]
 
 
 class Text(Documents):
-    """UTF-8 files: paths, globs or directories, relative to where the command runs."""
+    """UTF-8 files: paths, globs or directories, relative to the working directory."""
 
     source: Literal["text"]
     path: str | list[str]
 
     @property
     def paths(self) -> list[str]:
-        return _several(self.path)
+        return _as_list(self.path)
 
 
 class Task(Data):
-    """Labelled examples in a task's own files: `data/tasks/files.py` tells each one's form."""
+    """Labelled examples in a task's own files; `data/tasks/files.py` describes their formats."""
 
     source: Literal["task"]
     task: Literal["mnli", "qqp", "sst2", "cola", "race", "squad", "jsonl"]
-    path: str | list[str]  # to train on; files, globs or directories
-    validation_path: str | list[str]  # to be judged by, the whole of it
+    path: str | list[str]  # training examples; files, globs or directories
+    validation_path: str | list[str]  # validation examples; all of them are used
 
     @property
     def paths(self) -> list[str]:
-        return _several(self.path)
+        return _as_list(self.path)
 
     @property
-    def held_out(self) -> list[str]:
-        return _several(self.validation_path)
+    def validation_paths(self) -> list[str]:
+        return _as_list(self.validation_path)
 
 
 class Synthetic(Section):
@@ -228,13 +237,13 @@ class Synthetic(Section):
 
     @property
     def entropy(self) -> float:
-        """Nats per token; no model's expected loss is lower."""
+        """Nats per token: the lowest loss that a model can expect."""
         return math.log(self.branching)
 
 
 class Parallel(Section):
     pipe: Count = 1
-    data: Annotated[int, Field(ge=-1)] = -1  # -1 takes the devices that the other axes leave
+    data: Annotated[int, Field(ge=-1)] = -1  # -1: all devices that the other axes leave
     model: Count = 1
     replica: Count = 1
     sequence: bool = False
@@ -243,86 +252,110 @@ class Parallel(Section):
     chunks: Count = 1
     microbatches: Count = 1
     reduce_once: bool = False
-    run_idle_stages: bool = (
-        False  # idle stages of a pipeline work too, and it is thrown away: no device takes another branch
-    )
+    run_idle_stages: bool = False  # idle pipeline stages compute and discard, so that all devices take one branch
 
 
 class Precision(Section):
     params: Dtype = "float32"
     compute: Dtype = "bfloat16"
     reduce: Dtype = "float32"
-    loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, as step/loss_scale.py says
-    initial_scale: Annotated[float, Field(gt=0, le=2**64)] = 2.0**32  # far too much for most: halved in the first steps
-    scale_window: Count = 1000  # steps without overflow, in a row, that double the scale
-    hysteresis: Count = 2  # overflows, up to the first that halves it; a full window counts anew
-    min_scale: Positive = 1.0
+    loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, see step/loss_scale.py
+    initial_scale: Annotated[float, Field(gt=0, le=2**64)] = 2.0**32  # too large for most: halved in the first steps
+    scale_window: Count = 1000  # consecutive steps without overflow that double the scale
+    hysteresis: Count = 2  # overflows until the scale is first halved; a full window resets the count
+    min_scale: PositiveFloat = 1.0
 
 
-class AdamW(Section):
-    kind: Literal["adamw"] = "adamw"
-    lr: Positive
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
-    warmup: Natural = 0
+class Optimizer(Section):
+    """What all optimizers share."""
+
+    kind: str
+    lr: PositiveFloat
+    min_lr: NonNegativeFloat = 0.0
+    warmup: NonNegativeInt = 0  # steps
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     decay_steps: Count | None = None  # step at which min_lr is reached; default train.steps
-    b1: Rate = 0.9
-    b2: Rate = 0.95
-    eps: Positive = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # none on biases and norms
-    clip: Annotated[float, Field(ge=0)] = 1.0  # of the global gradient norm; 0 switches it off
-    freeze: str = ""  # patterns of names, spaces between: these parameters stay as they are; step/freeze.py
+    weight_decay: NonNegativeFloat = 0.1  # not applied to biases and norms
+    clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
+    freeze: str = ""  # parameters that are not trained: name patterns, separated by spaces; step/freeze.py
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (arXiv:1711.05101)."""
+
+    kind: Literal["adamw"] = "adamw"
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+
+
+class Lion(Optimizer):
+    """The sign of an interpolated momentum (arXiv:2302.06675).  Its updates are larger than AdamW's: the paper takes an
+    lr 3 to 10 times smaller, and a weight decay as many times larger."""
+
+    kind: Literal["lion"]
+    b1: Fraction = 0.9  # interpolates momentum and gradient for the update
+    b2: Fraction = 0.99  # decay of the momentum
 
 
 class Remat(Section):
     policy: Policy = "none"
-    block_size: Count | None = None  # layers per remat block of policy block; default: the one that saves least
+    block_size: Count | None = None  # layers per remat block of policy block; default: whichever saves least
 
 
 class Train(Section):
     steps: Count
     batch: Count  # sequences per step, over all devices
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # one word of the dropout generator's key
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # one 32-bit word of the dropout generator's key
     log_every: Count = 10
-    eval_every: Natural = 0  # 0: never
-    eval_batches: Count = 8  # batches of validation sequences in one evaluation; of a task all that there are
+    eval_every: NonNegativeInt = 0  # 0: never
+    eval_batches: Count = 8  # batches of validation sequences per evaluation; a task always evaluates on all of them
 
 
 class Checkpoint(Section):
-    every: Natural = 0  # 0: never
+    every: NonNegativeInt = 0  # 0: never
     keep: Count = 2
     asynchronous: bool = Field(True, alias="async")
 
 
+DEFAULT_KINDS = {"optim": "adamw"}
+"""The kind of a section that names none.  The other sections with several kinds must name theirs."""
+
+
 class RunConfig(Section):
-    """One run, whole.  `config.load.load` is the way to one."""
+    """The whole configuration of one run.  `config.load.load` makes it."""
 
     run: Run = Run()
     model: Model
-    objective: Annotated[CausalLM | MaskedLM | Classification | MultipleChoice | Span, Field(discriminator="kind")] = (
-        CausalLM()
-    )
+    objective: Annotated[
+        CausalLM | MaskedLM | Classification | MultipleChoice | ExtractiveQA, Field(discriminator="kind")
+    ] = CausalLM()
     data: Annotated[PythonStdlib | Text | Task | Synthetic, Field(discriminator="source")]
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
-    optim: AdamW
+    optim: Annotated[AdamW | Lion, Field(discriminator="kind")]
     remat: Remat = Remat()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
 
+    @field_validator(*DEFAULT_KINDS, mode="before")
+    @classmethod
+    def _add_default_kind(cls, section: Any, info: ValidationInfo) -> Any:
+        return with_default_kind(info.field_name or "", section)
+
     @property
     def chunks(self) -> int:
-        """Chunks of layers per pipeline stage; `parallel.chunks` means nothing where there is one stage."""
+        """Chunks of layers per pipeline stage; `parallel.chunks` has no effect on a single stage."""
         return self.parallel.chunks if self.parallel.pipe > 1 else 1
 
     @property
     def layers_per_chunk(self) -> int:
-        """Layers that run in one loop: those of a stage, or of one of its chunks."""
+        """Layers in one loop: those of a stage, or of one of its chunks."""
         return self.model.layers // (self.parallel.pipe * self.chunks)
 
     @property
     def scan_layers(self) -> bool:
-        """Whether layers run in a loop; a single one does not."""
+        """Whether layers run in a scan; a single layer never does."""
         return self.model.scan and self.layers_per_chunk > 1
 
     @property
@@ -341,6 +374,27 @@ class RunConfig(Section):
 
     @property
     def _activations_per_layer(self) -> float:
-        """Of a block's input; as arXiv:2205.05198, section 4.1, counts them."""
+        """In units of the layer's input; as arXiv:2205.05198, section 4.1, counts them."""
         m = self.model
         return 17 + (2.5 * m.heads * m.context / m.width if m.attention_dropout else 0)
+
+
+def with_default_kind(name: str, section: Any) -> Any:
+    """The section `name`, with the key that says its kind."""
+    if name in DEFAULT_KINDS and isinstance(section, dict):
+        return {"kind": DEFAULT_KINDS[name]} | section
+    return section
+
+
+def variants(name: str) -> dict[str, type[Section]]:
+    """The types that the section `name` can have, by the value of its discriminator; a single type is under ''."""
+    field = RunConfig.model_fields[name]
+    if not field.discriminator:
+        return {"": cast(type[Section], field.annotation)}
+    types: tuple[type[Section], ...] = get_args(field.annotation)
+    return {get_args(each.model_fields[str(field.discriminator)].annotation)[0]: each for each in types}
+
+
+def yaml_keys(section: type[Section]) -> list[str]:
+    """The section's keys as a YAML file spells them."""
+    return [field.alias or name for name, field in section.model_fields.items()]

@@ -68,10 +68,10 @@ class CausalLMSource(BatchSource):
         return Batch(
             tokens=tokens_RS[:, :-1],
             targets=tokens_RS[:, 1:],
-            weights=np.broadcast_to(weight_R[:, None], shape).astype(np.float32),
+            loss_weights=np.broadcast_to(weight_R[:, None], shape).astype(np.float32),
             positions=np.broadcast_to(np.arange(self.context, dtype=np.int32), shape),
             segments=None,
-            samples=sample_ids_R.astype(np.int32),
+            sample_ids=sample_ids_R.astype(np.int32),
         )
 
 

@@ -86,4 +86,4 @@ def evaluate_run(config: RunConfig) -> dict:
     program, params, step = open_run(config)
     corpus = load_data(config.data, config.train.seed, config.model.vocab)
     metrics, count = validation_metrics(program, params, make_validation_loader(config, corpus))
-    return {"step": step, **metrics, "tokens" if config.objective.of_tokens else "examples": int(count)}
+    return {"step": step, **metrics, "tokens" if config.objective.predicts_tokens else "examples": int(count)}

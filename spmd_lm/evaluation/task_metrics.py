@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spmd_lm.config.schema import MultipleChoice, Span
+from spmd_lm.config.schema import ExtractiveQA, MultipleChoice
 from spmd_lm.data.tasks.loader import TaskValidationLoader
 from spmd_lm.evaluation import metrics
 
@@ -17,7 +17,7 @@ def task_metrics(loader: TaskValidationLoader, outputs: Sequence[Mapping[str, np
     span              {"spans": [R, T, 2]}, start and end logits: eval_loss, eval_exact_match, eval_f1
 
     Losses are means in nats.  A span's is the mean of its start's and its end's, over features."""
-    if isinstance(loader.objective, Span):
+    if isinstance(loader.objective, ExtractiveQA):
         return _span_metrics(loader, _concatenate(loader, outputs, "spans"), loader.objective.max_answer_length)
     labels_E = loader.task_split.labels
     if isinstance(loader.objective, MultipleChoice):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spmd_lm.config.load import TOKENIZER, VOCABULARIES, Layer, load_layers
+from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, Layer, load_layers
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
 from spmd_lm.errors import ConfigError
@@ -16,7 +16,7 @@ from spmd_lm.huggingface.json_files import read_json
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader
 
 CONFIG_FILE = "config.json"
-TOKENIZER_FILES = (*VOCABULARIES, *COMPANION_FILES)
+TOKENIZER_FILES = (*VOCABULARY_FILES, *COMPANION_FILES)
 
 DEFAULTS = {
     # Fine-tuning as Hugging Face's Trainer does it by default.
@@ -41,7 +41,7 @@ class ModelDirectory:
 
     @property
     def has_tokenizer(self) -> bool:
-        return any(path.name in VOCABULARIES for path in self.tokenizer_files)
+        return any(path.name in VOCABULARY_FILES for path in self.tokenizer_files)
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
@@ -156,7 +156,7 @@ def make_run_config(
     if model_dir.has_tokenizer and isinstance(config.data, Data) and config.data.tokenizer == "bytes":
         problems.append(
             f"data.tokenizer=bytes, but {model_dir.path} has the tokenizer whose ids the model knows. "
-            f"Use data.tokenizer={Path(run_dir) / TOKENIZER}."
+            f"Use data.tokenizer={Path(run_dir) / TOKENIZER_DIR}."
         )
     if config.run.dir != run_dir:
         problems.append(f"run.dir={config.run.dir}: the run is created in {run_dir}. Leave it out.")
@@ -168,5 +168,5 @@ def make_run_config(
 def _default_data(model_dir: ModelDirectory, run_dir: str) -> dict[str, str]:
     """Text, read by the model's own tokenizer.  Without one a GPT gets synthetic ids, and a BERT bytes."""
     if model_dir.has_tokenizer:
-        return {"source": "python-stdlib", "tokenizer": str(Path(run_dir) / TOKENIZER)}
+        return {"source": "python-stdlib", "tokenizer": str(Path(run_dir) / TOKENIZER_DIR)}
     return {"source": "synthetic" if model_dir.config.objective["kind"] == "causal_lm" else "python-stdlib"}

@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import leaves_by_path
 from spmd_lm.checkpoints.saved_run import restore_run
-from spmd_lm.config.load import TOKENIZER
+from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS
 from spmd_lm.huggingface.common import require_single_process
@@ -36,7 +36,7 @@ def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int)
     _, params, step = restore_run(config)
     leaves = leaves_by_path(params)
     tensors = hf_tensors(architecture, {path: leaf.shape for path, leaf in leaves.items()})
-    tokenizer_dir = config.run.directory / TOKENIZER
+    tokenizer_dir = config.run.directory / TOKENIZER_DIR
     if (tokenizer_dir / CONFIG_FILE).exists():  # the run was imported
         source = read_json(tokenizer_dir / CONFIG_FILE)
         hf_config |= {key: value for key, value in source.items() if key in SPECIAL_TOKEN_KEYS}

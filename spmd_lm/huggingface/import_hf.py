@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path, make_meta
-from spmd_lm.config.load import TOKENIZER, dump
+from spmd_lm.config.load import TOKENIZER_DIR, dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, NonFiniteError
 from spmd_lm.huggingface.architectures import DimRange, Shape, WeightMapping
@@ -43,9 +43,9 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
         keep = config.checkpoint.keep
         with closing(Checkpointer(run_dir / "checkpoints", keep, asynchronous=False)) as checkpointer:
             checkpointer.save(0, state, meta)
-        (run_dir / TOKENIZER).mkdir()
+        (run_dir / TOKENIZER_DIR).mkdir()
         for file in (model_dir.path / CONFIG_FILE, *model_dir.tokenizer_files):
-            shutil.copyfile(file, run_dir / TOKENIZER / file.name)
+            shutil.copyfile(file, run_dir / TOKENIZER_DIR / file.name)
         (run_dir / "config.yaml").write_text(dump(config), "utf-8")
     architecture = model_dir.config.architecture
     unused = unused_head_names(architecture, model_dir.reader.tensors, shapes)

@@ -31,7 +31,7 @@ class Embedding(nnx.Module):
         if self.positions is not None:
             x = x + lookup(self.positions[...], batch.positions, "position")
         if self.types is not None:
-            assert batch.types is not None
-            x = x + lookup(self.types[...], batch.types, "type")
+            assert batch.token_type_ids is not None
+            x = x + lookup(self.types[...], batch.token_type_ids, "type")
         x = x if self.norm is None else self.norm(x)
         return residual_dropout(x, self.dropout, key, AFTER_EMBEDDING)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmd_lm.batch import Batch
-from spmd_lm.config.schema import Classification, MaskedLM, Model, MultipleChoice, Objective, Span
+from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, Model, MultipleChoice, Objective
 from spmd_lm.models.layers import INIT_STD, Norm, add_bias, bias, dense, normal, widen
 from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, LossDict, residual_dropout
 from spmd_lm.ops.collectives import (
@@ -117,8 +117,8 @@ class CausalLMHead(Head):
 
     def token_sums(self, h: jax.Array, table: jax.Array | None, batch: Batch) -> tuple[jax.Array, ...]:
         factors = self.unembedding(h, table)
-        loss, correct = evaluate_cross_entropy(*factors, batch.targets, batch.weights, self.vocab)
-        return loss, correct, batch.weights.sum(dtype=loss.dtype)
+        loss, correct = evaluate_cross_entropy(*factors, batch.targets, batch.loss_weights, self.vocab)
+        return loss, correct, batch.loss_weights.sum(dtype=loss.dtype)
 
     def logits(self, x, table, batch):
         """`tokens`: [batch, time, padded vocab]; padding is -inf, so that it is never sampled."""
@@ -196,7 +196,7 @@ class LabelHead(Head):
         of them is complete."""
 
         def at_rows(z: jax.Array) -> jax.Array:
-            return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[batch.samples].set(z)
+            return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[batch.sample_ids].set(z)
 
         return jax.tree.map(at_rows, self.logits(x, table, batch))
 
@@ -242,7 +242,7 @@ class ExtractiveQAHead(LabelHead):
 
     def losses(self, x, table, inputs):
         z, batch = self.logits(x, table, inputs.batch)["spans"], inputs.batch
-        row_losses = (nll(z[..., 0], batch.labels) + nll(z[..., 1], batch.ends)) / 2
+        row_losses = (nll(z[..., 0], batch.labels) + nll(z[..., 1], batch.end_positions)) / 2
         return {"span": (row_losses * inputs.weights["span"]).sum()}
 
     def logits(self, x, table, batch):
@@ -263,14 +263,14 @@ def make_head(c: Model, objective: Objective, rngs: nnx.Rngs, dtype: str) -> Hea
             return ClassificationHead(c, objective, rngs, dtype)
         case MultipleChoice():
             return MultipleChoiceHead(c, objective, rngs, dtype)
-        case Span():
+        case ExtractiveQA():
             return ExtractiveQAHead(c, rngs, dtype)
     return CausalLMHead(c, rngs, dtype)
 
 
 def loss_weights(objective: Objective, batch: Batch) -> LossDict:
     """The weights of the tokens or rows that each loss is a mean over."""
-    if not objective.of_tokens:
+    if not objective.predicts_tokens:
         return {objective.kind: batch.label_weights}
-    weights = {objective.kind: batch.weights}
-    return weights | {"sentence_order": batch.label_weights} if objective.of_rows else weights
+    weights = {objective.kind: batch.loss_weights}
+    return weights | {"sentence_order": batch.label_weights} if objective.has_sequence_label else weights

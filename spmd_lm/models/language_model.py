@@ -38,7 +38,7 @@ class Modules(nnx.Module):
 
         self.embedding = Embedding(c, rngs, dtype)
         stack = nnx.vmap(make_block, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        self.blocks = nnx.split_rngs(splits=c.layers_kept)(stack)(rngs)
+        self.blocks = nnx.split_rngs(splits=c.unique_layers)(stack)(rngs)
         self.head = make_head(c, objective, rngs, dtype)
 
 
@@ -111,7 +111,9 @@ class LanguageModel:
 
     def head_params(self, params: Params) -> Params:
         """The subtree that the head reads; a tied token table is in both."""
-        tied = {"embedding": {"tokens": params["embedding"]["tokens"]}} if self.objective.ties(self.c) else {}
+        tied = (
+            {"embedding": {"tokens": params["embedding"]["tokens"]}} if self.objective.ties_embeddings(self.c) else {}
+        )
         return {"head": params["head"]} | tied
 
     # ---- embedding, blocks, head
@@ -157,7 +159,7 @@ class LanguageModel:
         return jax.checkpoint(f, prevent_cse=not self.scan_layers, **options)
 
     def _head_and_table(self, params: Params) -> tuple[Head, jax.Array | None]:
-        table = params["embedding"]["tokens"] if self.objective.ties(self.c) else None
+        table = params["embedding"]["tokens"] if self.objective.ties_embeddings(self.c) else None
         return nnx.merge(self._head, params["head"]), table
 
     @jax.named_scope("head")

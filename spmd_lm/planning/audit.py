@@ -20,10 +20,11 @@ from spmd_lm.analysis.expected_collectives import ExpectedCollective, expected_c
 from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.analysis.topology import Topology, is_installed
 from spmd_lm.axes import PIPE
+from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule_table import schedule_table
-from spmd_lm.step.program import Program, choose_kernel
+from spmd_lm.step.program import Program
 
 TOLERANCE = 0.01
 """Missing and excess bytes together, as a fraction of the expected bytes, that an audit accepts."""

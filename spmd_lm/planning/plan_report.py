@@ -8,13 +8,14 @@ import jax
 
 from spmd_lm.analysis import flops, memory
 from spmd_lm.axes import DimNames, is_dim_names
+from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.planning import pipeline_report
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 from spmd_lm.step.freeze import frozen, trained
-from spmd_lm.step.program import abstract_plan, choose_kernel
+from spmd_lm.step.program import abstract_plan
 
 
 def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spmd_lm.axes import is_dim_names
-from spmd_lm.config.messages import did_you_mean
+from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.plan import Tree
 

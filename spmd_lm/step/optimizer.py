@@ -12,12 +12,13 @@ import optax
 from jax import lax
 
 from spmd_lm.axes import is_dim_names
-from spmd_lm.config.schema import AdamW
+from spmd_lm.config.schema import AdamW, Lion
+from spmd_lm.config.schema import Optimizer as OptimizerConfig
 from spmd_lm.parallel.plan import Plan, Tree
 from spmd_lm.step.state import TrainState, map_param_trees
 
 
-def lr_schedule(optim: AdamW, steps: int) -> Callable[[jax.Array], jax.Array]:
+def lr_schedule(optim: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:
     """Learning rate of the update after `step` updates: a linear warm-up that reaches lr at its end, then decay to
     min_lr."""
     decay_steps = max(1, (optim.decay_steps or steps) - optim.warmup)
@@ -45,14 +46,18 @@ class Optimizer:
     steps: of the run, for the learning rate.  frozen: of freeze.frozen_mask, parameters that are not updated and do not
     count in the norm; None for none."""
 
-    config: AdamW
+    config: OptimizerConfig
     steps: int
     frozen: Tree = None
 
     @property
     def rule(self) -> optax.GradientTransformation:
-        c = self.config
-        return optax.scale_by_adam(c.b1, c.b2, c.eps)
+        match self.config:
+            case AdamW(b1=b1, b2=b2, eps=eps):
+                return optax.scale_by_adam(b1, b2, eps)
+            case Lion(b1=b1, b2=b2):
+                return optax.scale_by_lion(b1, b2)
+        raise AssertionError(self.config)
 
     def init(self, params: Tree) -> Any:
         """The state of `rule`."""

@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd_lm.analysis import flops, hardware
 from spmd_lm.batch import Batch, abstract_batch
+from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import Schedule, make_schedule
 from spmd_lm.parallel.plan import Plan, Tree, pad_or_crop
@@ -24,13 +24,6 @@ from spmd_lm.step.loss_scale import init_loss_scale
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
 from spmd_lm.step.train_step import make_train_step, state_specs
-
-
-def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
-    """The attention kernel that this run trains with on `platform`, and why."""
-    m, dtype = config.model, config.precision.compute
-    sizes = {"time": m.context, "head_width": m.head_width}
-    return choose(m.attention, platform, rate=m.attention_dropout, dtype=dtype, **sizes)
 
 
 def make_model(config: RunConfig, platform: str) -> LanguageModel:
@@ -57,7 +50,7 @@ def _plan(config: RunConfig, layout: Layout, mesh: Mesh | AbstractMesh, platform
     zero = ZeroPolicy.of_stage(
         p.zero,
         reduce_once=p.reduce_once,
-        layers=config.model.layers_kept,
+        layers=config.model.unique_layers,
         breadth_first=p.schedule == "breadth_first" and layout.pipe > 1,
     )
     names, shapes = model.names, model.shapes

@@ -120,11 +120,11 @@ def dropout_keys(model: LanguageModel, seed: int, step: jax.Array, batch: Batch)
     remat."""
     if not (model.c.dropout or model.c.attention_dropout):
         return None
-    microbatches = batch.samples.shape[:1]
+    microbatches = batch.sample_ids.shape[:1]
     return DropoutKey(
         jnp.broadcast_to(jnp.uint32(seed), microbatches),
         jnp.broadcast_to(step, microbatches),
-        batch.samples,
+        batch.sample_ids,
         jnp.zeros(microbatches, jnp.int32),
     )
 

@@ -21,10 +21,10 @@ def random_batch(program: Program, seed: int = 0) -> Batch:
         "tokens": text[..., :-1],
         "targets": text[..., 1:],
         "positions": np.broadcast_to(np.arange(context, dtype=np.int32), (*rows, context)),
-        "samples": np.arange(program.config.train.batch, dtype=np.int32).reshape(rows),
-        "types": np.zeros((*rows, context), np.int32),
+        "sample_ids": np.arange(program.config.train.batch, dtype=np.int32).reshape(rows),
+        "token_type_ids": np.zeros((*rows, context), np.int32),
         "labels": np.zeros(rows, np.int32),
-        "ends": np.zeros(rows, np.int32),
+        "end_positions": np.zeros(rows, np.int32),
     }
     fields = {name: leaf for name, leaf in vars(abstract).items() if leaf is not None}
     batch = {name: values.get(name, np.ones(leaf.shape, leaf.dtype)) for name, leaf in fields.items()}

@@ -11,7 +11,7 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Meta
 from spmd_lm.checkpoints.compatibility import check_compatible
-from spmd_lm.config.load import CONFIG, TOKENIZER, dump, kept_vocabulary
+from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, find_vocabulary
@@ -19,7 +19,7 @@ from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
 from spmd_lm.runtime.lock import lock_directory
 from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, write_atomically
 
-FILES = (CONFIG, "loss.png", "samples.txt", ".lock")
+FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock")
 DIRECTORIES = ("tensorboard", "checkpoints")
 
 
@@ -81,7 +81,7 @@ class RunDir:
         """ConfigError if the run would overwrite files that no run wrote."""
         if self.status is not None or self.saved_step is not None:
             return
-        for name, own_text in ((CONFIG, dump(self.config)), ("metrics.jsonl", "")):
+        for name, own_text in ((CONFIG_FILE, dump(self.config)), ("metrics.jsonl", "")):
             path = self.path / name
             if path.is_file() and path.read_bytes() != own_text.encode():
                 raise ConfigError(
@@ -125,16 +125,16 @@ class RunDir:
         metrics_log = MetricsLog(self.path, resume_step=status.step)  # first: it may refuse the file that exists
         if self.meta and (missing := metrics_log.missing_steps(self.meta["config"]["train"]["log_every"])):
             log(f"{metrics_log.path} lacks the records of steps {missing[0]} to {missing[1]}, which are lost.")
-        write_atomically(self.path / CONFIG, dump(self.config))
+        write_atomically(self.path / CONFIG_FILE, dump(self.config))
         status.write()
         return closing(metrics_log)
 
     def _keep_vocabulary(self) -> None:
         """Copies the vocabulary into the directory, so that the run can be moved."""
         data = self.config.data
-        if isinstance(data, Data) and data.tokenizer != "bytes" and not kept_vocabulary(self.path):
+        if isinstance(data, Data) and data.tokenizer != "bytes" and not saved_tokenizer(self.path):
             try:
-                copy_vocabulary(data.tokenizer, self.path / TOKENIZER)
+                copy_vocabulary(data.tokenizer, self.path / TOKENIZER_DIR)
             except OSError as error:
                 path = error.filename or self.path
                 raise ConfigError(f"{path}: {error.strerror}. Make room, or choose another run.dir.") from error
@@ -166,7 +166,7 @@ def check_vocabulary(config: RunConfig, directory: Path, trained: dict[str, Any]
     trained: the config that run was last trained with; None if it has taken no step yet."""
     if not isinstance(config.data, Data):
         return
-    name, kept = config.data.tokenizer, kept_vocabulary(directory)
+    name, kept = config.data.tokenizer, saved_tokenizer(directory)
     if kept:
         same = name != "bytes" and find_vocabulary(name).read_bytes() == find_vocabulary(str(kept)).read_bytes()
     else:
@@ -181,7 +181,7 @@ def check_vocabulary(config: RunConfig, directory: Path, trained: dict[str, Any]
 def read_saved_config(directory: Path) -> dict[str, Any]:
     """A run's config.yaml: without a checkpoint, the only record of its model.  CheckpointError if it is invalid."""
     try:
-        return load_config(directory / CONFIG).model_dump(by_alias=True)
+        return load_config(directory / CONFIG_FILE).model_dump(by_alias=True)
     except ConfigError as error:
         raise CheckpointError(
             f"{directory} has a run without a checkpoint, and its config.yaml does not define the model:\n{error}\n"

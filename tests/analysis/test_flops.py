@@ -66,7 +66,7 @@ def product_flops(jaxpr) -> int:
 
 
 def test_flops_match_the_traced_matrix_products(config):
-    rows = config.objective.rows_of_one
+    rows = config.objective.rows_per_example
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[2:]), x.dtype), abstract_batch(config))
 
     def forward(params, batch):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.load import load
-from spmd_lm.config.numbers import divisors
+from spmd_lm.config.suggest import divisors
 from spmd_lm.errors import ConfigError
 
 FLOAT16 = "precision.compute=float16 precision.loss_scale=dynamic"
@@ -21,7 +21,7 @@ DEBUG = Path(__file__).parents[2] / "configs" / "debug.yaml"  # 4 layers, 8 head
 
 
 def problems(*overrides: str) -> list[str]:
-    """What the checks say of debug.yaml so changed, without the origins."""
+    """The problems of debug.yaml with these overrides, without their origins."""
     try:
         load(DEBUG, overrides)
     except ConfigError as error:
@@ -59,7 +59,7 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             "parallel.data=0",
-            "parallel.data=0 is no number of devices",
+            "parallel.data=0 is not a number of devices",
             "parallel.data=-1 for all that the other axes leave",
         ),
         (
@@ -69,23 +69,23 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             f"{MASKED} model.vocab=259",
-            "model.vocab=259 is less than the 260 tokens of data.tokenizer=bytes, with the four that "
-            "objective.kind=masked_lm adds",
+            "model.vocab=259 is less than the 260 tokens of data.tokenizer=bytes, with the four special "
+            "tokens of objective.kind=masked_lm",
             "model.vocab=260",
         ),
         (
             f"{MASKED} model.kind=gpt",
-            "objective.kind=masked_lm with model.kind=gpt, which sees only what stands before a hidden word",
+            "objective.kind=masked_lm with model.kind=gpt, whose attention sees only earlier tokens",
             "model.kind=bert, or objective.kind=causal_lm",
         ),
         (
             "model.kind=bert",
-            "objective.kind=causal_lm with model.kind=bert, which sees what it is to predict",
+            "objective.kind=causal_lm with model.kind=bert, whose attention sees the tokens that it has to predict",
             "model.kind=gpt, or objective.kind=masked_lm",
         ),
         (
             f"{MASKED} data.source=synthetic",
-            "objective.kind=masked_lm with data.source=synthetic: a chain has no words to hide",
+            "objective.kind=masked_lm with data.source=synthetic: a Markov chain has no words to mask",
             "data.source=python-stdlib, or objective.kind=causal_lm with model.kind=gpt",
         ),
         (
@@ -95,17 +95,17 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             f"{MASKED} model.token_types=1",
-            "model.token_types=1 with objective.sentence_order=true: a row has two pieces",
+            "model.token_types=1 with objective.sentence_order=true: a row has two segments",
             "model.token_types=0 or 2, or objective.sentence_order=false",
         ),
         (
             "model.token_types=2",
-            "model.token_types=2 with objective.kind=causal_lm: running text has no parts",
+            "model.token_types=2 with objective.kind=causal_lm: its rows are not divided into segments",
             "model.token_types=0",
         ),
         (
             f"{CLASSES} model.token_types=1",
-            "model.token_types=1 with objective.kind=classification: a row may have two texts",
+            "model.token_types=1 with objective.kind=classification: a row may hold two texts",
             "model.token_types=0 or 2",
         ),
         (
@@ -115,13 +115,13 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             f"{CLASSES} model.vocab=259",
-            "model.vocab=259 is less than the 260 tokens of data.tokenizer=bytes, with the four that "
-            "objective.kind=classification adds",
+            "model.vocab=259 is less than the 260 tokens of data.tokenizer=bytes, with the four special "
+            "tokens of objective.kind=classification",
             "model.vocab=260",
         ),
         (
             f"{CLASSES} model.kind=gpt",
-            "objective.kind=classification with model.kind=gpt, which sees only what stands before a word",
+            "objective.kind=classification with model.kind=gpt, whose attention sees only earlier tokens",
             "model.kind=bert, or objective.kind=causal_lm",
         ),
         (
@@ -166,26 +166,25 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             f"{CHOICES} train.batch=18",
-            "train.batch=18 in parallel.microbatches=1 gives 18 rows, not divisible by objective.choices=4, which are "
+            "train.batch=18 in parallel.microbatches=1 gives 18 rows, not divisible by objective.choices=4, the "
             "rows of one question",
             "train.batch=16 or 20",
         ),
         (
             f"{CHOICES} train.batch=20 parallel.microbatches=2",
-            "train.batch=20 in parallel.microbatches=2 gives 10 rows, not divisible by objective.choices=4, which are "
+            "train.batch=20 in parallel.microbatches=2 gives 10 rows, not divisible by objective.choices=4, the "
             "rows of one question",
             "train.batch=16 or 24",
         ),
         (
             f"{MASKED} objective.mask_prob=0",
-            "objective.mask_prob=0.0 hides nothing, so nothing is learned",
+            "objective.mask_prob=0.0 masks nothing, so nothing is learned",
             "objective.mask_prob=0.15",
         ),
         (
             f"{MASKED} objective.mask_prob=0.7",
-            "objective.mask_prob=0.7 with objective.max_span=3: spans of 1.6 words on average, a word or more between "
-            "them, "
-            "hide at most 62%",
+            "objective.mask_prob=0.7 with objective.max_span=3: spans of 1.6 words on average, with at least one "
+            "word between them, mask at most 62%",
             "objective.mask_prob=0.62 or less",
         ),
         (
@@ -215,17 +214,19 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             "precision.params=bfloat16",
-            "precision.params=bfloat16 is not in this version: moments and accumulated gradients would be 16-bit",
+            "precision.params=bfloat16 is not supported: the optimizer's moments and accumulated gradients "
+            "would be 16-bit",
             "precision.params=float32",
         ),
         (
             "precision.params=float16 precision.compute=bfloat16",
-            "precision.params=float16 is not in this version: moments and accumulated gradients would be 16-bit",
+            "precision.params=float16 is not supported: the optimizer's moments and accumulated gradients "
+            "would be 16-bit",
             "precision.params=float32",
         ),
         (
             "model.attention=cudnn model.attention_dropout=0",
-            "model.attention=cudnn with precision.compute=float32: cuDNN takes 16-bit types",
+            "model.attention=cudnn with precision.compute=float32: cuDNN takes bfloat16 or float16",
             "precision.compute=bfloat16, or model.attention=xla",
         ),
         (
@@ -253,8 +254,9 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             "model.attention=splash model.context=128",
-            "model.attention=splash with model.attention_dropout=0.1: these kernels have no such dropout",
-            "model.attention=xla, or model.attention_dropout=0",
+            "model.attention=splash with model.attention_dropout=0.1: fused kernels have no dropout that is the "
+            "same under every layout",
+            "model.attention_dropout=0, or model.attention=xla",
         ),
         (
             "parallel.pipe=3",
@@ -278,31 +280,31 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             "parallel.pipe=2 parallel.chunks=2",
-            "parallel.schedule=1f1b with parallel.chunks=2: it has one chunk a stage; parallel.schedule=interleaved "
-            "has several",
+            "parallel.schedule=1f1b with parallel.chunks=2: this schedule has one chunk per stage; "
+            "parallel.schedule=interleaved has several",
             "parallel.chunks=1, or parallel.schedule=interleaved parallel.microbatches=2",
         ),
         (
             "parallel.pipe=2 parallel.chunks=2 parallel.schedule=gpipe",
-            "parallel.schedule=gpipe with parallel.chunks=2: it has one chunk a stage; parallel.schedule=breadth_first "
-            "has several",
+            "parallel.schedule=gpipe with parallel.chunks=2: this schedule has one chunk per stage; "
+            "parallel.schedule=breadth_first has several",
             "parallel.chunks=1, or parallel.schedule=breadth_first parallel.microbatches=2",
         ),
         (
             "parallel.pipe=2 parallel.chunks=2 parallel.schedule=interleaved parallel.microbatches=5 train.batch=30",
-            "parallel.schedule=interleaved with parallel.microbatches=5 and parallel.pipe=2: microbatches go round in "
+            "parallel.schedule=interleaved with parallel.microbatches=5 and parallel.pipe=2: microbatches run in "
             "groups of as many as there are stages",
             "parallel.microbatches=2 or 6, or parallel.chunks=1",
         ),
         (
             "parallel.pipe=2 parallel.chunks=2 parallel.schedule=breadth_first parallel.microbatches=1",
-            "parallel.schedule=breadth_first with parallel.microbatches=1 and parallel.pipe=2: a chunk would come "
-            "round before there is anything for it",
+            "parallel.schedule=breadth_first with parallel.microbatches=1 and parallel.pipe=2: a stage would reach "
+            "its next chunk before that chunk's input",
             "parallel.microbatches=2 or 4, or parallel.chunks=1",
         ),
         (
             "parallel.pipe=2 parallel.chunks=2 parallel.schedule=interleaved parallel.microbatches=3 train.batch=15",
-            "parallel.schedule=interleaved with parallel.microbatches=3 and parallel.pipe=2: microbatches go round in "
+            "parallel.schedule=interleaved with parallel.microbatches=3 and parallel.pipe=2: microbatches run in "
             "groups of as many as there are stages",
             "parallel.chunks=1",
         ),
@@ -313,21 +315,22 @@ def problems(*overrides: str) -> list[str]:
         ),
     ],
 )
-def test_what_sections_disagree_on_is_told_with_the_nearest_that_would_do(overrides, what, use):
+def test_conflicting_sections_are_reported_with_the_nearest_valid_settings(overrides, what, use):
     assert problems(*overrides.split()) == [f"{what}. Use {use}."]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "asked", "use"),
+    ("overrides", "what", "use"),
     [
         (
             "precision.loss_scale=dynamic precision.compute=bfloat16",
-            "precision.loss_scale=dynamic with precision.compute=bfloat16: only float16 has a range so small",
+            "precision.loss_scale=dynamic with precision.compute=bfloat16: only float16 has so small a range that "
+            "it needs loss scaling",
             "precision.loss_scale=none, or precision.compute=float16",
         ),
         (
             "precision.compute=float16",
-            "precision.compute=float16 with precision.loss_scale=none: gradients below 6e-8 would be zero",
+            "precision.compute=float16 with precision.loss_scale=none: gradients below 6e-8 would underflow to zero",
             "precision.loss_scale=dynamic, or precision.compute=bfloat16",
         ),
         (
@@ -337,18 +340,17 @@ def test_what_sections_disagree_on_is_told_with_the_nearest_that_would_do(overri
         ),
         (
             f"{FLOAT16} precision.reduce=float16",
-            "precision.reduce=float16 is not in this version: a sum of gradients would overflow where none of them "
-            "does",
+            "precision.reduce=float16 is not supported: a sum of gradients can overflow where no single gradient does",
             "precision.reduce=float32",
         ),
     ],
 )
-def test_float16_is_scaled_and_reduced_in_more(overrides, asked, use):
-    assert problems(*overrides.split()) == [f"{asked}. Use {use}."]
+def test_float16_needs_loss_scaling_and_wider_reductions(overrides, what, use):
+    assert problems(*overrides.split()) == [f"{what}. Use {use}."]
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "setting"),
     [
         ("data.path=[]", "data.path=[]"),
         ("data.path=''", "data.path="),
@@ -356,16 +358,16 @@ def test_float16_is_scaled_and_reduced_in_more(overrides, asked, use):
         ("data.validation_path=[]", "data.validation_path=[]"),
     ],
 )
-def test_what_is_to_be_read_has_a_name(override, said):
+def test_empty_paths_are_refused(override, setting):
     key = override.partition("=")[0]
     assert problems(*CLASSES.split(), override) == [
-        f"{said} names no file. Give a file, a directory or a pattern: {key}='corpus/*.txt'."
+        f"{setting} names no file. Give a file, a directory or a pattern: {key}='corpus/*.txt'."
     ]
 
 
-def test_a_sequence_that_model_does_not_divide_is_refused():
+def test_sequence_parallelism_must_divide_the_context():
     assert problems("parallel.sequence=true", "parallel.model=8", "model.context=60", "run.simulate_devices=8") == [
-        "model.context=60 is not divisible by parallel.model=8, over which parallel.sequence=true splits it. "
+        "model.context=60 is not divisible by parallel.model=8, over which parallel.sequence=true shards it. "
         "Use parallel.model=2 or 4, or model.context=56 or 64."
     ]
 
@@ -373,8 +375,8 @@ def test_a_sequence_that_model_does_not_divide_is_refused():
 @pytest.mark.parametrize(
     "overrides",
     [
-        "parallel.zero=1",  # on one device, as it may turn out
-        "parallel.sequence=true model.context=63",  # over one device of `model`, nothing changes
+        "parallel.zero=1",  # on one device, which is valid
+        "parallel.sequence=true model.context=63",  # over one device of `model` nothing is sharded
         "parallel.zero=3 parallel.data=1 parallel.reduce_once=true",
         "parallel.zero=3 run.simulate_devices=8 parallel.model=4 parallel.sequence=true",
         "optim.warmup=30 optim.decay=constant",
@@ -390,18 +392,18 @@ def test_a_sequence_that_model_does_not_divide_is_refused():
         f"{CLASSES} model.token_types=2 model.context=8",
         f"{CLASSES} data.task=jsonl objective.classes=7",
         f"{CHOICES} train.batch=24 parallel.microbatches=3 run.simulate_devices=2",
-        f"{TASK} data.task=squad objective.kind=span objective.doc_stride=1000",  # a row's room is less, and taken
-        "data.tokenizer=vocab.txt model.vocab=100",  # of a file nothing is known yet
+        f"{TASK} data.task=squad objective.kind=span objective.doc_stride=1000",  # longer than a row
+        "data.tokenizer=vocab.txt model.vocab=100",  # a vocabulary file is read later
         "run.simulate_devices=8 parallel.model=2 parallel.replica=2 parallel.microbatches=4",
         "parallel.pipe=2 parallel.microbatches=3 train.batch=18",
         "parallel.pipe=4 parallel.schedule=gpipe parallel.microbatches=2 parallel.zero=3",
         "parallel.pipe=2 parallel.chunks=2 parallel.schedule=interleaved parallel.microbatches=4",
-        "parallel.chunks=3",  # of one stage: nothing changes
+        "parallel.chunks=3",  # one stage ignores chunks
         "parallel.pipe=2 parallel.chunks=2 parallel.schedule=breadth_first parallel.microbatches=8 "
         "parallel.run_idle_stages=true",
     ],
 )
-def test_what_is_legal_passes(overrides):
+def test_valid_configurations_pass(overrides):
     assert problems(*overrides.split()) == []
 
 
@@ -411,25 +413,25 @@ def test_what_is_legal_passes(overrides):
         (
             8,
             "parallel.model=4 parallel.data=4",
-            "parallel.data=4 x parallel.model=4 makes 16 devices, not the 8 there are; every device must be used",
+            "parallel.data=4 x parallel.model=4 makes 16 devices, but there are 8; every device must be used",
             "parallel.data=2 or -1, or parallel.model=2",
         ),
         (
             8,
             "parallel.data=1",
-            "parallel.data=1 makes 1 devices, not the 8 there are; every device must be used",
+            "parallel.data=1 makes 1 devices, but there are 8; every device must be used",
             "parallel.data=8 or -1",
         ),
-        (  # neither degree alone would mend it
+        (  # neither degree alone would fix it
             1,
             "parallel.data=4 parallel.model=2",
-            "parallel.data=4 x parallel.model=2 makes 8 devices, not the 1 there are; every device must be used",
+            "parallel.data=4 x parallel.model=2 makes 8 devices, but there are 1; every device must be used",
             "parallel.data=1 parallel.model=1",
         ),
         (
             9,
             "parallel.data=4 parallel.model=2 parallel.replica=2",
-            "parallel.replica=2 x parallel.data=4 x parallel.model=2 makes 16 devices, not the 9 there are; "
+            "parallel.replica=2 x parallel.data=4 x parallel.model=2 makes 16 devices, but there are 9; "
             "every device must be used",
             "parallel.replica=1 parallel.data=9 parallel.model=1",
         ),
@@ -474,20 +476,22 @@ def test_what_is_legal_passes(overrides):
         ),
     ],
 )
-def test_a_layout_uses_every_device(devices, overrides, what, use):
+def test_a_layout_must_use_every_device(devices, overrides, what, use):
     message = f"{what}. Use {use}."
     assert check_devices(load(DEBUG, overrides.split()), devices) == [message]
-    assert message in problems(*overrides.split(), f"run.simulate_devices={devices}")  # at once, where they are known
+    assert message in problems(
+        *overrides.split(), f"run.simulate_devices={devices}"
+    )  # at load, if the number of devices is known
 
 
 @given(st.integers(1, 10**5))
 @settings(max_examples=50)
-def test_divisors_are_all_there_are(n):
+def test_divisors_are_complete(n):
     assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
 
 
 @pytest.mark.parametrize("size", ["999999999999999989", "999999999999999999"])  # a prime, and a number of many divisors
-def test_a_size_beyond_all_measure_keeps_no_one_waiting(size):
+def test_an_absurd_size_is_refused_quickly(size):
     started = time.process_time()
     assert problems(f"model.width={size}", "model.heads=8")[0].startswith(f"model.width={size} is not divisible by ")
     assert problems(f"train.batch={size}", "parallel.microbatches=2", f"run.simulate_devices={size}")
@@ -500,34 +504,36 @@ degrees = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 sizes = {"heads": degrees, "model": degrees, "mlp_width": st.integers(1, 40), "batch": st.integers(1, 40)}
 
 
-def setting(heads: int, model: int, mlp_width: int, batch: int, micro: int, devices: int, together: int) -> list[str]:
+def overrides_for(
+    heads: int, model: int, mlp_width: int, batch: int, micro: int, devices: int, choices: int
+) -> list[str]:
     return [
-        *(CHOICES.split() if together == 4 else []),
+        *(CHOICES.split() if choices == 4 else []),
         *("model.width=48", f"model.heads={heads}", f"model.mlp_width={mlp_width}", f"parallel.model={model}"),
         *(f"train.batch={batch}", f"parallel.microbatches={micro}", f"run.simulate_devices={devices}"),
     ]
 
 
-@given(**sizes, micro=degrees, devices=degrees, together=st.sampled_from([1, 4]))
-def test_passes_exactly_what_divides(heads, model, mlp_width, batch, micro, devices, together):
-    divides = devices % model == heads % model == mlp_width % model == 48 % heads == batch % (micro * together) == 0
-    divides = divides and batch // (micro * together) % (devices // model) == 0
-    assert (problems(*setting(heads, model, mlp_width, batch, micro, devices, together)) == []) == divides
+@given(**sizes, micro=degrees, devices=degrees, choices=st.sampled_from([1, 4]))
+def test_exactly_the_divisible_sizes_pass(heads, model, mlp_width, batch, micro, devices, choices):
+    divides = devices % model == heads % model == mlp_width % model == 48 % heads == batch % (micro * choices) == 0
+    divides = divides and batch // (micro * choices) % (devices // model) == 0
+    assert (problems(*overrides_for(heads, model, mlp_width, batch, micro, devices, choices)) == []) == divides
 
 
 @settings(max_examples=50)
-@given(**sizes, micro=degrees, devices=degrees, together=st.sampled_from([1, 4]))
-def test_every_setting_that_a_message_offers_mends_it(heads, model, mlp_width, batch, micro, devices, together):
-    """Each offer on its own, whatever other problems there are."""
-    given = setting(heads, model, mlp_width, batch, micro, devices, together)
+@given(**sizes, micro=degrees, devices=degrees, choices=st.sampled_from([1, 4]))
+def test_every_suggested_setting_fixes_its_problem(heads, model, mlp_width, batch, micro, devices, choices):
+    """Each suggestion on its own, whatever other problems there are."""
+    given = overrides_for(heads, model, mlp_width, batch, micro, devices, choices)
     for problem in problems(*given):
-        offers = problem.split(". Use ")[1]
-        for key, values in re.findall(r"([a-z]+\.\w+)=(-?\d+(?: or -?\d+)*)", offers):
+        suggestions = problem.split(". Use ")[1]
+        for key, values in re.findall(r"([a-z]+\.\w+)=(-?\d+(?: or -?\d+)*)", suggestions):
             for value in values.split(" or "):
-                mended = problems(*given, f"{key}={value}")
-                assert kind(problem) not in map(kind, mended), (problem, key, value)
+                fixed = problems(*given, f"{key}={value}")
+                assert kind(problem) not in map(kind, fixed), (problem, key, value)
 
 
 def kind(problem: str) -> str:
-    """What a problem is, whatever the numbers."""
+    """The problem without its numbers."""
     return re.sub(r"\d+", "N", problem.split(". Use ")[0])

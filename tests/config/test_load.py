@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from spmd_lm.config.load import dump, load, load_run
-from spmd_lm.config.schema import PythonStdlib, Synthetic, Task, Text
+from spmd_lm.config.schema import AdamW, Lion, PythonStdlib, RunConfig, Synthetic, Task, Text
 from spmd_lm.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -21,7 +21,7 @@ train: {steps: 20, batch: 16}
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes files by name where the test runs."""
+    """Writes files by name into the working directory."""
     monkeypatch.chdir(tmp_path)
 
     def write(**files: str) -> None:
@@ -37,7 +37,7 @@ def problems(path: str, *overrides: str) -> tuple[str, ...]:
     return caught.value.problems
 
 
-# --- what is sound ----------------------------------------------------------------------------------------------------
+# --- valid configurations ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(FOLDER)))
@@ -50,7 +50,7 @@ def test_every_shipped_configuration_loads_and_reads_back_equal(path, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["python-stdlib", "text", "synthetic"])
-def test_what_a_section_is_stands_before_its_keys(source, write):
+def test_a_section_writes_its_kind_first(source, write):
     write(a=TINY)
     path = ["data.path=x"] if source == "text" else []
     written = yaml.safe_load(dump(load("a.yaml", [f"data.source={source}", *path])))
@@ -64,7 +64,7 @@ def test_what_a_section_is_stands_before_its_keys(source, write):
 
 
 @pytest.mark.parametrize("name", ["a", "gpt2-124m_v1.5", "_", "-x", "été"])
-def test_a_run_may_be_called(name, write):
+def test_valid_run_names(name, write):
     write(a=TINY)
     assert load("a.yaml", [f"run.name={name}"]).run.directory == Path("runs", name)
 
@@ -78,13 +78,13 @@ def test_a_run_may_be_called(name, write):
         ('"a\\0b"', "expected a path without NUL characters"),
     ],
 )
-def test_a_directory_that_cannot_be_is_refused(directory, why, write):
+def test_an_impossible_directory_is_refused(directory, why, write):
     write(a=TINY)
     (problem,) = problems("a.yaml", f"run.dir={directory}")
     assert problem.startswith(f"command line: run.dir: {why}, got '")
 
 
-def test_a_run_s_name_is_that_of_a_directory(write):
+def test_a_run_name_is_at_most_255_bytes_long(write):
     write(a=TINY)
     assert load("a.yaml", [f"run.name={'a' * 255}"]).run.directory == Path("runs", "a" * 255)
     (problem,) = problems("a.yaml", f"run.name={'a' * 256}")
@@ -101,7 +101,7 @@ def test_overrides_are_yaml_on_the_same_paths(write):
     assert (config.model.heads, config.model.width) == (4, 64)
 
 
-def test_a_base_is_relative_to_the_file_that_says_it(write, tmp_path):
+def test_a_base_is_relative_to_the_file_that_names_it(write, tmp_path):
     (tmp_path / "deep").mkdir()
     write(root=TINY)
     (tmp_path / "deep" / "middle.yaml").write_text("base: ../root.yaml\nmodel: {heads: 4}\n")
@@ -111,7 +111,7 @@ def test_a_base_is_relative_to_the_file_that_says_it(write, tmp_path):
 
 
 @pytest.mark.parametrize("overrides", [("data.source=text", "data.path=x"), ("data.path=x", "data.source=text")])
-def test_a_new_variant_drops_the_keys_of_the_old_one(write, overrides):
+def test_a_change_of_kind_drops_the_old_keys(write, overrides):
     write(a=TINY.replace("{source: python-stdlib}", "{source: synthetic, branching: 8}"))
     assert load("a.yaml", overrides).data == Text(source="text", path="x")
     write(b="base: a.yaml\ndata: {source: python-stdlib}")
@@ -121,7 +121,7 @@ def test_a_new_variant_drops_the_keys_of_the_old_one(write, overrides):
     )  # not the 8 of two files below
 
 
-def test_the_same_variant_keeps_its_keys(write):
+def test_the_same_kind_keeps_its_keys(write):
     write(a=TINY.replace("{source: python-stdlib}", "{source: text, path: x, validation_fraction: 0.2}"))
     assert load("a.yaml", ["data.source=text", "data.validation_fraction=0.3"]).data == Text(
         source="text", path="x", validation_fraction=0.3
@@ -129,8 +129,8 @@ def test_the_same_variant_keeps_its_keys(write):
 
 
 @pytest.mark.parametrize("more", [("data.source=text", "data.path=x"), ("data.source=python-stdlib",)])
-def test_a_vocabulary_outlives_a_change_of_text(write, more):
-    """Its ids are what a model knows, whatever it reads; a chain has none."""
+def test_the_tokenizer_survives_a_change_of_text(write, more):
+    """A model knows its token ids, whatever it reads; a synthetic chain has no tokenizer."""
     files = "path: a, validation_path: b, tokenizer: vocab.txt"
     write(a=TINY.replace("{source: python-stdlib}", f"{{source: task, task: jsonl, {files}}}"))
     data = load("a.yaml", more).data
@@ -139,7 +139,7 @@ def test_a_vocabulary_outlives_a_change_of_text(write, more):
     assert load("a.yaml", ["data.source=synthetic"]).data == Synthetic(source="synthetic")
 
 
-def test_files_to_be_judged_by_are_asked_for_in_place_of_a_share(write):
+def test_a_task_needs_validation_files_not_a_fraction(write):
     write(
         a=TINY.replace(
             "{source: python-stdlib}", "{source: text, path: x, validation_fraction: 0.2, tokenizer: vocab.txt}"
@@ -150,7 +150,56 @@ def test_files_to_be_judged_by_are_asked_for_in_place_of_a_share(write):
     assert told == (f"a.yaml: data.validation_path: {asked}.validation_path=... on the command line.",)
 
 
-# --- what begins as another run ---------------------------------------------------------------------------------------
+# --- optimizers, whose kind has a default -----------------------------------------------------------------------------
+
+
+def test_an_optimizer_is_adamw_unless_it_says_otherwise(write):
+    write(a=TINY)
+    assert load("a.yaml").optim == AdamW(lr=3e-4) == load("a.yaml", ["optim.kind=adamw"]).optim
+    sections = load("a.yaml").model_dump()
+    del sections["optim"]["kind"]
+    assert RunConfig.model_validate(sections) == load("a.yaml")
+
+
+def test_an_optimizer_of_another_kind_reads_back_equal(write):
+    write(a=TINY.replace("lr: 3e-4", "kind: lion, lr: 1e-4, b2: 0.98, freeze: embedding.*"))
+    config = load("a.yaml")
+    assert config.optim == Lion(kind="lion", lr=1e-4, b1=0.9, b2=0.98, weight_decay=0.1, freeze="embedding.*")
+    write(b=dump(config))
+    assert load("b.yaml") == config
+
+
+def test_another_optimizer_keeps_the_schedule_and_asks_for_its_own_lr(write):
+    """Its updates have another size, and b2 has another meaning."""
+    write(a=TINY.replace("lr: 3e-4", "lr: 3e-4, warmup: 5, clip: 0.5, b2: 0.999, eps: 1e-6"))
+    assert load("a.yaml", ["optim.kind=lion", "optim.lr=1e-4"]).optim == Lion(kind="lion", lr=1e-4, warmup=5, clip=0.5)
+    missing = "optim.lr: missing. Set it in the file, or as optim.lr=... on the command line."
+    assert problems("a.yaml", "optim.kind=lion") == (f"a.yaml: {missing}",)
+    write(b="base: a.yaml\noptim: {kind: lion, lr: 1e-4}", c="base: b.yaml\noptim: {weight_decay: 1}")
+    assert load("c.yaml").optim == Lion(kind="lion", lr=1e-4, warmup=5, clip=0.5, weight_decay=1)
+    assert load("c.yaml", ["optim.kind=adamw", "optim.lr=1e-3"]).optim == AdamW(lr=1e-3, warmup=5, clip=0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["optim.kind=lion", "optim.lr=1e-4", "optim.eps=1e-8"],
+            "optim: 'eps' belongs to optim.kind=adamw, not lion. Remove it, or set optim.kind=adamw.",
+        ),
+        (["optim.kind=lino"], "optim.kind: expected adamw or lion, got 'lino'. Did you mean 'lion'?"),
+        (["optim.kind=3"], "optim.kind: expected adamw or lion, got 3."),
+        (["optim.wamup=5"], "optim: unknown key 'wamup'. Did you mean 'warmup'?"),
+        (["optim.b2=1"], "optim.b2: must be less than 1, got 1. The default is 0.95."),
+        (["optim.kind=lion", "optim.lr=1", "optim.b2=1"], "optim.b2: must be less than 1, got 1. The default is 0.99."),
+    ],
+)
+def test_a_wrong_key_of_an_optimizer_is_reported_for_its_kind(write, overrides, message):
+    write(a=TINY)
+    assert problems("a.yaml", *overrides) == (f"command line: {message}",)
+
+
+# --- runs that start from another run ---------------------------------------------------------------------------------
 
 LATER = """
 run: {init_from: runs/first}
@@ -162,7 +211,7 @@ train: {steps: 20, batch: 16}
 
 @pytest.fixture
 def first(write, tmp_path):
-    """A run that has a vocabulary of its own, and a configuration that begins as it."""
+    """A run with its own tokenizer, and a configuration that starts from it."""
     write(first=TINY.replace("python-stdlib", "python-stdlib, tokenizer: elsewhere/vocab.txt"), later=LATER)
     kept = tmp_path / "runs" / "first" / "tokenizer"
     kept.mkdir(parents=True)
@@ -171,29 +220,29 @@ def first(write, tmp_path):
     return Path("runs/first")
 
 
-def test_its_model_and_its_vocabulary_are_the_other_run_s(first):
+def test_init_from_takes_the_model_and_the_tokenizer(first):
     later, model = load("later.yaml"), load_run(first).model
     assert later.model == model and model.norm_eps == 1e-3
     assert later.data.tokenizer == "runs/first/tokenizer"
-    assert (later.run.name, later.optim.lr) == ("run", 3e-4)  # nothing else is
+    assert (later.run.name, later.optim.lr) == ("run", 3e-4)  # and nothing else
 
 
-def test_what_it_says_of_its_model_comes_before(first):
+def test_own_keys_override_those_of_init_from(first):
     later = load("later.yaml", ["model.context=16", "model.dropout=0.0", "data.tokenizer=vocab.txt"])
     changes = {"context": 16, "dropout": 0.0}
     assert later.model == load_run(first).model.model_copy(update=changes)
     assert later.data.tokenizer == "vocab.txt"
 
 
-def test_a_task_is_read_by_its_vocabulary_and_a_chain_by_none(first):
+def test_a_task_takes_the_tokenizer_and_a_synthetic_chain_does_not(first):
     bert = ["model.kind=bert", "objective.kind=span", "data.source=task", "data.task=squad"]
     data = load("later.yaml", [*bert, "data.path=a", "data.validation_path=b"]).data
     assert isinstance(data, Task) and data.tokenizer == "runs/first/tokenizer"
     assert load("later.yaml", ["data.source=synthetic"]).data == Synthetic(source="synthetic")
 
 
-def test_who_says_the_whole_model_needs_no_other_run(first, write):
-    """As a run's own file does: it goes on where its beginning has been deleted."""
+def test_a_complete_model_needs_no_other_run(first, write):
+    """A run's own file has one: it resumes although the run that it started from has been deleted."""
     later = load("later.yaml")
     write(own=dump(later))
     shutil.rmtree(first)
@@ -202,8 +251,8 @@ def test_who_says_the_whole_model_needs_no_other_run(first, write):
     assert load("own.yaml").run.init_from == "runs/first"
 
 
-def test_another_run_that_cannot_be_read_is_told_and_its_model_not_asked_for(first):
-    gone = "run.init_from=runs/none: no config.yaml in this directory, so it is no run. Give the directory of one."
+def test_an_unreadable_init_from_is_reported_and_no_model_keys_are_asked_for(first):
+    gone = "run.init_from=runs/none: no config.yaml in this directory, so it is not a run. Give the directory of a run."
     assert problems("later.yaml", "run.init_from=runs/none") == (f"command line: {gone}",)
     file = first / "config.yaml"
     file.write_text(file.read_text().replace("heads: 8", "heads: 7"))
@@ -215,7 +264,7 @@ def test_another_run_that_cannot_be_read_is_told_and_its_model_not_asked_for(fir
     assert problems("later.yaml", "run.init_from=~nouser/x")[0].startswith("command line: run.init_from: expected ~ ")
 
 
-def test_a_run_reads_by_the_vocabulary_that_it_keeps_wherever_it_is(first, tmp_path):
+def test_a_run_uses_its_own_tokenizer_even_when_moved(first, tmp_path):
     assert load_run(first).data.tokenizer == "runs/first/tokenizer"
     moved = first.rename(tmp_path / "moved")
     run = load_run(moved, ["data.source=text", "data.path=x"])
@@ -225,29 +274,30 @@ def test_a_run_reads_by_the_vocabulary_that_it_keeps_wherever_it_is(first, tmp_p
 
 
 @pytest.mark.parametrize("other", ["bytes", "vocab.txt"])
-def test_a_run_reads_by_no_other_vocabulary(first, other):
+def test_a_run_refuses_another_tokenizer(first, other):
     with pytest.raises(ConfigError) as caught:
         load_run(first, [f"data.tokenizer={other}"])
     assert caught.value.problems == (
-        f"data.tokenizer={other}: runs/first has a vocabulary of its own, whose ids its model knows. Leave it out.",
+        f"data.tokenizer={other}: the model in runs/first was trained with the run's own tokenizer, "
+        "and knows no other token ids. Remove this key.",
     )
     assert load_run(first, ["data.source=synthetic"]).data == Synthetic(source="synthetic")
 
 
-def test_a_directory_without_a_configuration_is_no_run(first, tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing: no config\.yaml in this directory, so it is no run\."):
+def test_a_directory_without_a_configuration_is_not_a_run(first, tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing: no config\.yaml in this directory, so it is not a run\."):
         load_run(tmp_path / "nothing")
 
 
-def test_a_directory_of_runs_names_one(first):
-    with pytest.raises(ConfigError, match=r"runs: .* is no run\. Give one of those in it, such as runs/first"):
+def test_a_directory_of_runs_suggests_one(first):
+    with pytest.raises(ConfigError, match=r"runs: .* is not a run\. Give one of the runs in it, such as runs/first"):
         load_run(first.parent)
 
 
-# --- what is not ------------------------------------------------------------------------------------------------------
+# --- problems ---------------------------------------------------------------------------------------------------------
 
 
-def test_all_problems_are_told_at_once_each_with_its_origin(write):
+def test_all_problems_are_reported_at_once_with_their_origins(write):
     write(
         root=TINY + "optm: {}\nparallel: {tensr: 4}\n",
         top="base: root.yaml\nmodel: {widht: 3, heads: 12}\ndata: {source: texts}\ncheckpoint: {every: no}\n",
@@ -261,7 +311,7 @@ def test_all_problems_are_told_at_once_each_with_its_origin(write):
         "command line: optim.warmup: expected a whole number, got 30.0. Write 30.",
         "command line: train.steps: expected a whole number, got '12x'.",
         "top.yaml: checkpoint.every: expected a whole number, got 'no'. The default is 0.",
-        # Neither the unknown keys nor the unsound sections keep the checks of the others from running:
+        # Neither unknown keys nor invalid sections keep the checks of the others from running:
         "root.yaml, top.yaml: model.width=64 is not divisible by model.heads=12. "
         "Use model.heads=8 or 16, or model.width=60 or 72.",
         "top.yaml, command line: model.heads=12 is not divisible by parallel.model=8 (attention query, dim 'heads'). "
@@ -310,17 +360,58 @@ def test_all_problems_are_told_at_once_each_with_its_origin(write):
             "data: 'path' belongs to data.source=text, not python-stdlib. Remove it, or set data.source=text.",
         ),
         ("model..width=3", "'model..width=3' is not an override. Write section.key=value."),
-        ("base=other.yaml", "base: stands in a file only. Write it there, or give other.yaml as the CONFIG."),
-        ("base=", "base: stands in a file only. Write it there."),
+        ("base=other.yaml", "base: belongs in a file. Write it there, or give other.yaml as the CONFIG."),
+        ("base=", "base: belongs in a file. Write it there."),
         ("optim.lr='" + "1" * 400 + "'", "optim.lr: expected a number, got '11111111111111111111111111111111111 ..."),
         ("train.steps=1e300", "train.steps: expected a whole number, got 1e+300."),
         (f"run.name='{'a ' * 99}'", f"{NAME}, got '{'a ' * 17}a .... The default is 'run'."),
     ],
 )
-def test_a_wrong_key_or_value_is_told_with_its_mending(write, override, message):
+def test_a_wrong_key_or_value_is_reported_with_its_fix(write, override, message):
     write(a=TINY)
     (problem,) = problems("a.yaml", override)
     assert problem.startswith(f"command line: {message}") and len(problem) < 200
+
+
+TASK = ("model.kind=bert", "data.source=task", "data.task=mnli", "data.path=a", "data.validation_path=b")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "old", "new"),
+    [
+        ((), "model.hidden=256", "mlp_width"),
+        ((), "model.norm_kind=rms", "norm_type"),
+        ((), "model.biases=false", "use_bias"),
+        ((), "parallel.mask=true", "run_idle_stages"),
+        ((), "remat.every=2", "block_size"),
+        ((), "data.validation=0.2", "validation_fraction"),
+        (("data.source=text", "data.path=x"), "data.validation=0.2", "validation_fraction"),
+        (TASK, "data.validation=dev", "validation_path"),
+        (("objective.kind=masked_lm", "model.kind=bert"), "objective.rate=0.2", "mask_prob"),
+        (("objective.kind=masked_lm", "model.kind=bert"), "objective.short=0.2", "short_seq_prob"),
+        ((*TASK, "objective.kind=span"), "objective.stride=64", "doc_stride"),
+        ((*TASK, "objective.kind=span"), "objective.longest=20", "max_answer_length"),
+    ],
+)
+def test_an_old_key_is_refused_with_its_new_name(write, overrides, old, new):
+    write(a=TINY)
+    section, _, key = old.partition("=")[0].partition(".")
+    message = f"command line: {section}: unknown key '{key}'. Did you mean '{new}'?"
+    assert message in problems("a.yaml", *overrides, old)
+
+
+def test_an_old_key_of_a_section_whose_kind_is_unknown_has_two_new_names(write):
+    write(a=TINY.replace("source: python-stdlib", ""))
+    told = "command line: data: unknown key 'validation'. Did you mean 'validation_fraction' or 'validation_path'?"
+    assert told in problems("a.yaml", "data.validation=0.2")
+
+
+def test_an_old_value_is_refused_with_its_new_name(write):
+    write(a=TINY)
+    choices = "expected none, selective, residual, block or full, got 'every'"
+    assert problems("a.yaml", "remat.policy=every") == (
+        f"command line: remat.policy: {choices}. Did you mean 'block'?",
+    )
 
 
 def test_a_value_of_several_types_is_one_problem(write):
@@ -330,26 +421,26 @@ def test_a_value_of_several_types_is_one_problem(write):
     )
 
 
-def test_what_is_wrong_within_a_list_is_pointed_at(write):
+def test_a_wrong_item_of_a_list_is_named(write):
     write(a=TINY.replace("python-stdlib", "text"))
     assert problems("a.yaml", "data.path=[x, 2]") == (
         'command line: data.path[1]: expected text, got 2. Quote it: "2".',
     )
 
 
-def test_a_file_that_is_not_there_is_answered_with_what_is(write, tmp_path):
-    assert problems("runs/nope") == ("runs/nope: no such file or run, and no directory runs to look for one.",)
+def test_a_missing_file_is_reported_with_those_that_exist(write, tmp_path):
+    assert problems("runs/nope") == ("runs/nope: no such file or run: there is no directory runs.",)
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
-    assert problems("runs/nope") == ("runs/nope: no such file or run. Nothing else in runs is one.",)
+    assert problems("runs/nope") == ("runs/nope: no such file or run. There is none in runs.",)
     (tmp_path / "runs" / "quickstart" / "config.yaml").write_text(TINY)
     assert problems("runs/nope") == ("runs/nope: no such file or run. There is runs/quickstart.",)
     assert problems("runs/quickstrat") == ("runs/quickstrat: no such file or run. Did you mean runs/quickstart?",)
-    assert problems("x.yaml") == ("x.yaml: no such file. Nothing else in . is one.",)
+    assert problems("x.yaml") == ("x.yaml: no such file. There is none in this directory.",)
     write(**dict.fromkeys("klmnopqr", TINY))
     assert problems("x")[0].endswith("There is k.yaml, l.yaml, m.yaml, n.yaml, o.yaml, p.yaml and more.")
 
 
-def test_what_is_missing_is_asked_for_in_the_file_that_was_given(write):
+def test_missing_keys_are_reported_for_the_file_that_was_given(write):
     write(root="model: {layers: 2, width: 64, heads: 8, context: 32, vocab: 256}", top="base: root.yaml\ntrain:\n")
     assert problems("top.yaml") == (
         "top.yaml: data.source: missing. Choose python-stdlib, text, task or synthetic.",
@@ -365,10 +456,10 @@ def test_a_text_source_needs_a_path(write):
     assert "names no file" in problems("a.yaml", "data.source=text", "data.path=[]")[0]
 
 
-def test_equal_keys_do_not_hide_other_problems(write):
+def test_duplicate_keys_do_not_hide_other_problems(write):
     write(a=TINY + "train: {steps: 20, batch: 16x}\n")
     assert problems("a.yaml") == (
-        "a.yaml: line 6: key 'train' is there already, on line 5. Remove one.",
+        "a.yaml: line 6: duplicate key 'train', first on line 5. Remove one.",
         "a.yaml: train.batch: expected a whole number, got '16x'.",
     )
 
@@ -378,20 +469,20 @@ def test_equal_keys_do_not_hide_other_problems(write):
     [
         ("base: d.yaml", "a.yaml: base: d.yaml: no such file. Did you mean c.yaml?"),
         ("base: [c.yaml]", "a.yaml: base: expected the name of one file"),
-        ("base: c.yaml", "c.yaml: base: goes round in a circle: a.yaml -> c.yaml -> a.yaml."),
-        ("base: a.yaml", "a.yaml: base: goes round in a circle: a.yaml -> a.yaml."),
+        ("base: c.yaml", "c.yaml: base: circular chain: a.yaml -> c.yaml -> a.yaml."),
+        ("base: a.yaml", "a.yaml: base: circular chain: a.yaml -> a.yaml."),
         ("base: .", "a.yaml: base: .: cannot be read: Is a directory."),
         ("- model", "a.yaml: expected sections of keys, got ['model']."),
         ("model: [", "a.yaml: line 1: not YAML:"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told(write, text, message):
+def test_an_unusable_file_is_reported(write, text, message):
     write(a=text, c="base: a.yaml")
     (problem,) = problems("a.yaml")
     assert problem.startswith(message)
 
 
-def test_a_file_that_is_not_text_is_told(tmp_path):
+def test_a_file_that_is_not_utf8_is_reported(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_bytes(b"run: {name: \xff}")
     assert problems(path)[0] == f"{path}: byte 12 is not UTF-8. Save the file as UTF-8 text."

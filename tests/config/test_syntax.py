@@ -32,17 +32,17 @@ from spmd_lm.config import syntax
         ("{no: on}", {"no": "on"}),
     ],
 )
-def test_a_scalar_is_what_it_looks_like(text, value):
+def test_scalars_follow_the_core_schema(text, value):
     read, problems = syntax.read(text)
     assert (read, type(read), problems) == (value, type(value), [])
 
 
-def test_equal_keys_are_all_reported_with_their_lines():
+def test_all_duplicate_keys_are_reported_with_both_lines():
     value, problems = syntax.read("a: 1\nb:\n  c: 1\n  c: 2\na: 3\n")
     assert value == {"a": 3, "b": {"c": 2}}
-    assert [problem[:32] for problem in problems] == [
-        "line 5: key 'a' is there already",
-        "line 4: key 'c' is there already",
+    assert problems == [
+        "line 5: duplicate key 'a', first on line 1. Remove one",
+        "line 4: duplicate key 'c', first on line 3. Remove one",
     ]
 
 
@@ -50,7 +50,7 @@ def test_equal_keys_are_all_reported_with_their_lines():
     "text",
     ["a: [1", "a: b: c", "\ta: 1", "a: *b", "a: 1\n---\nb: 2", "!!python/name:os.system x", "!!int twelve", "a: \x00"],
 )
-def test_what_is_not_plain_yaml_is_told_and_not_raised(text):
+def test_invalid_yaml_is_reported_and_not_raised(text):
     value, problems = syntax.read(text)
     assert value is None and len(problems) == 1 and "not YAML: " in problems[0]
 
@@ -69,7 +69,7 @@ def test_what_is_written_reads_back_equal(tree):
 
 
 @pytest.mark.parametrize("text", ["3e-4", "no", "010", "1:30", "1_000", "true", "null", "~", "2024-01-02"])
-def test_text_that_looks_like_something_else_stays_text(text):
+def test_text_that_looks_like_another_type_stays_text(text):
     assert syntax.read(syntax.write({"name": text})) == ({"name": text}, [])
 
 
@@ -78,14 +78,14 @@ def test_text_that_looks_like_something_else_stays_text(text):
     [
         (
             "a: 1\nb: 1234567890123456789",
-            "line 2: a whole number of 19 digits; 18 are the most. Quote it if it is text",
+            "line 2: a whole number of 19 digits; at most 18 fit. Quote it if it is text",
         ),
-        ("-" + "9" * 5000, "line 1: a whole number of 5000 digits; 18 are the most. Quote it if it is text"),
-        ("[" * 3000, "nested too deep. A value is a scalar or a list of them"),
-        ("{a: " * 3000 + "1" + "}" * 3000, "nested too deep. A value is a scalar or a list of them"),
+        ("-" + "9" * 5000, "line 1: a whole number of 5000 digits; at most 18 fit. Quote it if it is text"),
+        ("[" * 3000, "nested too deeply. A value is a scalar or a list of scalars"),
+        ("{a: " * 3000 + "1" + "}" * 3000, "nested too deeply. A value is a scalar or a list of scalars"),
     ],
 )
-def test_what_no_key_takes_is_told_and_not_read(text, problem):
+def test_values_that_no_key_takes_are_refused(text, problem):
     assert syntax.read(text) == (None, [problem])
 
 

@@ -14,7 +14,7 @@ from spmd_lm.data.loader import CausalLMTrainLoader, CausalLMValidationLoader
 from spmd_lm.errors import DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its own offset
-FIELDS = ("tokens", "targets", "weights", "positions", "samples")
+FIELDS = ("tokens", "targets", "loss_weights", "positions", "sample_ids")
 
 
 def config(context: int = 16, batch: int = 8, microbatches: int = 2, **train: int) -> RunConfig:
@@ -53,10 +53,10 @@ def test_rows_do_not_depend_on_the_ranges_they_are_read_in(step, cuts):
 def test_targets_are_the_next_tokens():
     rows = loader().rows(3, 2, 6)
     assert (rows.tokens == rows.tokens[:, :1] + np.arange(16)).all() and (rows.targets == rows.tokens + 1).all()
-    assert (rows.weights == 1).all() and (rows.positions == np.arange(16)).all()
-    assert rows.samples.tolist() == [2, 3, 4, 5] and rows.segments is None
+    assert (rows.loss_weights == 1).all() and (rows.positions == np.arange(16)).all()
+    assert rows.sample_ids.tolist() == [2, 3, 4, 5] and rows.segments is None
     dtypes = {field: str(getattr(rows, field).dtype) for field in FIELDS}
-    assert dtypes == dict.fromkeys(FIELDS, "int32") | {"weights": "float32"}
+    assert dtypes == dict.fromkeys(FIELDS, "int32") | {"loss_weights": "float32"}
 
 
 @given(
@@ -145,7 +145,7 @@ def test_a_sharded_batch_equals_the_rows_on_the_host(name):
     batch = cut.batch(9, Batch(long, long, long, long, None, short))
     expected = jax.tree.map(lambda leaf: leaf.reshape(4, 4, *leaf.shape[1:]), cut.rows(9, 0, 16))
     assert_same(batch, expected)
-    assert batch.tokens.sharding == long and batch.samples.sharding == short and batch.segments is None
+    assert batch.tokens.sharding == long and batch.sample_ids.sharding == short and batch.segments is None
     for shard in batch.targets.addressable_shards:
         np.testing.assert_array_equal(shard.data, expected.targets[shard.index])
 
@@ -172,7 +172,7 @@ def test_validation_pads_its_end_with_weight_0():
     assert len(held_out) == 2
     both = [held_out.rows(step, 0, 4) for step in range(2)]
     starts = np.concatenate([rows.tokens[:, 0] for rows in both])
-    weights = np.concatenate([rows.weights for rows in both])
+    weights = np.concatenate([rows.loss_weights for rows in both])
     assert starts[:6].tolist() == [0, 16, 32, 48, 64, 80]
     assert (weights[:6] == 1).all() and (weights[6:] == 0).all()
 
@@ -181,5 +181,5 @@ def test_validation_pads_its_end_with_weight_0():
 def test_the_same_windows_are_validated_at_any_batch_size(batch, length):
     held_out = validation_loader(TOKENS[:length], batch, max_batches=1000)
     rows = [held_out.rows(step, 0, batch) for step in range(len(held_out))]
-    starts = np.concatenate([each.tokens[each.weights[:, 0] > 0, 0] for each in rows])
+    starts = np.concatenate([each.tokens[each.loss_weights[:, 0] > 0, 0] for each in rows])
     assert starts.tolist() == list(range(0, length - 16, 16))

@@ -60,7 +60,7 @@ def plain_span_loss(held_out: TaskValidationLoader, logits: np.ndarray) -> float
     losses = []
     for row, each in enumerate(logits):
         inside = rows.segments[row].astype(bool)
-        for part, labels in ((0, rows.labels), (1, rows.ends)):
+        for part, labels in ((0, rows.labels), (1, rows.end_positions)):
             losses.append(cross_entropy(each[inside, part].tolist(), labels[row]))
     return sum(losses) / len(losses)
 
@@ -82,7 +82,7 @@ def prefer(held_out: TaskValidationLoader, choose) -> np.ndarray:
     rows = all_rows(held_out, len(held_out))
     logits = np.zeros((len(held_out.features.example), 32, 2))
     for row, each in enumerate(logits):
-        start, end, height = choose(row, int(rows.labels[row]), int(rows.ends[row]))
+        start, end, height = choose(row, int(rows.labels[row]), int(rows.end_positions[row]))
         each[start, 0] += height
         each[end, 1] += height
     return logits
@@ -129,7 +129,7 @@ def test_answers_are_spans_of_the_context_and_not_too_long(root):
     """Even where the question, [SEP] and padding have higher logits."""
     held_out = validation("squad", root, max_answer_length=3)
     rows = all_rows(held_out, len(held_out))
-    logits = np.where((rows.types == 0)[..., None], 50.0, random_logits(*rows.types.shape, 2))[
+    logits = np.where((rows.token_type_ids == 0)[..., None], 50.0, random_logits(*rows.token_type_ids.shape, 2))[
         : len(held_out.features.example)
     ]
     logits[:, 0] = -99

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from spmd_lm.config.messages import variants
-from spmd_lm.config.schema import MaskedLM, Model, Objective
+from spmd_lm.config.schema import MaskedLM, Model, Objective, variants
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.architectures import ARCHITECTURES, BERT, CLASSES, GPT2, LLAMA
 from spmd_lm.huggingface.config_json import build_config, parse_config
@@ -67,7 +66,7 @@ def leaves(m: Model, objective: Objective) -> dict[str, tuple[int, ...]]:
         if objective.sentence_order:
             found |= {"head.pooler": (m.width, m.width), "head.pooler_bias": (m.width,)}
             found |= {"head.binary": (m.width, 2), "head.binary_bias": (2,)}
-    if not objective.of_tokens:
+    if not objective.predicts_tokens:
         outputs = OUTPUTS.get(objective.kind) or objective.classes
         found |= {"head.output": (m.width, outputs), "head.output_bias": (outputs,)}
         if objective.kind != "span":

@@ -71,7 +71,7 @@ def some_rows(config: RunConfig) -> Rows:
 def our_logits(program: Program, params, rows: Rows) -> dict[str, np.ndarray]:
     """By output name; [rows, ...]."""
     abstract = program.abstract_batch()
-    given = {"tokens": rows.tokens, "types": rows.types, "segments": rows.real}
+    given = {"tokens": rows.tokens, "types": rows.token_type_ids, "segments": rows.real}
     given["positions"] = np.broadcast_to(np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
 
     def put(path, leaf):
@@ -89,7 +89,7 @@ def their_logits(model, rows: Rows) -> dict[str, np.ndarray]:
 
     given = {"input_ids": rows.tokens}
     if model.config.model_type == "bert":
-        given |= {"attention_mask": rows.real, "token_type_ids": rows.types}
+        given |= {"attention_mask": rows.real, "token_type_ids": rows.token_type_ids}
     kind = type(model).__name__
     if kind == "BertForMultipleChoice":
         given = {name: x.reshape(-1, 4, x.shape[1]) for name, x in given.items()}
@@ -274,9 +274,9 @@ def test_losses_agree_with_transformers(hf, tmp_path, which):
     config = import_directory(directory, tmp_path / "run", *FLOAT32)
     program, corpus = Program(config), load_data(config.data, config.train.seed, config.model.vocab)
     batch = jax.tree.map(lambda x: np.asarray(x)[0], validation(config, corpus).batch(0, program.batch_shardings))
-    z = their_logits(model, Rows(batch.tokens, batch.types, batch.segments))
+    z = their_logits(model, Rows(batch.tokens, batch.token_type_ids, batch.segments))
     figures = evaluate_run(config)
-    want = their_nll(z["tokens"], batch.targets, batch.weights)
+    want = their_nll(z["tokens"], batch.targets, batch.loss_weights)
     if which == "bert":
         order = their_nll(z["sentence_order"], batch.labels, batch.label_weights)
         assert figures["eval_masked_lm_loss"] == pytest.approx(want, abs=1e-5)
@@ -291,7 +291,7 @@ def test_an_imported_run_can_be_evaluated_and_trained(hf, tmp_path, capsys):
     corpus = load_data(config.data, config.train.seed, config.model.vocab)
 
     batch = training(config, corpus).batch(0, Program(config).batch_shardings)
-    tokens, targets, weights = (np.asarray(x)[0] for x in (batch.tokens, batch.targets, batch.weights))
+    tokens, targets, weights = (np.asarray(x)[0] for x in (batch.tokens, batch.targets, batch.loss_weights))
     first = their_nll(their_logits(model, Rows(tokens, tokens, tokens))["tokens"], targets, weights)
     assert evaluate_run(config)["step"] == 0
     steps = {"steps": 2, "log_every": 1}

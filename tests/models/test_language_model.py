@@ -125,7 +125,7 @@ def test_a_bert_s_parameters():
 
 
 def batch_of(tokens, positions, segments=None) -> Batch:
-    return Batch(tokens, None, None, positions, segments, None, types=np.int32(positions > 5))
+    return Batch(tokens, None, None, positions, segments, None, token_type_ids=np.int32(positions > 5))
 
 
 def forward(model, params, batch: Batch):

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_lm.errors import ConfigError
-from spmd_lm.ops.attention import KERNELS, AttentionSpec, attention, attention_with_cache, choose
+from spmd_lm.ops.attention import KERNELS, AttentionSpec, attention, attention_with_cache
 from spmd_lm.ops.dropout import DropoutKey
 from tests import reference
 from tests.helpers import over_model, relative
@@ -156,45 +155,6 @@ def test_a_cache_takes_several_tokens_at_once(x64):
     cache, at = (jnp.zeros((2, 9, HEADS, WIDTH // HEADS)),) * 2, np.broadcast_to(np.arange(6, dtype=np.int32), (2, 6))
     out, _ = attention_with_cache(q, k, v, ALL, cache, positions=at)
     assert relative(out, reference.attention(q, k, v, HEADS)) < 1e-13
-
-
-GPU, TPU = ("gpu", "bfloat16"), ("tpu", "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("asked", "where", "rate", "time", "kernel", "why"),
-    [
-        ("auto", ("cpu", "bfloat16"), 0.0, 1024, "xla", "no fused kernel for cpu"),
-        ("auto", GPU, 0.0, 1024, "cudnn", "fused"),
-        ("auto", GPU, 0.1, 1024, "xla", "attention_dropout=0.1"),
-        ("auto", ("gpu", "float16"), 0.0, 1000, "cudnn", "fused"),
-        ("auto", ("gpu", "float32"), 0.0, 1024, "xla", "float32"),
-        ("auto", TPU, 0.0, 1024, "splash", "fused"),
-        ("auto", ("tpu", "float32"), 0.0, 128, "splash", "fused"),
-        ("auto", TPU, 0.1, 1024, "xla", "attention_dropout=0.1"),
-        ("auto", TPU, 0.0, 1000, "xla", "multiples of 128"),
-        ("xla", TPU, 0.0, 1024, "xla", "as configured"),
-        ("splash", TPU, 0.0, 128, "splash", "as configured"),
-    ],
-)
-def test_the_kernel_and_why(asked, where, rate, time, kernel, why):
-    platform, dtype = where
-    chosen, reason = choose(asked, platform, rate=rate, dtype=dtype, time=time, head_width=64)
-    assert chosen == kernel and why in reason
-
-
-@pytest.mark.parametrize(
-    ("kernel", "platform", "dtype", "head_width", "why"),
-    [
-        ("splash", "cpu", "bfloat16", 64, "does not run on cpu"),
-        ("cudnn", "tpu", "bfloat16", 64, "does not run on tpu"),
-        ("cudnn", "gpu", "float32", 64, "16-bit types"),
-        ("cudnn", "gpu", "bfloat16", 100, "multiple of 8"),
-    ],
-)
-def test_a_kernel_that_cannot_run_is_refused(kernel, platform, dtype, head_width, why):
-    with pytest.raises(ConfigError, match=f"model.attention={kernel}.*{why}"):
-        choose(kernel, platform, rate=0.0, dtype=dtype, time=128, head_width=head_width)
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ def names(patterns: str, config=CONFIG) -> set[str]:
         if mask.ndim == 0:
             found |= {path} if mask else set()
         else:
-            assert mask.shape == (config.model.layers_kept,)
+            assert mask.shape == (config.model.unique_layers,)
             found |= {f"{first}.{layer}.{rest}" for layer in np.flatnonzero(mask)}
     return found
 

@@ -183,7 +183,7 @@ def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
     config = run_of("data4-model2", 2, **OTHER)
     p = program(config)
     ((total, _, weight),) = p.evaluate(p.init().params, device_batch(p, 0)).values()
-    assert float(weight) == pytest.approx(np.asarray(device_batch(p, 0).weights, np.float64).sum(), rel=1e-12)
+    assert float(weight) == pytest.approx(np.asarray(device_batch(p, 0).loss_weights, np.float64).sum(), rel=1e-12)
     assert float(total / weight) == pytest.approx(trained(config).losses[0], rel=1e-14)
 
 

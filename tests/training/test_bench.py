@@ -18,5 +18,5 @@ def test_a_random_batch_fits_the_step(name):
     p = program(make_config(parallel={"data": 2, "model": 2, "microbatches": 2}, precision=FLOAT32, **RUNS[name]))
     batch, wanted = random_batch(p), p.abstract_batch()
     assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
-    assert all((np.asarray(w) == 1).all() for w in (batch.weights, batch.label_weights) if w is not None)
-    assert np.unique(batch.samples).size == 16 and 0 <= np.asarray(batch.tokens).min() < p.config.model.vocab
+    assert all((np.asarray(w) == 1).all() for w in (batch.loss_weights, batch.label_weights) if w is not None)
+    assert np.unique(batch.sample_ids).size == 16 and 0 <= np.asarray(batch.tokens).min() < p.config.model.vocab

@@ -70,7 +70,7 @@ class FakeProgram:
         return TrainState(state.step + 1, {"w": w}, state.mu, state.nu), {"loss": loss, "grad_norm": loss, "lr": loss}
 
     def evaluate(self, params, batch):
-        return {"causal_lm": (params["w"].mean() * batch.weights.sum(), jnp.zeros(()), batch.weights.sum())}
+        return {"causal_lm": (params["w"].mean() * batch.loss_weights.sum(), jnp.zeros(()), batch.loss_weights.sum())}
 
     def canonical(self, state):
         return state

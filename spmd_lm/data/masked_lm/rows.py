@@ -121,11 +121,11 @@ class MaskedLMSource(BatchSource):
         return Batch(
             tokens=lay_out(masked_RP, special.cls, special.sep, special.pad),
             targets=lay_out(text.tokens_RP, special.cls, special.sep, special.pad),
-            weights=lay_out(weights_RP, 0, 0, 0),
+            loss_weights=lay_out(weights_RP, 0, 0, 0),
             positions=np.broadcast_to(np.arange(self.context, dtype=np.int32), source_RT.shape),
             segments=valid_RT.astype(np.int32),
-            samples=sample_ids_R.astype(np.int32),
-            types=in_b_RT.astype(np.int32) if self.has_token_types else None,
+            sample_ids=sample_ids_R.astype(np.int32),
+            token_type_ids=in_b_RT.astype(np.int32) if self.has_token_types else None,
             labels=swapped_R.astype(np.int32) if ordered else None,
             label_weights=((cut_R > 0) * draws.weight_R).astype(np.float32) if ordered else None,
         )
@@ -237,7 +237,7 @@ class MaskedLMValidationLoader(MaskedLMSource, ValidationLoader):
     def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, config: RunConfig):
         super().__init__(tokens, tokenizer, config)
         self.choose_examples(self.windows.count, config.train.eval_batches)
-        if not any(self.rows(step, 0, self.batch_size).weights.any() for step in range(len(self))):
+        if not any(self.rows(step, 0, self.batch_size).loss_weights.any() for step in range(len(self))):
             raise DataError(
                 f"{self.split} text: none of its {len(tokens)} tokens is masked, so there is no loss to evaluate. "
                 "Add text, change data.validation_fraction, or set train.eval_every=0."

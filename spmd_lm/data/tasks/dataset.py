@@ -115,5 +115,7 @@ class TaskDataset:
 def load(data: Task, tokenizer: Tokenizer) -> TaskDataset:
     """Reads and tokenizes both splits.  Raises DataError for missing or malformed files."""
     train = Split.from_examples(*read_examples(data.task, data.paths, "data.path"), tokenizer)
-    validation = Split.from_examples(*read_examples(data.task, data.held_out, "data.validation_path"), tokenizer)
+    validation = Split.from_examples(
+        *read_examples(data.task, data.validation_paths, "data.validation_path"), tokenizer
+    )
     return TaskDataset(f"{data.task}, {', '.join(data.paths)}", train, validation, tokenizer)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd_lm.config.schema import Objective, Span
+from spmd_lm.config.schema import ExtractiveQA, Objective
 from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens
 from spmd_lm.data.tasks.dataset import Split
 
@@ -37,9 +37,9 @@ class Features:
 
     @classmethod
     def from_split(cls, split: Split, context: int, objective: Objective) -> "Features":
-        if isinstance(objective, Span):
+        if isinstance(objective, ExtractiveQA):
             return _windowed(split, context, objective.doc_stride)
-        assert split.pairs_per_example == objective.rows_of_one
+        assert split.pairs_per_example == objective.rows_per_example
         start, length = _text_slices(split)
         has_pair = split.text_pairs[:, 1] >= 0
         return cls(

@@ -30,7 +30,7 @@ class TaskRows(BatchSource):
                 f"Use objective.classes={max_label + 1}, or fix the label."
             )
         self.task_split, self.objective, self.has_token_types = split, objective, config.model.token_types > 0
-        self.rows_per_example = objective.rows_of_one
+        self.rows_per_example = objective.rows_per_example
         self.features = Features.from_split(split, self.context, objective)
         self.num_windows = len(self.features.example) // self.rows_per_example
         assert self.batch_size % self.rows_per_example == 0
@@ -46,13 +46,13 @@ class TaskRows(BatchSource):
         return Batch(
             tokens=encoded.tokens,
             targets=None,
-            weights=None,
+            loss_weights=None,
             positions=np.broadcast_to(np.arange(self.context, dtype=np.int32), encoded.tokens.shape),
             segments=encoded.attention_mask,
-            samples=samples_R.astype(np.int32),
-            types=encoded.token_types if self.has_token_types else None,
+            sample_ids=samples_R.astype(np.int32),
+            token_type_ids=encoded.token_types if self.has_token_types else None,
             labels=self.features.labels[rows_R],
-            ends=None if end_positions is None else end_positions[rows_R],
+            end_positions=None if end_positions is None else end_positions[rows_R],
             label_weights=(valid_R & (choice_R == 0)).astype(np.float32),
         )
 

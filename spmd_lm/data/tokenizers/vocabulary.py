@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from spmd_lm.config.load import VOCABULARIES
+from spmd_lm.config.load import VOCABULARY_FILES
 from spmd_lm.errors import DataError
 
 COMPANION_FILES = (
@@ -26,12 +26,12 @@ def find_vocabulary(name: str) -> Path:
         return path
     if not os.path.isdir(path):
         missing = f"no such file or directory (working directory {Path.cwd()})"
-        problem, kinds = "not a regular file" if path.exists() else missing, ", a ".join(VOCABULARIES)
+        problem, kinds = "not a regular file" if path.exists() else missing, ", a ".join(VOCABULARY_FILES)
         raise DataError(f"{where}: {problem}. Give the path of a {kinds}, or of their directory, or `bytes`.")
-    for file in VOCABULARIES:
+    for file in VOCABULARY_FILES:
         if os.path.isfile(path / file):
             return path / file
-    raise DataError(f"{where}: this directory has no {', '.join(VOCABULARIES)}. Name one that has, or `bytes`.")
+    raise DataError(f"{where}: this directory has no {', '.join(VOCABULARY_FILES)}. Name one that has, or `bytes`.")
 
 
 def copy_vocabulary(name: str, directory: Path) -> None:
@@ -41,7 +41,7 @@ def copy_vocabulary(name: str, directory: Path) -> None:
     vocabulary = find_vocabulary(name)
     source = vocabulary.parent
     if os.path.isdir(Path(name).expanduser()):
-        vocabularies = {file: source / file for file in VOCABULARIES}
+        vocabularies = {file: source / file for file in VOCABULARY_FILES}
     else:
         vocabularies = {_standard_name(vocabulary): vocabulary}
     directory.mkdir(exist_ok=True)

@@ -150,7 +150,7 @@ def test_no_span_reaches_from_one_segment_into_the_other(seen):
     rows, swapped = np.arange(len(ends)), seen.labels == 1
     last = np.where(swapped, ends[:, 1] - 1, ends[:, 0] - 1)
     first = np.where(swapped, 1, ends[:, 0] + 1)
-    beside = seen.weights[rows, last] + seen.weights[rows, first]
+    beside = seen.loss_weights[rows, last] + seen.loss_weights[rows, first]
     assert beside.max() == 1 and (beside == 1).mean() > 0.1
 
 
@@ -162,7 +162,7 @@ def test_token_types_mark_segment_b_and_segment_ids_mark_padding(seen):
     inside = seen.segments == 1
     separators = (seen.targets == SPECIAL.sep) & inside
     before = np.cumsum(separators, axis=1) - separators  # separators before each position
-    np.testing.assert_array_equal(seen.types, np.where(inside, before, 0))
+    np.testing.assert_array_equal(seen.token_type_ids, np.where(inside, before, 0))
     assert (inside[:, 1:] <= inside[:, :-1]).all() and (separators.sum(axis=1) == 2).all()
     for field in (seen.tokens, seen.targets):
         assert ((field == SPECIAL.pad) == ~inside).all()
@@ -170,20 +170,20 @@ def test_token_types_mark_segment_b_and_segment_ids_mark_padding(seen):
 
 
 def test_weights_are_1_where_words_are_masked(seen):
-    assert set(np.unique(seen.weights)) == {0, 1}
+    assert set(np.unique(seen.loss_weights)) == {0, 1}
     changed = seen.tokens != seen.targets
-    assert (seen.weights[changed] == 1).all()
-    assert (seen.weights[seen.targets >= 256] == 0).all(), "special tokens are never masked"
+    assert (seen.loss_weights[changed] == 1).all()
+    assert (seen.loss_weights[seen.targets >= 256] == 0).all(), "special tokens are never masked"
     text = (seen.segments == 1) & (seen.targets < 256)
-    assert abs(seen.weights.sum() / text.sum() - 0.15) < 0.005
-    hidden = seen.tokens[seen.weights == 1]
+    assert abs(seen.loss_weights.sum() / text.sum() - 0.15) < 0.005
+    hidden = seen.tokens[seen.loss_weights == 1]
     assert abs((hidden == SPECIAL.mask).mean() - 0.8) < 0.02
     assert set(np.unique(hidden[hidden != SPECIAL.mask])) <= set(WORDS.text_ids.tolist())
 
 
 def test_words_are_masked_whole(seen):
     same_word = ~WORDS.word_starts(seen.targets)[:, 1:]
-    assert (seen.weights[:, 1:] == seen.weights[:, :-1])[same_word].all()
+    assert (seen.loss_weights[:, 1:] == seen.loss_weights[:, :-1])[same_word].all()
 
 
 def test_short_rows():
@@ -196,11 +196,11 @@ def test_short_rows():
 
 def test_rows_of_one_segment():
     rows = many(make(sentence_order=False, token_types=0), 10)
-    assert present(rows) == ["tokens", "targets", "weights", "positions", "segments", "samples"]
+    assert present(rows) == ["tokens", "targets", "loss_weights", "positions", "segments", "sample_ids"]
     for row in range(len(rows.tokens)):
         (text,) = segments(rows, row)
         assert STORY.count(text) == 1
-    assert abs(rows.weights.sum() / ((rows.targets < 256) & (rows.segments == 1)).sum() - 0.15) < 0.02
+    assert abs(rows.loss_weights.sum() / ((rows.targets < 256) & (rows.segments == 1)).sum() - 0.15) < 0.02
 
 
 def test_dtypes_and_shapes_are_those_of_abstract_batch():
@@ -233,7 +233,7 @@ def test_a_sharded_batch_equals_the_rows_on_the_host(spec):
     rows = make(batch=32, microbatches=4)
     sharding = NamedSharding(mesh, spec)
     fields = present(rows.rows(9, 0, 32))
-    assert {*FIELDS} - {*fields} == {"ends"}
+    assert {*FIELDS} - {*fields} == {"end_positions"}
     batch = rows.batch(9, Batch(**dict.fromkeys(fields, sharding)))
     assert_same(batch, jax.tree.map(lambda leaf: leaf.reshape(4, 8, *leaf.shape[1:]), rows.rows(9, 0, 32)))
     assert all(getattr(batch, field).sharding == sharding for field in fields)
@@ -242,7 +242,7 @@ def test_a_sharded_batch_equals_the_rows_on_the_host(spec):
 def test_a_field_without_sharding_is_left_out():
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     batch = make().batch(0, Batch(here, here, here, None, None, here))
-    assert present(batch) == ["tokens", "targets", "weights", "samples"]
+    assert present(batch) == ["tokens", "targets", "loss_weights", "sample_ids"]
 
 
 def test_reading_one_step_equals_running_up_to_it_with_any_microbatches():
@@ -280,8 +280,8 @@ def test_validation_pads_its_end_with_weight_0():
     assert len(held) == -(-held.windows.count // 16) and held.windows.count % 16
     rows = many(held, len(held))
     real = np.arange(len(rows.tokens)) < held.windows.count
-    assert (rows.weights[~real] == 0).all() and (rows.label_weights == real).all()
-    assert rows.weights[real].any(axis=1).mean() > 0.5
+    assert (rows.loss_weights[~real] == 0).all() and (rows.label_weights == real).all()
+    assert rows.loss_weights[real].any(axis=1).mean() > 0.5
     found = [text_of(rows, row) for row in np.flatnonzero(real)]
     assert len(set(found)) == len(found)
 
@@ -291,7 +291,7 @@ def test_the_same_rows_are_validated_at_any_batch_size(batch):
     def rows(size):
         held = make(MaskedLMValidationLoader, eval_batches=10**6, batch=size, microbatches=1)
         whole = many(held, len(held))
-        return jax.tree.map(lambda leaf: leaf[: held.windows.count], dataclasses.replace(whole, samples=None))
+        return jax.tree.map(lambda leaf: leaf[: held.windows.count], dataclasses.replace(whole, sample_ids=None))
 
     assert_same(rows(batch), rows(16))
 
@@ -315,9 +315,9 @@ def test_a_document_shorter_than_a_row_is_padded_and_an_empty_one_left_out():
 
 def test_a_word_longer_than_a_row_is_cut_and_has_no_order_label():
     rows = make(tokens=np.full(1000, ord("x"), np.uint8), short_seq_prob=0.0).rows(0, 0, 16)
-    assert (rows.label_weights == 0).all() and (rows.labels == 0).all() and (rows.weights == 0).all()
+    assert (rows.label_weights == 0).all() and (rows.labels == 0).all() and (rows.loss_weights == 0).all()
     assert ((rows.targets == ord("x")).sum(axis=1) == 61).all()
-    assert ((rows.targets == SPECIAL.sep).sum(axis=1) == 1).all() and (rows.types == 0).all()
+    assert ((rows.targets == SPECIAL.sep).sum(axis=1) == 1).all() and (rows.token_type_ids == 0).all()
 
 
 @settings(deadline=None, max_examples=60)
@@ -337,7 +337,7 @@ def test_rows_of_any_text_occur_in_it(text, context, short, ordered):
         found = segments(batch, row)
         assert all(found) and len(found) == (2 if ordered and batch.label_weights[row] else 1)
         assert text_of(batch, row) in data
-    assert (batch.targets[batch.weights == 1] < 256).all()
+    assert (batch.targets[batch.loss_weights == 1] < 256).all()
 
 
 @pytest.mark.parametrize(

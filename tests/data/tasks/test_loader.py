@@ -69,7 +69,7 @@ def test_batches_have_the_fields_shapes_and_dtypes_of_the_step(task, root):
 
 def test_positions_and_samples_count(task, root):
     rows = training(task, root).rows(3, 2, 7)
-    assert (rows.positions == np.arange(32)).all() and rows.samples.tolist() == [2, 3, 4, 5, 6]
+    assert (rows.positions == np.arange(32)).all() and rows.sample_ids.tolist() == [2, 3, 4, 5, 6]
 
 
 @given(step=st.integers(0, 10**9), cuts=st.sets(st.integers(1, 7)))
@@ -145,7 +145,7 @@ def test_windows_cover_the_context_and_labels_point_at_the_answer(
             shown = bytes(ids[first + 1 : last].astype(np.uint8))
             assert begin <= reached and whole[begin : begin + len(shown)] == shown, "no gap"
             reached = begin + len(shown)
-            label, end = rows.labels[row], rows.ends[row]
+            label, end = rows.labels[row], rows.end_positions[row]
             answer = entry["answers"][0]["text"].encode() if entry["answers"] else None
             if label:
                 assert first < label <= end < last and bytes(ids[label : end + 1].astype(np.uint8)) == answer

@@ -173,7 +173,7 @@ def test_masked_rows_of_wordpieces(tmp_path):
     special, words = tokenizer.special_tokens_and_words()
     assert (rows.targets[:, 0] == special.cls).all() and (rows.label_weights == 1).all()
     inside = ~words.word_starts(rows.targets)[:, 1:]
-    assert (rows.weights[:, 1:] == rows.weights[:, :-1])[inside].all() and inside.sum() > 200
+    assert (rows.loss_weights[:, 1:] == rows.loss_weights[:, :-1])[inside].all() and inside.sum() > 200
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spmd_lm.data.tokenizers.subwords import load_tokenizer
-from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, VOCABULARIES, copy_vocabulary, find_vocabulary
+from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, VOCABULARY_FILES, copy_vocabulary, find_vocabulary
 from spmd_lm.errors import DataError
 from tests.data.tokenizers.test_subwords import TINY, byte_level, wordpiece
 
@@ -42,7 +42,7 @@ def assert_copied(name: Path, destination: Path, *expected: str) -> None:
 
 
 def test_a_file_is_found_as_itself_and_a_directory_by_its_first_vocabulary(source_dir):
-    for name in reversed(VOCABULARIES):
+    for name in reversed(VOCABULARY_FILES):
         (source_dir / name).write_text("{}")
         assert find_vocabulary(str(source_dir)) == find_vocabulary(str(source_dir / name)) == source_dir / name
     odd = source_dir / "odd name"
@@ -105,4 +105,4 @@ def test_copy_of_a_directory_has_all_its_vocabulary_files_and_nothing_else(sourc
     for name in ("config.json", "model.safetensors"):
         (source_dir / name).write_text("{}")
     load_tokenizer(str(source_dir)).backend.save(str(source_dir / "tokenizer.json"))
-    assert_copied(source_dir, destination, *VOCABULARIES, *COMPANION_FILES)
+    assert_copied(source_dir, destination, *VOCABULARY_FILES, *COMPANION_FILES)

@@ -1,0 +1,109 @@
+"""The attention kernels: what each one supports, and which one a run uses.
+
+The checks of a configuration and the choice for a platform read the same limits.  `auto` takes cuDNN on GPU and splash
+on TPU where they support the model, and XLA elsewhere."""
+
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from spmd_lm.config.schema import Dtype, Model, RunConfig
+from spmd_lm.config.suggest import divisors, multiples, nearest
+from spmd_lm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """What a fused kernel supports.  None has dropout: its mask would not be the same under every layout.
+
+    platform: the one on which it runs.  dtypes: of queries, keys and values.  A head's width must be a multiple of
+    `head_multiple` and at most `max_head_width`; the context, a multiple of `context_multiple`."""
+
+    name: str
+    platform: str
+    dtypes: tuple[str, ...] = typing.get_args(Dtype)
+    head_multiple: int = 1
+    max_head_width: int | None = None
+    context_multiple: int = 1
+
+    def supports_head_width(self, width: int) -> bool:
+        return width % self.head_multiple == 0 and (self.max_head_width is None or width <= self.max_head_width)
+
+
+FUSED_KERNELS = {
+    # From Hopper on, cuDNN supports heads up to 256 wide; but a configuration does not know its device.
+    "cudnn": FusedKernel("cuDNN", "gpu", dtypes=("bfloat16", "float16"), head_multiple=8, max_head_width=128),
+    "splash": FusedKernel("splash", "tpu", context_multiple=128),
+}
+
+
+class Obstacle(NamedTuple):
+    """Why a kernel does not support a model.  alternative: nearby settings that it does support; may be empty."""
+
+    settings: str
+    reason: str
+    alternative: str
+
+
+def obstacles(kernel: FusedKernel, model: Model, compute: str) -> Iterator[Obstacle]:
+    """Whatever keeps a fused kernel from running this model in the dtype `compute`, on any device."""
+    if model.attention_dropout:
+        yield Obstacle(
+            f"model.attention_dropout={model.attention_dropout}",
+            "fused kernels have no dropout that is the same under every layout",
+            "model.attention_dropout=0",
+        )
+    if compute not in kernel.dtypes:
+        yield Obstacle(
+            f"precision.compute={compute}",
+            f"{kernel.name} takes {' or '.join(kernel.dtypes)}",
+            f"precision.compute={kernel.dtypes[0]}",
+        )
+    if model.width % model.heads == 0 and not kernel.supports_head_width(model.head_width):
+        heads = [n for n in divisors(model.width) if kernel.supports_head_width(model.width // n)]
+        yield Obstacle(
+            f"model.width={model.width} and model.heads={model.heads}",
+            f"heads are {model.head_width} wide, and {kernel.name} takes multiples of {kernel.head_multiple} up to "
+            f"{kernel.max_head_width}",
+            nearest("model.heads", model.heads, heads),
+        )
+    if model.context % kernel.context_multiple:
+        yield Obstacle(
+            f"model.context={model.context}",
+            f"{kernel.name} takes multiples of {kernel.context_multiple} positions",
+            nearest("model.context", model.context, multiples(model.context, kernel.context_multiple)),
+        )
+
+
+class KernelChoice(NamedTuple):
+    kernel: str
+    why: str
+
+
+def choose_kernel(config: RunConfig, platform: str) -> KernelChoice:
+    """The kernel that `model.attention` means on `platform`, and why.
+
+    Raises ConfigError for an explicit kernel that cannot run there."""
+    model, compute = config.model, config.precision.compute
+    if model.attention == "auto":
+        return _best_kernel(model, compute, platform)
+    kernel = FUSED_KERNELS.get(model.attention)
+    if kernel is not None:
+        problems = [f"{o.settings}: {o.reason}" for o in obstacles(kernel, model, compute)]
+        if kernel.platform != platform:
+            problems.insert(0, f"{kernel.name} does not run on {platform}")
+        if problems:
+            message = f"model.attention={model.attention}: {'; '.join(problems)}."
+            raise ConfigError(f"{message} Use model.attention=auto or xla.")
+    return KernelChoice(model.attention, "as configured")
+
+
+def _best_kernel(model: Model, compute: str, platform: str) -> KernelChoice:
+    for name, kernel in FUSED_KERNELS.items():
+        if kernel.platform == platform:
+            obstacle = next(obstacles(kernel, model, compute), None)
+            if obstacle:
+                return KernelChoice("xla", f"{obstacle.settings}: {obstacle.reason}")
+            return KernelChoice(name, f"fused kernel for {platform}")
+    return KernelChoice("xla", f"no fused kernel for {platform}")

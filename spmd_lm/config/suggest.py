@@ -1,0 +1,225 @@
+"""Error messages for a bad key or value, with the nearest valid one.
+
+pydantic finds the errors; this module words them, and suggests names and numbers that would be valid."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from spmd_lm.config.schema import RunConfig, Section, variants, yaml_keys
+
+Problems = Iterator[str]
+"""What a check yields."""
+
+RENAMED_KEYS = {  # earlier names of keys, and their names now; of several, those that the section's kind has
+    "model": {"hidden": ["mlp_width"], "norm_kind": ["norm_type"], "biases": ["use_bias"]},
+    "objective": {
+        "rate": ["mask_prob"],
+        "short": ["short_seq_prob"],
+        "stride": ["doc_stride"],
+        "longest": ["max_answer_length"],
+    },
+    "data": {"validation": ["validation_fraction", "validation_path"]},
+    "parallel": {"mask": ["run_idle_stages"]},
+    "remat": {"every": ["block_size"]},
+}
+RENAMED_VALUES = {"remat.policy=every": "block"}
+OTHER_NAMES = {  # what other trainers call them
+    "tensor": "parallel.model",
+    "tensor_parallel": "parallel.model",
+    "tp": "parallel.model",
+    "pipeline": "parallel.pipe",
+    "pp": "parallel.pipe",
+    "dp": "parallel.data",
+    "fsdp": "parallel.zero",
+    "sp": "parallel.sequence",
+    "accumulation": "parallel.microbatches",
+    "n_layer": "model.layers",
+    "num_layers": "model.layers",
+    "n_head": "model.heads",
+    "num_heads": "model.heads",
+    "n_embd": "model.width",
+    "d_model": "model.width",
+    "hidden_size": "model.width",
+    "intermediate_size": "model.mlp_width",
+    "ffn_hidden_size": "model.mlp_width",
+    "block_size": "model.context",
+    "seq_len": "model.context",
+    "sequence_length": "model.context",
+    "vocab_size": "model.vocab",
+    "dtype": "precision.compute",
+    "learning_rate": "optim.lr",
+    "beta1": "optim.b1",
+    "beta2": "optim.b2",
+    "warmup_steps": "optim.warmup",
+    "grad_clip": "optim.clip",
+    "max_steps": "train.steps",
+    "iterations": "train.steps",
+    "batch_size": "train.batch",
+    "devices": "run.simulate_devices",
+    "asynchronous": "checkpoint.async",
+}
+TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "string_pattern_mismatch": "letters, digits, '.', '_' or '-', not beginning with '.'",  # that of run.name
+    "list_type": "a list",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+}
+BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of `n`, in order; all of them up to n = 2**32.  Beyond that, where no run is, those between 65,536
+    and n / 65,536 are left out: finding them would take minutes."""
+    small = [d for d in range(1, min(math.isqrt(n), 2**16) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def multiples(n: int, step: int) -> list[int]:
+    """The positive multiples of `step` on either side of `n`."""
+    return [m for m in (n // step * step, n // step * step + step) if m]
+
+
+def nearest(key: str, value: int, choices: Iterable[int]) -> str:
+    """The two choices nearest to `value`, as in 'parallel.model=4 or 6'; empty if there are none."""
+    two = sorted(sorted(choices, key=lambda n: (abs(n - value), n))[:2])
+    return f"{key}={' or '.join(map(str, two))}" if two else ""
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The most similar of `words`, if one is similar enough."""
+    return next(iter(difflib.get_close_matches(word, list(words), 1, cutoff)), None)
+
+
+def key_of_any_section(word: str, section: str = "") -> str | None:
+    """The section.key that `word` resembles, or that other trainers or earlier versions call so.  Within `section`,
+    the key alone."""
+    names = dict(OTHER_NAMES)
+    for name, renamed in RENAMED_KEYS.items():
+        names |= {old: f"{name}.{new[0]}" for old, new in renamed.items()}
+    for name in RunConfig.model_fields:
+        for variant in variants(name).values():
+            names |= {key: f"{name}.{key}" for key in yaml_keys(variant)}
+    near = did_you_mean(word, names, cutoff=0.75)
+    return names[near].removeprefix(f"{section}.") if near else None
+
+
+def keys_of_kind(section: str, kind: str) -> list[str]:
+    """The keys of `section` where it is of this kind; for an unknown kind, those of all its kinds."""
+    types = variants(section)
+    known = [types[kind]] if kind in types else types.values()
+    return list(dict.fromkeys(key for each in known for key in yaml_keys(each)))
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def unknown_section(name: str, value: Any) -> str:
+    if name == "base":  # that of a file is read before its sections are
+        path = f", or give {value} as the CONFIG" if isinstance(value, str) else ""
+        return f"base: belongs in a file. Write it there{path}."
+    near = did_you_mean(name, RunConfig.model_fields) or key_of_any_section(name)
+    return f"unknown section '{name}'. " + (f"Did you mean '{near}'?" if near else _known(RunConfig.model_fields))
+
+
+def unknown_key(section: str, key: str, kind: str) -> str:
+    """kind: of the section; '' if it has only one, or does not say."""
+    owners = [name for name, owner in variants(section).items() if name and key in yaml_keys(owner)]
+    if owners:
+        field = f"{section}.{RunConfig.model_fields[section].discriminator}"
+        return f"{section}: '{key}' belongs to {field}={owners[0]}, not {kind}. Remove it, or set {field}={owners[0]}."
+    known = keys_of_kind(section, kind)
+    renamed = [name for name in RENAMED_KEYS.get(section, {}).get(key, []) if name in known]
+    similar = "' or '".join(renamed) or did_you_mean(key, known) or key_of_any_section(key, section)
+    return f"{section}: unknown key '{key}'. " + (f"Did you mean '{similar}'?" if similar else _known(known))
+
+
+def wrong_value(section: str, key: str, errors: list[dict[str, Any]]) -> str:
+    """errors: those of one key, as pydantic lists them; several if the value may have one of several types."""
+    in_list = [error for error in errors if error["loc"] and isinstance(error["loc"][-1], int)]
+    if in_list:  # the value is a list, as it may be: that it has none of the other types is no error
+        key, errors = f"{key}[{in_list[0]['loc'][-1]}]", in_list[:1]
+    error = errors[0]
+    error_type, value, context = error["type"], error["input"], error.get("ctx", {})
+    if error_type == "missing":
+        return f"{section}.{key}: missing. Set it in the file, or as {section}.{key}=... on the command line."
+    if error_type == "union_tag_not_found":
+        return f"{section}.{key}: missing. Choose {_either(variants(section))}."
+    if error_type in ("union_tag_invalid", "literal_error"):
+        return f"{section}.{key}: {_wrong_choice(section, key, error)}"
+    bound = next((f"{words} {context[name]:.15g}" for name, words in BOUNDS.items() if name in context), None)
+    if bound:
+        what = f"must be {bound}, got {_show(value)}"
+    elif all(each["type"] in TYPES for each in errors):
+        what = f"expected {' or '.join(dict.fromkeys(TYPES[each['type']] for each in errors))}, got {_show(value)}"
+    else:
+        what = f"{error['msg']}, got {_show(value)}"
+    return f"{section}.{key}: {what}.{_correction(error_type, value) or _default(section, str(error['loc'][0]), key)}"
+
+
+def _wrong_choice(section: str, key: str, error: dict[str, Any]) -> str:
+    context = error["ctx"]
+    choices = re.findall(r"'([^']*)'", context.get("expected_tags") or context["expected"])
+    value = error["input"].get(key) if "tag" in context else error["input"]
+    near = RENAMED_VALUES.get(f"{section}.{key}={value}") or did_you_mean(str(value), choices, cutoff=0.5)
+    return f"expected {_either(choices)}, got {_show(value)}." + (f" Did you mean '{near}'?" if near else "")
+
+
+def _correction(error_type: str, value: Any) -> str:
+    """How to write what was probably meant; empty if unknown.  error_type: as pydantic calls it."""
+    text = str(value)
+    if len(text) > 40:  # too long to repeat
+        return ""
+    if error_type == "bool_type" and text.lower() in SWITCHES:
+        return f" Write {SWITCHES[text.lower()]}."
+    if error_type in ("int_type", "int_from_float") and isinstance(value, float):
+        return f" Write {int(value)}." if value.is_integer() and abs(value) < 1e15 else ""
+    if error_type == "string_type" and isinstance(value, bool | int | float):
+        return f' Quote it: "{value}".'
+    if error_type == "string_pattern_mismatch" and (fitting := re.sub(r"[^\w.-]+", "-", value).strip(".-")):
+        return f" Write {fitting}."
+    if error_type in ("int_type", "float_type") and isinstance(value, str) and re.fullmatch(r"[-+.eE\d]+", value):
+        return f" Write {value}, without quotes."
+    return ""
+
+
+def _default(section: str, kind: str, key: str) -> str:
+    types = variants(section)
+    fields = types.get(kind, types.get("", Section)).model_fields
+    for name, field in fields.items():
+        if key == (field.alias or name) and not field.is_required() and field.default is not None:
+            return f" The default is {_show(field.default)}."
+    return ""
+
+
+def _show(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "a mapping"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:36]} ..."
+
+
+def _known(words: Iterable[str]) -> str:
+    return f"Known: {', '.join(words)}."
+
+
+def _either(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
