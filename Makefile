@@ -1,6 +1,7 @@
 # make train        train a small GPT on real text over 8 simulated devices: 2 to 3 minutes on 2 cores
 # make test         the suite, without what takes minutes
-# make test-all     the slow tests, then the suite on the newest Python there is
+# make test-slice   a part of the slow tests: SLICE=3/10 is the fourth tenth
+# make test-all     all slow tests, then the suite on the newest Python there is: about an hour and a half on 2 cores
 # make mutants      break the parallel code in 90 places, one at a time; each must be noticed. Half an hour
 # make check        format, lint, types, then the suite
 # make format       mend what can be mended
@@ -14,6 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 EXTRAS ?= dev
+SLICE ?= 0/10
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-by$(subst /,-,$(PYTHON))
@@ -22,7 +24,7 @@ INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-comp
 	-c constraints.txt
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: train test test-all test-latest mutants check format clean help
+.PHONY: train test test-slice test-all test-latest smoke-latest mutants check format clean help
 
 # XLA gives its temporaries back to the system after each step, and faults every page in again. Kept, a step on 8
 # simulated devices takes a third less time, for 0.9 GiB more memory. C libraries other than glibc ignore this.
@@ -36,15 +38,26 @@ train: $(VENV)/.runtime
 	@echo; tail -n 12 runs/quickstart/samples.txt
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu" $(TESTS)
+
+test-slice: $(VENV)/.dev
+	$(PYTEST) -m "slow and not gpu" --slice $(SLICE)
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "slow and not gpu" || test $$? = 5  # 5: no test is slow
 	$(MAKE) test-latest
 
 test-latest:
-	@latest="$(NEWEST)"; \
-	if [ -n "$$latest" ]; then echo "newest Python here: $$latest"; $(MAKE) test PYTHON="$$latest" VENV=.venv-latest; \
+	$(ON_LATEST)
+
+# One file of each kind: steps against the reference, pipelines, checkpoints, generation, the command line.
+SMOKE := $(addprefix tests/,step/test_train_step.py step/test_pipeline.py checkpoints generation test_cli.py)
+smoke-latest:
+	$(call ON_LATEST,TESTS="$(SMOKE)")
+
+ON_LATEST = @latest="$(NEWEST)"; \
+	if [ -n "$$latest" ]; then \
+	echo "newest Python here: $$latest"; $(MAKE) test PYTHON="$$latest" VENV=.venv-latest $(1); \
 	else echo "no Python >= 3.12 on this machine: the newest jax is not tested"; fi
 
 mutants: $(VENV)/.dev

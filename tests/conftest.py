@@ -29,6 +29,19 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="K/N", help="run every N-th of the selected tests, from the K-th on")
+
+
+@pytest.hookimpl(trylast=True)  # after -m has deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.option.slice:
+        start, step = map(int, part.split("/"))
+        chosen = sorted(items, key=lambda item: item.nodeid)[start::step]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
 @pytest.fixture(autouse=True)
 def narrow():
     """A float64 run switches float64 on for its process, as it should; the next test is another run."""

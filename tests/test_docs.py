@@ -34,7 +34,7 @@ def test_lines_fit_where_they_are_read(page):
 def test_make_help_names_every_target_that_is_for_people():
     told = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     targets = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert not [each for each in targets[1].split() if each != "test-latest" and f"make {each} " not in told]
+    assert not [each for each in targets[1].split() if not each.endswith("-latest") and f"make {each} " not in told]
 
 
 def test_the_tour_passes_every_file_it_names():
