@@ -29,8 +29,8 @@ def main() -> int:
     import jax
 
     from spmd_lm.config.schema import RunConfig
-    from spmd_lm.data.corpus import load
-    from spmd_lm.data.loader import Loader
+    from spmd_lm.data.corpus import load_data
+    from spmd_lm.data.loader import CausalLMTrainLoader
     from spmd_lm.step.program import Program
 
     def config(schedule: str, chunks: int) -> RunConfig:
@@ -55,10 +55,8 @@ def main() -> int:
     batches = {}
     for name, program in programs.items():
         c = program.config
-        corpus = load(c.data, c.train.seed, c.model.vocab)
-        batches[name] = Loader(corpus.train, c.model.context, c.train.batch, a.microbatches, 0).batch(
-            0, program.batch_shardings
-        )
+        corpus = load_data(c.data, c.train.seed, c.model.vocab)
+        batches[name] = CausalLMTrainLoader(corpus.train, c).batch(0, program.batch_shardings)
         states[name], _ = program.step(states[name], batches[name])  # compiles
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(a.rounds):

@@ -1,3 +1,15 @@
-"""SPMD training of GPTs on a JAX device mesh.  Start at docs/tour.md."""
+"""SPMD training of GPT, BERT and Llama on a JAX device mesh."""
 
 __version__ = "0.1.0"
+
+__all__ = ["audit", "evaluate", "generate", "load_config", "plan", "train"]
+
+
+def __getattr__(name: str):
+    """The public functions (spmd_lm/api.py), imported when they are first used: `import spmd_lm` alone costs nothing,
+    and loads no jax."""
+    if name not in __all__:
+        raise AttributeError(f"module 'spmd_lm' has no attribute '{name}'")
+    from spmd_lm import api
+
+    return getattr(api, name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from spmd_lm import axes
 from spmd_lm.batch import Batch, abstract_batch
@@ -168,7 +169,8 @@ def trained_reference(config: RunConfig) -> Outcome:
     """The same from the reference, in float64: only the first weights are the package's, and they are one device's."""
     one = config.model_copy(update={"parallel": make_config().parallel})
     first = canonical(program(one), program(one).init())
-    params, mu, nu = (jax.tree.map(np.float64, tree) for tree in (first.params, first.mu, first.nu))
+    adam = first.opt_state
+    params, mu, nu = (jax.tree.map(np.float64, tree) for tree in (first.params, adam.mu, adam.nu))
     metrics = []
 
     @jax.jit
@@ -180,7 +182,8 @@ def trained_reference(config: RunConfig) -> Outcome:
         loss, grads = gradients(params, step, host_batch(config, step))
         params, mu, nu, norm = reference.adamw(config.optim, config.train.steps, step, params, mu, nu, grads)
         metrics.append([float(loss), norm, reference.learning_rate(config.optim, config.train.steps, step)])
-    return Outcome(first, TrainState(np.int32(STEPS), params, mu, nu), *np.transpose(metrics))
+    last = TrainState(np.int32(STEPS), params, optax.ScaleByAdamState(np.int32(STEPS), mu, nu))
+    return Outcome(first, last, *np.transpose(metrics))
 
 
 def assert_close(got: Tree, want: Tree, tolerance: float) -> None:
@@ -196,6 +199,17 @@ def assert_close(got: Tree, want: Tree, tolerance: float) -> None:
             assert np.abs(a - b).max() <= tolerance * size, name
         else:
             assert np.abs(a).max() <= 1e-6 * largest, name
+
+
+def param_trees(state: TrainState) -> tuple[Tree, Tree, Tree]:
+    """Parameters, and Adam's first and second moments."""
+    return state.params, state.opt_state.mu, state.opt_state.nu
+
+
+def assert_states_close(got: TrainState, want: TrainState, tolerance: float) -> None:
+    """Parameters and moments, leaf by leaf."""
+    for ours, theirs in zip(param_trees(got), param_trees(want), strict=True):
+        assert_close(ours, theirs, tolerance)
 
 
 def assert_equal(got: Tree, want: Tree) -> None:

@@ -13,11 +13,11 @@ import numpy as np
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data import loader
-from spmd_lm.data.corpus import load
+from spmd_lm.data.corpus import load_data
 from spmd_lm.data.tasks.rows import LabelledValidation
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
 
-SPECIAL, _ = ByteTokenizer().masking()
+SPECIAL, _ = ByteTokenizer().special_tokens_and_words()
 FIELDS = [field.name for field in dataclasses.fields(Batch)]
 OBJECTIVES = {
     "jsonl": {"kind": "classification", "classes": 3},
@@ -96,17 +96,17 @@ def config(task: str, root: Path, context=32, batch=8, microbatches=2, types=2, 
 
 
 def corpus(made: RunConfig):
-    return load(made.data, 0, made.model.vocab)
+    return load_data(made.data, 0, made.model.vocab)
 
 
 def training(task: str, root: Path, **changes):
     made = config(task, root / task, **changes)
-    return loader.training(made, corpus(made))
+    return loader.make_train_loader(made, corpus(made))
 
 
 def validation(task: str, root: Path, **changes) -> LabelledValidation:
     made = config(task, root / task, **changes)
-    return loader.validation(made, corpus(made))
+    return loader.make_validation_loader(made, corpus(made))
 
 
 def joined(rows, steps: int) -> Batch:

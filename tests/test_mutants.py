@@ -12,6 +12,7 @@ from tests.helpers import (
     JUDGED,
     ORIGINAL,
     assert_close,
+    assert_states_close,
     device_batch,
     host_batch,
     make_config,
@@ -44,8 +45,7 @@ def test_parity(run, x64):
     got, want = trained(config(run, warmup)), trained_reference(config(None, warmup))
     for figures in ("losses", "norms", "rates"):
         assert getattr(got, figures) == pytest.approx(getattr(want, figures), rel=1e-12)
-    for tree in ("params", "mu", "nu"):
-        assert_close(getattr(got.last, tree), getattr(want.last, tree), 1e-11)
+    assert_states_close(got.last, want.last, 1e-11)
 
 
 @pytest.mark.parametrize("objective", ["classification", "span"])

@@ -17,8 +17,8 @@ import jax
 
 from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames, is_dim_names
 from spmd_lm.config.schema import RunConfig, Span
-from spmd_lm.parallel.pipeline.schedule import schedule
-from spmd_lm.parallel.pipeline.schedule_table import steps
+from spmd_lm.parallel.pipeline.schedule import make_schedule
+from spmd_lm.parallel.pipeline.schedule_table import schedule_table
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import SHARD
 
@@ -86,23 +86,23 @@ class Work:
         layers, together = config.model.layers // stages, config.layers_per_chunk
         if stages == 1:
             return cls(layers, together, 0, m * layers, m, m, m)
-        table = steps(schedule(p.schedule, stages, m, config.chunks))
+        table = schedule_table(make_schedule(p.schedule, stages, m, config.chunks))
         mean = {name: float(times.mean()) for name, times in table.runs(p.run_idle_stages).items()}
         breadth_first = p.schedule == "breadth_first"
-        idle = 0 if breadth_first or p.run_idle_stages else mean["forward_leaves"]
+        idle = 0 if breadth_first or p.run_idle_stages else mean["forward_to_head"]
         return cls(
             layers,
             together,
-            ahead=(mean["forward_on"] - idle) * together,
-            passes=mean["backward_on"] * together,
-            embedding=mean["forward_enters"],
-            unembedding=m * mean["after_enters"] if breadth_first else mean["backward_enters"],
-            head=m * mean["between_leaves"] if breadth_first else mean["backward_leaves"],
-            arrivals=mean["forward_arrives"] + mean["backward_arrives"],
+            ahead=(mean["forward_active"] - idle) * together,
+            passes=mean["backward_active"] * together,
+            embedding=mean["forward_from_embedding"],
+            unembedding=m * mean["embedding_of_all"] if breadth_first else mean["backward_from_embedding"],
+            head=m * mean["head_of_all"] if breadth_first else mean["backward_to_head"],
+            arrivals=mean["forward_receives"] + mean["backward_receives"],
             ticks=sum(table.ticks.values()),
             breadth_first=breadth_first,
-            fetches=mean["forward_fetches"] + mean["backward_fetches"],
-            completes=mean["backward_completes"],
+            fetches=mean["forward_loads_chunk"] + mean["backward_loads_chunk"],
+            completes=mean["backward_last_of_chunk"],
         )
 
 

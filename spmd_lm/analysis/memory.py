@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from spmd_lm.config.schema import Remat, RunConfig
 from spmd_lm.ops import cross_entropy
-from spmd_lm.parallel.pipeline.schedule import schedule
-from spmd_lm.parallel.pipeline.schedule_table import steps
+from spmd_lm.parallel.pipeline.schedule import make_schedule
+from spmd_lm.parallel.pipeline.schedule_table import schedule_table
 from spmd_lm.parallel.plan import Plan, Tree, padded_vocab
 
 
@@ -132,10 +132,10 @@ def _phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, i
 def _pipeline_phases(config: RunConfig, plan: Plan, kernel: str) -> dict[str, dict[str, int]]:
     """The same with several stages, whose ticks hold all slots for what waits to go on."""
     p, b, early = config.parallel, _Bytes.of(config, plan, kernel), plan.zero.scatters_in_loop
-    table = steps(schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
+    table = schedule_table(make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
     breadth_first = p.schedule == "breadth_first"
     chunk = b.layer * config.layers_per_chunk if breadth_first and early else 0
-    slots = (table.inputs + table.cotangents + 2 + breadth_first * p.microbatches) * b.stream
+    slots = (table.input_slots + table.grad_slots + 2 + breadth_first * p.microbatches) * b.stream
     held, layerwise = b.held + b.ends, b.layer if plan.zero.gathers_in_loop and not chunk else 0
     # Of a chunk all microbatches are added up before anything is scattered: shards are not added to.
     made = b.shards + chunk * b.wide if chunk else b.added + b.layer

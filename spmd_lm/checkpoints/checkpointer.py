@@ -34,8 +34,8 @@ IDENTITY = ("model", "objective", "precision.params")
 # ... except how a layer is computed and how it is regularized: the saved arrays mean the same.
 NOT_IDENTITY = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout")
 
-# Fields of a state that a run may take up or give up on its way; the last one is of older versions, and empty.
-OPTIONAL = ("scaling", "frozen")
+# Fields of a state that a run may take up or give up on its way.
+OPTIONAL = ("loss_scale",)
 
 
 def make_meta(config: Config, samples: int, fingerprint: str) -> Meta:

@@ -1,8 +1,12 @@
-"""What every loader is: rows as a function of (seed, step, sample) alone, put on devices a shard at a time.
+"""What all loaders share: batches are a pure function of (seed, step), placed on devices shard by shard.
 
-There is no state to save: resuming is asking for the next step, and each process reads only the rows its devices hold.
+There is no state to save: to resume is to ask for the next step.  Each process reads only the rows of its own devices.
 
-R rows, T the context, M microbatches, B rows of each."""
+A loader has two parents.  One builds rows (`CausalLMSource`, `MaskedLMSource`, ...); the other, `TrainLoader` or
+`ValidationLoader`, chooses which examples a step has.  An example is what an epoch shuffles: a window of text, a
+labelled text, or all choices of one question.
+
+Shape suffixes: R rows, M microbatches, B rows per microbatch, T context."""
 
 import abc
 import dataclasses
@@ -12,79 +16,86 @@ import jax
 import numpy as np
 
 from spmd_lm.batch import PER_ROW, Batch
-from spmd_lm.data.shuffle import fold, permute
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.shuffle import fold_in, permute
 
-ORDER, SHIFT, DRAWS = 0, 1, 2  # what an epoch draws
+# Independent random streams of one seed: the order of an epoch, where its windows start, and how its rows are masked.
+ORDER_STREAM, OFFSET_STREAM, ROW_STREAM = 0, 1, 2
 
 
-class Rows(abc.ABC):
-    """One side of a text as batches.  A subclass says what a row is, another in which order they come."""
+class BatchSource(abc.ABC):
+    """One split of a data set as batches."""
 
-    side: str  # of the text: training or validation
-    context: int
-    batch_size: int  # rows of a step
-    microbatches: int
-    together: int = 1  # rows of one window, which follow each other; they divide batch_size
+    split: str  # training or validation, as messages name it
+    rows_per_example: int = 1  # consecutive rows; divides batch_size
+
+    def __init__(self, config: RunConfig):
+        self.context, self.seed = config.model.context, config.train.seed
+        self.batch_size, self.microbatches = config.train.batch, config.parallel.microbatches
+        assert self.batch_size % self.microbatches == 0
 
     @abc.abstractmethod
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        """Samples start..stop-1 of a step, on the host: fields are [R, T], those of PER_ROW [R]."""
+        """Rows start..stop-1 of a step, on the host: fields are [R, T], those of PER_ROW [R]."""
 
     def batch(self, step: int, shardings: Batch) -> Batch:
-        """A step on the devices of `shardings`, a Batch of jax.sharding.Sharding: fields [M, B, T], PER_ROW [M, B].
+        """A step's batch on devices: fields are [M, B, T], those of PER_ROW [M, B].
 
-        A field without a sharding is left out."""
-        per = self.batch_size // self.microbatches
+        shardings: a Batch of jax.sharding.Sharding.  A field whose sharding is None is left out."""
+        per_microbatch = self.batch_size // self.microbatches
         read = functools.cache(functools.partial(self.rows, step))  # devices with the same rows share one read
 
         def place(field: str, sharding: jax.sharding.Sharding) -> jax.Array:
-            def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None  # as jax's own type of a callback allows
-                first, stop, _ = index[1].indices(per)
-                microbatches = range(*index[0].indices(self.microbatches))
-                parts = [getattr(read(m * per + first, m * per + stop), field) for m in microbatches]
+            def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None  # as the type of jax's callback allows
+                start, stop, _ = index[1].indices(per_microbatch)
+                firsts = [m * per_microbatch for m in range(*index[0].indices(self.microbatches))]
+                parts = [getattr(read(first + start, first + stop), field) for first in firsts]
                 assert all(part is not None for part in parts), f"rows have no {field}"
                 return np.stack(parts)[:, :, *index[2:]]
 
-            shape = (self.microbatches, per, *(() if field in PER_ROW else (self.context,)))
-            return jax.make_array_from_callback(shape, sharding, shard)
+            shape = (self.microbatches, per_microbatch, *(() if field in PER_ROW else (self.context,)))
+            return jax.make_array_from_callback(shape, sharding, read_shard)
 
-        wanted = {field.name: getattr(shardings, field.name) for field in dataclasses.fields(Batch)}
-        return Batch(**{name: None if sharding is None else place(name, sharding) for name, sharding in wanted.items()})
-
-
-class Shuffled(Rows):
-    """Training: each of `windows` stretches of text once per epoch, in an order of the epoch's own."""
-
-    side = "training"
-    windows: int
-    seed: int  # below 2**64
-
-    def turn(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch of each row, and its window."""
-        epoch, index = np.divmod((step * self.batch_size + samples_R) // self.together, self.windows)
-        return epoch, permute(index, self.windows, fold(self.seed, ORDER, epoch))
+        fields: dict[str, jax.Array | None] = {}
+        for field in dataclasses.fields(Batch):
+            sharding = getattr(shardings, field.name)
+            fields[field.name] = None if sharding is None else place(field.name, sharding)
+        return Batch(**fields)
 
 
-class HeldOut(Rows):
-    """Validation: `taken` windows, evenly spaced and always the same, as `len` batches.
+class TrainLoader(BatchSource):
+    """Every example once per epoch, in a new order each epoch."""
 
-    Where they end before the last batch is full, rows of weight 0 fill it: they never change a result."""
+    split = "training"
+    num_examples: int
 
-    side = "validation"
-    taken: np.ndarray
+    def epochs_and_examples(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The epoch [R] and the example [R] of each of these rows of a step."""
+        position_R = (step * self.batch_size + sample_ids_R) // self.rows_per_example
+        epoch_R, index_R = np.divmod(position_R, self.num_examples)
+        return epoch_R, permute(index_R, self.num_examples, fold_in(self.seed, ORDER_STREAM, epoch_R))
+
+
+class ValidationLoader(BatchSource):
+    """The examples `example_ids`, the same in every evaluation, as `len(self)` batches.
+
+    Rows of weight 0 fill the last batch; they never change a result."""
+
+    split = "validation"
+    example_ids: np.ndarray
 
     def __len__(self) -> int:
-        return -(-len(self.taken) * self.together // self.batch_size)
+        return -(-len(self.example_ids) * self.rows_per_example // self.batch_size)
 
-    def take(self, available: int, count: int) -> None:
-        """At most `count` batches of `available` windows."""
-        taken = min(available, self.batch_size * count)
-        self.taken = np.arange(taken) * available // taken
+    def choose_examples(self, available: int, max_batches: int) -> None:
+        """Evenly spaced among `available` examples, and no more than `max_batches` hold."""
+        count = min(available, self.batch_size * max_batches)
+        self.example_ids = np.arange(count) * available // count
 
-    def turn(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The window of each row, and whether it counts."""
+    def examples_and_validity(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The example [R] of each of these rows of a step, and whether the row counts [R] or only fills the batch."""
         assert 0 <= step < len(self)
-        index = (step * self.batch_size + samples_R) // self.together
-        real = index < len(self.taken)
-        return self.taken[np.where(real, index, 0)], real
+        index_R = (step * self.batch_size + sample_ids_R) // self.rows_per_example
+        valid_R = index_R < len(self.example_ids)
+        return self.example_ids[np.where(valid_R, index_R, 0)], valid_R

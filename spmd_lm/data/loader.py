@@ -1,7 +1,8 @@
-"""Loaders: what a config's objective reads of a corpus, in training and in validation.
+"""Which loader a configuration gets, and the loaders of causal language models.
 
-Causal rows are here; those of masked text are in `pieces`, those of labelled examples in `examples`.
-R rows, T the context."""
+Masked text is in `masked_lm.rows`, labelled examples are in `tasks.rows`.
+
+Shape suffixes: R rows, T context, S = T + 1."""
 
 import abc
 
@@ -9,97 +10,97 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import MaskedLM, RunConfig
-from spmd_lm.data.batch_source import SHIFT, HeldOut, Rows, Shuffled
+from spmd_lm.data.batch_source import OFFSET_STREAM, BatchSource, TrainLoader, ValidationLoader
 from spmd_lm.data.corpus import Corpus
-from spmd_lm.data.masked_lm.rows import MaskedLoader, MaskedValidation
-from spmd_lm.data.shuffle import fold
+from spmd_lm.data.masked_lm.rows import MaskedLMTrainLoader, MaskedLMValidationLoader
+from spmd_lm.data.shuffle import fold_in
 from spmd_lm.data.tasks.dataset import Labelled
 from spmd_lm.data.tasks.rows import LabelledLoader, LabelledValidation
 from spmd_lm.errors import DataError
 
 
-def training(config: RunConfig, corpus: Corpus | Labelled) -> Rows:
-    """The batches of every step of this config.
+def make_train_loader(config: RunConfig, data: Corpus | Labelled) -> TrainLoader:
+    """The batches of every training step.
 
-    Raises DataError for too little text and for a label that is no class, ConfigError for an objective that the
-    vocabulary has no tokens for."""
-    model, t, microbatches = config.model, config.train, config.parallel.microbatches
-    if isinstance(corpus, Labelled):
-        return LabelledLoader(corpus.train, corpus.tokenizer, model, config.objective, t.batch, microbatches, t.seed)
+    Raises DataError for too little text and for a label out of range, ConfigError if the vocabulary lacks the special
+    tokens of the objective."""
+    if isinstance(data, Labelled):
+        model, train, microbatches = config.model, config.train, config.parallel.microbatches
+        return LabelledLoader(
+            data.train, data.tokenizer, model, config.objective, train.batch, microbatches, train.seed
+        )
     if isinstance(config.objective, MaskedLM):
-        of = corpus.train, corpus.tokenizer, model, config.objective
-        return MaskedLoader(*of, t.batch, microbatches, t.seed)
-    return Loader(corpus.train, model.context, t.batch, microbatches, t.seed)
+        return MaskedLMTrainLoader(data.train, data.tokenizer, config)
+    return CausalLMTrainLoader(data.train, config)
 
 
-def validation(config: RunConfig, corpus: Corpus | Labelled) -> HeldOut:
-    """The batches that every evaluation of this config looks at, always the same; of labelled examples all.  Raises
-    what `training` does."""
-    model, t, microbatches = config.model, config.train, config.parallel.microbatches
-    if isinstance(corpus, Labelled):
-        return LabelledValidation(corpus.validation, corpus.tokenizer, model, config.objective, t.batch, microbatches)
+def make_validation_loader(config: RunConfig, data: Corpus | Labelled) -> ValidationLoader:
+    """The batches of every evaluation: at most train.eval_batches of text, all labelled examples.
+
+    Raises the same errors as `make_train_loader`."""
+    if isinstance(data, Labelled):
+        model, train, microbatches = config.model, config.train, config.parallel.microbatches
+        return LabelledValidation(data.validation, data.tokenizer, model, config.objective, train.batch, microbatches)
     if isinstance(config.objective, MaskedLM):
-        of = corpus.validation, corpus.tokenizer, model, config.objective
-        return MaskedValidation(*of, t.batch, microbatches, t.eval_batches)
-    return ValidationLoader(corpus.validation, model.context, t.batch, microbatches, t.eval_batches)
+        return MaskedLMValidationLoader(data.validation, data.tokenizer, config)
+    return CausalLMValidationLoader(data.validation, config)
 
 
-class Windows(Rows):
-    """Rows cut from one long array of tokens, a np.memmap as well.  A subclass says where each row of a step begins."""
+class CausalLMSource(BatchSource):
+    """Windows of one long array of token ids, which may be a np.memmap; targets are the tokens one position later."""
 
-    def __init__(self, tokens: np.ndarray, context: int, batch: int, microbatches: int):
-        assert tokens.ndim == 1 and batch % microbatches == 0
-        if len(tokens) < context + 1:
+    def __init__(self, tokens: np.ndarray, config: RunConfig):
+        super().__init__(config)
+        assert tokens.ndim == 1
+        self.tokens = tokens
+        if len(tokens) < self.context + 1:
             raise DataError(
-                f"{self.side} text: {len(tokens)} tokens, but a sequence of model.context={context} and its target "
-                f"take {context + 1}. Add text, change data.validation_fraction, or lower model.context."
+                f"{self.split} text: {len(tokens)} tokens, but a row of model.context={self.context} and its last "
+                f"target need {self.context + 1}. Add text, change data.validation_fraction, or lower model.context."
             )
-        self.tokens, self.context, self.microbatches = tokens, context, microbatches
-        self.batch_size = batch
 
     @abc.abstractmethod
-    def locate(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def offsets_and_weights(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The offset of each row's first token, and the weight of the row."""
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         assert 0 <= start <= stop <= self.batch_size
-        samples_R = np.arange(start, stop)
-        offsets_R, weights_R = self.locate(step, samples_R)
-        span_RT1 = self.tokens[offsets_R[:, None] + np.arange(self.context + 1)].astype(np.int32)
+        sample_ids_R = np.arange(start, stop)
+        offset_R, weight_R = self.offsets_and_weights(step, sample_ids_R)
+        tokens_RS = self.tokens[offset_R[:, None] + np.arange(self.context + 1)].astype(np.int32)
         shape = (stop - start, self.context)
         return Batch(
-            tokens=span_RT1[:, :-1],
-            targets=span_RT1[:, 1:],
-            weights=np.broadcast_to(weights_R[:, None], shape).astype(np.float32),
+            tokens=tokens_RS[:, :-1],
+            targets=tokens_RS[:, 1:],
+            weights=np.broadcast_to(weight_R[:, None], shape).astype(np.float32),
             positions=np.broadcast_to(np.arange(self.context, dtype=np.int32), shape),
             segments=None,
-            samples=samples_R.astype(np.int32),
+            samples=sample_ids_R.astype(np.int32),
         )
 
 
-class Loader(Windows, Shuffled):
-    """The training text: each of its `windows` once per epoch, in an order and at an offset of the epoch's own."""
+class CausalLMTrainLoader(CausalLMSource, TrainLoader):
+    """Every window once per epoch.  All windows of an epoch are shifted by one random offset."""
 
-    def __init__(self, tokens: np.ndarray, context: int, batch: int, microbatches: int, seed: int):
-        super().__init__(tokens, context, batch, microbatches)
-        self.seed = seed % 2**64
-        # One context of text is room for the offset; a text too short for that has one window and the room it leaves.
-        self.windows = max(1, len(tokens) // context - 1)
-        self.shifts = min(context, len(tokens) - self.windows * context)
+    def __init__(self, tokens: np.ndarray, config: RunConfig):
+        super().__init__(tokens, config)
+        # One context of text is left for the offset; a text too short for that has one window, and what it leaves.
+        self.num_examples = max(1, len(tokens) // self.context - 1)
+        self.num_offsets = min(self.context, len(tokens) - self.num_examples * self.context)
 
-    def locate(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        epoch, window = self.turn(step, samples_R)
-        shift = (fold(self.seed, SHIFT, epoch) % self.shifts).astype(np.int64)
-        return window * self.context + shift, np.ones(len(samples_R))
+    def offsets_and_weights(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        epoch_R, window_R = self.epochs_and_examples(step, sample_ids_R)
+        offset_R = (fold_in(self.seed, OFFSET_STREAM, epoch_R) % self.num_offsets).astype(np.int64)
+        return window_R * self.context + offset_R, np.ones(len(sample_ids_R))
 
 
-class ValidationLoader(Windows, HeldOut):
-    """At most `count` batches, evenly spaced over the held-out text."""
+class CausalLMValidationLoader(CausalLMSource, ValidationLoader):
+    """At most train.eval_batches batches, evenly spaced over the validation text."""
 
-    def __init__(self, tokens: np.ndarray, context: int, batch: int, microbatches: int, count: int):
-        super().__init__(tokens, context, batch, microbatches)
-        self.take((len(tokens) - 1) // context, count)
+    def __init__(self, tokens: np.ndarray, config: RunConfig):
+        super().__init__(tokens, config)
+        self.choose_examples((len(tokens) - 1) // self.context, config.train.eval_batches)
 
-    def locate(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        window, real = self.turn(step, samples_R)
-        return np.where(real, window * self.context, 0), real
+    def offsets_and_weights(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        window_R, valid_R = self.examples_and_validity(step, sample_ids_R)
+        return np.where(valid_R, window_R * self.context, 0), valid_R

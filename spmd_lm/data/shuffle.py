@@ -1,18 +1,19 @@
-"""Random numbers and permutations by key, with no state and no table.
+"""Stateless random numbers and permutations: pure functions of a key, with no generator state and no table.
 
 Where element i of an epoch lands costs O(1): a run seeks to any step at once, and each process computes its own rows.
-Own arithmetic, for numpy's generators may change their streams between versions, and a resumed run may not."""
+The arithmetic is our own, because numpy may change the streams of its generators between versions; a resumed run must
+not see other numbers."""
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 # Pairs of rounds.  Two make a strong permutation of wide halves (Luby and Rackoff, 1988); ours are a few bits wide.
-ROUNDS = 4
+ROUND_PAIRS = 4
 
 
 @np.errstate(over="ignore")  # arithmetic is modulo 2**64
-def fold(*values: ArrayLike) -> np.ndarray:
-    """One 64-bit key of several naturals, or of arrays of them, elementwise: splitmix64, chained."""
+def fold_in(*values: ArrayLike) -> np.ndarray:
+    """A 64-bit key from several non-negative integers, or from arrays of them, elementwise: chained splitmix64."""
     key: np.ndarray = np.asarray(0, np.uint64)
     for value in values:
         key = (key ^ np.asarray(value, np.uint64)) + 0x9E3779B97F4A7C15
@@ -22,11 +23,17 @@ def fold(*values: ArrayLike) -> np.ndarray:
     return key
 
 
-def permute(index: ArrayLike, n: int, key: ArrayLike) -> np.ndarray:
-    """Where `index` < n lands in the permutation of range(n) that `key` names; elementwise, keys too.
+def uniform(*values: ArrayLike) -> np.ndarray:
+    """A float64 in [0, 1), keyed like `fold_in`."""
+    return (fold_in(*values) >> 11) * 2.0**-53
 
-    A Feistel network permutes the smallest power of two that holds n; what falls outside walks on until it is inside,
-    less than one more step on average (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002)."""
+
+def permute(index: ArrayLike, n: int, key: ArrayLike) -> np.ndarray:
+    """The image of `index` < n under the permutation of range(n) that `key` selects; elementwise, over keys too.
+
+    A Feistel network permutes the smallest power of two that holds n.  A value outside range(n) is permuted again until
+    it is inside, less than one more step on average (Black and Rogaway, "Ciphers with arbitrary finite domains",
+    2002)."""
     image = np.asarray(index, np.uint64)
     outside = np.ones(image.shape, bool)
     while outside.any():
@@ -36,11 +43,11 @@ def permute(index: ArrayLike, n: int, key: ArrayLike) -> np.ndarray:
 
 
 def _feistel(x: np.ndarray, bits: int, key: ArrayLike) -> np.ndarray:
-    """A permutation of range(2**bits).  Its halves may differ by a bit, so they take turns and never swap."""
-    width = bits // 2
-    low_mask, high_mask = (1 << width) - 1, (1 << (bits - width)) - 1
-    high, low = x >> width, x & low_mask
-    for turn in range(ROUNDS):
-        high = high ^ (fold(key, 2 * turn, low) & high_mask)
-        low = low ^ (fold(key, 2 * turn + 1, high) & low_mask)
-    return high << width | low
+    """A permutation of range(2**bits).  The halves may differ by a bit in width, so they alternate and never swap."""
+    low_bits = bits // 2
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
+    high, low = x >> low_bits, x & low_mask
+    for pair in range(ROUND_PAIRS):
+        high = high ^ (fold_in(key, 2 * pair, low) & high_mask)
+        low = low ^ (fold_in(key, 2 * pair + 1, high) & low_mask)
+    return high << low_bits | low

@@ -6,16 +6,16 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, check_same_run
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.batch_source import HeldOut
-from spmd_lm.data.corpus import load
-from spmd_lm.data.loader import validation
+from spmd_lm.data.batch_source import ValidationLoader
+from spmd_lm.data.corpus import load_data
+from spmd_lm.data.loader import make_validation_loader
 from spmd_lm.data.tasks.rows import LabelledValidation
 from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.step.program import Program
 
 
-def validation_figures(program: Program, params: Tree, loader: HeldOut) -> tuple[dict[str, float], float]:
+def validation_figures(program: Program, params: Tree, loader: ValidationLoader) -> tuple[dict[str, float], float]:
     """Figures of what is held out, without dropout; and how many tokens, or examples, they are of.
 
     Of labelled examples the loader says which.  Of text:
@@ -63,6 +63,6 @@ def open_run(config: RunConfig) -> tuple[Program, Tree, int]:
 def evaluate_run(config: RunConfig) -> dict:
     """`spmd-lm eval`: figures of a run's newest checkpoint on its validation text."""
     program, params, step = open_run(config)
-    corpus = load(config.data, config.train.seed, config.model.vocab)
-    figures, count = validation_figures(program, params, validation(config, corpus))
+    corpus = load_data(config.data, config.train.seed, config.model.vocab)
+    figures, count = validation_figures(program, params, make_validation_loader(config, corpus))
     return {"step": step, **figures, "tokens" if config.objective.of_tokens else "examples": int(count)}

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.data.tokenizers import tokenizer as tokenizers
+from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
 from spmd_lm.errors import DataError
 from spmd_lm.generation.sampling import Sampling
-from spmd_lm.parallel.pipeline.stages import Weights
 from spmd_lm.parallel.plan import Tree
+from spmd_lm.step.eval_step import inference_params
 from spmd_lm.step.program import Program
 
 DEFAULT = Sampling()
@@ -70,8 +70,8 @@ class Generator:
         plan, model, dtype = program.plan, program.model, jnp.dtype(program.config.precision.compute)
 
         def body(params: Tree, tokens, lengths, row, drawn, count):
-            low, fetch = Weights.of(plan, params, dtype, dtype).to_read()
-            extend = functools.partial(model.extend, low, fetch)
+            inference, gather = inference_params(model, plan, params, dtype)
+            extend = functools.partial(model.extend, inference, gather)
             here = jnp.arange(tokens.shape[0], dtype=jnp.int32)
             start = tokens[:, :-1]
             places = jnp.broadcast_to(jnp.arange(start.shape[1], dtype=jnp.int32), start.shape)
@@ -126,8 +126,8 @@ def sample_text(program: Program, params: Tree, prompts: Sequence[str], sampling
     """Each prompt and what the model adds to it, up to the end of a document.  An empty prompt begins a document.
 
     DataError for a prompt without a token, where nothing says how a text begins."""
-    tokenizer = tokenizers.make(program.config.data)
-    start = np.array([] if tokenizer.begin is None else [tokenizer.begin], np.int32)
+    tokenizer = make_tokenizer(program.config.data)
+    start = np.array([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id], np.int32)
     ids = [np.concatenate([start, np.asarray(tokenizer.encode(p), np.int32)]) for p in prompts]
     vocab = program.config.model.vocab
     for prompt, tokens in zip(prompts, ids, strict=True):
@@ -140,7 +140,7 @@ def sample_text(program: Program, params: Tree, prompts: Sequence[str], sampling
     written = Generator(program, len(ids), sampling).extend(params, ids)
 
     def text(ids: np.ndarray, prompt: np.ndarray) -> str:
-        ends = np.flatnonzero(ids[len(prompt) :] == tokenizer.end)
+        ends = np.flatnonzero(ids[len(prompt) :] == tokenizer.eos_token_id)
         return tokenizer.decode(ids[len(start) : len(prompt) + ends[0] if len(ends) else None])
 
     return [text(*pair) for pair in zip(written, ids, strict=True)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from spmd_lm.config.load import TOKENIZER, VOCABULARIES, Layer, load_layers
 from spmd_lm.config.schema import Data, RunConfig
-from spmd_lm.data.tokenizers.vocabulary import BESIDE
+from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.architectures import BERT
 from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
@@ -16,7 +16,7 @@ from spmd_lm.huggingface.json_files import read_json
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader
 
 CONFIG_FILE = "config.json"
-TOKENIZER_FILES = (*VOCABULARIES, *BESIDE)
+TOKENIZER_FILES = (*VOCABULARIES, *COMPANION_FILES)
 
 DEFAULTS = {
     # Fine-tuning as Hugging Face's Trainer does it by default.

@@ -9,7 +9,6 @@ from contextlib import closing
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
@@ -25,7 +24,6 @@ from spmd_lm.parallel.plan import Tree
 from spmd_lm.runtime.atomic_dir import atomic_directory
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.step.program import Program
-from spmd_lm.step.state import TrainState
 from spmd_lm.training.init_from import paths
 
 
@@ -39,10 +37,8 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
         program = Program(config)
         shapes = param_shapes(program)
         file_names = match_tensors(model_dir, shapes)
-        abstract = program.abstract_canonical()
-        params = read_params(model_dir, file_names, abstract.params)
-        moments = zeros_like(params)
-        state = TrainState(jax.device_put(np.int32(0), abstract.step.sharding), params, moments, moments)
+        params = read_params(model_dir, file_names, program.abstract_canonical().params)
+        state = program.initial_canonical(params)
         meta = make_meta(config.model_dump(by_alias=True), samples=0, fingerprint="")
         keep = config.checkpoint.keep
         with closing(Checkpointer(run_dir / "checkpoints", keep, asynchronous=False)) as checkpointer:
@@ -142,12 +138,3 @@ def read_slice(
     for layer in range(first, end):
         layers[layer - first] = read_tensor(mapping.tensor.format(layer=layer), tuple(layer_index))
     return layers
-
-
-def zeros_like(params: Tree) -> Tree:
-    """Zeros with the shapes, dtypes and shardings of `params`."""
-
-    def make() -> Tree:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
-
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, params))()

@@ -1,17 +1,19 @@
-"""What follows the last block: a head, which makes the losses of a model's results.
+"""Heads: what follows the last block and computes an objective's logits and losses.
 
-In all that a head does x is [batch, sequence, width] of the residual stream, h the same behind the last norm, and
-`table` the embedding's tokens where they serve the head too.  A loss is a sum over tokens or rows, each with a weight;
-the caller divides by the weight of the whole global batch, so that a mean is the same however the batch is split."""
+In all of this module x is [batch, sequence, width] of the residual stream, h the same after the final norm, and `table`
+the token embedding where the head is tied to it.  A loss is a sum over tokens or rows, each with a weight; the caller
+divides by the weight of the whole global batch, so that the mean does not depend on how the batch is split."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from spmd_lm.batch import Batch
-from spmd_lm.config.schema import Classification, MaskedLM, Model, MultipleChoice
-from spmd_lm.models.layers import INIT_STD, Norm, add_bias, constant, dense, normal, widened
-from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, residual_dropout
+from spmd_lm.config.schema import Classification, MaskedLM, Model, MultipleChoice, Objective, Span
+from spmd_lm.models.layers import INIT_STD, Norm, add_bias, bias, dense, normal, widen
+from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, LossDict, residual_dropout
 from spmd_lm.ops.collectives import (
     all_gather,
     from_first_shard,
@@ -19,18 +21,25 @@ from spmd_lm.ops.collectives import (
     gather_sequence,
     global_indices,
 )
-from spmd_lm.ops.cross_entropy import cross_entropy, scores
-from spmd_lm.ops.dropout import Draw
-
-Sums = dict[str, jax.Array]
-"""By the name of a loss."""
+from spmd_lm.ops.cross_entropy import cross_entropy, evaluate_cross_entropy
+from spmd_lm.ops.dropout import DropoutKey
 
 Linear = tuple[nnx.Param, nnx.Param | None]
 """A matrix and its bias."""
 
 
+class LossInputs(NamedTuple):
+    """What losses need besides x and the table.  weights: by loss.  key: of dropout; None for none.  accum_dtype: dtype
+    of long sums of gradients."""
+
+    batch: Batch
+    weights: LossDict
+    key: DropoutKey | None
+    accum_dtype: str
+
+
 class Head(nnx.Module):
-    """pooled: whether it says one thing of a row, by one more layer over its first token (arXiv:1810.04805)."""
+    """pooled: whether it has BERT's pooler, a dense layer over a row's first token (arXiv:1810.04805)."""
 
     def __init__(self, c: Model, rngs: nnx.Rngs, dtype: str, *, pooled: bool = False):
         self.norm = Norm(c, dtype) if c.norm == "pre" else None
@@ -38,100 +47,101 @@ class Head(nnx.Module):
             self.pooler, self.pooler_bias = linear(c, c.width, "feature", rngs, dtype)
         self.dropout = c.dropout
 
-    def losses(
-        self, x: jax.Array, table: jax.Array | None, batch: Batch, weights: Sums, draw: Draw | None, sums: str
-    ) -> Sums:
-        """Sums of weight x negative log-likelihood.  sums: dtype of long sums of gradients."""
+    def losses(self, x: jax.Array, table: jax.Array | None, inputs: LossInputs) -> LossDict:
+        """Sums of weight x negative log-likelihood."""
         raise NotImplementedError
 
-    def scores(self, x: jax.Array, table: jax.Array | None, batch: Batch, rows: int) -> dict:
-        """What a validation is made of, to be summed over microbatches and devices.  rows: of a step, over all."""
+    def eval_sums(self, x: jax.Array, table: jax.Array | None, batch: Batch, rows: int) -> dict:
+        """What evaluation metrics are computed from, to be summed over microbatches and devices.  rows: of a step, over
+        all devices."""
         raise NotImplementedError
 
     def logits(self, x: jax.Array, table: jax.Array | None, batch: Batch) -> dict[str, jax.Array]:
-        """Of each thing that is predicted, float32 or wider."""
+        """By what they predict, float32 or wider."""
         raise NotImplementedError
 
-    def hidden(self, x: jax.Array) -> jax.Array:
+    def final_norm(self, x: jax.Array) -> jax.Array:
         return x if self.norm is None else self.norm(x)
 
-    def of_row(self, h: jax.Array, output: Linear, draw: Draw | None = None) -> jax.Array:
-        """Logits [batch, outputs], float32 or wider; on the device that holds the first token."""
+    def row_logits(self, h: jax.Array, output: Linear, key: DropoutKey | None = None) -> jax.Array:
+        """Logits [batch, outputs] of the pooled first token, float32 or wider; valid on the device that holds it."""
         pooled = jnp.tanh(add_bias(dense(h[:, :1], self.pooler[...]), self.pooler_bias))
-        return widened(outputs(residual_dropout(pooled, self.dropout, draw, AFTER_POOLER), output))[:, 0]
+        return widen(apply_linear(residual_dropout(pooled, self.dropout, key, AFTER_POOLER), output))[:, 0]
 
 
 def linear(c: Model, size: int, name: str, rngs: nnx.Rngs, dtype: str) -> Linear:
     """From the width to `size` outputs."""
-    matrix = normal(rngs, (c.width, size), ("width", name), INIT_STD, dtype)
-    return matrix, constant(0, size, name, dtype) if c.use_bias else None
+    return normal(rngs, (c.width, size), ("width", name), INIT_STD, dtype), bias(c, size, name, dtype)
 
 
-def outputs(h: jax.Array, output: Linear) -> jax.Array:
-    """h [..., width] -> [..., outputs], of the dtype in which it was multiplied."""
-    matrix, bias = output
-    return add_bias(dense(h, matrix[...]), bias)
+def apply_linear(h: jax.Array, output: Linear) -> jax.Array:
+    """h [..., width] -> [..., outputs], in h's dtype."""
+    matrix, output_bias = output
+    return add_bias(dense(h, matrix[...]), output_bias)
 
 
 def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """logits: [rows, classes]; labels: int32 [rows] -> [rows]."""
+    """Negative log-likelihood [rows] of labels, int32 [rows], under logits [rows, classes]."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)[:, 0]
 
 
-# --- of the vocabulary ------------------------------------------------------------------------------------------------
+# --- heads over the vocabulary ----------------------------------------------------------------------------------------
 
 
-class TokenHead(Head):
-    """The next token."""
+class CausalLMHead(Head):
+    """Predicts the next token."""
 
     def __init__(self, c: Model, rngs: nnx.Rngs, dtype: str, *, pooled: bool = False):
         super().__init__(c, rngs, dtype, pooled=pooled)
-        self.tokens = (
-            None if c.tie_embeddings else normal(rngs, (c.vocab, c.width), ("vocab", "width"), INIT_STD, dtype)
-        )
+        names = ("vocab", "width")
+        self.tokens = None if c.tie_embeddings else normal(rngs, (c.vocab, c.width), names, INIT_STD, dtype)
         self.vocab = c.vocab
 
     def unembedding(self, h: jax.Array, table: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """What a logit of each token is the product of, [batch, sequence, width] and [padded vocab here, width]; and a
-        bias [padded vocab here] of it."""
+        """The factors of the token logits, [batch, sequence, width] and [local rows of the padded vocabulary, width],
+        and their bias [local rows]."""
         table = self.tokens[...] if self.tokens is not None else table
         assert table is not None
         return h, table, None
 
-    def losses(self, x, table, batch, weights, draw, sums):
-        of_tokens = self.unembedding(self.hidden(x), table)
-        return {"causal_lm": cross_entropy(*of_tokens, batch.targets, weights["causal_lm"], self.vocab, sums)}
+    def losses(self, x, table, inputs):
+        return {"causal_lm": self.token_loss("causal_lm", self.final_norm(x), table, inputs)}
 
-    def scores(self, x, table, batch, rows):
-        """Of each loss its sum, the weight of what was right, and the weight of all."""
-        return {"causal_lm": self.of_tokens(self.hidden(x), table, batch)}
+    def token_loss(self, name: str, h: jax.Array, table: jax.Array | None, inputs: LossInputs) -> jax.Array:
+        factors, weights = self.unembedding(h, table), inputs.weights[name]
+        return cross_entropy(*factors, inputs.batch.targets, weights, self.vocab, inputs.accum_dtype)
 
-    def of_tokens(self, h: jax.Array, table: jax.Array | None, batch: Batch) -> tuple[jax.Array, ...]:
-        loss, right = scores(*self.unembedding(h, table), batch.targets, batch.weights, self.vocab)
-        return loss, right, batch.weights.sum(dtype=loss.dtype)
+    def eval_sums(self, x, table, batch, rows):
+        """Of each loss (its sum, the weight of correct predictions, the weight of all)."""
+        return {"causal_lm": self.token_sums(self.final_norm(x), table, batch)}
+
+    def token_sums(self, h: jax.Array, table: jax.Array | None, batch: Batch) -> tuple[jax.Array, ...]:
+        factors = self.unembedding(h, table)
+        loss, correct = evaluate_cross_entropy(*factors, batch.targets, batch.weights, self.vocab)
+        return loss, correct, batch.weights.sum(dtype=loss.dtype)
 
     def logits(self, x, table, batch):
-        """`tokens`: [batch, time, padded vocab]; padding is -inf, so that it can never be drawn."""
-        h, table, bias = self.unembedding(self.hidden(x), table)
+        """`tokens`: [batch, time, padded vocab]; padding is -inf, so that it is never sampled."""
+        h, table, logit_bias = self.unembedding(self.final_norm(x), table)
         h = gather_sequence(h)
         z = jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.promote_types(h.dtype, jnp.float32))
-        z = z if bias is None else z + bias.astype(z.dtype)
+        z = z if logit_bias is None else z + logit_bias.astype(z.dtype)
         z = jnp.where(global_indices("vocab", z.shape[-1]) < self.vocab, z, -jnp.inf)
         return {"tokens": all_gather(z, "vocab", 2)}
 
 
-class MaskedHead(TokenHead):
-    """BERT's two (arXiv:1810.04805): hidden words, through one more layer and the token table; and, from a row's first
-    token, which of its two parts came first in the text (arXiv:1909.11942)."""
+class MaskedLMHead(CausalLMHead):
+    """BERT's two predictions (arXiv:1810.04805): masked tokens, through one more layer and the token table; and, from a
+    row's first token, whether its two segments are in order (arXiv:1909.11942)."""
 
     def __init__(self, c: Model, objective: MaskedLM, rngs: nnx.Rngs, dtype: str):
         super().__init__(c, rngs, dtype, pooled=objective.sentence_order)
         self.transform, self.transform_bias = linear(c, c.width, "feature", rngs, dtype)
         self.transform_norm = Norm(c, dtype)
-        self.output_bias = constant(0, c.vocab, "vocab", dtype) if c.use_bias else None
+        self.output_bias = bias(c, c.vocab, "vocab", dtype)
         self.activation = c.activation if c.activation in ACTIVATIONS else "gelu"
-        self.ordered = objective.sentence_order
-        if self.ordered:
+        self.sentence_order = objective.sentence_order
+        if self.sentence_order:
             self.binary, self.binary_bias = linear(c, 2, "label", rngs, dtype)
 
     def unembedding(self, h, table):
@@ -139,96 +149,128 @@ class MaskedHead(TokenHead):
         h, table, _ = super().unembedding(self.transform_norm(h), table)
         return h, table, None if self.output_bias is None else self.output_bias[...]
 
-    def order(self, h: jax.Array) -> jax.Array:
-        """Logits of a row being in order and swapped, [batch, 2]; on the device that holds the first token."""
-        return self.of_row(h, (self.binary, self.binary_bias))
+    def order_logits(self, h: jax.Array) -> jax.Array:
+        """Logits [batch, 2] of a row being in order and swapped; valid on the device that holds the first token."""
+        return self.row_logits(h, (self.binary, self.binary_bias))
 
-    def losses(self, x, table, batch, weights, draw, sums):
-        h = self.hidden(x)
-        of_tokens = self.unembedding(h, table)
-        made = {"masked_lm": cross_entropy(*of_tokens, batch.targets, weights["masked_lm"], self.vocab, sums)}
-        if self.ordered:
-            of_rows = nll(self.order(h), batch.labels) * weights["sentence_order"]
-            made["sentence_order"] = from_first_shard(of_rows.sum())
-        return made
+    def losses(self, x, table, inputs):
+        h = self.final_norm(x)
+        losses = {"masked_lm": self.token_loss("masked_lm", h, table, inputs)}
+        if self.sentence_order:
+            row_losses = nll(self.order_logits(h), inputs.batch.labels) * inputs.weights["sentence_order"]
+            losses["sentence_order"] = from_first_shard(row_losses.sum())
+        return losses
 
-    def scores(self, x, table, batch, rows):
-        h = self.hidden(x)
-        made = {"masked_lm": self.of_tokens(h, table, batch)}
-        if self.ordered:
-            z = self.order(h)
+    def eval_sums(self, x, table, batch, rows):
+        h = self.final_norm(x)
+        sums = {"masked_lm": self.token_sums(h, table, batch)}
+        if self.sentence_order:
+            z = self.order_logits(h)
             w = batch.label_weights.astype(z.dtype)
-            sums = (nll(z, batch.labels) * w).sum(), jnp.where(z.argmax(-1) == batch.labels, w, 0).sum()
-            made["sentence_order"] = (*map(from_first_shard, sums), w.sum())
-        return made
+            loss, correct = (nll(z, batch.labels) * w).sum(), jnp.where(z.argmax(-1) == batch.labels, w, 0).sum()
+            sums["sentence_order"] = (from_first_shard(loss), from_first_shard(correct), w.sum())
+        return sums
 
     def logits(self, x, table, batch):
-        made = super().logits(x, table, batch)
-        return made | ({"sentence_order": from_first_shard(self.order(self.hidden(x)))} if self.ordered else {})
+        logits = super().logits(x, table, batch)
+        if self.sentence_order:
+            logits["sentence_order"] = from_first_shard(self.order_logits(self.final_norm(x)))
+        return logits
 
 
-# --- of labelled examples ---------------------------------------------------------------------------------------------
+# --- heads over labels ------------------------------------------------------------------------------------------------
 
 
 class LabelHead(Head):
-    """What all of these share: one matrix behind the blocks, which no model that was trained before has."""
+    """One new matrix after the blocks, for labelled examples."""
 
     def __init__(self, c: Model, size: int, rngs: nnx.Rngs, dtype: str, *, pooled: bool):
         super().__init__(c, rngs, dtype, pooled=pooled)
         self.output, self.output_bias = linear(c, size, "label", rngs, dtype)
 
-    def scores(self, x, table, batch, rows):
-        """Logits at their rows' places among all `rows` of a step, zeros at the others': their sum over all devices and
-        microbatches is everybody's."""
-        at = lambda z: jnp.zeros((rows, *z.shape[1:]), z.dtype).at[batch.samples].set(z)  # noqa: E731
-        return jax.tree.map(at, self.logits(x, table, batch))
+    def label_logits(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+        return self.row_logits(self.final_norm(x), (self.output, self.output_bias), key)
+
+    def eval_sums(self, x, table, batch, rows):
+        """Logits [rows, ...] of all rows of a step, zero but for those of this microbatch and device: the sum over all
+        of them is complete."""
+
+        def at_rows(z: jax.Array) -> jax.Array:
+            return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[batch.samples].set(z)
+
+        return jax.tree.map(at_rows, self.logits(x, table, batch))
 
 
-class ClassHead(LabelHead):
-    """Of which class a row is."""
+class ClassificationHead(LabelHead):
+    """Predicts the class of a row."""
 
     def __init__(self, c: Model, objective: Classification, rngs: nnx.Rngs, dtype: str):
         super().__init__(c, objective.classes, rngs, dtype, pooled=True)
 
-    def losses(self, x, table, batch, weights, draw, sums):
-        z = self.of_row(self.hidden(x), (self.output, self.output_bias), draw)
-        return {"classification": from_first_shard((nll(z, batch.labels) * weights["classification"]).sum())}
+    def losses(self, x, table, inputs):
+        row_losses = nll(self.label_logits(x, inputs.key), inputs.batch.labels) * inputs.weights["classification"]
+        return {"classification": from_first_shard(row_losses.sum())}
 
     def logits(self, x, table, batch):
         """`classes`: [batch, classes]."""
-        return {"classes": from_first_shard(self.of_row(self.hidden(x), (self.output, self.output_bias)))}
+        return {"classes": from_first_shard(self.label_logits(x))}
 
 
-class ChoiceHead(LabelHead):
-    """Which of so many rows in a row is right: a number of each, and a softmax over them."""
+class MultipleChoiceHead(LabelHead):
+    """Predicts which of several rows is correct: one score per row, and a softmax over the rows of a question."""
 
     def __init__(self, c: Model, objective: MultipleChoice, rngs: nnx.Rngs, dtype: str):
         super().__init__(c, 1, rngs, dtype, pooled=True)
         self.choices = objective.choices
 
-    def losses(self, x, table, batch, weights, draw, sums):
-        z = self.of_row(self.hidden(x), (self.output, self.output_bias), draw)
-        first = slice(None, None, self.choices)
-        of_questions = nll(z.reshape(-1, self.choices), batch.labels[first])
-        return {"multiple_choice": from_first_shard((of_questions * weights["multiple_choice"][first]).sum())}
+    def losses(self, x, table, inputs):
+        z = self.label_logits(x, inputs.key)
+        first = slice(None, None, self.choices)  # the first row of each question has its label and weight
+        question_losses = nll(z.reshape(-1, self.choices), inputs.batch.labels[first])
+        return {"multiple_choice": from_first_shard((question_losses * inputs.weights["multiple_choice"][first]).sum())}
 
     def logits(self, x, table, batch):
         """`choices`: [batch]."""
-        return {"choices": from_first_shard(self.of_row(self.hidden(x), (self.output, self.output_bias)))[:, 0]}
+        return {"choices": from_first_shard(self.label_logits(x))[:, 0]}
 
 
-class SpanHead(LabelHead):
-    """Where the answer begins and where it ends: two numbers of each token, and a softmax over a row of each."""
+class ExtractiveQAHead(LabelHead):
+    """Predicts where an answer starts and ends: two scores per token, and a softmax over a row for each."""
 
     def __init__(self, c: Model, rngs: nnx.Rngs, dtype: str):
         super().__init__(c, 2, rngs, dtype, pooled=False)
 
-    def losses(self, x, table, batch, weights, draw, sums):
-        z = self.logits(x, table, batch)["spans"]
-        both = (nll(z[..., 0], batch.labels) + nll(z[..., 1], batch.ends)) / 2
-        return {"span": (both * weights["span"]).sum()}
+    def losses(self, x, table, inputs):
+        z, batch = self.logits(x, table, inputs.batch)["spans"], inputs.batch
+        row_losses = (nll(z[..., 0], batch.labels) + nll(z[..., 1], batch.ends)) / 2
+        return {"span": (row_losses * inputs.weights["span"]).sum()}
 
     def logits(self, x, table, batch):
-        """`spans`: [batch, time, 2], -inf where a row is padding."""
-        z = widened(gather_replicated_grad(outputs(self.hidden(x), (self.output, self.output_bias))))
+        """`spans`: [batch, time, 2], -inf at padding."""
+        z = apply_linear(self.final_norm(x), (self.output, self.output_bias))
+        z = widen(gather_replicated_grad(z))
         return {"spans": jnp.where(batch.segments[..., None] > 0, z, -jnp.inf)}
+
+
+# --- objectives -------------------------------------------------------------------------------------------------------
+
+
+def make_head(c: Model, objective: Objective, rngs: nnx.Rngs, dtype: str) -> Head:
+    match objective:
+        case MaskedLM():
+            return MaskedLMHead(c, objective, rngs, dtype)
+        case Classification():
+            return ClassificationHead(c, objective, rngs, dtype)
+        case MultipleChoice():
+            return MultipleChoiceHead(c, objective, rngs, dtype)
+        case Span():
+            return ExtractiveQAHead(c, rngs, dtype)
+    return CausalLMHead(c, rngs, dtype)
+
+
+def loss_weights(objective: Objective, batch: Batch) -> LossDict:
+    """The weights of the tokens or rows that each loss is a mean over."""
+    if not objective.of_tokens:
+        return {objective.kind: batch.label_weights}
+    weights = {objective.kind: batch.weights}
+    return weights | {"sentence_order": batch.label_weights} if objective.of_rows else weights

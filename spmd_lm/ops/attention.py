@@ -1,20 +1,20 @@
-"""Attention, and the one place where its kernel is chosen: cuDNN on GPU, splash on TPU, XLA elsewhere.
+"""Attention kernels: XLA everywhere, cuDNN on GPU, splash on TPU.
 
-Each device attends with its own heads.  Shapes: B batch, T time, S keys' time, H heads here, G of keys and values, each
-of which serves H / G queries (arXiv:2305.13245), K head width.  Softmax is float32 or wider.
-"""
+Each device attends with its own heads.  Shapes: B batch, T time, S time of the keys, H local heads, G local heads of
+keys and values, each of which serves H / G queries (arXiv:2305.13245), K head width.  Softmax is float32 or wider."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from spmd_lm import axes
+from spmd_lm.axes import num_shards
 from spmd_lm.errors import ConfigError
 from spmd_lm.ops.collectives import global_indices
-from spmd_lm.ops.dropout import Draw, dropout
-from spmd_lm.ops.rotary import rotate
+from spmd_lm.ops.dropout import DropoutKey, KeyWords, dropout
+from spmd_lm.ops.rotary import apply_rotary
 
 SITE = 0
 """The dropout site of attention probabilities."""
@@ -46,22 +46,29 @@ def choose(kernel: str, platform: str, *, rate: float, dtype: str, time: int, he
     raise ConfigError(f"model.attention={kernel}: {'; '.join(found)}. Use model.attention=auto or xla.")
 
 
-def _softmax_attention(q, k, v, mask, rate, keys, row):
-    """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], None for none; row: [T, 1], queries'
-    places in the sequence."""
+class ProbabilityDropout(NamedTuple):
+    """Dropout of attention probabilities.  key: words of shape [B, H, 1, 1]."""
+
+    rate: float
+    key: KeyWords
+
+
+def _softmax_attention(q, k, v, mask, drop: ProbabilityDropout | None, row) -> jax.Array:
+    """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; row: uint32 [T, 1], positions
+    of the queries in the sequence."""
     k, v = (x if x.shape[2] == q.shape[2] else jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    s = jnp.einsum(
-        "bthk,bshk->bhts", q * q.shape[-1] ** -0.5, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32)
-    )
-    p = jax.nn.softmax(s if mask is None else jnp.where(mask, s, -1e30), axis=-1).astype(q.dtype)
-    if rate:
-        p = dropout(p, rate, keys, row, jnp.arange(k.shape[1], dtype=jnp.uint32))
-    return jnp.einsum("bhts,bshk->bthk", p, v)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bthk,bshk->bhts", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide)
+    scores = scores if mask is None else jnp.where(mask, scores, -1e30)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    if drop:
+        probabilities = dropout(probabilities, drop.rate, drop.key, row, jnp.arange(k.shape[1], dtype=jnp.uint32))
+    return jnp.einsum("bhts,bshk->bthk", probabilities, v)
 
 
-def _xla(q, k, v, segments, causal, rate, keys):
-    """Causal attention in two blocks of queries: the first never looks at the second half of the keys (-4% of a step on
-    a CPU)."""
+def _xla(q, k, v, segment_ids, causal: bool, drop: ProbabilityDropout | None) -> jax.Array:
+    """Causal attention runs in two blocks of queries: the first skips the second half of the keys (-4% of a step on a
+    CPU)."""
     time = q.shape[1]
     blocks = 2 if causal and time % 2 == 0 and time >= 128 else 1
     out = []
@@ -69,44 +76,44 @@ def _xla(q, k, v, segments, causal, rate, keys):
         start, end = i * time // blocks, (i + 1) * time // blocks
         row, column = jnp.arange(start, end)[:, None], jnp.arange(end)
         mask = (column <= row)[None, None] if causal else None
-        if segments is not None:
-            same = segments[:, None, start:end, None] == segments[:, None, None, :end]
-            mask = same if mask is None else mask & same
-        out.append(
-            _softmax_attention(q[:, start:end], k[:, :end], v[:, :end], mask, rate, keys, row.astype(jnp.uint32))
-        )
+        if segment_ids is not None:
+            same_segment = segment_ids[:, None, start:end, None] == segment_ids[:, None, None, :end]
+            mask = same_segment if mask is None else mask & same_segment
+        out.append(_softmax_attention(q[:, start:end], k[:, :end], v[:, :end], mask, drop, row.astype(jnp.uint32)))
     return jnp.concatenate(out, axis=1)
 
 
-def _cudnn(q, k, v, segments, causal, rate, keys):
-    """Segments of rows that see both ways are a row's tokens, 1, and the padding behind them, 0."""
-    assert not rate and not (causal and segments is not None)
-    tokens = None if segments is None else segments.sum(1, dtype=jnp.int32)
+def _cudnn(q, k, v, segment_ids, causal: bool, drop: None) -> jax.Array:
+    """segment_ids, of bidirectional rows: 1 for the tokens of a row, 0 for the padding after them."""
+    assert not drop and not (causal and segment_ids is not None)
+    lengths = None if segment_ids is None else segment_ids.sum(1, dtype=jnp.int32)
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
         is_causal=causal,
-        query_seq_lengths=tokens,
-        key_value_seq_lengths=tokens,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
         implementation="cudnn",
     )
 
 
-def _splash(q, k, v, segments, causal, rate, keys, interpret=False):
+def _splash(q, k, v, segment_ids, causal: bool, drop: None, interpret: bool = False) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    assert not rate
-    time, heads, groups = q.shape[1], q.shape[2], k.shape[2]
+    assert not drop
+    time, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    grouped = heads != kv_heads
     mask = (masks.CausalMask if causal else masks.FullMask)((time, time))
-    kind, together = (splash.make_splash_mha, heads) if heads == groups else (splash.make_splash_mqa, heads // groups)
-    kernel = kind(masks.MultiHeadMask([mask] * together), head_shards=1, q_seq_shards=1, interpret=interpret)
-    ids = None if segments is None else splash.SegmentIds(segments, segments)
+    masks_of_heads = masks.MultiHeadMask([mask] * (heads // kv_heads if grouped else heads))
+    make_kernel = splash.make_splash_mqa if grouped else splash.make_splash_mha
+    kernel = make_kernel(masks_of_heads, head_shards=1, q_seq_shards=1, interpret=interpret)
+    ids = None if segment_ids is None else splash.SegmentIds(segment_ids, segment_ids)
     q, k, v = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
-    if heads != groups:
-        kernel, shape = jax.vmap(kernel, in_axes=(0, 0, 0, None)), q.shape
-        q = q.reshape(shape[0], groups, together, *shape[2:])
+    if grouped:
+        kernel = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+        q = q.reshape(q.shape[0], kv_heads, heads // kv_heads, *q.shape[2:])
     out = jax.vmap(kernel, in_axes=(0, 0, 0, None if ids is None else 0))(q, k, v, ids)
     return out.reshape(out.shape[0], heads, *out.shape[-2:]).swapaxes(1, 2)
 
@@ -115,55 +122,63 @@ KERNELS: dict[str, Callable] = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
 
 
 @dataclasses.dataclass(frozen=True)
-class Heads:
-    """heads, kv_heads: of all devices.  causal: whether a token sees none of those that follow.  theta: of rotary
-    positions; None for none."""
+class AttentionSpec:
+    """heads, kv_heads: of all devices.  causal: whether a token attends only to itself and earlier ones.  rope_theta:
+    of rotary position embeddings; None for none.  kernel: a key of KERNELS.  dropout: rate, of the probabilities."""
 
     heads: int
     kv_heads: int
     causal: bool = True
-    theta: float | None = None
+    rope_theta: float | None = None
+    kernel: str = "xla"
+    dropout: float = 0.0
 
-    def split(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array | None):
-        """This device's heads of each, [B, T, H or G, K], turned to where they stand."""
-        n = axes.num_shards("heads")
-        q, k, v = (
-            x.reshape(*x.shape[:-1], heads // n, -1)
-            for x, heads in ((q, self.heads), (k, self.kv_heads), (v, self.kv_heads))
-        )
-        if self.theta is not None:
+    def split_heads(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array | None):
+        """This device's heads of each, [B, T, H or G, K], with rotary embeddings applied."""
+        shards = num_shards("heads")
+        q = q.reshape(*q.shape[:-1], self.heads // shards, -1)
+        k, v = (x.reshape(*x.shape[:-1], self.kv_heads // shards, -1) for x in (k, v))
+        if self.rope_theta is not None:
             assert positions is not None
-            q, k = rotate(q, positions, self.theta), rotate(k, positions, self.theta)
+            q, k = (apply_rotary(x, positions, self.rope_theta) for x in (q, k))
         return q, k, v
+
+    def probability_dropout(self, key: DropoutKey | None) -> ProbabilityDropout | None:
+        if key is None or not self.dropout:
+            return None
+        w0, w1 = key.words(SITE, global_indices("heads", self.heads // num_shards("heads")))
+        return ProbabilityDropout(self.dropout, (w0[:, :, None, None], w1[:, :, None, None]))
 
 
 def attention(
-    q, k, v, h: Heads, *, kernel: str, positions=None, rate: float = 0.0, draw: Draw | None = None, segments=None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    spec: AttentionSpec,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    key: DropoutKey | None = None,
 ) -> jax.Array:
-    """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  positions: int32 [B, T], for rotary ones.
-    segments: int32 [B, T], parts of a row that do not see each other.
-
-    kernel: a key of KERNELS.  rate: dropout of the probabilities, applied when there is a `draw`."""
-    rate, mine = rate if draw is not None else 0.0, h.heads // axes.num_shards("heads")
-    keys = None
-    if rate:
-        assert draw is not None
-        keys = tuple(key[:, :, None, None] for key in draw.keys(SITE, global_indices("heads", mine)))
-    heads = h.split(q, k, v, positions)
-    return KERNELS[kernel](*heads, segments, h.causal, rate, keys).reshape(q.shape)
+    """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  positions: int32 [B, T], for rotary
+    embeddings.  segment_ids: int32 [B, T]; tokens attend within their segment.  key: None for no dropout."""
+    drop = spec.probability_dropout(key)
+    heads = spec.split_heads(q, k, v, positions)
+    return KERNELS[spec.kernel](*heads, segment_ids, spec.causal, drop).reshape(q.shape)
 
 
-Cache = tuple[jax.Array, jax.Array]
+KVCache = tuple[jax.Array, jax.Array]
 """Keys and values, [B, S, G, K] each, by position."""
 
 
-def attention_with_cache(q, k, v, h: Heads, cache: Cache, *, positions: jax.Array) -> tuple[jax.Array, Cache]:
-    """Causal attention of tokens at `positions` (int32 [B, T]) to every earlier one, through a cache that they join
-    first.
+def attention_with_cache(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: KVCache, positions: jax.Array
+) -> tuple[jax.Array, KVCache]:
+    """Causal attention of tokens at `positions` (int32 [B, T]) to all earlier ones, through a cache to which their keys
+    and values are added first.
 
-    What a cache holds beyond a row's last position is never looked at."""
+    Entries of the cache beyond a row's last position are masked."""
     shape, row = q.shape, jnp.arange(q.shape[0], dtype=jnp.int32)[:, None]
-    q, k, v = h.split(q, k, v, positions)
+    q, k, v = spec.split_heads(q, k, v, positions)
     k, v = (old.at[row, positions].set(new) for old, new in zip(cache, (k, v), strict=True))
     mask = jnp.arange(k.shape[1], dtype=jnp.int32) <= positions[:, None, :, None]
-    return _softmax_attention(q, k, v, mask, 0.0, None, None).reshape(shape), (k, v)
+    return _softmax_attention(q, k, v, mask, None, None).reshape(shape), (k, v)

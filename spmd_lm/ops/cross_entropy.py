@@ -1,21 +1,23 @@
-"""Cross-entropy of a linear head that never holds its logits: one chunk of tokens at a time, gradients formed on the
-way.
+"""Cross-entropy of a linear head that never holds all logits: it runs over chunks of tokens, and computes gradients in
+the forward pass.
 
-The vocabulary may be split over devices.  Then only token-sized values cross them: a maximum, a normaliser and the
-target's logit forward, one sum of the input gradient backward (arXiv:1909.08053, section 3).  Logits are float32 or
-wider whatever the matrices are.  Rows of the table at or beyond `vocab` are padding: they take no probability and no
-gradient.
-"""
+The vocabulary may be sharded.  Then only token-sized values cross devices: a maximum, a normalizer and the target's
+logit forward, one sum of the input gradient backward (arXiv:1909.08053, section 3).  Logits are float32 or wider
+whatever the matrices are.  Rows of the table from `vocab` on are padding: they get no probability and no gradient.
+
+Shapes: N tokens of one chunk, V local rows of the table, W width."""
 
 import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_lm import axes
+from spmd_lm.axes import num_shards
 from spmd_lm.ops.collectives import gather_sequence, global_indices, pmax, psum, reduce_scatter_or_psum
-from spmd_lm.ops.embedding import own_rows
+from spmd_lm.ops.embedding import local_rows
 
 CHUNK_BYTES = 2**27
 """Most bytes of logits that one device holds at a time.  Below about 32 MiB a CPU loses time to short products."""
@@ -33,50 +35,60 @@ def _wide(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _local(h, table, bias, targets, weights, vocab: int, sums: str, differentiate: bool):
-    """What one device does: sums over its tokens of weight x nll and of weights whose target is the likeliest; or, if
-    asked, the first and its gradients."""
+class _Chunk(NamedTuple):
+    """Of one chunk: inputs [N, W], targets and weights [N], each token's negative log-likelihood [N], the exponentials
+    [N, V] and their sum over the vocabulary [N], and whether the target is the likeliest token [N]."""
+
+    x: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+    nll: jax.Array
+    exponentials: jax.Array
+    normalizer: jax.Array
+    correct: jax.Array
+
+
+def _forward_chunk(part, table: jax.Array, bias: jax.Array | None, vocab: int) -> _Chunk:
+    x, targets, weights = part
+    rows, wide = table.shape[0], _wide(x)
+    logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=wide)
+    if bias is not None:
+        logits = logits + bias.astype(wide)
+    if vocab < rows * num_shards("vocab"):
+        logits = jnp.where(global_indices("vocab", rows) < vocab, logits, -jnp.inf)
+    largest = pmax(logits.max(-1), "vocab")
+    target_row, in_shard = local_rows(targets, rows, "vocab")
+    target_logit = jnp.where(in_shard, jnp.take_along_axis(logits, target_row[:, None], 1)[:, 0], 0)
+    exponentials = jnp.exp(logits - largest[:, None])
+    normalizer, target_logit = psum((exponentials.sum(-1), target_logit), "vocab")
+    nll = jnp.log(normalizer) + largest - target_logit
+    return _Chunk(x, targets, weights, nll, exponentials, normalizer, target_logit >= largest)
+
+
+def _in_chunks(h: jax.Array, targets: jax.Array, weights: jax.Array, rows: int) -> tuple[jax.Array, ...]:
+    """h [batch, time, W], targets and weights [batch, time] as [chunks, N, ...], padded with weight 0."""
+    tokens, wide = math.prod(h.shape[:2]), _wide(h)
+    number, size = chunks(tokens, rows * wide.itemsize)
+
+    def split(a: jax.Array) -> jax.Array:
+        flat = a.reshape(tokens, *a.shape[2:])
+        padding = [(0, number * size - tokens)] + [(0, 0)] * (flat.ndim - 1)
+        return jnp.pad(flat, padding).reshape(number, size, *a.shape[2:])
+
+    return split(h), split(targets), split(weights.astype(wide))
+
+
+def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """As `cross_entropy`, and the sum of the weights of the tokens whose target is the likeliest.  Not
+    differentiable."""
+
+    def add_chunk(total, part):
+        c = _forward_chunk(part, table, bias, vocab)
+        return (total[0] + (c.nll * c.weights).sum(), total[1] + jnp.where(c.correct, c.weights, 0).sum()), None
+
     h = gather_sequence(h)
-    b, t, width = h.shape
-    rows, wide = table.shape[0], _wide(h)
-    n, size = chunks(b * t, rows * wide.itemsize)
-
-    def cut(a):
-        flat = a.reshape(b * t, *a.shape[2:])
-        return jnp.pad(flat, [(0, n * size - b * t)] + [(0, 0)] * (flat.ndim - 1)).reshape(n, size, *a.shape[2:])
-
-    column = global_indices("vocab", rows)
-
-    def chunk(carry, part):
-        x, y, w = part
-        z = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=wide)
-        if bias is not None:
-            z = z + bias.astype(wide)
-        if vocab < rows * axes.num_shards("vocab"):
-            z = jnp.where(column < vocab, z, -jnp.inf)
-        top = pmax(z.max(-1), "vocab")
-        own, mine = own_rows(y, rows, "vocab")
-        own = jnp.where(mine, jnp.take_along_axis(z, own[:, None], 1)[:, 0], 0)
-        e = jnp.exp(z - top[:, None])
-        norm, own = psum((e.sum(-1), own), "vocab")
-        nll = jnp.log(norm) + top - own
-        loss = carry[0] + (nll * w).sum()
-        if not differentiate:
-            return (loss, carry[1] + jnp.where(own >= top, w, 0).sum()), None
-        wide_g = e * (w / norm)[:, None] - jnp.where(column == y[:, None], w[:, None], 0)
-        g = wide_g.astype(x.dtype)
-        d_table = carry[1] + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=carry[1].dtype)
-        d_bias = None if bias is None else carry[2] + wide_g.sum(0, dtype=carry[2].dtype)
-        return (loss, d_table, d_bias), jnp.einsum("nv,vd->nd", g, table)
-
-    inputs = cut(h), cut(targets), cut(weights.astype(wide))
-    if not differentiate:
-        return lax.scan(chunk, (jnp.zeros((), wide),) * 2, inputs)[0]
-    zeros = lambda x: None if x is None else jnp.zeros(x.shape, jnp.promote_types(x.dtype, sums))  # noqa: E731
-    (loss, d_table, d_bias), d_h = lax.scan(chunk, (jnp.zeros((), wide), zeros(table), zeros(bias)), inputs)
-    d_h = reduce_scatter_or_psum(d_h.reshape(n * size, width)[: b * t].reshape(b, t, width), "vocab")
-    narrow = lambda d, x: None if x is None else d.astype(x.dtype)  # noqa: E731
-    return loss, d_h, narrow(d_table, table), narrow(d_bias, bias)
+    parts = _in_chunks(h, targets, weights, table.shape[0])
+    return lax.scan(add_chunk, (jnp.zeros((), _wide(h)),) * 2, parts)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -87,27 +99,43 @@ def cross_entropy(
     targets: jax.Array,
     weights: jax.Array,
     vocab: int,
-    sums: str = "float32",
+    accum_dtype: str = "float32",
 ) -> jax.Array:
     """Sum over tokens of weight x negative log-likelihood, in nats, float32 or wider.
 
-    h: [batch, sequence, width]; table: [padded vocab here, width]; bias: [padded vocab here], of the logits; targets:
-    int32 [batch, time]; weights: float [batch, time].  sums: dtype in which the chunks' gradients of the table are
-    added up, or the table's if that is wider."""
-    return _local(h, table, bias, targets, weights, vocab, sums, differentiate=False)[0]
+    h: [batch, sequence, width]; table: [local rows of the padded vocabulary, width]; bias: [local rows]; targets: int32
+    [batch, time]; weights: float [batch, time].  accum_dtype: dtype in which the chunks' gradients of table and bias
+    are summed, or the table's if that is wider."""
+    return evaluate_cross_entropy(h, table, bias, targets, weights, vocab)[0]
 
 
-def scores(h, table, bias, targets, weights, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """The same, and the sum of the weights of those tokens whose target is the likeliest.  Not differentiable."""
-    return _local(h, table, bias, targets, weights, vocab, "float32", differentiate=False)
+def _forward(h, table, bias, targets, weights, vocab, accum_dtype):
+    """Loss, and the gradients of h, table and bias for a loss gradient of 1."""
+
+    def accumulator(x: jax.Array) -> jax.Array:
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, accum_dtype))
+
+    def add_chunk(total, part):
+        loss, d_table, d_bias = total
+        c = _forward_chunk(part, table, bias, vocab)
+        is_target = global_indices("vocab", table.shape[0]) == c.targets[:, None]
+        d_logits = c.exponentials * (c.weights / c.normalizer)[:, None] - jnp.where(is_target, c.weights[:, None], 0)
+        g = d_logits.astype(c.x.dtype)
+        d_table = d_table + jnp.einsum("nv,nd->vd", g, c.x, preferred_element_type=d_table.dtype)
+        d_bias = None if d_bias is None else d_bias + d_logits.sum(0, dtype=d_bias.dtype)
+        return (loss + (c.nll * c.weights).sum(), d_table, d_bias), jnp.einsum("nv,vd->nd", g, table)
+
+    h = gather_sequence(h)
+    batch, time, width = h.shape
+    parts = _in_chunks(h, targets, weights, table.shape[0])
+    start = jnp.zeros((), _wide(h)), accumulator(table), None if bias is None else accumulator(bias)
+    (loss, d_table, d_bias), d_h = lax.scan(add_chunk, start, parts)
+    d_h = reduce_scatter_or_psum(d_h.reshape(-1, width)[: batch * time].reshape(batch, time, width), "vocab")
+    d_bias = None if bias is None or d_bias is None else d_bias.astype(bias.dtype)
+    return loss, (d_h, d_table.astype(table.dtype), d_bias, weights)
 
 
-def _forward(h, table, bias, targets, weights, vocab, sums):
-    loss, *gradients = _local(h, table, bias, targets, weights, vocab, sums, differentiate=True)
-    return loss, (*gradients, weights)
-
-
-def _backward(vocab, sums, saved, g):
+def _backward(vocab, accum_dtype, saved, g):
     *gradients, weights = saved
     d_h, d_table, d_bias = (None if d is None else g.astype(d.dtype) * d for d in gradients)
     return d_h, d_table, d_bias, None, jnp.zeros_like(weights)

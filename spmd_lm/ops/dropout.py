@@ -1,9 +1,8 @@
-"""Dropout whose bits are a function of (seed, step, layer, site; sample, coordinates), whoever computes them.
+"""Dropout whose random bits are a function of (seed, step, layer, site; sample, coordinates), whoever computes them.
 
-Threefry-2x32 is written out on counters that broadcast, and each device counts from its place in the whole
-(`collectives.global_indices`): no layout, no recomputation and no device count can change a mask.  The bits are
-integers compared with a threshold, because float draws differ between float32 and float64 modes.
-"""
+Threefry-2x32 is written out on counters that broadcast, and every device counts from its global indices: no layout, no
+recomputation and no device count can change a mask.  The bits are integers compared with a threshold, because float
+draws differ between float32 and float64 modes."""
 
 import dataclasses
 
@@ -12,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Key = tuple[jax.Array, jax.Array]
+KeyWords = tuple[jax.Array, jax.Array]
+"""A threefry key: two uint32 words."""
 
 
-def threefry(key: Key, x0: jax.Array, x1: jax.Array) -> Key:
+def threefry(key: KeyWords, x0: jax.Array, x1: jax.Array) -> KeyWords:
     """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"); uint32 in,
     uint32 out."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
@@ -28,38 +28,39 @@ def threefry(key: Key, x0: jax.Array, x1: jax.Array) -> Key:
     return x0, x1
 
 
-def _u32(x) -> jax.Array:
+def _uint32(x) -> jax.Array:
     return jnp.asarray(x).astype(jnp.uint32)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Draw:
-    """Where in a run a random decision falls.  Nothing else decides it.
+class DropoutKey:
+    """Everything that a dropout mask depends on, besides its site and coordinates.
 
-    seed, step, layer: integer scalars.  samples: [b], each row's number within the global batch of its step."""
+    seed, step, layer: integer scalars.  sample_ids: [batch], the index of each row within the global batch."""
 
     seed: jax.Array
     step: jax.Array
-    samples: jax.Array
+    sample_ids: jax.Array
     layer: jax.Array | int = 0
 
-    def at(self, layer: jax.Array | int) -> "Draw":
+    def at_layer(self, layer: jax.Array | int) -> "DropoutKey":
         return dataclasses.replace(self, layer=layer)
 
-    def keys(self, site: int, lane: jax.Array | int = 0) -> Key:
-        """Keys of shape [b, *lane.shape], one for each sample and lane (an attention head, say) of a site in a
+    def words(self, site: int, lane: jax.Array | int = 0) -> KeyWords:
+        """Threefry keys [batch, *lane.shape]: one for each sample and lane (an attention head, say) of a site in a
         layer."""
-        run = threefry((_u32(self.seed), _u32(self.step)), _u32(self.layer), _u32(site))
-        lane = _u32(lane)
-        # Computed before they are used: merged into the loops over entries, their rounds are repeated for each row, and
-        # LLVM's vectorizer, in jax 0.12, takes a time that is exponential in their number.
-        return lax.optimization_barrier(threefry(run, _u32(self.samples).reshape(-1, *(1,) * lane.ndim), lane))
+        run = threefry((_uint32(self.seed), _uint32(self.step)), _uint32(self.layer), _uint32(site))
+        lane = _uint32(lane)
+        # A barrier, so that keys are computed before they are used: fused into the loops over entries, their rounds
+        # would be repeated for each row, and LLVM's vectorizer, in jax 0.12, takes time exponential in their number.
+        samples = _uint32(self.sample_ids).reshape(-1, *(1,) * lane.ndim)
+        return lax.optimization_barrier(threefry(run, samples, lane))
 
 
-def dropout(x: jax.Array, rate: float, key: Key, row: jax.Array, column: jax.Array) -> jax.Array:
-    """`x` with a share `rate` of its entries zero and the rest scaled up.  `key`, `row`, `column`: uint32, broadcast to
-    x."""
+def dropout(x: jax.Array, rate: float, key: KeyWords, row: jax.Array, column: jax.Array) -> jax.Array:
+    """`x` with each entry zeroed with probability `rate` and the rest scaled up.  key, row, column: uint32, broadcast
+    to x."""
     bits, _ = threefry(key, *jnp.broadcast_arrays(row, column))
     keep = bits >= np.uint32(round(rate * 2**32))
     wide = jnp.promote_types(x.dtype, jnp.float32)  # in bfloat16 1 / 0.9 is 0.16% too small

@@ -1,12 +1,12 @@
-"""Rotary positions (arXiv:2104.09864): queries and keys are turned by angles that grow with where they stand, so that
-their products know how far apart they are."""
+"""Rotary position embeddings (arXiv:2104.09864): queries and keys are rotated by angles proportional to their position,
+so that their products depend on relative distance."""
 
 import jax
 import jax.numpy as jnp
 
 
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """x: [B, T, H, K]; positions: int32 [B, T].  Feature i turns with feature i + K/2, by position x theta^(-2i/K).
+def apply_rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """x: [B, T, H, K]; positions: int32 [B, T].  Rotates feature i with feature i + K/2, by position x theta^(-2i/K).
 
     Angles are float32 or wider: bfloat16 cannot tell position 257 from 256."""
     half = x.shape[-1] // 2

@@ -1,5 +1,6 @@
 """A stack of layers, forward and backward: in one loop, or unrolled."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,109 +11,145 @@ from jax import lax
 from spmd_lm.parallel.residuals import drop_residuals
 
 Tree = Any
+Losses = dict[str, jax.Array]
+Stacks = tuple[Tree, ...]
+"""Trees of arrays [layers, ...]."""
+
+Block = Callable[..., tuple[jax.Array, Losses]]
+"""block(*layer, x, microbatch, index) -> (x, auxiliary losses).  layer: one layer of each of the stacks."""
 
 
-def run_layers(
-    block: Callable, stack: Tree, x: jax.Array, scan: bool, *, shared: int = 1, group: int = 1
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """x through block(layer_params, x, layer) for each layer of `stack`; the layers' auxiliary losses, summed.
+@dataclasses.dataclass(frozen=True)
+class LayersLoop:
+    """How a stack of layers runs.  scan: in a lax.scan, otherwise unrolled.  layers_per_weight: how many layers share
+    the weights of the one layer in the stack.  layers_per_block: layers per remat block; only the block's input is
+    saved."""
 
-    shared: of how many layers the one of the stack is the weights.  group: of so many layers backward finds the first
-    one's input alone, and runs them again."""
-    if shared > 1:
-        alone = jax.tree.map(lambda w: lax.squeeze(w, (0,)), stack)
-        again = lambda _, x, i: block(alone, x, i)  # noqa: E731
-        return run_layers(again, jnp.zeros((shared, 0)), x, scan, group=group)
-    if group > 1:
-        some = lambda layers, x, i: _run_group(block, layers, x, i, scan)  # noqa: E731
-        return run_layers(jax.checkpoint(some, prevent_cse=not scan), _grouped(stack, group), x, scan)
-    x, losses = _loop(lambda x, layer: block(layer[0], x, layer[1]), x, _each(stack, scan), scan)
-    return x, _summed(losses, scan)
+    scan: bool = True
+    layers_per_weight: int = 1
+    layers_per_block: int = 1
 
+    def run(
+        self, block: Block, stacks: Stacks, x: jax.Array, microbatch: Tree, first: jax.Array | int = 0
+    ) -> tuple[jax.Array, Losses]:
+        """x through all layers, and the sum of their losses.  first: the model's index of the first layer."""
+        if self.layers_per_weight > 1:
+            block, stacks = self._share_weights(block, stacks)
+        if self.layers_per_block > 1:
+            block, stacks, first = self._remat_blocks(block, stacks, first)
 
-def _grouped(stack: Tree, group: int) -> Tree:
-    """[layers, ...] as [groups, layers of each, ...]."""
-    return jax.tree.map(lambda w: w.reshape(w.shape[0] // group, group, *w.shape[1:]), stack)
+        def step(x: jax.Array, layer: tuple[Stacks, jax.Array]) -> tuple[jax.Array, Losses]:
+            layer_stacks, i = layer
+            return block(*layer_stacks, x, microbatch, first + i)
 
+        x, losses = self._loop(step, x, self._layers(stacks))
+        return x, self._sum(losses)
 
-def _run_group(block: Callable, layers: Tree, x: jax.Array, i: jax.Array, scan: bool):
-    """x through group i of a grouped stack."""
-    first = i * jax.tree.leaves(layers)[0].shape[0]
-    return run_layers(lambda layer, x, j: block(layer, x, first + j), layers, x, scan)
+    def vjp(
+        self, block: Block, stacks: Stacks, x: jax.Array, microbatch: Tree, first: jax.Array | int = 0
+    ) -> tuple[jax.Array, Losses, Callable]:
+        """As `run`, and vjp(d_y, total, at, overwrite) -> (total, d_x) for the layers of the first stack.
 
+        vjp takes the gradient of the result, and 1 as that of the losses, to that of x; it adds each layer's gradients
+        to `total`, from its entry `at` on, as they are computed, so that they never all exist beside it.  overwrite: if
+        true, overwrite `total` instead of adding."""
+        if self.layers_per_block > 1:
+            return self._vjp_of_remat_blocks(block, stacks, x, microbatch, first)
 
-def pull_layers(
-    block: Callable, source: Tree, rest: Tree, x: jax.Array, scan: bool, *, group: int = 1
-) -> tuple[jax.Array, dict[str, jax.Array], Callable]:
-    """What run_layers gives for block((source, rest), x, layer), and pull(d_x, total, at, fresh) -> (total, d_x).
+        def forward(x, layer):
+            (diff, *rest), i = layer
+            (x, losses), vjp = jax.vjp(lambda diff, x: block(diff, *rest, x, microbatch, first + i), diff, x)
+            return x, (losses, drop_residuals(vjp, (diff, *rest)))
 
-    `pull` takes the gradient of the result, and 1 for that of the losses, to that of x, and adds those of `source` to
-    `total`, from its entry `at` on, layer by layer as they are made: they are never all there beside it.  fresh: where
-    it is true, what `total` held is forgotten."""
-    if group > 1:
-        some = lambda layers, x, i: _run_group(block, layers, x, i, scan)  # noqa: E731
-        again = jax.checkpoint(some, prevent_cse=not scan)
-        y, losses, pull_groups = pull_layers(again, _grouped(source, group), _grouped(rest, group), x, scan)
+        def backward(carry, inputs):
+            (d_x, total, overwrite), ((layer, _), (losses, (residuals, rebuild)), at) = carry, inputs
+            d_layer, d_x = rebuild(residuals, layer)((d_x, jax.tree.map(jnp.ones_like, losses)))
 
-        def pull_grouped(d_y, total, at, fresh=None):
-            new, d_x = pull_groups(d_y, _grouped(total, group), at // group, fresh)
+            def add(total, d):
+                old = lax.dynamic_slice_in_dim(total, at, 1, 0)
+                old = old if overwrite is None else jnp.where(overwrite, 0, old)
+                return lax.dynamic_update_slice_in_dim(total, old + d.astype(total.dtype)[None], at, 0)
+
+            return (d_x, jax.tree.map(add, total, d_layer), overwrite), None
+
+        layers = self._layers(stacks)
+        y, saved = self._loop(forward, x, layers)
+
+        def vjp(
+            d_y: jax.Array, total: Tree, at: jax.Array | int, overwrite: jax.Array | None = None
+        ) -> tuple[Tree, jax.Array]:
+            entries = at + jnp.arange(num_layers(stacks), dtype=jnp.int32)
+            inputs = (layers, saved, entries) if self.scan else list(zip(layers, saved, entries, strict=True))
+            (d_x, total, _), _ = self._loop(backward, (d_y, total, overwrite), inputs, reverse=True)
+            return total, d_x
+
+        return y, self._sum(saved[0] if self.scan else [losses for losses, _ in saved]), vjp
+
+    # ---- shared weights and remat blocks
+
+    def _share_weights(self, block: Block, stacks: Stacks) -> tuple[Block, Stacks]:
+        """A stack without weights, whose layers all use those of the one layer in `stacks`."""
+        layer = jax.tree.map(lambda w: lax.squeeze(w, (0,)), stacks)
+
+        def shared_block(_, x, microbatch, index):
+            return block(*layer, x, microbatch, index)
+
+        return shared_block, (jnp.zeros((self.layers_per_weight, 0)),)
+
+    def _remat_blocks(self, block: Block, stacks: Stacks, first: jax.Array | int) -> tuple[Block, Stacks, int]:
+        """A stack of remat blocks, each of which runs its layers again in backward."""
+        inner = LayersLoop(self.scan)
+
+        def remat_block(*inputs):
+            *layers, x, microbatch, index = inputs
+            return inner.run(block, tuple(layers), x, microbatch, first + index * self.layers_per_block)
+
+        # CSE cannot undo remat inside a scan; unrolled it could, so prevent it.
+        return jax.checkpoint(remat_block, prevent_cse=not self.scan), self._group(stacks), 0
+
+    def _group(self, stacks: Tree) -> Tree:
+        """[layers, ...] as [remat blocks, layers of each, ...]."""
+        size = self.layers_per_block
+        return jax.tree.map(lambda w: w.reshape(w.shape[0] // size, size, *w.shape[1:]), stacks)
+
+    def _vjp_of_remat_blocks(self, block, stacks, x, microbatch, first) -> tuple[jax.Array, Losses, Callable]:
+        block, groups, start = self._remat_blocks(block, stacks, first)
+        y, losses, vjp_of_groups = LayersLoop(self.scan).vjp(block, groups, x, microbatch, start)
+
+        def vjp(d_y, total, at, overwrite=None):
+            new, d_x = vjp_of_groups(d_y, self._group(total), at // self.layers_per_block, overwrite)
             return jax.tree.map(lambda w, t: w.reshape(t.shape), new, total), d_x
 
-        return y, losses, pull_grouped
+        return y, losses, vjp
 
-    def forward(x, layer):
-        (source, rest), i = layer
-        (x, losses), pull = jax.vjp(lambda source, x: block((source, rest), x, i), source, x)
-        return x, (losses, drop_residuals(pull, (source, rest)))
+    # ---- the loop itself, scanned or unrolled
 
-    def backward(carry, layer):
-        (d_x, total, fresh), (((source, rest), _), (losses, (saved, rebuild)), at) = carry, layer
-        d_source, d_x = rebuild(saved, (source, rest))((d_x, jax.tree.map(jnp.ones_like, losses)))
+    def _layers(self, stacks: Stacks) -> Any:
+        """The layers of the stacks and their indices, as `_loop` takes them: stacked, or a list.
 
-        def add(t, d):
-            old = lax.dynamic_slice_in_dim(t, at, 1, 0)
-            old = old if fresh is None else jnp.where(fresh, 0, old)
-            return lax.dynamic_update_slice_in_dim(t, old + d.astype(t.dtype)[None], at, 0)
+        Unrolled by one split per leaf, because the transpose of a split is one concatenation."""
+        leaves, treedef = jax.tree.flatten(stacks)
+        if self.scan:
+            return stacks, jnp.arange(leaves[0].shape[0], dtype=jnp.int32)
+        split = [[part[0] for part in lax.split(leaf, (1,) * leaf.shape[0])] for leaf in leaves]
+        return [(jax.tree.unflatten(treedef, layer), jnp.int32(i)) for i, layer in enumerate(zip(*split, strict=True))]
 
-        return (d_x, jax.tree.map(add, total, d_source), fresh), None
+    def _loop(self, step: Callable, carry: Tree, layers: Any, reverse: bool = False) -> tuple[Tree, Any]:
+        """lax.scan over stacked layers, whose outputs are stacked; or a loop over a list, whose outputs are a list."""
+        if self.scan:
+            return lax.scan(step, carry, layers, reverse=reverse)
+        outputs = []
+        for layer in reversed(layers) if reverse else layers:
+            carry, y = step(carry, layer)
+            outputs.append(y)
+        return carry, outputs[::-1] if reverse else outputs
 
-    layers = _each((source, rest), scan)
-    y, made = _loop(forward, x, layers, scan)
-
-    def pull(
-        d_y: jax.Array, total: Tree, at: jax.Array | int, fresh: jax.Array | None = None
-    ) -> tuple[Tree, jax.Array]:
-        places = at + jnp.arange(jax.tree.leaves(source)[0].shape[0], dtype=jnp.int32)
-        every = (layers, made, places) if scan else list(zip(layers, made, places, strict=True))
-        (d_x, total, _), _ = _loop(backward, (d_y, total, fresh), every, scan, reverse=True)
-        return total, d_x
-
-    return y, _summed(made[0] if scan else [losses for losses, _ in made], scan), pull
-
-
-def _each(stack: Tree, scan: bool) -> Any:
-    """The layers of a stack and their numbers, as `_loop` takes them.
-
-    Unrolled: by one split per leaf, because its transpose is one concatenation."""
-    leaves, treedef = jax.tree.flatten(stack)
-    if scan:
-        return stack, jnp.arange(leaves[0].shape[0], dtype=jnp.int32)
-    split = [[part[0] for part in lax.split(leaf, (1,) * leaf.shape[0])] for leaf in leaves]
-    return [(jax.tree.unflatten(treedef, layer), jnp.int32(i)) for i, layer in enumerate(zip(*split, strict=True))]
+    def _sum(self, losses: Any) -> Losses:
+        """The sum over layers of what `_loop` collected."""
+        if self.scan:
+            return jax.tree.map(lambda loss: loss.sum(0), losses)
+        return jax.tree.map(lambda *losses: sum(losses), *losses)
 
 
-def _loop(step: Callable, carry: Tree, layers: Any, scan: bool, reverse: bool = False) -> tuple[Tree, Any]:
-    """lax.scan of `layers`; or the same unrolled over a list of them, which makes a list."""
-    if scan:
-        return lax.scan(step, carry, layers, reverse=reverse)
-    made = []
-    for layer in reversed(layers) if reverse else layers:
-        carry, y = step(carry, layer)
-        made.append(y)
-    return carry, made[::-1] if reverse else made
-
-
-def _summed(losses: Any, scan: bool) -> dict[str, jax.Array]:
-    if scan:
-        return jax.tree.map(lambda loss: loss.sum(0), losses)
-    return jax.tree.map(lambda *losses: sum(losses), *losses)
+def num_layers(stacks: Stacks) -> int:
+    return jax.tree.leaves(stacks[0])[0].shape[0]

@@ -131,7 +131,7 @@ def with_gathered_weights(
     prevent_cse: bool = False,
     scatter_first: bool = False,
 ) -> Callable:
-    """run(grad_slots, shards, gathered, x, extra) = f(weights, x, *extra), whose gradient for the weights is scattered
+    """run(grad_slots, shards, gathered, x, *extra) = f(weights, x, *extra), whose gradient for the weights is scattered
     in backward and returned as the gradient of `grad_slots`: zeros of the shards' shapes in `scatter`'s dtype.
 
     The weights are `gathered`; where that is None they are gathered from `shards`, and gathered again in backward,
@@ -141,24 +141,24 @@ def with_gathered_weights(
     that no whole gradient is held meanwhile."""
 
     @jax.custom_vjp
-    def run(grad_slots, shards, gathered, x, extra):
+    def run(grad_slots, shards, gathered, x, *extra):
         return f(gather(shards) if gathered is None else gathered, x, *extra)
 
-    def forward(grad_slots, shards, gathered, x, extra):
+    def forward(grad_slots, shards, gathered, x, *extra):
         weights = gather(shards) if gathered is None else gathered
         out, vjp = jax.vjp(lambda weights, x: f(weights, x, *extra), weights, x)
         residuals, rebuild = drop_residuals(vjp, weights)
-        return out, (shards, gathered, residuals, rebuild)
+        return out, (shards, gathered, residuals, rebuild, (None,) * len(extra))
 
     def backward(saved, g):
-        shards, weights, residuals, rebuild = saved
+        shards, weights, residuals, rebuild, d_extra = saved
         if weights is None:
             shards, g = lax.optimization_barrier((shards, g)) if prevent_cse else (shards, g)
             weights = gather(shards)
         d_weights, d_x = rebuild(residuals, weights)(g)
         d_slots = scatter(d_weights)
         d_slots, d_x = lax.optimization_barrier((d_slots, d_x)) if scatter_first else (d_slots, d_x)
-        return d_slots, None, None, d_x, None
+        return d_slots, None, None, d_x, *d_extra
 
     run.defvjp(forward, backward)
     return run

@@ -18,7 +18,7 @@ from spmd_lm.analysis.topology import Topology, installed
 from spmd_lm.axes import PIPE
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
-from spmd_lm.parallel.pipeline.schedule_table import steps
+from spmd_lm.parallel.pipeline.schedule_table import schedule_table
 from spmd_lm.runtime.formatting import format_bytes, format_table
 from spmd_lm.step.program import Program, choose_kernel
 
@@ -69,7 +69,7 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
         where = f"--topology {topology}" if topology else f"these {len(devices)} devices ({platform})"
         raise ConfigError(f"{where}: its compiler cannot compile this step: {why}") from e
     seconds = time.perf_counter() - start
-    shares = steps(program.schedule).shares() if program.schedule.stages > 1 else None
+    shares = schedule_table(program.schedule).shares() if program.schedule.stages > 1 else None
     read_back = list(hlo.Program(compiled.as_text()).collectives(len(devices), shares))
     found, asked = summed(read(read_back, program.plan.sizes)), expected_collectives(config, program.plan)
     stuck = [each for each in read_back if each.conditional and PIPE in spanned(each, program.plan.sizes)]

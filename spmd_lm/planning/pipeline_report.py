@@ -6,7 +6,7 @@ from spmd_lm.analysis import memory
 from spmd_lm.analysis.expected_collectives import activation_bytes, expected_collectives
 from spmd_lm.axes import DATA, PIPE
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.parallel.pipeline.schedule import render, schedule
+from spmd_lm.parallel.pipeline.schedule import make_schedule, render
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 from spmd_lm.step.program import abstract_plan
@@ -17,7 +17,7 @@ def describe(config: RunConfig, plan: Plan, kernel: str, parameters: list[dict])
     if plan.layout.pipe == 1:
         return None
     p = config.parallel
-    s = schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
+    s = make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
     stream = activation_bytes(config, plan) // (plan.layout.model if plan.sequence else 1)
     everywhere = [each for each in parameters if [PIPE] not in each["spec"]]
     return {
@@ -29,8 +29,8 @@ def describe(config: RunConfig, plan: Plan, kernel: str, parameters: list[dict])
         "ticks": s.ticks,
         "bubble": s.bubble,
         "messages": s.messages,
-        "inputs_held": s.live,
-        "activation_bytes": [inputs * stream for inputs in s.live],
+        "inputs_held": s.live_inputs,
+        "activation_bytes": [inputs * stream for inputs in s.live_inputs],
         "on_every_stage": {each["name"]: each["bytes_per_device"] for each in everywhere},
         "drawing": render(s),
         "choices": _choices(config, plan, kernel) if plan.zero.stage == 3 and plan.nontrivial_axes(DATA) else [],
@@ -53,7 +53,7 @@ def _choices(config: RunConfig, plan: Plan, kernel: str) -> list[dict[str, Any]]
         laid_out = abstract_plan(other, plan.layout.devices, plan.platform)
         held = sum(memory.table(other, laid_out, kernel).values())
         sent = sum(row.bytes for row in expected_collectives(other, laid_out))
-        bubble = schedule(keys["schedule"], stages, p.microbatches, keys["chunks"]).bubble
+        bubble = make_schedule(keys["schedule"], stages, p.microbatches, keys["chunks"]).bubble
         choices.append({"gathers": gathers} | keys | {"memory": held, "wire": sent, "bubble": bubble})
     best = min(choices, key=lambda each: each["memory"] * each["wire"])
     return [each | {"recommended": each is best} for each in choices]

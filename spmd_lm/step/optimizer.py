@@ -1,8 +1,9 @@
-"""AdamW as global scalars (norm, learning rate, step) and an elementwise rule per leaf, so that no leaf cares how it is
-split."""
+"""The optimizer: global scalars (gradient norm, learning rate) and an elementwise optax rule per leaf, so that no leaf
+depends on how it is sharded."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,77 +14,98 @@ from jax import lax
 from spmd_lm.axes import is_dim_names
 from spmd_lm.config.schema import AdamW
 from spmd_lm.parallel.plan import Plan, Tree
-from spmd_lm.step.state import TrainState
+from spmd_lm.step.state import TrainState, map_param_trees
 
 
-def schedule(optim: AdamW, steps: int) -> Callable[[jax.Array], jax.Array]:
+def lr_schedule(optim: AdamW, steps: int) -> Callable[[jax.Array], jax.Array]:
     """Learning rate of the update after `step` updates: a linear warm-up that reaches lr at its end, then decay to
     min_lr."""
     decay_steps = max(1, (optim.decay_steps or steps) - optim.warmup)
-    after = {
+    decay = {
         "cosine": optax.cosine_decay_schedule(optim.lr, decay_steps, alpha=optim.min_lr / optim.lr),
         "linear": optax.linear_schedule(optim.lr, optim.min_lr, decay_steps),
         "constant": optax.constant_schedule(optim.lr),
     }[optim.decay]
     if not optim.warmup:
-        return after
+        return decay
     first = optim.lr / optim.warmup  # not zero: a step at rate zero is a step lost
-    return optax.join_schedules([optax.linear_schedule(first, optim.lr, optim.warmup - 1 or 1), after], [optim.warmup])
+    warmup = optax.linear_schedule(first, optim.lr, optim.warmup - 1 or 1)
+    return optax.join_schedules([warmup, decay], [optim.warmup])
 
 
-def decayed(names: Tree) -> Tree:
-    """Whether weight decay reaches a leaf: matrices and tables, but no biases and no norms."""
+def decay_mask(names: Tree) -> Tree:
+    """Whether weight decay applies to a leaf: to matrices and tables, but to no biases and norms."""
     return jax.tree.map(lambda n: len([d for d in n if d != "layers"]) > 1, names, is_leaf=is_dim_names)
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """Decoupled weight decay (arXiv:1711.05101) with clipping by the global norm of the gradients.
+    """optax's rule, with decoupled weight decay (arXiv:1711.05101) and clipping by the global norm of the gradients.
 
-    frozen: of freeze.frozen, parameters that neither move nor count in the norm; None: there are none."""
+    steps: of the run, for the learning rate.  frozen: of freeze.frozen_mask, parameters that are not updated and do not
+    count in the norm; None for none."""
 
     config: AdamW
     steps: int
     frozen: Tree = None
 
+    @property
+    def rule(self) -> optax.GradientTransformation:
+        c = self.config
+        return optax.scale_by_adam(c.b1, c.b2, c.eps)
+
+    def init(self, params: Tree) -> Any:
+        """The state of `rule`."""
+        return self.rule.init(params)
+
+    def state_like(self, params: Tree, per_param: Tree, scalar: Any) -> Any:
+        """The structure of `rule`'s state for parameters of these shapes, with `per_param` in place of every tree that
+        has the parameters' structure and `scalar` in place of every other leaf."""
+        state = jax.eval_shape(self.init, params)
+        structure = jax.tree.structure(params)
+        placeholder = object()
+        marked = map_param_trees(lambda _: placeholder, state, structure)
+        return jax.tree.map(lambda x: per_param if x is placeholder else scalar, marked)
+
     @jax.named_scope("scalars")
     def update(self, plan: Plan, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update, inside `plan.shard_map`.  grads: laid out as the parameters.  Also grad_norm, before
-        clipping, and lr."""
+        """One update, inside `plan.shard_map`; also grad_norm, before clipping, and lr.  grads: sharded as the
+        parameters are."""
+        params = state.params
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
-        wide = jnp.result_type(jnp.float32, *jax.tree.leaves(state.params))
-        lr = jnp.asarray(schedule(self.config, self.steps)(state.updates.astype(wide)), wide)
-        decay = optax.add_decayed_weights(self.config.weight_decay, decayed(plan.names))
-        adam = optax.scale_by_adam(self.config.b1, self.config.b2, self.config.eps)
+        wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
+        lr = jnp.asarray(lr_schedule(self.config, self.steps)(state.updates.astype(wide)), wide)
+        decay = optax.add_decayed_weights(self.config.weight_decay, decay_mask(plan.names))
 
-        params, mu, nu = state.params, state.mu, state.nu
-        grads = self._trained(plan, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params))
+        grads = self._without_frozen(plan, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params))
         norm = _global_norm(plan, grads)
         if self.config.clip:
             shrink = jnp.minimum(1, self.config.clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
-        moves, adam_state = adam.update(grads, optax.ScaleByAdamState(state.updates, mu, nu), params)
-        moves, _ = decay.update(moves, decay.init(params), params)
-        moves = self._trained(plan, moves)
-        params = jax.tree.map(lambda p, m: p - lr.astype(p.dtype) * m, params, moves)
-        after = dataclasses.replace(state, step=state.step + 1, params=params, mu=adam_state.mu, nu=adam_state.nu)
-        return after, {"grad_norm": norm, "lr": lr}
+        updates, opt_state = self.rule.update(grads, state.opt_state, params)
+        updates, _ = decay.update(updates, decay.init(params), params)
+        updates = self._without_frozen(plan, updates)
+        params = jax.tree.map(lambda p, u: p - lr.astype(p.dtype) * u, params, updates)
+        state = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+        return state, {"grad_norm": norm, "lr": lr}
 
-    def _trained(self, plan: Plan, tree: Tree) -> Tree:
+    def _without_frozen(self, plan: Plan, tree: Tree) -> Tree:
         """A tree like the parameters, zero where they are frozen."""
 
-        def of(frozen: np.ndarray, x: jax.Array) -> jax.Array:
-            kept = jnp.asarray(~frozen, x.dtype)
-            return x * (kept if kept.ndim == 0 else plan.local_layers(kept).reshape(-1, *(1,) * (x.ndim - 1)))
+        def zero_frozen(frozen: np.ndarray, x: jax.Array) -> jax.Array:
+            keep = jnp.asarray(~frozen, x.dtype)
+            if keep.ndim:  # one entry per layer
+                keep = plan.local_layers(keep).reshape(-1, *(1,) * (x.ndim - 1))
+            return x * keep
 
-        return tree if self.frozen is None else jax.tree.map(of, self.frozen, tree)
+        return tree if self.frozen is None else jax.tree.map(zero_frozen, self.frozen, tree)
 
 
 def _global_norm(plan: Plan, grads: Tree) -> jax.Array:
     """The 2-norm of all gradients, each entry counted once, with one sum per set of mesh axes."""
     squares: dict[tuple[str, ...], jax.Array] = {}
     for g, names in zip(jax.tree.leaves(grads), jax.tree.leaves(plan.sharded_names, is_leaf=is_dim_names), strict=True):
-        split = plan.nontrivial_axes(*(axis for name in names for axis in plan.param_rules.axes(name)))
+        axes = plan.nontrivial_axes(*(axis for name in names for axis in plan.param_rules.axes(name)))
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-        squares[split] = squares.get(split, 0) + jnp.sum(jnp.square(wide))
-    return jnp.sqrt(sum(lax.psum(s, split) if split else s for split, s in squares.items()))
+        squares[axes] = squares.get(axes, 0) + jnp.sum(jnp.square(wide))
+    return jnp.sqrt(sum(lax.psum(s, axes) if axes else s for axes, s in squares.items()))

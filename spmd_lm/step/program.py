@@ -1,4 +1,4 @@
-"""Everything compiled for one config on one set of devices: the plan, the first state, the step, the evaluation."""
+"""Everything compiled for one config on one set of devices: the plan, the initial state, the steps."""
 
 import dataclasses
 import functools
@@ -15,14 +15,15 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.ops.attention import choose
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
-from spmd_lm.parallel.pipeline.schedule import Schedule, schedule
+from spmd_lm.parallel.pipeline.schedule import Schedule, make_schedule
 from spmd_lm.parallel.plan import Plan, Tree, pad_or_crop
 from spmd_lm.parallel.zero import ZeroPolicy
-from spmd_lm.step import loss_scale
+from spmd_lm.step.eval_step import make_eval_step, make_forward
 from spmd_lm.step.freeze import frozen
+from spmd_lm.step.loss_scale import init_loss_scale
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
-from spmd_lm.step.train_step import make_eval_step, make_forward, make_train_step, state_specs
+from spmd_lm.step.train_step import make_train_step, state_specs
 
 
 def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
@@ -35,55 +36,52 @@ def choose_kernel(config: RunConfig, platform: str) -> tuple[str, str]:
 def make_model(config: RunConfig, platform: str) -> LanguageModel:
     kernel, _ = choose_kernel(config, platform)
     m, p = config.model, config.precision
-    return LanguageModel(
-        m, config.objective, p.params, kernel, config.remat_policy.policy, p.reduce, config.scan_layers
-    )
+    return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, p.reduce, config.scan_layers)
 
 
 def make_plan(config: RunConfig, devices: list[jax.Device]) -> Plan:
-    """The plan of `config` on these devices.  LayoutError if it has none."""
+    """The plan of `config` on these devices.  Raises LayoutError if there is none."""
     layout = resolve(config, len(devices))
     return _plan(config, layout, make_mesh(layout, devices), devices[0].platform)
 
 
 def abstract_plan(config: RunConfig, devices: int, platform: str) -> Plan:
-    """The plan of `config` on a number of devices that need not exist.  LayoutError if it has none."""
+    """The plan of `config` on a number of devices that need not exist.  Raises LayoutError if there is none."""
     layout = resolve(config, devices)
     return _plan(config, layout, abstract_mesh(layout), platform)
 
 
 def _plan(config: RunConfig, layout: Layout, mesh: Mesh | AbstractMesh, platform: str) -> Plan:
-    enable_wide_types(config)
-    model = make_model(config, platform)
-    p = config.parallel
-    policy = ZeroPolicy.of_stage(
+    enable_float64(config)
+    model, p = make_model(config, platform), config.parallel
+    zero = ZeroPolicy.of_stage(
         p.zero,
         reduce_once=p.reduce_once,
         layers=config.model.layers_kept,
         breadth_first=p.schedule == "breadth_first" and layout.pipe > 1,
     )
     names, shapes = model.names, model.shapes
-    return Plan(layout, mesh, platform, names, shapes, policy, p.sequence, config.chunks, p.run_idle_stages)
+    return Plan(layout, mesh, platform, names, shapes, zero, p.sequence, config.chunks, p.run_idle_stages)
 
 
-def enable_wide_types(config: RunConfig) -> None:
-    """float64 exists in jax only where it is switched on, for the whole process."""
+def enable_float64(config: RunConfig) -> None:
+    """Switches float64 on, for the whole process, if the config asks for it."""
     if "float64" in (config.precision.params, config.precision.compute, config.precision.reduce):
         jax.config.update("jax_enable_x64", True)
 
 
 @functools.cache
-def _refitted(shape: tuple[int, ...], sharding: NamedSharding):
+def _resize(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: pad_or_crop(x, shape), out_shardings=sharding)
 
 
-def _refit(tree: Tree, to: Tree) -> Tree:
-    """`tree` in the shapes and shardings of `to`."""
-    return jax.tree.map(lambda x, t: x if x.shape == t.shape else _refitted(t.shape, t.sharding)(x), tree, to)
+def _fit(tree: Tree, like: Tree) -> Tree:
+    """`tree` in the shapes and shardings of `like`; leaves that fit already are returned as they are."""
+    return jax.tree.map(lambda x, to: x if x.shape == to.shape else _resize(to.shape, to.sharding)(x), tree, like)
 
 
-def _lying(tree: Tree, shardings: Tree) -> Tree:
-    """Shapes and dtypes with where they lie."""
+def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
+    """Shapes and dtypes, with shardings."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
@@ -94,16 +92,17 @@ class Program:
         self.config = config
         self.plan = make_plan(config, devices or jax.devices())
         self.model = make_model(config, self.plan.platform)
-        freeze = config.optim.freeze.split()
-        self.frozen = frozen(freeze, self.model.names, self.model.shapes) if freeze else None
+        patterns = config.optim.freeze.split()
+        mask = frozen(patterns, self.model.names, self.model.shapes) if patterns else None
+        self.optimizer = Optimizer(config.optim, config.train.steps, mask)
 
     @property
     def device(self) -> jax.Device:
-        """One of the devices; all are alike."""
+        """One of the devices, which are all alike."""
         assert isinstance(self.plan.mesh, Mesh)
         return self.plan.mesh.devices.flat[0]
 
-    # ---- figures
+    # ---- metrics
 
     @property
     def tokens_per_step(self) -> int:
@@ -111,48 +110,45 @@ class Program:
 
     @functools.cached_property
     def flops_per_step(self) -> float:
-        """Model FLOPs of one step of the whole job: recomputation is not counted."""
+        """Model FLOPs of one step of the whole job; recomputation does not count."""
         return flops.train_step(self.config)
 
     @functools.cached_property
     def peak(self) -> hardware.Peak | None:
-        """Of one device; None where nobody publishes one."""
+        """Peak rate of one device; None where none is published."""
         return hardware.peak(self.device, self.config.precision.compute, self.plan.layout.devices)
 
     @property
     def peak_flops(self) -> float | None:
-        """Of the whole job, per second, in the compute dtype."""
+        """Peak FLOP/s of the whole job, in the compute dtype."""
         return self.peak.flops * self.plan.layout.devices if self.peak else None
 
     # ---- state
 
-    @functools.cached_property
-    def state_shardings(self) -> TrainState:
-        return self.plan.sharding(self._state_specs)
+    def init(self) -> TrainState:
+        """The initial state, created sharded.  The weights are the same under every layout."""
+
+        def init() -> TrainState:
+            return self._initial_state(self.plan.place(self.model.init(self.config.train.seed)))
+
+        return jax.jit(init, out_shardings=self.state_shardings)()
+
+    def initial_canonical(self, params: Tree) -> TrainState:
+        """The canonical state before the first step, with these canonical parameters."""
+        state = jax.jit(self._initial_state, out_shardings=self._canonical_shardings)(params)
+        return dataclasses.replace(state, params=params)
+
+    def _initial_state(self, params: Tree) -> TrainState:
+        scalars = jax.tree.map(jnp.asarray, init_loss_scale(self.config.precision))
+        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), scalars)
 
     @property
     def _state_specs(self) -> TrainState:
-        return state_specs(self.plan, self.config.precision)
+        return state_specs(self.plan, self.optimizer, self.config.precision)
 
     @functools.cached_property
-    def batch_shardings(self) -> Batch:
-        return self.plan.sharding(self._batch_specs)
-
-    @functools.cached_property
-    def _batch_specs(self) -> Batch:
-        return jax.tree.map(lambda _: self.plan.batch_spec, abstract_batch(self.config))
-
-    def init(self) -> TrainState:
-        """The first state, born sharded.  The same weights under every layout."""
-
-        def make() -> TrainState:
-            params = self.plan.place(self.model.init(self.config.train.seed))
-            zeros = jax.tree.map(jnp.zeros_like, params)
-            scalars = jax.tree.map(jnp.asarray, loss_scale.first(self.config.precision))
-            moments = zeros, jax.tree.map(jnp.zeros_like, params)
-            return TrainState(jnp.zeros((), jnp.int32), params, *moments, scaling=scalars)
-
-        return jax.jit(make, out_shardings=self.state_shardings)()
+    def state_shardings(self) -> TrainState:
+        return self.plan.sharding(self._state_specs)
 
     @functools.cached_property
     def _canonical_shardings(self) -> TrainState:
@@ -160,35 +156,30 @@ class Program:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state as devices hold it."""
-        return self._abstract(self.plan.placed_shapes, self.state_shardings)
+        shapes = jax.eval_shape(self._initial_state, self.plan.placed_shapes)
+        return _with_shardings(shapes, self.state_shardings)
 
     def abstract_canonical(self) -> TrainState:
-        """The same of the canonical state, as checkpoints hold it."""
-        return self._abstract(self.plan.shapes, self._canonical_shardings)
-
-    def _abstract(self, shapes: Tree, shardings: TrainState) -> TrainState:
-        scalars = loss_scale.first(self.config.precision)
-        return _lying(
-            TrainState(jax.ShapeDtypeStruct((), jnp.int32), shapes, shapes, shapes, scaling=scalars), shardings
-        )
+        """Shapes, dtypes and shardings of the canonical state, as checkpoints hold it."""
+        return _with_shardings(jax.eval_shape(self._initial_state, self.plan.shapes), self._canonical_shardings)
 
     def canonical(self, state: TrainState) -> TrainState:
-        """`state` without padding, its layers in order, as checkpoints hold it.  What is so stays the same array,
-        uncopied."""
-        return _refit(self._reordered(state, self.plan.to_model_order), self.abstract_canonical())
+        """`state` without padding, in model order, as checkpoints hold it.  Already-canonical leaves are returned as
+        they are."""
+        return _fit(self._reorder(state, self.plan.to_model_order), self.abstract_canonical())
 
     def place(self, canonical: TrainState) -> TrainState:
-        """A canonical state, padded and laid out for the step.  A scale that it lacks begins anew."""
-        if canonical.scaling is None:
-            anew = jax.device_put(loss_scale.first(self.config.precision), self.state_shardings.scaling)
-            canonical = dataclasses.replace(canonical, scaling=anew)
-        return self._reordered(_refit(canonical, self.abstract_state()), self.plan.to_stage_order)
+        """A canonical state, padded and in stage order.  A missing loss scale starts anew."""
+        if canonical.loss_scale is None:
+            scale = jax.device_put(init_loss_scale(self.config.precision), self.state_shardings.loss_scale)
+            canonical = dataclasses.replace(canonical, loss_scale=scale)
+        return self._reorder(_fit(canonical, self.abstract_state()), self.plan.to_stage_order)
 
     def place_params(self, canonical: Tree) -> Tree:
-        """The same of the parameters alone."""
-        return self._reordered(_refit(canonical, self.abstract_state().params), self.plan.to_stage_order)
+        """Canonical parameters, padded and in stage order."""
+        return self._reorder(_fit(canonical, self.abstract_state().params), self.plan.to_stage_order)
 
-    def _reordered(self, tree: Tree, reorder: Callable[[Tree], Tree]) -> Tree:
+    def _reorder(self, tree: Tree, reorder: Callable[[Tree], Tree]) -> Tree:
         """A state or parameters with the layers in stage order, or back in model order."""
         if not self.plan.interleaved:
             return tree
@@ -198,24 +189,34 @@ class Program:
 
         return jax.jit(reorder_state, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(tree)
 
+    # ---- batches
+
+    @functools.cached_property
+    def _batch_specs(self) -> Batch:
+        return jax.tree.map(lambda _: self.plan.batch_spec, abstract_batch(self.config))
+
+    @functools.cached_property
+    def batch_shardings(self) -> Batch:
+        return self.plan.sharding(self._batch_specs)
+
+    def abstract_batch(self) -> Batch:
+        return _with_shardings(abstract_batch(self.config), self.batch_shardings)
+
     # ---- steps
 
     @functools.cached_property
     def schedule(self) -> Schedule:
         c = self.config
-        return schedule(c.parallel.schedule, self.plan.layout.pipe, c.parallel.microbatches, c.chunks)
+        return make_schedule(c.parallel.schedule, self.plan.layout.pipe, c.parallel.microbatches, c.chunks)
 
     @functools.cached_property
     def train_step(self):
-        c = self.config
-        optimizer = Optimizer(c.optim, c.train.steps, self.frozen)
-        of = self.model, optimizer, self.plan, self.schedule, c.precision, c.train.seed, self._batch_specs
-        group = c.remat_policy.layers_per_block
-        return make_train_step(*of, group=group)
+        precision, seed = self.config.precision, self.config.train.seed
+        return make_train_step(self.model, self.optimizer, self.plan, self.schedule, precision, seed, self._batch_specs)
 
     @functools.cached_property
     def evaluate(self):
-        """(params, batch) -> what a validation is made of, as LanguageModel.scores says."""
+        """(params, batch) -> LanguageModel.eval_sums of the batch."""
         c = self.config
         return make_eval_step(self.model, self.plan, self.schedule, c.precision, self._batch_specs, c.train.batch)
 
@@ -224,16 +225,13 @@ class Program:
         """(params, batch) -> logits, by what they predict."""
         return make_forward(self.model, self.plan, self.config.precision, self._batch_specs)
 
-    def abstract_batch(self) -> Batch:
-        return _lying(abstract_batch(self.config), self.batch_shardings)
-
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The train step, ahead of time."""
+        """The train step, compiled ahead of time."""
         return self.train_step.lower(self.abstract_state(), self.abstract_batch()).compile()
 
     def compile(self) -> float:
-        """Compile the train step, once; seconds it took."""
+        """Compiles the train step, once; returns the seconds it took."""
         start = time.perf_counter()
         _ = self.compiled
         return time.perf_counter() - start

@@ -1,31 +1,42 @@
 """What a training run carries from step to step."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-Tree = Any
+from spmd_lm.parallel.trees import Tree
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: int32 array, steps done: the place in the data.  params: the master weights.  mu, nu: Adam's moments, the
-    same tree.  scaling: of the loss, see step/loss_scale.py; None in runs without.  Canonical in checkpoints, placed on
+    """step: int32, steps done, which is the position in the data.  params: the master weights.  opt_state: optax's, of
+    any shape.  loss_scale: of step/loss_scale.py; None in runs without.  Canonical in checkpoints, placed on
     devices."""
 
     step: Any
     params: Tree
-    mu: Tree
-    nu: Tree
-    scaling: Any = None
+    opt_state: Any
+    loss_scale: Any = None
 
     @property
     def updates(self) -> Any:
-        """int32 array, steps done less those that were skipped: what Adam and the learning rate count."""
-        return self.step if self.scaling is None else self.step - self.scaling.skipped
+        """int32, steps done less those that loss scaling skipped: what the learning rate counts."""
+        return self.step if self.loss_scale is None else self.step - self.loss_scale.skipped
 
-    def map_params(self, f) -> "TrainState":
-        """`f` applied to each of the trees that are laid out as the parameters."""
-        return dataclasses.replace(self, params=f(self.params), mu=f(self.mu), nu=f(self.nu))
+    def map_params(self, f: Callable[[Tree], Tree]) -> "TrainState":
+        """`f` applied to every tree of the parameters' structure: the parameters, and moments in `opt_state`."""
+        structure = jax.tree.structure(self.params)
+        opt_state = map_param_trees(f, self.opt_state, structure)
+        return dataclasses.replace(self, params=f(self.params), opt_state=opt_state)
+
+
+def map_param_trees(f: Callable[[Tree], Any], opt_state: Any, structure: Any) -> Any:
+    """`f` applied to every subtree of `opt_state` that has this structure, that of the parameters."""
+
+    def is_param_tree(x: Any) -> bool:
+        return jax.tree.structure(x) == structure
+
+    return jax.tree.map(lambda x: f(x) if is_param_tree(x) else x, opt_state, is_leaf=is_param_tree)

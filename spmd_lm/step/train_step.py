@@ -1,4 +1,7 @@
-"""The train step: an ordinary function of (state, batch), jitted under a Plan.  One body serves every layout."""
+"""The train step: an ordinary function of (state, batch), jitted under a Plan.  One body serves every layout.
+
+For each microbatch forward, loss and backward; then gradients are reduced once, and the optimizer updates each device's
+own shards."""
 
 import functools
 import operator
@@ -6,55 +9,24 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Precision
-from spmd_lm.models.heads import Sums
-from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.models.objectives import weights
-from spmd_lm.ops.dropout import Draw
-from spmd_lm.parallel.pipeline.executor import gradients, summed
+from spmd_lm.models.heads import loss_weights
+from spmd_lm.models.language_model import LanguageModel, Microbatch
+from spmd_lm.models.transformer import LossDict
+from spmd_lm.ops.dropout import DropoutKey
+from spmd_lm.parallel.layers_loop import LayersLoop
+from spmd_lm.parallel.pipeline.interpreter import Pipeline
 from spmd_lm.parallel.pipeline.schedule import Schedule
-from spmd_lm.parallel.pipeline.stages import Pieces, Weights
 from spmd_lm.parallel.plan import Plan, Tree
+from spmd_lm.parallel.sharded_model import ModelFns, Parts, ShardedModel
+from spmd_lm.parallel.trees import tree_add
 from spmd_lm.step import loss_scale
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
-
-
-def state_specs(plan: Plan, precision: Precision) -> TrainState:
-    scalars = jax.tree.map(lambda _: P(), loss_scale.first(precision))
-    return TrainState(P(), plan.param_specs, plan.param_specs, plan.param_specs, scaling=scalars)
-
-
-Part = tuple[Batch, jax.Array | None]
-"""A microbatch, and the step it is of.  None: there is no dropout."""
-
-
-def model_pieces(model: LanguageModel, head: Callable, seed: int = 0, group: int = 1) -> Pieces:
-    """`model` as the executor runs it.  head(params, x, batch, draw): what is made of each microbatch.  group: see
-    Pieces."""
-
-    def draw(part: Part) -> Draw | None:
-        batch, step = part
-        return None if step is None else Draw(jnp.uint32(seed), step, batch.samples)
-
-    @jax.named_scope("embedding")
-    def embed(params, part: Part):
-        return model.embed(params, part[0], draw(part))
-
-    @jax.named_scope("blocks")
-    def block(layer_params, x, part: Part, layer):
-        here = draw(part)
-        return model.train_block(layer_params, x, part[0], here and here.at(layer))
-
-    @jax.named_scope("head")
-    def end(params, x, part: Part):
-        return head(params, x, part[0], draw(part))
-
-    shared = model.c.layers if model.c.share_layers else 1
-    return Pieces(embed, block, end, model.embedding_of, model.head_of, model.looped, shared, group)
 
 
 def make_train_step(
@@ -65,80 +37,123 @@ def make_train_step(
     precision: Precision,
     seed: int,
     batch_specs: Batch,
-    *,
-    group: int,
 ) -> Callable:
-    """(state, batch) -> (state, {loss, grad_norm, lr}), and loss_scale.FIGURES where the loss is scaled; the state it
+    """(state, batch) -> (state, {loss, grad_norm, lr}), and loss_scale.METRICS where the loss is scaled; the state it
     is given is donated.
 
     loss: the sum of the objective's losses, each a mean over the global batch, in nats; where there are several, each
-    as well, as `NAME_loss`.  group: of how many layers backward finds the first one's input alone."""
-    dropout = model.c.dropout > 0 or model.c.attention_dropout > 0
+    as well, as `NAME_loss`."""
 
-    def body(state: TrainState, batch: Batch):
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
-        # Scaled where they are formed: what cross-entropy makes of them in float16 is scaled already.
-        totals = loss_scale.unscaled(total_weights(model, plan, batch, compute), state.scaling)
+        # Scaled where losses are formed: gradients that cross-entropy computes in float16 are scaled already.
+        total_weights = loss_scale.unscale(psum_loss_weights(model, plan, batch, compute), state.loss_scale)
+        fns = model_fns(model, functools.partial(mean_losses, model, total_weights))
+        sharded = ShardedModel.from_params(fns, plan, state.params, compute, reduce)
+        microbatches = batch, dropout_keys(model, seed, state.step, batch)
 
-        def head(params, x, part: Batch, draw: Draw | None):
-            of = weights(model.objective, part)
-            share = {name: of[name].astype(total.dtype) / total for name, total in totals.items()}
-            return model.losses(params, x, part, share, draw)
+        # forward, loss and backward of every microbatch
+        zeros = sharded.zero_losses(microbatches), zero_gradients(sharded, state.params)
+        if schedule.stages == 1:
+            losses, grads = accumulate(sharded, microbatches, zeros)
+        else:
+            losses, grads = Pipeline(sharded, schedule, microbatches).gradients(*zeros)
+        # reduce
+        losses = loss_scale.unscale(plan.psum_batch(plan.psum_stages(losses)), state.loss_scale)
+        reduced = sharded.reduce_gradients(grads)
+        # update
+        state, metrics = loss_scale.update(precision, optimizer, plan, state, reduced)
+        return state, loss_metrics(losses) | metrics
 
-        pieces = model_pieces(model, head, seed, group)
-        # The step goes with each part: what a block closes over, jax cannot take through two kinds of remat.
-        parts = batch, jnp.broadcast_to(state.step, batch.samples.shape[:1]) if dropout else None
-        losses, grads = gradients(plan, pieces, schedule, state.params, parts, compute=compute, reduce=reduce)
-        losses = loss_scale.unscaled(losses, state.scaling)
-        state, scalars = loss_scale.update(precision, optimizer, plan, state, grads)
-        return state, reported(losses) | scalars
-
-    specs = state_specs(plan, precision)
-    several = reported(dict.fromkeys(weights(model.objective, batch_specs), 0))
-    figures = (*several, "grad_norm", "lr", *(loss_scale.FIGURES if specs.scaling else ()))
-    outs = specs, dict.fromkeys(figures, P())
-    step = plan.shard_map(body, (specs, batch_specs), outs)
-    return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(outs))
+    specs = state_specs(plan, optimizer, precision)
+    names = [*loss_metrics(dict.fromkeys(loss_weights(model.objective, batch_specs), 0)), "grad_norm", "lr"]
+    out_specs = specs, dict.fromkeys([*names, *(loss_scale.METRICS if specs.loss_scale else ())], P())
+    step = plan.shard_map(train_step, (specs, batch_specs), out_specs)
+    return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(out_specs))
 
 
-def total_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: jnp.dtype) -> Sums:
-    """Of each loss the weight of the whole global batch, which its mean is over."""
+def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, Parts]) -> tuple[LossDict, Parts]:
+    """Losses and gradients, summed over microbatches one after the other."""
+
+    def loss_fn(diff: Parts, microbatch: Microbatch) -> tuple[jax.Array, LossDict]:
+        losses = model.with_diff(diff).forward(microbatch)
+        return sum_losses(losses), losses
+
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if jax.tree.leaves(microbatches)[0].shape[0] == 1:
+        grads, losses = grad_fn(model.diff, jax.tree.map(lambda x: x[0], microbatches))
+        return losses, grads
+
+    def add_microbatch(total: tuple[LossDict, Parts], microbatch: Microbatch) -> tuple[tuple[LossDict, Parts], None]:
+        grads, losses = grad_fn(model.diff, microbatch)
+        return tree_add(total, (losses, grads)), None
+
+    return lax.scan(add_microbatch, zeros, microbatches)[0]
+
+
+def zero_gradients(model: ShardedModel, params: Tree) -> Parts:
+    """Zeros to which the microbatches' gradients are added, in the parameters' dtype, or float32 if that is wider."""
+    dtype = jnp.result_type(jnp.promote_types(model.compute, jnp.float32), *jax.tree.leaves(params))
+    return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), model.diff)
+
+
+def state_specs(plan: Plan, optimizer: Optimizer, precision: Precision) -> TrainState:
+    scalars = jax.tree.map(lambda _: P(), loss_scale.init_loss_scale(precision))
+    opt_state = optimizer.state_like(plan.placed_shapes, plan.param_specs, P())
+    return TrainState(P(), plan.param_specs, opt_state, scalars)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def model_fns(model: LanguageModel, head: Callable[[Tree, jax.Array, Microbatch], LossDict]) -> ModelFns:
+    """`model` as a step runs it.  head(params, x, microbatch): what is computed after the last block."""
+    layers_per_weight = model.c.layers if model.c.share_layers else 1
+    loop = LayersLoop(model.scan_layers, layers_per_weight, model.remat.layers_per_block)
+    return ModelFns(model.embed, model.block_fn(), head, model.embed_params, model.head_params, loop)
+
+
+def dropout_keys(model: LanguageModel, seed: int, step: jax.Array, batch: Batch) -> DropoutKey | None:
+    """The keys of all microbatches, leaves [microbatches, ...]; None for a model without dropout.
+
+    They are arguments of every function of a microbatch: what a block closes over, jax cannot take through two kinds of
+    remat."""
+    if not (model.c.dropout or model.c.attention_dropout):
+        return None
+    microbatches = batch.samples.shape[:1]
+    return DropoutKey(
+        jnp.broadcast_to(jnp.uint32(seed), microbatches),
+        jnp.broadcast_to(step, microbatches),
+        batch.samples,
+        jnp.zeros(microbatches, jnp.int32),
+    )
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+def psum_loss_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: jnp.dtype) -> LossDict:
+    """For each loss the weight of the whole global batch, over which it is a mean."""
     wide = jnp.promote_types(compute, jnp.float32)
-    total = plan.psum_batch({name: w.astype(wide).sum() for name, w in weights(model.objective, batch).items()})
-    return {name: jnp.where(weight > 0, weight, 1) for name, weight in total.items()}  # of nothing, the mean is 0
+    weights = loss_weights(model.objective, batch)
+    totals = plan.psum_batch({name: w.astype(wide).sum() for name, w in weights.items()})
+    return {name: jnp.where(total > 0, total, 1) for name, total in totals.items()}  # with no weight, the mean is 0
 
 
-def reported(losses: dict) -> dict:
-    """Losses as a step reports them: their sum, and each if there are several."""
+def mean_losses(
+    model: LanguageModel, total_weights: LossDict, params: Tree, x: jax.Array, microbatch: Microbatch
+) -> LossDict:
+    """A microbatch's share of the mean losses of the global batch."""
+    weights = loss_weights(model.objective, microbatch[0])
+    shares = {name: weights[name].astype(total.dtype) / total for name, total in total_weights.items()}
+    return model.losses(params, x, microbatch, shares)
+
+
+def sum_losses(losses: dict) -> jax.Array:
+    return functools.reduce(operator.add, losses.values())
+
+
+def loss_metrics(losses: dict) -> dict:
+    """Losses as metrics of a step: their sum, and each if there are several."""
     each = {f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {}
-    return {"loss": functools.reduce(operator.add, losses.values())} | each
-
-
-def make_eval_step(
-    model: LanguageModel, plan: Plan, schedule: Schedule, precision: Precision, batch_specs: Batch, rows: int
-) -> Callable:
-    """(params, batch) -> what `model.scores` makes of the global batch of so many rows, without dropout."""
-
-    def head(params, x, part: Batch, draw: None):
-        return model.scores(params, x, part, rows)
-
-    def body(params: Tree, batch: Batch):
-        held = Weights.of(plan, params, jnp.dtype(precision.compute), jnp.dtype(precision.reduce))
-        return summed(plan, model_pieces(model, head), schedule, held, (batch, None))
-
-    step = plan.shard_map(body, (plan.param_specs, batch_specs), P())
-    return jax.jit(step, out_shardings=plan.sharding(P()))
-
-
-def make_forward(model: LanguageModel, plan: Plan, precision: Precision, batch_specs: Batch) -> Callable:
-    """(params, batch) -> logits of each thing that the model predicts, [microbatches, rows, ...], on every device."""
-
-    def body(params: Tree, batch: Batch):
-        compute = jnp.dtype(precision.compute)
-        low, fetch = Weights.of(plan, params, compute, compute).to_read()
-        one = lambda part: model.forward(low, fetch, part)  # noqa: E731
-        return jax.lax.map(one, batch)
-
-    outs = plan.batch_spec
-    forward = plan.shard_map(body, (plan.param_specs, batch_specs), outs)
-    return jax.jit(forward, out_shardings=plan.sharding(P()))
+    return {"loss": sum_losses(losses)} | each

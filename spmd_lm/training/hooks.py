@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import Corpus
-from spmd_lm.data.loader import validation
+from spmd_lm.data.loader import make_validation_loader
 from spmd_lm.data.tasks.dataset import Labelled
 from spmd_lm.errors import CheckpointError, NonFiniteError
 from spmd_lm.evaluation.evaluate import validation_figures
@@ -143,7 +143,7 @@ class Evaluate:
 
     def __init__(self, run: Run):
         self.every = run.config.train.eval_every
-        self.loader = validation(run.config, run.corpus) if self.every else None
+        self.loader = make_validation_loader(run.config, run.corpus) if self.every else None
 
     def __call__(self, run: Run) -> None:
         if self.loader is None or not run.due(self.every):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spmd_lm.checkpoints.checkpointer import Checkpointer, check_same_model
 from spmd_lm.config.load import kept_vocabulary
 from spmd_lm.config.schema import Data, RunConfig
-from spmd_lm.data.tokenizers.vocabulary import find
+from spmd_lm.data.tokenizers.vocabulary import find_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.step.program import Program
@@ -100,7 +100,7 @@ def check_vocabulary(config: RunConfig, directory: Path, trained: dict | None) -
         return
     name, kept = config.data.tokenizer, kept_vocabulary(directory)
     if kept:
-        same = name != "bytes" and find(name).read_bytes() == find(str(kept)).read_bytes()
+        same = name != "bytes" and find_vocabulary(name).read_bytes() == find_vocabulary(str(kept)).read_bytes()
     else:
         same = name == "bytes" or trained is None or trained["data"].get("tokenizer") != "bytes"
     if not same:

@@ -17,11 +17,11 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer, Meta, check_same_run
 from spmd_lm.config.load import CONFIG, TOKENIZER, dump, kept_vocabulary
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig, Synthetic
-from spmd_lm.data.batch_source import Rows
-from spmd_lm.data.corpus import Corpus, load
-from spmd_lm.data.loader import training, validation
+from spmd_lm.data.batch_source import BatchSource
+from spmd_lm.data.corpus import Corpus, load_data
+from spmd_lm.data.loader import make_train_loader, make_validation_loader
 from spmd_lm.data.tasks.dataset import Labelled
-from spmd_lm.data.tokenizers.vocabulary import keep
+from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
 from spmd_lm.generation.generator import sample_text
 from spmd_lm.generation.sampling import Sampling
@@ -74,10 +74,11 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
         with failure_told(status, clock):
             with clock.time("init"):
                 origin = origin_of(program, past)
-                corpus = load(config.data, config.train.seed, config.model.vocab)
-                loader = training(config, corpus)
+                corpus = load_data(config.data, config.train.seed, config.model.vocab)
+                loader = make_train_loader(config, corpus)
                 if config.train.eval_every:
-                    validation(config, corpus)  # refuses too little text before there are files to leave behind
+                    # refuses too little text before there are files to leave behind
+                    make_validation_loader(config, corpus)
                 for line in (corpus.describe(), *notices):
                     progress.say(line)
                 state = first_state(program, saves, past.saved, origin, corpus, progress)
@@ -86,7 +87,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
                 return carry_out(run, loader, signals)
 
 
-def carry_out(run: Run, loader: Rows, signals: StopSignals) -> Exit:
+def carry_out(run: Run, loader: BatchSource, signals: StopSignals) -> Exit:
     """Compiles, takes the steps, and ends in good order."""
     hooks: list[Hook] = [Evaluate(run), Log(run), Save(run)]
     if signals.received is None:  # a compile may outlast the grace that a preempted job is given
@@ -119,7 +120,7 @@ def first_state(
     return program.place(canonical)
 
 
-def take_steps(run: Run, loader: Rows, hooks: list[Hook], signals: StopSignals) -> None:
+def take_steps(run: Run, loader: BatchSource, hooks: list[Hook], signals: StopSignals) -> None:
     """The loop: up to train.steps, or until a signal has come."""
     with run.progress.running():
         for step in signals.until_received(range(run.step + 1, run.config.train.steps + 1)):
@@ -307,7 +308,7 @@ def keep_vocabulary(config: RunConfig) -> None:
     directory = config.run.directory
     if isinstance(config.data, Data) and config.data.tokenizer != "bytes" and not kept_vocabulary(directory):
         try:
-            keep(config.data.tokenizer, directory / TOKENIZER)
+            copy_vocabulary(config.data.tokenizer, directory / TOKENIZER)
         except OSError as error:
             where = error.filename or directory
             raise ConfigError(f"{where}: {error.strerror}. Make room, or choose another run.dir.") from error

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
-from spmd_lm.data.corpus import hold_out, load
+from spmd_lm.data.corpus import hold_out, load_data
 from spmd_lm.errors import ConfigError, DataError
 
 NAMES = st.lists(st.integers(0).map(str), min_size=2, max_size=40, unique=True)
@@ -14,7 +14,7 @@ FRACTION = st.floats(0.01, 0.99)
 
 
 def text(path: object, **keys: float):
-    return load(Text(source="text", path=str(path), **keys), seed=0, vocab=256)
+    return load_data(Text(source="text", path=str(path), **keys), seed=0, vocab_size=256)
 
 
 def documents(tokens: np.ndarray) -> set[bytes]:
@@ -22,19 +22,19 @@ def documents(tokens: np.ndarray) -> set[bytes]:
 
 
 @given(names=NAMES, fraction=FRACTION)
-def test_neither_side_is_ever_empty(names, fraction):
+def test_neither_split_is_ever_empty(names, fraction):
     assert 0 < sum(hold_out(names, fraction)) < len(names)
 
 
 @given(names=NAMES, fraction=FRACTION)
-def test_a_document_stays_on_its_side_when_others_join(names, fraction):
-    """But for the one that had moved to fill an empty side, and may go home."""
+def test_a_document_stays_in_its_split_when_others_are_added(names, fraction):
+    """Except the one that had moved to fill an empty split, which may move back."""
     fewer = names[: max(2, len(names) // 2)]
     before, after = hold_out(fewer, fraction), hold_out(names, fraction)
     assert sum(a != b for a, b in zip(before, after, strict=False)) <= 1
 
 
-def test_adding_files_moves_no_other(tmp_path):
+def test_adding_files_moves_no_other_document(tmp_path):
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"<{number}>")
     before = text(tmp_path, validation_fraction=0.3)
@@ -51,18 +51,18 @@ def test_the_fraction_is_of_the_documents():
     assert abs(held_out - 500) < 4 * math.sqrt(5000 * 0.1 * 0.9)
 
 
-def test_two_documents_of_one_name_still_part():
+def test_two_documents_of_one_name_go_to_different_splits():
     assert hold_out(["a.txt", "a.txt"], 0.1) == [True, False]
     assert hold_out(["a.txt", "a.txt"], 0.99) == [True, False]
 
 
-def test_documents_are_whole_and_parted_by_the_separator(tmp_path):
+def test_documents_stay_whole_and_are_separated(tmp_path):
     for name in "abcdef":
         (tmp_path / f"{name}.txt").write_text(name * 3)
     corpus = text(tmp_path, validation_fraction=0.4)
     train, validation = (bytes(side).split(b"\0") for side in (corpus.train, corpus.validation))
     assert sorted(train + validation) == [name.encode() * 3 for name in "abcdef"]
-    assert train == sorted(train) and corpus.documents == 6 and corpus.bytes == 18
+    assert train == sorted(train) and corpus.num_documents == 6 and corpus.num_bytes == 18
 
 
 @pytest.mark.parametrize("length", [10, 99, 1003])
@@ -74,15 +74,15 @@ def test_a_single_document_is_cut_by_position(tmp_path, length):
     assert bytes(corpus.train) + bytes(corpus.validation) == content[:length]
 
 
-def test_a_token_beyond_the_vocabulary_is_named_with_its_file_and_offset(tmp_path):
+def test_a_token_beyond_the_vocabulary_is_reported_with_its_file_and_offset(tmp_path):
     (tmp_path / "a.txt").write_text("caf\u00e9")
     with pytest.raises(
         DataError, match=r"a\.txt: token 195 at offset 3 is not below model\.vocab=128.*model\.vocab=196"
     ):
-        load(Text(source="text", path=str(tmp_path)), seed=0, vocab=128)
+        load_data(Text(source="text", path=str(tmp_path)), seed=0, vocab_size=128)
 
 
-def test_the_fingerprint_is_of_the_content_and_of_the_split(tmp_path):
+def test_the_fingerprint_depends_on_the_content_and_on_the_split(tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be")
     (tmp_path / "b.txt").write_text("to be or not to be")
     one, same = text(tmp_path / "a.txt"), text(tmp_path / "b.txt")
@@ -92,23 +92,23 @@ def test_the_fingerprint_is_of_the_content_and_of_the_split(tmp_path):
     assert text(tmp_path / "b.txt").fingerprint != one.fingerprint
 
 
-def test_the_description_has_the_figures(tmp_path):
+def test_the_description_has_the_sizes(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 20_000)
     line = text(tmp_path / "a.txt").describe()
-    assert "1 document, 0.02 MB, 18,000 tokens to train on, 2,000 held out, sha256 " in line and "\n" not in line
+    assert "1 document, 0.02 MB, 18,000 training tokens, 2,000 validation tokens, sha256 " in line and "\n" not in line
 
 
-def test_the_standard_library_is_megabytes_on_both_sides_and_the_same_again():
+def test_the_standard_library_is_megabytes_in_both_splits_and_reproducible():
     data = PythonStdlib(source="python-stdlib")
-    corpus = load(data, seed=0, vocab=256)
+    corpus = load_data(data, seed=0, vocab_size=256)
     assert corpus.train.dtype == np.uint8 and corpus.train.size > 4e6 and corpus.validation.size > 4e5
-    assert load(data, seed=1, vocab=256).fingerprint == corpus.fingerprint
+    assert load_data(data, seed=1, vocab_size=256).fingerprint == corpus.fingerprint
 
 
 @pytest.mark.parametrize(("branching", "vocab"), [(1, 7), (2, 64), (4, 256), (4, 50), (8, 8)])
-def test_the_chain_has_the_entropy_that_it_claims(branching, vocab):
+def test_the_chain_has_the_stated_entropy(branching, vocab):
     data = Synthetic(source="synthetic", branching=branching)
-    corpus = load(data, seed=3, vocab=vocab)
+    corpus = load_data(data, seed=3, vocab_size=vocab)
     pairs = np.zeros((vocab, vocab))
     np.add.at(pairs, (corpus.train[:-1].astype(int), corpus.train[1:].astype(int)), 1)
     assert (np.count_nonzero(pairs, axis=1) == branching).all()
@@ -119,21 +119,21 @@ def test_the_chain_has_the_entropy_that_it_claims(branching, vocab):
     assert entropy == pytest.approx(data.entropy, abs=1e-3)
 
 
-def test_what_is_held_out_of_a_chain_follows_the_same_chain():
-    corpus = load(Synthetic(source="synthetic", branching=3), seed=0, vocab=100)
+def test_validation_tokens_follow_the_same_chain():
+    corpus = load_data(Synthetic(source="synthetic", branching=3), seed=0, vocab_size=100)
     seen = set(zip(corpus.train[:-1].tolist(), corpus.train[1:].tolist(), strict=True))
     assert len(seen) == 300
     assert set(zip(corpus.validation[:-1].tolist(), corpus.validation[1:].tolist(), strict=True)) <= seen
 
 
-def test_a_chain_is_of_its_seed_alone():
+def test_a_chain_depends_on_its_seed_alone():
     data = Synthetic(source="synthetic")
-    first, again, other = (load(data, seed=seed, vocab=1000) for seed in (0, 0, 1))
+    first, again, other = (load_data(data, seed=seed, vocab_size=1000) for seed in (0, 0, 1))
     assert first.train.dtype == np.uint16 and first.train.size == 2**20 and first.validation.size == 2**16
     assert first.fingerprint == again.fingerprint != other.fingerprint
     assert "Markov chain of 1.3863 nat per token" in first.describe()
 
 
-def test_a_chain_cannot_branch_beyond_its_vocabulary():
+def test_a_chain_cannot_have_more_branches_than_tokens():
     with pytest.raises(ConfigError, match=r"data\.branching=9.*model\.vocab=8.*Use data\.branching=4"):
-        load(Synthetic(source="synthetic", branching=9), seed=0, vocab=8)
+        load_data(Synthetic(source="synthetic", branching=9), seed=0, vocab_size=8)

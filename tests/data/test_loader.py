@@ -9,15 +9,32 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
-from spmd_lm.data.loader import Loader, ValidationLoader
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.loader import CausalLMTrainLoader, CausalLMValidationLoader
 from spmd_lm.errors import DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its own offset
 FIELDS = ("tokens", "targets", "weights", "positions", "samples")
 
 
-def loader(**changes) -> Loader:
-    return Loader(**{"tokens": TOKENS, "context": 16, "batch": 8, "microbatches": 2, "seed": 5, **changes})
+def config(context: int = 16, batch: int = 8, microbatches: int = 2, **train: int) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"layers": 1, "width": 8, "heads": 1, "context": context, "vocab": 1000},
+            "data": {"source": "synthetic"},
+            "optim": {"lr": 0.1},
+            "parallel": {"microbatches": microbatches},
+            "train": {"steps": 1, "batch": batch, "seed": 5, **train},
+        }
+    )
+
+
+def loader(tokens: np.ndarray = TOKENS, **changes: int) -> CausalLMTrainLoader:
+    return CausalLMTrainLoader(tokens, config(**changes))
+
+
+def validation_loader(tokens: np.ndarray, batch: int, max_batches: int) -> CausalLMValidationLoader:
+    return CausalLMValidationLoader(tokens, config(batch=batch, microbatches=1, eval_batches=max_batches))
 
 
 def assert_same(actual: Batch, expected: Batch) -> None:
@@ -26,14 +43,14 @@ def assert_same(actual: Batch, expected: Batch) -> None:
 
 
 @given(step=st.integers(0, 10**9), cuts=st.sets(st.integers(1, 7)))
-def test_rows_do_not_depend_on_how_they_are_asked_for(step, cuts):
+def test_rows_do_not_depend_on_the_ranges_they_are_read_in(step, cuts):
     whole = loader().rows(step, 0, 8)
     edges = [0, *sorted(cuts), 8]
     parts = [loader().rows(step, start, stop) for start, stop in pairwise(edges)]
     assert_same(jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), whole)
 
 
-def test_a_row_is_a_span_and_its_successors():
+def test_targets_are_the_next_tokens():
     rows = loader().rows(3, 2, 6)
     assert (rows.tokens == rows.tokens[:, :1] + np.arange(16)).all() and (rows.targets == rows.tokens + 1).all()
     assert (rows.weights == 1).all() and (rows.positions == np.arange(16)).all()
@@ -46,40 +63,40 @@ def test_a_row_is_a_span_and_its_successors():
     length=st.integers(5, 400),
     context=st.integers(1, 40),
     batch=st.integers(1, 9),
-    seed=st.integers(0),
+    seed=st.integers(0, 2**32 - 1),
     epoch=st.integers(0, 50),
 )
-def test_each_window_comes_once_in_every_epoch(length, context, batch, seed, epoch):
+def test_every_epoch_has_each_window_once(length, context, batch, seed, epoch):
     if length <= context:
         return
     cut = loader(tokens=TOKENS[:length], context=context, batch=batch, microbatches=1, seed=seed)
-    first, last = epoch * cut.windows, (epoch + 1) * cut.windows
+    first, last = epoch * cut.num_examples, (epoch + 1) * cut.num_examples
     steps = [cut.rows(step, 0, batch).tokens[:, 0] for step in range(first // batch, (last - 1) // batch + 1)]
-    starts = np.concatenate(steps)[first % batch :][: cut.windows]
-    assert np.array_equal(np.sort(starts), starts.min() + context * np.arange(cut.windows))
+    starts = np.concatenate(steps)[first % batch :][: cut.num_examples]
+    assert np.array_equal(np.sort(starts), starts.min() + context * np.arange(cut.num_examples))
     # What no epoch reaches is the room for its offset: less than two windows.
-    assert length - cut.windows * context < 2 * context or cut.windows == 1
+    assert length - cut.num_examples * context < 2 * context or cut.num_examples == 1
 
 
 def test_every_offset_occurs_and_every_token_is_seen():
     cut = loader()
-    starts = np.concatenate([cut.rows(step, 0, 8).tokens[:, 0] for step in range(200 * cut.windows // 8)])
+    starts = np.concatenate([cut.rows(step, 0, 8).tokens[:, 0] for step in range(200 * cut.num_examples // 8)])
     assert set(starts % 16) == set(range(16))
     seen = np.unique(starts[:, None] + np.arange(17))
     assert seen[0] == 0 and seen[-1] >= 990 and len(seen) == seen[-1] + 1
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_every_epoch_and_seed_has_its_own_order():
     def order(seed, epoch):
         cut = loader(seed=seed, batch=61, microbatches=1)  # one epoch is one step
-        assert cut.windows == 61
+        assert cut.num_examples == 61
         return cut.rows(epoch, 0, 61).tokens[:, 0].argsort().tolist()
 
     orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]
     assert len({tuple(each) for each in orders}) == 9 and sorted(range(61)) not in orders
 
 
-def test_a_seek_is_a_resume():
+def test_reading_one_step_equals_running_up_to_it():
     running = loader()
     for step in range(40):
         rows = running.rows(step, 0, 8)
@@ -101,10 +118,12 @@ def test_the_shortest_text_is_one_window():
     assert (cut.rows(100, 0, 8).tokens == np.arange(16)).all()
 
 
-@pytest.mark.parametrize(("kind", "side"), [(Loader, "training"), (ValidationLoader, "validation")])
-def test_too_short_a_text_is_told_with_its_figures(kind, side):
-    with pytest.raises(DataError, match=f"{side} text: 16 tokens.*model.context=16.*take 17.*Add text"):
-        kind(TOKENS[:16], 16, 8, 2, 5)
+@pytest.mark.parametrize(
+    ("kind", "side"), [(CausalLMTrainLoader, "training"), (CausalLMValidationLoader, "validation")]
+)
+def test_too_short_a_text_is_an_error_with_its_sizes(kind, side):
+    with pytest.raises(DataError, match=f"{side} text: 16 tokens.*model.context=16.*need 17.*Add text"):
+        kind(TOKENS[:16], config())
 
 
 SPECS = {
@@ -118,7 +137,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_sharded_batch_is_the_rows_of_the_host(name):
+def test_a_sharded_batch_equals_the_rows_on_the_host(name):
     """The mesh (2, 2, 2): 16 samples in 4 microbatches divide along any of its axes."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "model", "time"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     long, short = (NamedSharding(mesh, spec) for spec in SPECS[name])
@@ -142,14 +161,14 @@ def test_devices_that_share_rows_share_a_read(monkeypatch):
 
 
 def test_validation_is_evenly_spaced_and_fixed():
-    held_out = ValidationLoader(TOKENS, 16, 4, 1, count=3)  # 12 of the 62 windows
+    held_out = validation_loader(TOKENS, 4, max_batches=3)  # 12 of the 62 windows
     starts = np.concatenate([held_out.rows(step, 0, 4).tokens[:, 0] for step in range(len(held_out))])
     assert len(held_out) == 3 and starts[0] == 0 and (starts % 16 == 0).all()
     assert set(np.diff(starts) // 16) == {5, 6}
 
 
 def test_validation_pads_its_end_with_weight_0():
-    held_out = ValidationLoader(TOKENS[:97], 16, 4, 1, count=8)  # 6 windows exactly
+    held_out = validation_loader(TOKENS[:97], 4, max_batches=8)  # 6 windows exactly
     assert len(held_out) == 2
     both = [held_out.rows(step, 0, 4) for step in range(2)]
     starts = np.concatenate([rows.tokens[:, 0] for rows in both])
@@ -160,7 +179,7 @@ def test_validation_pads_its_end_with_weight_0():
 
 @given(batch=st.integers(1, 12), length=st.integers(17, 1000))
 def test_the_same_windows_are_validated_at_any_batch_size(batch, length):
-    held_out = ValidationLoader(TOKENS[:length], 16, batch, 1, count=1000)
+    held_out = validation_loader(TOKENS[:length], batch, max_batches=1000)
     rows = [held_out.rows(step, 0, batch) for step in range(len(held_out))]
     starts = np.concatenate([each.tokens[each.weights[:, 0] > 0, 0] for each in rows])
     assert starts.tolist() == list(range(0, length - 16, 16))

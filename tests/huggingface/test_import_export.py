@@ -16,8 +16,8 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.cli import main
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.corpus import load as load_corpus
-from spmd_lm.data.loader import training, validation
+from spmd_lm.data.corpus import load_data
+from spmd_lm.data.loader import make_train_loader, make_validation_loader
 from spmd_lm.errors import Exit
 from spmd_lm.evaluation.evaluate import evaluate_run, open_run, restore_run
 from spmd_lm.huggingface.directory import make_run_config, open_directory
@@ -271,8 +271,9 @@ def test_losses_agree_with_transformers(hf, tmp_path, which):
     """On held-out text.  BERT's labels agree too: 0 where the second segment follows the first."""
     directory, model = hf(which, "float32")
     config = import_directory(directory, tmp_path / "run", *FLOAT32)
-    program, corpus = Program(config), load_corpus(config.data, config.train.seed, config.model.vocab)
-    batch = jax.tree.map(lambda x: np.asarray(x)[0], validation(config, corpus).batch(0, program.batch_shardings))
+    program, corpus = Program(config), load_data(config.data, config.train.seed, config.model.vocab)
+    loader = make_validation_loader(config, corpus)
+    batch = jax.tree.map(lambda x: np.asarray(x)[0], loader.batch(0, program.batch_shardings))
     z = their_logits(model, Rows(batch.tokens, batch.types, batch.segments))
     figures = evaluate_run(config)
     want = their_nll(z["tokens"], batch.targets, batch.weights)
@@ -287,9 +288,9 @@ def test_losses_agree_with_transformers(hf, tmp_path, which):
 def test_an_imported_run_can_be_evaluated_and_trained(hf, tmp_path, capsys):
     directory, model = hf("gpt2", "float32")
     config = import_directory(directory, tmp_path / "run", *FLOAT32, "model.dropout=0", "model.attention_dropout=0")
-    corpus = load_corpus(config.data, config.train.seed, config.model.vocab)
+    corpus = load_data(config.data, config.train.seed, config.model.vocab)
 
-    batch = training(config, corpus).batch(0, Program(config).batch_shardings)
+    batch = make_train_loader(config, corpus).batch(0, Program(config).batch_shardings)
     tokens, targets, weights = (np.asarray(x)[0] for x in (batch.tokens, batch.targets, batch.weights))
     first = their_nll(their_logits(model, Rows(tokens, tokens, tokens))["tokens"], targets, weights)
     assert evaluate_run(config)["step"] == 0

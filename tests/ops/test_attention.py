@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -6,13 +7,13 @@ import numpy as np
 import pytest
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.ops.attention import KERNELS, Heads, attention, attention_with_cache, choose
-from spmd_lm.ops.dropout import Draw
+from spmd_lm.ops.attention import KERNELS, AttentionSpec, attention, attention_with_cache, choose
+from spmd_lm.ops.dropout import DropoutKey
 from tests import reference
 from tests.helpers import over_model, relative
 
 HEADS, WIDTH = 8, 32
-ALL = Heads(HEADS, HEADS)
+ALL = AttentionSpec(HEADS, HEADS)
 
 
 def inputs(time, rows=2, width=WIDTH):
@@ -47,7 +48,7 @@ def check(got, want, tolerance=1e-13):
 def test_xla_attention_is_the_naive_one(time, packed, x64):
     """From 128 on, an even number of positions is done in two blocks."""
     segments = documents(time) if packed else None
-    ours = lambda q, k, v: attention(q, k, v, ALL, kernel="xla", segments=segments)  # noqa: E731
+    ours = lambda q, k, v: attention(q, k, v, ALL, segment_ids=segments)  # noqa: E731
     naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments)  # noqa: E731
     check(*(jax.jit(with_gradients(f))(*inputs(time)) for f in (ours, naive)))
 
@@ -56,15 +57,19 @@ def test_xla_attention_is_the_naive_one(time, packed, x64):
 @pytest.mark.parametrize("model", [1, 2])
 @pytest.mark.parametrize(
     "of",
-    [Heads(HEADS, HEADS, causal=False), Heads(HEADS, 2), Heads(HEADS, 4, causal=False, theta=100.0)],
+    [
+        AttentionSpec(HEADS, HEADS, causal=False),
+        AttentionSpec(HEADS, 2),
+        AttentionSpec(HEADS, 4, causal=False, rope_theta=100.0),
+    ],
     ids=["both ways", "grouped", "grouped and turned"],
 )
 def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
     q, k, v, g = inputs(time)
     k, v = (x[..., : of.kv_heads * WIDTH // HEADS] for x in (k, v))
     segments, places = documents(time), np.random.default_rng(2).integers(0, 300, (2, time), dtype=np.int32)
-    turn = (lambda x: reference.turned(x, places, of.theta)) if of.theta else lambda x: x
-    ours = lambda q, k, v: attention(q, k, v, of, kernel="xla", positions=places, segments=segments)  # noqa: E731
+    turn = (lambda x: reference.turned(x, places, of.rope_theta)) if of.rope_theta else lambda x: x
+    ours = lambda q, k, v: attention(q, k, v, of, positions=places, segment_ids=segments)  # noqa: E731
     naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, causal=of.causal, turn=turn)  # noqa: E731
     split = (None, None, "heads")
     got = over_model(with_gradients(ours), model, (split,) * 4, (split,) * 4)(q, k, v, g)
@@ -76,9 +81,9 @@ def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
 @pytest.mark.parametrize("time", [16, 128])
 def test_dropout_is_keyed_by_head_and_position_however_heads_are_split(time, model, x64):
     samples, segments = np.array([3, 9]), documents(time)
-    draw = Draw(jnp.uint32(5), jnp.int32(7), jnp.asarray(samples, jnp.int32), 2)
+    key = DropoutKey(jnp.uint32(5), jnp.int32(7), jnp.asarray(samples, jnp.int32), 2)
     ours = lambda q, k, v: attention(  # noqa: E731
-        q, k, v, ALL, kernel="xla", rate=0.25, draw=draw, segments=segments
+        q, k, v, dataclasses.replace(ALL, dropout=0.25), key=key, segment_ids=segments
     )
     drop = lambda p: reference.Draw((5, 7), samples).probabilities(p, 0.25, 2)  # noqa: E731
     naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, drop)  # noqa: E731
@@ -91,17 +96,17 @@ def test_dropout_is_keyed_by_head_and_position_however_heads_are_split(time, mod
 
 def test_no_draw_is_no_dropout(x64):
     q, k, v, _ = inputs(8)
-    with_rate, without = (attention(q, k, v, ALL, kernel="xla", rate=rate) for rate in (0.5, 0.0))
+    with_rate, without = (attention(q, k, v, dataclasses.replace(ALL, dropout=rate)) for rate in (0.5, 0.0))
     np.testing.assert_array_equal(with_rate, without)
 
 
 def test_softmax_of_bfloat16_is_float32():
     q, k, v, _ = (x.astype(jnp.bfloat16) for x in inputs(64))
-    got = attention(q, k, v, ALL, kernel="xla")
+    got = attention(q, k, v, ALL)
     wide = reference.attention(*(x.astype(np.float32) for x in (q, k, v)), HEADS)
     assert got.dtype == jnp.bfloat16
     assert relative(got.astype(np.float32), wide) < 2**-7
-    jaxpr = str(jax.make_jaxpr(lambda q, k, v: attention(q, k, v, ALL, kernel="xla"))(q, k, v))
+    jaxpr = str(jax.make_jaxpr(lambda q, k, v: attention(q, k, v, ALL))(q, k, v))
     assert " exp " in jaxpr and "bf16[2,8,64,64] = exp" not in jaxpr
 
 
@@ -114,7 +119,7 @@ def test_splash_is_the_xla_attention(width, packed, causal, shared):
     shape, segments = (1, 128, 4, width), documents(128, 1) if packed else None
     q, k, v, g = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
     k, v = k[:, :, ::shared], v[:, :, ::shared]
-    run = lambda kernel: with_gradients(lambda q, k, v: kernel(q, k, v, segments, causal, 0.0, None))(q, k, v, g)  # noqa: E731
+    run = lambda kernel: with_gradients(lambda q, k, v: kernel(q, k, v, segments, causal, None))(q, k, v, g)  # noqa: E731
     for a, b in zip(run(functools.partial(KERNELS["splash"], interpret=True)), run(KERNELS["xla"]), strict=True):
         assert relative(a, b) < 4e-6
 
@@ -196,6 +201,10 @@ def test_a_kernel_that_cannot_run_is_refused(kernel, platform, dtype, head_width
 @pytest.mark.parametrize("width", [64, 128])
 def test_cudnn_is_the_xla_attention(width):
     q, k, v, g = (x.astype(jnp.bfloat16) for x in inputs(256, width=4 * width))
-    run = lambda kernel: with_gradients(lambda q, k, v: attention(q, k, v, Heads(4, 4), kernel=kernel))(q, k, v, g)  # noqa: E731
+
+    def run(kernel):
+        spec = AttentionSpec(4, 4, kernel=kernel)
+        return with_gradients(lambda q, k, v: attention(q, k, v, spec))(q, k, v, g)
+
     cudnn, xla = ([x.astype(np.float32) for x in run(kernel)] for kernel in ("cudnn", "xla"))
     check(cudnn, xla, 2**-6)

@@ -97,7 +97,7 @@ def test_bfloat16_matrices_give_float32_losses(x64):
 def test_scores_tell_the_weight_of_what_was_likeliest(model, x64):
     best = np.argmax(H @ TABLE[:VOCAB].T + BIAS[:VOCAB], axis=-1).astype(np.int32)
     targets = np.where(np.arange(TIME) % 3 == 0, best, TARGETS)
-    run = over_model(lambda *args: module.scores(*args, VOCAB), model, INS, ((), ()))
+    run = over_model(lambda *args: module.evaluate_cross_entropy(*args, VOCAB), model, INS, ((), ()))
     loss, right = run(H, TABLE, BIAS, targets, WEIGHTS)
     assert float(loss) == pytest.approx(float(plain(H, TABLE, BIAS, targets, WEIGHTS)), rel=1e-13)
     assert float(right) == pytest.approx(WEIGHTS[targets == best].sum(), rel=1e-14)

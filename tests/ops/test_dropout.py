@@ -6,7 +6,7 @@ from jax.extend.random import threefry2x32_p
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.ops.dropout import Draw, dropout, threefry
+from spmd_lm.ops.dropout import DropoutKey, dropout, threefry
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from tests import reference
 
@@ -17,8 +17,8 @@ def words(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, WORD, shape, dtype=np.uint32))
 
 
-def draw_of(samples, *, seed=5, step=7, layer=0) -> Draw:
-    return Draw(jnp.uint32(seed), jnp.int32(step), jnp.asarray(samples, jnp.int32), layer)
+def key_of(samples, *, seed=5, step=7, layer=0) -> DropoutKey:
+    return DropoutKey(jnp.uint32(seed), jnp.int32(step), jnp.asarray(samples, jnp.int32), layer)
 
 
 @pytest.mark.parametrize(
@@ -39,21 +39,21 @@ def test_threefry_is_jax_s_own_and_broadcasts():
     np.testing.assert_array_equal(threefry(key, x0, x1), threefry2x32_p.bind(*whole))
 
 
-def mask(draw, rate, site, shape=(64, 128)):
-    k0, k1 = (key[:, None, None] for key in draw.keys(site))
+def mask(key, rate, site, shape=(64, 128)):
+    k0, k1 = (word[:, None, None] for word in key.words(site))
     row, column = (jnp.arange(n, dtype=jnp.uint32) for n in shape)
-    return np.asarray(dropout(jnp.ones((len(draw.samples), *shape)), rate, (k0, k1), row[:, None], column))
+    return np.asarray(dropout(jnp.ones((len(key.sample_ids), *shape)), rate, (k0, k1), row[:, None], column))
 
 
 def test_a_mask_is_a_function_of_what_it_is_documented_to_be():
-    got = mask(draw_of([3, 9], layer=2), 0.25, 1)
+    got = mask(key_of([3, 9], layer=2), 0.25, 1)
     want = reference.Draw((5, 7), np.array([3, 9])).hidden(np.ones((2, 64, 128)), 0.25, 2, 1)
     np.testing.assert_array_equal(got, want.astype(np.float32))
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_the_share_of_zeros_is_the_rate(rate):
-    got = mask(draw_of(range(16)), rate, 1)
+    got = mask(key_of(range(16)), rate, 1)
     assert set(np.unique(got)) == {0, np.float32(1 / (1 - rate))}
     sigma = np.sqrt(rate * (1 - rate) / got.size)
     assert abs((got == 0).mean() - rate) < 5 * sigma
@@ -65,28 +65,28 @@ def test_the_share_of_zeros_is_the_rate(rate):
 @pytest.mark.parametrize(
     "other",
     [
-        (draw_of([3], seed=6), 1),
-        (draw_of([3], step=8), 1),
-        (draw_of([4]), 1),
-        (draw_of([3]).at(1), 1),
-        (draw_of([3]), 2),
+        (key_of([3], seed=6), 1),
+        (key_of([3], step=8), 1),
+        (key_of([4]), 1),
+        (key_of([3]).at_layer(1), 1),
+        (key_of([3]), 2),
     ],
     ids=["seed", "step", "sample", "layer", "site"],
 )
 def test_masks_that_differ_in_one_coordinate_are_unrelated(other):
-    a, b = (mask(*case[:1], 0.5, case[1]) == 0 for case in ((draw_of([3]), 1), other))
+    a, b = (mask(*case[:1], 0.5, case[1]) == 0 for case in ((key_of([3]), 1), other))
     assert abs((a == b).mean() - 0.5) < 5 * 0.5 / np.sqrt(a.size)
 
 
 def test_lanes_are_unrelated():
-    a, b = np.asarray(draw_of(range(1000)).keys(0, jnp.arange(2)))[0].T & 1
+    a, b = np.asarray(key_of(range(1000)).words(0, jnp.arange(2)))[0].T & 1
     assert abs((a == b).mean() - 0.5) < 5 * 0.5 / np.sqrt(1000)
 
 
 def test_a_mask_is_the_same_in_float64_mode_and_for_every_dtype():
-    want = mask(draw_of([3]), 0.3, 1) == 0
+    want = mask(key_of([3]), 0.3, 1) == 0
     with jax.enable_x64(True):
-        np.testing.assert_array_equal(mask(draw_of([3]), 0.3, 1) == 0, want)
+        np.testing.assert_array_equal(mask(key_of([3]), 0.3, 1) == 0, want)
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", None, "model"), P(None, ("data", "model"))])
@@ -95,10 +95,10 @@ def test_a_mask_is_the_same_however_it_is_split(spec):
     x = jnp.ones((2, 64, 128))
 
     def f(x, samples):
-        k0, k1 = (key[:, None, None] for key in draw_of(samples).keys(1))
+        k0, k1 = (word[:, None, None] for word in key_of(samples).words(1))
         row, column = (jnp.arange(n, dtype=jnp.uint32) for n in x.shape[1:])
         return dropout(x, 0.25, (k0, k1), row[:, None], column)
 
     got = jax.jit(f, out_shardings=sharding)(jax.device_put(x, sharding), jnp.array([3, 9]))
     assert got.sharding == sharding
-    np.testing.assert_array_equal(got, mask(draw_of([3, 9]), 0.25, 1))
+    np.testing.assert_array_equal(got, mask(key_of([3, 9]), 0.25, 1))

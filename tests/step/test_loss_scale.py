@@ -16,7 +16,7 @@ from spmd_lm.errors import Exit
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import ZeroPolicy
-from spmd_lm.step.loss_scale import LARGEST, finite, first, following
+from spmd_lm.step.loss_scale import LARGEST, all_finite, init_loss_scale, next_loss_scale
 from spmd_lm.step.program import Program
 from spmd_lm.training import loop
 from tests.helpers import FLOAT32, assert_equal, device_batch, make_config, program
@@ -52,7 +52,7 @@ TABLE = [  # what a step does to scale, growth_tracker, hysteresis_tracker, skip
 
 def test_the_scale_moves_as_its_rules_say():
     p = Precision(**FLOAT16, initial_scale=8, scale_window=3)
-    state, move = first(p), jax.jit(functools.partial(following, p))
+    state, move = init_loss_scale(p), jax.jit(functools.partial(next_loss_scale, p))
     assert dataclasses.astuple(state) == (8, 0, 2, 0)
     for step, (clean, *want) in enumerate(TABLE, 1):
         state = move(state, np.bool_(clean))
@@ -63,11 +63,11 @@ def test_the_scale_moves_as_its_rules_say():
 def test_the_scale_begins_where_megatron_s_does_and_does_not_grow_without_end():
     p = Precision(**FLOAT16)
     assert (p.initial_scale, p.scale_window, p.hysteresis, p.min_scale) == (2**32, 1000, 2, 1)
-    state = dataclasses.replace(first(p), growth_tracker=np.int32(999))
-    assert following(p, state, np.bool_(CLEAN)).scale.item() == 2**33
+    state = dataclasses.replace(init_loss_scale(p), growth_tracker=np.int32(999))
+    assert next_loss_scale(p, state, np.bool_(CLEAN)).scale.item() == 2**33
     state = dataclasses.replace(state, scale=np.float32(LARGEST))
-    assert following(p, state, np.bool_(CLEAN)).scale.item() == LARGEST
-    assert first(Precision(**FLOAT32)) is None
+    assert next_loss_scale(p, state, np.bool_(CLEAN)).scale.item() == LARGEST
+    assert init_loss_scale(Precision(**FLOAT32)) is None
 
 
 # ---- one step of it
@@ -88,8 +88,8 @@ LITTLE, SAFE, TOO_MUCH = 2.0**-10, 2.0**12, 2.0**40  # LITTLE: as if the batch w
 def rescaled(p: Program, state, scale: float):
     """`state` with this scale; everything in it is new."""
     state = jax.tree.map(lambda x: x.copy(), state)
-    put = jax.device_put(np.float32(scale), p.state_shardings.scaling.scale)
-    return dataclasses.replace(state, scaling=dataclasses.replace(state.scaling, scale=put))
+    put = jax.device_put(np.float32(scale), p.state_shardings.loss_scale.scale)
+    return dataclasses.replace(state, loss_scale=dataclasses.replace(state.loss_scale, scale=put))
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def test_one_entry_of_one_device_is_everybody_s(worst, clean):
     layout = Layout(data=2, model=4)
     names, shapes = {"up": ("width", "mlp")}, {"up": jax.ShapeDtypeStruct((6, 8), np.float32)}
     plan = Plan(layout, make_mesh(layout, jax.devices()), "cpu", names, shapes, ZeroPolicy.of_stage(1))
-    found = plan.shard_map(lambda grads: finite(plan, grads)[None], (plan.param_specs,), P(("data", "model")))
+    found = plan.shard_map(lambda grads: all_finite(plan, grads)[None], (plan.param_specs,), P(("data", "model")))
     grads = {"up": np.ones((6, 8), np.float32)}
     grads["up"][5, 7] = worst
     assert jax.jit(found)(grads).tolist() == 8 * [clean]
@@ -253,7 +253,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(scaled, tmp_path):
     (directory / "status.json").unlink()
     config = run_in(directory, FLOAT16 | {"scale_window": 20})
     state = Checkpointer(directory / "checkpoints").restore(30, Program(config).abstract_canonical())[0]
-    assert 0 < state.scaling.growth_tracker < 20 and state.scaling.hysteresis_tracker < 2
+    assert 0 < state.loss_scale.growth_tracker < 20 and state.loss_scale.hysteresis_tracker < 2
     assert loop.train(config) is Exit.DONE
     assert records(directory) == records(scaled)
     ends = [
@@ -268,10 +268,10 @@ def test_a_run_may_take_up_float16_and_give_it_up(scaled, tmp_path):
     with_one, without = (Program(run_in(tmp_path, precision)) for precision in (FLOAT16, FLOAT32))
     saved, other = Checkpointer(scaled / "checkpoints"), Checkpointer(tmp_path)
     state, meta = saved.restore(90, without.abstract_canonical())
-    assert state.scaling is None and int(state.step) == 90
+    assert state.loss_scale is None and int(state.step) == 90
     other.save(90, without.canonical(without.place(state)), meta)
     other.close()
     assert "scaling" not in (tmp_path / "90/state/_METADATA").read_text()
     again = with_one.place(other.restore(90, with_one.abstract_canonical())[0])
-    assert [x.item() for x in jax.tree.leaves(again.scaling)] == [2**32, 0, 2, 0]
+    assert [x.item() for x in jax.tree.leaves(again.loss_scale)] == [2**32, 0, 2, 0]
     assert_equal(with_one.canonical(again).params, state.params)

@@ -16,7 +16,7 @@ def test_the_first_state_is_born_as_described(x64):
     state = p.init()
     assert described(state) == described(p.abstract_state())
     assert int(state.step) == 0 and state.params["embedding"]["tokens"].shape == (64, 32)
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves((state.mu, state.nu)))
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.opt_state))
 
 
 def test_canonical_and_placed_are_inverse_bit_for_bit(x64):

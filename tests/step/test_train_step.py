@@ -16,6 +16,7 @@ from tests.helpers import (
     ORIGINAL,
     assert_close,
     assert_equal,
+    assert_states_close,
     canonical,
     degrees,
     device_batch,
@@ -68,8 +69,7 @@ def lowered(config) -> str:
 def assert_same_run(got, want):
     for figures in ("losses", "norms", "rates"):
         assert getattr(got, figures) == pytest.approx(getattr(want, figures), rel=1e-12), figures
-    for tree in ("params", "mu", "nu"):
-        assert_close(getattr(got.last, tree), getattr(want.last, tree), 1e-11)
+    assert_states_close(got.last, want.last, 1e-11)
 
 
 @pytest.mark.parametrize(("layout", "microbatches", "form", "remat"), [*matrix()])

@@ -9,9 +9,9 @@ import pytest
 
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.batch_source import HeldOut, Rows
-from spmd_lm.data.corpus import load
-from spmd_lm.data.loader import training, validation
+from spmd_lm.data.batch_source import BatchSource, ValidationLoader
+from spmd_lm.data.corpus import load_data
+from spmd_lm.data.loader import make_train_loader, make_validation_loader
 from tests import processes
 from tests.published import published
 
@@ -38,13 +38,13 @@ TREE = {
 }
 
 
-def hidden(rows: Rows, batches: int) -> np.ndarray:
+def hidden(rows: BatchSource, batches: int) -> np.ndarray:
     """How often each token is hidden, and so to be predicted, in the first of these batches [V]."""
     read = (rows.rows(step, 0, rows.batch_size) for step in range(batches))
     return sum(np.bincount(b.targets.ravel(), b.weights.ravel(), TREE["model"]["vocab"]) for b in read)
 
 
-def swapped(held_out: HeldOut) -> tuple[float, float]:
+def swapped(held_out: ValidationLoader) -> tuple[float, float]:
     """Rows of two pieces, and how many of them have the later one first."""
     read = [held_out.rows(step, 0, held_out.batch_size) for step in range(len(held_out))]
     return sum(b.label_weights.sum() for b in read), sum((b.label_weights * b.labels).sum() for b in read)
@@ -62,8 +62,8 @@ def test_hidden_words_and_the_order_of_pieces_are_learned(norm, tmp_path):
     losses = [record["masked_lm_loss"] for record in records]
     figures = {name: figure for name, figure in records[-1].items() if name.startswith("eval_")}
 
-    corpus = load(config.data, config.train.seed, config.model.vocab)
-    loader, held_out = training(config, corpus), validation(config, corpus)
+    corpus = load_data(config.data, config.train.seed, config.model.vocab)
+    loader, held_out = make_train_loader(config, corpus), make_validation_loader(config, corpus)
 
     # Who knows how often each byte is hidden in training, and nothing of a row, names the commonest of them, a space.
     seen, asked = hidden(loader, 50), hidden(held_out, len(held_out))

@@ -51,7 +51,7 @@ def test_all_but_the_head_is_taken_under_any_layout_and_the_rest_is_born(origin,
         assert (ours[name] != born[name]).any(), name
     for name in HEAD:
         np.testing.assert_array_equal(ours[name], born[name])
-    assert int(state.step) == 0 and not any(np.asarray(x).any() for x in jax.tree.leaves((state.mu, state.nu)))
+    assert int(state.step) == 0 and not any(np.asarray(x).any() for x in jax.tree.leaves(state.opt_state))
     assert told.startswith(f"starting as {directory} was after step 7, with a new head.output, head.output_bias")
     assert "without its head.binary" in told
 

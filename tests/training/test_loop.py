@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.data.test_subwords import wordpiece
 
 from spmd_lm.batch import Batch
 from spmd_lm.checkpoints.checkpointer import Checkpointer
@@ -21,6 +20,7 @@ from spmd_lm.config.schema import Precision, RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
 from spmd_lm.step.state import TrainState
 from spmd_lm.training import hooks, loop
+from tests.data.tokenizers.test_subwords import wordpiece
 
 TREE = {
     "model": {"layers": 1, "width": 8, "heads": 1, "context": 8, "vocab": 16},
@@ -153,8 +153,8 @@ def test_a_run_leaves_what_the_contract_says(reference):
 
 def test_losses_are_written_to_the_last_bit(reference):
     program = FakeProgram(make_config(reference))
-    corpus = loop.load(program.config.data, 0, 16)
-    state, batches = program.init(), loop.training(program.config, corpus)
+    corpus = loop.load_data(program.config.data, 0, 16)
+    state, batches = program.init(), loop.make_train_loader(program.config, corpus)
     for step in range(2):
         state, metrics = program.step(state, batches.batch(step, program.batch_shardings))
     assert records(reference)[0]["loss"] == float(metrics["loss"])

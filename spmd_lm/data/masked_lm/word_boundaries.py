@@ -1,7 +1,10 @@
-"""Where words and sentences begin, told by token ids alone: nothing is stored beside the tokens of a corpus.
+"""Where words and sentences begin, from token ids alone: nothing is stored beside the tokens of a corpus.
 
-A word is a run of letters, digits and underscores, all beyond ASCII among them, or a run of other signs; white space
-before it belongs to it.  Where a vocabulary marks its pieces (BERT's '##'), a word is what the marks say."""
+A word is a run of letters, digits and underscores (every byte beyond ASCII counts as a letter), or a run of other
+signs; white space before it belongs to it.  If a vocabulary marks continuations (BERT's '##') or beginnings
+(SentencePiece's U+2581), a word is what the marks say.
+
+Shape suffixes: V vocabulary, N tokens."""
 
 import dataclasses
 import functools
@@ -9,32 +12,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# What a token is at one of its ends.  The first three are of text as bytes, the next two of marked pieces.
-SPACE, LETTER, SIGN, WHOLE, PIECE, SPECIAL = range(6)
+# Kinds of token ends.  The first three are for tokens that are bytes of text, the next two for tokens with marks.
+SPACE, LETTER, SIGN, WORD_START, CONTINUATION, SPECIAL = range(6)
 
 
-def _table() -> np.ndarray:
-    """[last of the token before, first of this one]: whether this one begins a word."""
-    begins = ~np.eye(6, dtype=bool)
-    begins[SPACE] = False
-    begins[:, WHOLE], begins[:, PIECE] = True, False
-    begins[SPECIAL], begins[:, SPECIAL] = True, True
-    return begins
+def _word_start_table() -> np.ndarray:
+    """bool [6, 6]: whether a token begins a word, by the last kind of the token before and its own first kind."""
+    starts = ~np.eye(6, dtype=bool)
+    starts[SPACE] = False
+    starts[:, WORD_START], starts[:, CONTINUATION] = True, False
+    starts[SPECIAL], starts[:, SPECIAL] = True, True
+    return starts
 
 
-BEGINS = _table()
-KIND_OF_BYTE = np.array(
-    [
-        SPACE if (c := bytes([b])).isspace() else LETTER if c.isalnum() or b >= 128 or c == b"_" else SIGN
-        for b in range(256)
-    ],
-    np.uint8,
-)
+def _kind_of_byte(byte: int) -> int:
+    char = bytes([byte])
+    if char.isspace():
+        return SPACE
+    return LETTER if char.isalnum() or byte >= 128 or char == b"_" else SIGN
+
+
+STARTS_WORD = _word_start_table()
+BYTE_KINDS = [_kind_of_byte(byte) for byte in range(256)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Special:
-    """The ids that rows of masked text are made with; no text has them."""
+class SpecialTokens:
+    """The ids that rows are assembled with; encoded text contains none of them."""
 
     cls: int
     sep: int
@@ -43,54 +47,51 @@ class Special:
 
 
 @dataclasses.dataclass(frozen=True)
-class Words:
-    """Tables over token ids."""
+class WordBoundaries:
+    """Tables over token ids that tell where words and sentences begin."""
 
-    first: np.ndarray  # uint8 [V]: what a token begins as
-    last: np.ndarray  # uint8 [V]: what it ends as
-    stops: np.ndarray  # bool [V]: it ends with . ! or ?
-    lines: np.ndarray  # bool [V]: it begins with the end of a line
+    first_kind_V: np.ndarray  # uint8: the kind of the token's first character
+    last_kind_V: np.ndarray  # uint8: and of its last
+    ends_sentence_V: np.ndarray  # bool: it ends with . ! or ?
+    starts_line_V: np.ndarray  # bool: it begins with a line break
+
+    @classmethod
+    def from_bytes(cls, tokens: Sequence[bytes | None]) -> "WordBoundaries":
+        """For tokens that are bytes of text; None is a special token."""
+        first = [BYTE_KINDS[token[0]] if token else SPECIAL for token in tokens]
+        last = [BYTE_KINDS[token[-1]] if token else SPECIAL for token in tokens]
+        return cls(np.array(first, np.uint8), np.array(last, np.uint8), *_punctuation(tokens))
+
+    @classmethod
+    def from_marked(cls, tokens: Sequence[str | None], starts_word: Sequence[bool]) -> "WordBoundaries":
+        """For tokens whose marks say whether they begin a word; None is a special token."""
+        kinds = np.where(starts_word, WORD_START, CONTINUATION).astype(np.uint8)
+        kinds[[token is None for token in tokens]] = SPECIAL
+        return cls(kinds, kinds, *_punctuation([None if token is None else token.encode() for token in tokens]))
 
     @functools.cached_property
-    def ordinary(self) -> np.ndarray:
-        """Ids that are text, int32."""
-        return np.flatnonzero(self.first != SPECIAL).astype(np.int32)
+    def text_ids(self) -> np.ndarray:
+        """The ids of all but special tokens, int32."""
+        return np.flatnonzero(self.first_kind_V != SPECIAL).astype(np.int32)
 
-    def begins(self, ids: np.ndarray) -> np.ndarray:
-        """bool like ids [..., N]: which tokens begin a word; the first of each row is taken to."""
+    def word_starts(self, ids: np.ndarray) -> np.ndarray:
+        """bool like ids [..., N]: which tokens begin a word.  The first of each row is taken to."""
         starts = np.ones(ids.shape, bool)
-        starts[..., 1:] = BEGINS[self.last[ids[..., :-1]], self.first[ids[..., 1:]]]
+        starts[..., 1:] = STARTS_WORD[self.last_kind_V[ids[..., :-1]], self.first_kind_V[ids[..., 1:]]]
         return starts
 
-    def sentences(self, ids: np.ndarray) -> np.ndarray:
-        """bool like ids [..., N]: which tokens begin a sentence or a line, if they begin a word; by their looks."""
-        apart = ~np.isin(self.first, (LETTER, SIGN, PIECE))  # the dot of 3.14 ends nothing
+    def sentence_starts(self, ids: np.ndarray) -> np.ndarray:
+        """bool like ids [..., N]: which tokens, if they begin a word, begin a sentence or a line, by punctuation."""
+        separate_V = ~np.isin(self.first_kind_V, (LETTER, SIGN, CONTINUATION))  # the dot of 3.14 ends no sentence
         starts = np.zeros(ids.shape, bool)
-        starts[..., 1:] = self.lines[ids[..., 1:]] | (self.stops[ids[..., :-1]] & apart[ids[..., 1:]])
+        after_stop = self.ends_sentence_V[ids[..., :-1]] & separate_V[ids[..., 1:]]
+        starts[..., 1:] = self.starts_line_V[ids[..., 1:]] | after_stop
         return starts
 
 
-def of_bytes(pieces: Sequence[bytes | None]) -> Words:
-    """The tables of tokens that are bytes of text; None is a special one."""
-
-    def kind(piece: bytes | None, at: int) -> int:
-        return KIND_OF_BYTE[piece[at]] if piece else SPECIAL
-
-    return Words(
-        np.array([kind(piece, 0) for piece in pieces], np.uint8),
-        np.array([kind(piece, -1) for piece in pieces], np.uint8),
-        *_punctuation(pieces),
-    )
-
-
-def of_pieces(pieces: Sequence[str | None], whole: Sequence[bool]) -> Words:
-    """The tables of tokens that say whether they begin a word; None is a special one."""
-    kinds = [SPECIAL if piece is None else WHOLE if new else PIECE for piece, new in zip(pieces, whole, strict=True)]
-    table = np.array(kinds, np.uint8)
-    return Words(table, table, *_punctuation([None if piece is None else piece.encode() for piece in pieces]))
-
-
-def _punctuation(pieces: Sequence[bytes | None]) -> tuple[np.ndarray, np.ndarray]:
-    text = [piece or b"" for piece in pieces]
-    stops = np.array([piece.endswith((b".", b"!", b"?")) for piece in text], bool)
-    return stops, np.array([piece.startswith((b"\n", b"\r")) for piece in text], bool)
+def _punctuation(tokens: Sequence[bytes | None]) -> tuple[np.ndarray, np.ndarray]:
+    """ends_sentence_V, starts_line_V."""
+    text = [token or b"" for token in tokens]
+    ends_sentence = [token.endswith((b".", b"!", b"?")) for token in text]
+    starts_line = [token.startswith((b"\n", b"\r")) for token in text]
+    return np.array(ends_sentence, bool), np.array(starts_line, bool)

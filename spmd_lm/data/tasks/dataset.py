@@ -27,7 +27,7 @@ class Texts:
     @classmethod
     def of(cls, texts: Iterable[str], tokenizer: Tokenizer, located: bool) -> "Texts":
         if located:
-            ids, offsets = zip(*(tokenizer.located(text) for text in texts), strict=True)
+            ids, offsets = zip(*(tokenizer.encode_with_offsets(text) for text in texts), strict=True)
         else:
             ids, offsets = tuple(tokenizer.encode(text) for text in texts), ()
         bounds = np.cumsum([0, *map(len, ids)], dtype=np.int64)

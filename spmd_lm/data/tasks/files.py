@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from spmd_lm.data.text_files import Document, text_files
+from spmd_lm.data.text_files import Document, read_documents
 from spmd_lm.errors import DataError
 
 LETTERS = "ABCD"  # of RACE's options
@@ -81,7 +81,7 @@ def read(task: str, patterns: list[str], key: str) -> tuple[list[Example], int]:
 
     key: where in the configuration `patterns` stand.  Raises DataError for what is missing, unreadable or malformed."""
     suffixes, reader = READERS[task]
-    found = [each for document in text_files(patterns, key, suffixes) for each in reader(document)]
+    found = [each for document in read_documents(patterns, key, suffixes) for each in reader(document)]
     examples = [each for each in found if each is not None]
     left_out = len(found) - len(examples)
     if not examples:

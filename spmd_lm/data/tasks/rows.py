@@ -14,8 +14,8 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, Model, MultipleChoice, Objective, Span
-from spmd_lm.data.batch_source import HeldOut, Rows, Shuffled
-from spmd_lm.data.masked_lm.word_boundaries import Special
+from spmd_lm.data.batch_source import BatchSource, TrainLoader, ValidationLoader
+from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens
 from spmd_lm.data.tasks import metrics
 from spmd_lm.data.tasks.dataset import Side
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
@@ -48,7 +48,9 @@ class Table:
             ends=None,
         )
 
-    def lay(self, rows_R: np.ndarray, tokens: np.ndarray, special: Special, context: int) -> tuple[np.ndarray, ...]:
+    def lay(
+        self, rows_R: np.ndarray, tokens: np.ndarray, special: SpecialTokens, context: int
+    ) -> tuple[np.ndarray, ...]:
         """int32 [R, T] of these rows: tokens; which are no padding; which are B's, with its [SEP]."""
         t = np.arange(context)
         (begin_a, begin_b), (a, b) = self.begin[rows_R].T[..., None], self.size[rows_R].T[..., None]
@@ -114,13 +116,13 @@ def _answer(side: Side, example: int) -> tuple[int, int]:
     return (int(found[0]), int(found[-1])) if found.size else (-1, -1)  # a vocabulary may have no token of it
 
 
-class LabelledRows(Rows):
+class LabelledRows(BatchSource):
     """Raises ConfigError for a vocabulary without [CLS] and [SEP], DataError for a label that is no class."""
 
     def __init__(
         self, side: Side, tokenizer: Tokenizer, model: Model, objective: Objective, batch: int, microbatches: int
     ):
-        self.special, _ = tokenizer.masking()
+        self.special, _ = tokenizer.special_tokens_and_words()
         if isinstance(objective, Classification) and (highest := int(side.labels.max())) >= objective.classes:
             raise DataError(
                 f"{side.highest}: label {highest} is not below objective.classes={objective.classes}. "
@@ -128,16 +130,16 @@ class LabelledRows(Rows):
             )
         self.examples, self.objective, self.typed = side, objective, model.token_types > 0
         self.context, self.batch_size, self.microbatches = model.context, batch, microbatches
-        self.together = objective.rows_of_one
+        self.rows_per_example = objective.rows_of_one
         self.table = Table.of(side, model.context, objective)
-        assert batch % microbatches == 0 and batch % self.together == 0
+        assert batch % microbatches == 0 and batch % self.rows_per_example == 0
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         assert 0 <= start <= stop <= self.batch_size
         samples_R = np.arange(start, stop)
         window_R, real_R = self.locate(step, samples_R)
-        nth_R = samples_R % self.together
-        rows_R = window_R * self.together + nth_R
+        nth_R = samples_R % self.rows_per_example
+        rows_R = window_R * self.rows_per_example + nth_R
         tokens, inside, in_b = self.table.lay(rows_R, self.examples.texts.tokens, self.special, self.context)
         ends = self.table.ends
         return Batch(
@@ -160,10 +162,10 @@ class LabelledRows(Rows):
     @property
     def available(self) -> int:
         """Windows that there are."""
-        return len(self.table.example) // self.together
+        return len(self.table.example) // self.rows_per_example
 
 
-class LabelledLoader(LabelledRows, Shuffled):
+class LabelledLoader(LabelledRows, TrainLoader):
     """To train on: each example once per epoch, or each window."""
 
     def __init__(
@@ -177,24 +179,24 @@ class LabelledLoader(LabelledRows, Shuffled):
         seed: int,
     ):
         super().__init__(side, tokenizer, model, objective, batch, microbatches)
-        self.seed, self.windows = seed % 2**64, self.available
+        self.seed, self.num_examples = seed % 2**64, self.available
 
     def locate(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        _, window_R = self.turn(step, samples_R)
+        _, window_R = self.epochs_and_examples(step, samples_R)
         return window_R, np.ones(len(window_R), bool)
 
 
-class LabelledValidation(LabelledRows, HeldOut):
+class LabelledValidation(LabelledRows, ValidationLoader):
     """To be judged by: all that is held out, in order."""
 
     def __init__(
         self, side: Side, tokenizer: Tokenizer, model: Model, objective: Objective, batch: int, microbatches: int
     ):
         super().__init__(side, tokenizer, model, objective, batch, microbatches)
-        self.taken = np.arange(self.available)
+        self.example_ids = np.arange(self.available)
 
     def locate(self, step: int, samples_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.turn(step, samples_R)
+        return self.examples_and_validity(step, samples_R)
 
     @property
     def count(self) -> int:
@@ -212,7 +214,7 @@ class LabelledValidation(LabelledRows, HeldOut):
         if isinstance(self.objective, Span):
             return self._of_spans(self._joined(logits, "spans"), self.objective.max_answer_length)
         if isinstance(self.objective, MultipleChoice):
-            scores_EC = self._joined(logits, "choices").reshape(-1, self.together)
+            scores_EC = self._joined(logits, "choices").reshape(-1, self.rows_per_example)
             return _of_labels(scores_EC, self.examples.labels)
         logits_EK = self._joined(logits, "classes")
         predicted_E, labels_E = logits_EK.argmax(axis=1), self.examples.labels

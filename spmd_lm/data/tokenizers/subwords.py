@@ -1,14 +1,15 @@
-"""Vocabularies of files, through the `tokenizers` library.
+"""Tokenizers of vocabulary files, through Hugging Face's `tokenizers` library.
 
-data.tokenizer names one of these, or a directory that has one, searched for in this order:
+data.tokenizer is the path of one of these files, or of a directory that has one, searched for in this order:
   tokenizer.json   as Hugging Face writes it
-  vocab.txt        BERT's WordPiece, one piece a line
-  vocab.json       GPT-2's byte-level BPE, its merges.txt beside it
-What the last two leave open, a tokenizer_config.json beside them says: do_lower_case, strip_accents,
-tokenize_chinese_chars; add_prefix_space."""
+  vocab.txt        BERT's WordPiece, one token per line
+  vocab.json       GPT-2's byte-level BPE, with its merges.txt beside it
+For the last two, a tokenizer_config.json beside them may set do_lower_case, strip_accents and tokenize_chinese_chars,
+or add_prefix_space."""
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,201 +18,225 @@ import tokenizers
 from numpy.typing import ArrayLike
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from spmd_lm.data.masked_lm.word_boundaries import Special, Words, of_bytes, of_pieces
-from spmd_lm.data.tokenizers.vocabulary import find
+from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens, WordBoundaries
+from spmd_lm.data.tokenizers.vocabulary import find_vocabulary
 from spmd_lm.errors import ConfigError, DataError
 
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # what parts documents, the first there is
-BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")  # what a prompt begins with; where there is none, what parts documents
-MARKS = (("[CLS]", "[SEP]", "[MASK]", "[PAD]"), ("<s>", "</s>", "<mask>", "<pad>"))  # of masked rows
-WORD_MARK = "\u2581"  # SentencePiece begins a word with it
+# Of each kind, the first that a vocabulary has is used.
+EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<bos>", *EOS_TOKENS)
+
+# Tokens of masked rows, in the order of `SpecialTokens`.
+BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+ROBERTA_TOKENS = ("<s>", "</s>", "<mask>", "<pad>")
+METASPACE = "\u2581"  # SentencePiece's mark of the beginning of a word
 
 
 class SubwordTokenizer:
-    """A vocabulary of the library.  What a text says of [MASK] is text where there is a [MASK]."""
+    """A tokenizer of the library.  If it has all tokens of masked rows, '[MASK]' in a text is encoded as plain text."""
 
-    def __init__(self, name: str, library: tokenizers.Tokenizer):
-        library.no_truncation()
-        library.no_padding()
-        self.name, self.library = name, library
-        self.ids: dict[str, int] = library.get_vocab(with_added_tokens=True)
-        self.vocab = max(self.ids.values()) + 1
-        self.dtype = np.min_scalar_type(self.vocab - 1)
-        first = lambda marks: next((self.ids[mark] for mark in marks if mark in self.ids), None)  # noqa: E731
-        self.end, self.begin = first(ENDS), first((*BEGINS, *ENDS))
-        library.encode_special_tokens = not self._missing()
+    def __init__(self, name: str, backend: tokenizers.Tokenizer):
+        backend.no_truncation()
+        backend.no_padding()
+        self.name, self.backend = name, backend
+        self.token_to_id: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self.token_to_id.values()) + 1
+        self.dtype = np.min_scalar_type(self.vocab_size - 1)
+        self.eos_token_id, self.bos_token_id = self._first_id(EOS_TOKENS), self._first_id(BOS_TOKENS)
+        # The spelling of which the vocabulary has more.
+        self.row_tokens = min((BERT_TOKENS, ROBERTA_TOKENS), key=lambda tokens: len(self._missing(tokens)))
+        backend.encode_special_tokens = not self._missing(self.row_tokens)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
-        text = data.decode("utf-8", "replace")  # a document is UTF-8; of a command line, what is not shows as U+FFFD
-        (encoding,) = self.library.encode_batch_fast([text], add_special_tokens=False)
+        text = data.decode("utf-8", "replace")  # documents are UTF-8; what is not, in a prompt, shows as U+FFFD
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, self.dtype)
 
-    def located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        (encoding,) = self.library.encode_batch([text], add_special_tokens=False)  # the fast one tells no offsets
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # the fast one has no offsets
         return np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int32).reshape(-1, 2)
 
     def decode(self, ids: ArrayLike) -> str:
-        """Special tokens by their names; an id of the padding of the vocabulary has no text."""
+        """Special tokens appear by name; the ids of a padded vocabulary beyond the tokens have no text."""
         ids = np.asarray(ids)
-        return self.library.decode(ids[ids < self.vocab].tolist(), skip_special_tokens=False)
+        return self.backend.decode(ids[ids < self.vocab_size].tolist(), skip_special_tokens=False)
 
-    def masking(self) -> tuple[Special, Words]:
-        if missing := self._missing():
+    def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
+        if missing := self._missing(self.row_tokens):
             raise ConfigError(
                 f"data.tokenizer={self.name}: it has no {', '.join(missing)}. "
                 "Use data.tokenizer=bytes or a BERT's, or objective.kind=causal_lm with model.kind=gpt."
             )
-        marks = next(marks for marks in MARKS if all(mark in self.ids for mark in marks))
-        return Special(*(self.ids[mark] for mark in marks)), self._words
+        return SpecialTokens(*(self.token_to_id[token] for token in self.row_tokens)), self._words
 
-    def _missing(self) -> list[str]:
-        """Marks of masked rows that the vocabulary has not, of the spelling that it has most of."""
-        return min(([mark for mark in marks if mark not in self.ids] for marks in MARKS), key=len)
+    def _first_id(self, candidates: Sequence[str]) -> int | None:
+        return next((self.token_to_id[token] for token in candidates if token in self.token_to_id), None)
+
+    def _missing(self, tokens: Sequence[str]) -> list[str]:
+        return [token for token in tokens if token not in self.token_to_id]
 
     @functools.cached_property
-    def _words(self) -> Words:
-        pieces: list[str | None] = [None] * self.vocab
-        for piece, number in self.ids.items():
-            pieces[number] = piece
-        added = self.library.get_added_tokens_decoder()
-        for number, token in added.items():
-            pieces[number] = None if token.special else token.content
-        plan = json.loads(self.library.to_str())
-        if plan["model"]["type"] == "WordPiece":
-            inside = plan["model"]["continuing_subword_prefix"]
-            return of_pieces(pieces, [piece is not None and not piece.startswith(inside) for piece in pieces])
-        kinds = _kinds(plan["pre_tokenizer"]) | _kinds(plan["decoder"])
-        if "ByteLevel" in kinds:
-            byte = {letter: number for number, letter in enumerate(_letters())}
-            spelled = lambda piece: bytes(byte[letter] for letter in piece)  # noqa: E731
-            plain = lambda number, piece: piece.encode() if number in added else spelled(piece)  # noqa: E731
-            return of_bytes([None if piece is None else plain(number, piece) for number, piece in enumerate(pieces)])
-        if "Metaspace" in kinds:
-            return of_pieces(pieces, [piece is not None and piece.startswith(WORD_MARK) for piece in pieces])
+    def _words(self) -> WordBoundaries:
+        tokens: list[str | None] = [None] * self.vocab_size
+        for token, token_id in self.token_to_id.items():
+            tokens[token_id] = token
+        added = self.backend.get_added_tokens_decoder()
+        for token_id, added_token in added.items():
+            tokens[token_id] = None if added_token.special else added_token.content
+
+        config = json.loads(self.backend.to_str())
+        if config["model"]["type"] == "WordPiece":
+            prefix = config["model"]["continuing_subword_prefix"]
+            starts = [token is not None and not token.startswith(prefix) for token in tokens]
+            return WordBoundaries.from_marked(tokens, starts)
+        components = _component_types(config["pre_tokenizer"]) | _component_types(config["decoder"])
+        if "ByteLevel" in components:
+            byte_of = {letter: byte for byte, letter in enumerate(bytes_to_unicode())}
+            spelled: list[bytes | None] = []
+            for token_id, text in enumerate(tokens):
+                if text is None:
+                    spelled.append(None)
+                elif token_id in added:
+                    spelled.append(text.encode())
+                else:
+                    spelled.append(bytes(byte_of[letter] for letter in text))
+            return WordBoundaries.from_bytes(spelled)
+        if "Metaspace" in components:
+            starts = [token is not None and token.startswith(METASPACE) for token in tokens]
+            return WordBoundaries.from_marked(tokens, starts)
         raise ConfigError(
-            f"data.tokenizer={self.name}: its {plan['model']['type']} pieces do not say "
-            "where words begin. Use data.tokenizer=bytes, or a WordPiece, byte-level or SentencePiece vocabulary."
+            f"data.tokenizer={self.name}: its {config['model']['type']} tokens do not show where words begin. "
+            "Use data.tokenizer=bytes, or a WordPiece, byte-level or SentencePiece vocabulary."
         )
 
 
-def _kinds(part: Any) -> set[str]:
-    """The types of a part of a tokenizer.json, nested ones too."""
-    if isinstance(part, list):
-        return set().union(*map(_kinds, part))
-    if isinstance(part, dict):
-        return {part["type"]} | _kinds([*part.values()]) if "type" in part else _kinds([*part.values()])
+def _component_types(config: Any) -> set[str]:
+    """The types of a component of a tokenizer.json and of those nested in it."""
+    if isinstance(config, list):
+        return set().union(*map(_component_types, config))
+    if isinstance(config, dict):
+        return ({config["type"]} if "type" in config else set()) | _component_types([*config.values()])
     return set()
 
 
-def _letters() -> list[str]:
-    """How byte-level vocabularies spell each byte: as itself where it is printable, else as a letter from U+0100 on."""
-    spelled = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+def bytes_to_unicode() -> list[str]:
+    """GPT-2's letter for each byte: the byte itself where it is printable, else a letter from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in spelled else next(others)) for byte in range(256)]
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def read(name: str) -> SubwordTokenizer:
-    """The vocabulary at the path `name`, of a file or a directory.  DataError says what is wrong with it."""
-    path = find(name)
-    return SubwordTokenizer(name, _wordpiece(path) if path.suffix == ".txt" else _of_json(path))
+def load_tokenizer(name: str) -> SubwordTokenizer:
+    """The tokenizer of data.tokenizer=name.  Raises DataError for a vocabulary that is missing or damaged."""
+    path = find_vocabulary(name)
+    if path.suffix == ".txt":
+        return SubwordTokenizer(name, _load_wordpiece(path))
+    content = _read_json(path)
+    if isinstance(content.get("model"), dict):
+        return SubwordTokenizer(name, _load_tokenizer_json(path))
+    return SubwordTokenizer(name, _load_byte_level(path, content))  # `model` may be one of its tokens, as in GPT-2's
 
 
-def _of_json(path: Path) -> tokenizers.Tokenizer:
-    tree = _json(path)
-    if not isinstance(tree.get("model"), dict):  # GPT-2 has a piece of this name
-        return _byte_level(path, tree)
+def _load_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(_text(path))
+        return tokenizers.Tokenizer.from_str(_read_text(path))
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
-            f"{path}: tokenizers {tokenizers.__version__} does not read this tokenizer.json: {error}. "
-            "Mend it, or write it again with the library."
+            f"{path}: tokenizers {tokenizers.__version__} cannot read this tokenizer.json: {error}. "
+            "Fix it, or save it again with the library."
         ) from None
 
 
-def _wordpiece(path: Path) -> tokenizers.Tokenizer:
-    pieces = _text(path).removesuffix("\n").split("\n")  # not splitlines: other ends of lines are pieces
-    pieces = [piece.removesuffix("\r") for piece in pieces]
-    first: dict[str, int] = {}
-    for number, piece in enumerate(pieces):
-        if not piece or (before := first.setdefault(piece, number)) != number:
-            what = f"{piece!r} stands in line {before + 1} already" if piece else "is empty"
-            raise DataError(f"{path}: line {number + 1}: {what}. A vocabulary has one piece a line, each once.")
-    if "[UNK]" not in first:
+def _load_wordpiece(path: Path) -> tokenizers.Tokenizer:
+    lines = _read_text(path).removesuffix("\n").split("\n")  # not splitlines: other line breaks are tokens
+    token_to_id: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        token = line.removesuffix("\r")
+        first = token_to_id.setdefault(token, number)
+        if not token or first != number:
+            problem = f"{token!r} is on line {first + 1} already" if token else "is empty"
+            raise DataError(f"{path}: line {number + 1}: {problem}. A vocabulary has one token per line, each once.")
+    if "[UNK]" not in token_to_id:
         raise DataError(
-            f"{path}: there is no [UNK] among its {len(first)} lines. Add it: words need it that have no pieces."
+            f"{path}: there is no [UNK] among its {len(token_to_id)} lines. Add it: it stands for unknown words."
         )
-    says = _config(path)
-    library = tokenizers.Tokenizer(models.WordPiece(first, unk_token="[UNK]", max_input_chars_per_word=100))
-    library.normalizer = normalizers.BertNormalizer(
+    config = _tokenizer_config(path)
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(token_to_id, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
-        handle_chinese_chars=says.get("tokenize_chinese_chars", True),
-        strip_accents=says.get("strip_accents"),
-        lowercase=says.get("do_lower_case", True),
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case", True),
     )
-    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    library.decoder = decoders.WordPiece()
-    library.add_special_tokens([mark for mark in ("[UNK]", *MARKS[0]) if mark in first])
-    return library
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([token for token in ("[UNK]", *BERT_TOKENS) if token in token_to_id])
+    return tokenizer
 
 
-def _byte_level(path: Path, ids: dict[str, Any]) -> tokenizers.Tokenizer:
-    if not ids or not all(type(number) is int and number >= 0 for number in ids.values()):
+def _load_byte_level(path: Path, token_to_id: dict[str, Any]) -> tokenizers.Tokenizer:
+    if not token_to_id or not all(type(token_id) is int and token_id >= 0 for token_id in token_to_id.values()):
+        raise DataError(f"{path}: neither a tokenizer.json, which has a `model`, nor tokens with their ids. Fix it.")
+    num_ids = len(set(token_to_id.values()))
+    if num_ids < len(token_to_id):
+        raise DataError(f"{path}: {len(token_to_id)} tokens share {num_ids} ids. Give each token an id of its own.")
+    unknown = "<unk>" if "<unk>" in token_to_id else None
+    missing = [letter for letter in bytes_to_unicode() if letter not in token_to_id]
+    if missing and not unknown:
         raise DataError(
-            f"{path}: neither a tokenizer.json, which has a `model`, nor pieces with their numbers. Mend it."
-        )
-    if len(set(ids.values())) < len(ids):
-        raise DataError(f"{path}: {len(ids)} pieces have {len(set(ids.values()))} numbers. Give each its own.")
-    unknown = "<unk>" if "<unk>" in ids else None
-    if not unknown and (lost := [letter for letter in _letters() if letter not in ids]):
-        raise DataError(
-            f"{path}: {len(lost)} of the 256 bytes have no piece, the first {lost[0]!r}, and there is no <unk>. "
+            f"{path}: {len(missing)} of the 256 bytes have no token, the first {missing[0]!r}, and there is no <unk>. "
             "Add them, or text would be lost."
         )
-    beside = path.with_name("merges.txt")
-    lines = _text(beside).split("\n")
+    merges = _read_merges(path.with_name("merges.txt"), path.name, token_to_id)
+    tokenizer = tokenizers.Tokenizer(models.BPE(token_to_id, merges, unk_token=unknown))
+    add_prefix_space = _tokenizer_config(path).get("add_prefix_space", False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([token for token in (*EOS_TOKENS, *ROBERTA_TOKENS) if token in token_to_id])
+    return tokenizer
+
+
+def _read_merges(path: Path, vocabulary: str, token_to_id: dict[str, int]) -> list[tuple[str, str]]:
     merges = []
-    for line in (line for line in lines if line and not line.startswith("#version")):
+    for line in _read_text(path).split("\n"):
+        if not line or line.startswith("#version"):
+            continue
         left, _, right = line.partition(" ")
-        if not {left, right, left + right} <= ids.keys():
+        if not {left, right, left + right} <= token_to_id.keys():
             raise DataError(
-                f"{beside}: {line!r} is no pair of pieces that {path.name} has, with what they make. "
+                f"{path}: {line!r} is not a pair of tokens of {vocabulary} that merge into a third. "
                 "Use the two files of one vocabulary."
             )
         merges.append((left, right))
-    library = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token=unknown))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=_config(path).get("add_prefix_space", False))
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([mark for mark in (*ENDS, *MARKS[1]) if mark in ids])
-    return library
+    return merges
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _tokenizer_config(vocabulary: Path) -> dict[str, Any]:
     """The tokenizer_config.json beside a vocabulary; empty if there is none."""
-    beside = path.with_name("tokenizer_config.json")
-    return _json(beside) if beside.exists() else {}
+    path = vocabulary.with_name("tokenizer_config.json")
+    return _read_json(path) if path.exists() else {}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(_text(path))
+        content = json.loads(_read_text(path))
     except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}. Mend it, or fetch the file again.") from None
-    if not isinstance(tree, dict):
-        raise DataError(f"{path}: expected a JSON object, got a {type(tree).__name__}. Fetch the file again.")
-    return tree
+        raise DataError(f"{path}: not JSON: {error}. Fix it, or download the file again.") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: expected a JSON object, got a {type(content).__name__}. Download the file again.")
+    return content
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8. Fetch the file again.") from None
+        raise DataError(f"{path}: byte {error.start} is not UTF-8. Download the file again.") from None
     except FileNotFoundError:
         raise DataError(f"{path}: no such file. A vocab.json needs its merges.txt beside it.") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}. Mend its permissions.") from None
+        raise DataError(f"{path}: cannot be read: {error.strerror}. Fix its permissions.") from None

@@ -1,4 +1,4 @@
-"""The files of a vocabulary: where they are found, and the copy that a run keeps of them."""
+"""The files of a vocabulary: where to find them, and the copy that a run keeps."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from spmd_lm.config.load import VOCABULARIES
 from spmd_lm.errors import DataError
 
-BESIDE = (
+COMPANION_FILES = (
     "tokenizer_config.json",
     "merges.txt",
     "special_tokens_map.json",
@@ -16,37 +16,44 @@ BESIDE = (
     "tokenizer.model",
     "generation_config.json",
 )
-"""What travels with them, as it is."""
+"""Files that are copied along with a vocabulary, unchanged."""
 
 
-def find(name: str) -> Path:
-    """The file that data.tokenizer=name stands for."""
+def find_vocabulary(name: str) -> Path:
+    """The vocabulary file that data.tokenizer=name refers to."""
     path, where = Path(name).expanduser(), f"data.tokenizer={name}"
     if os.path.isfile(path):
         return path
-    what = ", a ".join(VOCABULARIES)
     if not os.path.isdir(path):
-        how = "not a regular file" if path.exists() else f"no such file or directory (looked from {Path.cwd()})"
-        raise DataError(f"{where}: {how}. Give the path of a {what}, or of their directory, or `bytes`.")
+        missing = f"no such file or directory (working directory {Path.cwd()})"
+        problem, kinds = "not a regular file" if path.exists() else missing, ", a ".join(VOCABULARIES)
+        raise DataError(f"{where}: {problem}. Give the path of a {kinds}, or of their directory, or `bytes`.")
     for file in VOCABULARIES:
         if os.path.isfile(path / file):
             return path / file
     raise DataError(f"{where}: this directory has no {', '.join(VOCABULARIES)}. Name one that has, or `bytes`.")
 
 
-def keep(name: str, directory: Path) -> None:
-    """Copies what data.tokenizer=name stands for into `directory`, where it is found again under the usual names; the
-    vocabulary itself last, so that it is there whole or not at all.  It has been read before, and is sound."""
-    path, source = find(name), Path(name).expanduser()
-    if os.path.isdir(source):
-        beside, usual = source, {file: source / file for file in VOCABULARIES}
+def copy_vocabulary(name: str, directory: Path) -> None:
+    """Copies the files that data.tokenizer=name refers to into `directory`, under the standard names.
+
+    The vocabulary itself, which must be valid, comes last: it exists only once the copy is complete."""
+    vocabulary = find_vocabulary(name)
+    source = vocabulary.parent
+    if os.path.isdir(Path(name).expanduser()):
+        vocabularies = {file: source / file for file in VOCABULARIES}
     else:
-        whole = path.suffix != ".txt" and isinstance(json.loads(path.read_bytes()).get("model"), dict)
-        called = "vocab.txt" if path.suffix == ".txt" else "tokenizer.json" if whole else "vocab.json"
-        beside, usual = path.parent, {called: path}
+        vocabularies = {_standard_name(vocabulary): vocabulary}
     directory.mkdir(exist_ok=True)
-    for file, found in ({file: beside / file for file in BESIDE} | usual).items():
-        if os.path.isfile(found):
-            part = directory / f".{file}"
-            shutil.copyfile(found, part)
-            os.replace(part, directory / file)
+    for file, path in ({file: source / file for file in COMPANION_FILES} | vocabularies).items():
+        if os.path.isfile(path):
+            temporary = directory / f".{file}"
+            shutil.copyfile(path, temporary)
+            os.replace(temporary, directory / file)
+
+
+def _standard_name(vocabulary: Path) -> str:
+    """The name that Hugging Face gives to a file of this format."""
+    if vocabulary.suffix == ".txt":
+        return "vocab.txt"
+    return "tokenizer.json" if isinstance(json.loads(vocabulary.read_bytes()).get("model"), dict) else "vocab.json"

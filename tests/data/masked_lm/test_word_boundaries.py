@@ -1,16 +1,16 @@
 import numpy as np
 import pytest
 
-from spmd_lm.data.masked_lm.word_boundaries import SPECIAL, of_pieces
+from spmd_lm.data.masked_lm.word_boundaries import SPECIAL, WordBoundaries
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
 
-SPECIALS, WORDS = ByteTokenizer().masking()
+SPECIALS, WORDS = ByteTokenizer().special_tokens_and_words()
 
 
 def split(text: str) -> list[str]:
     """Words of a text, as bytes have them."""
     ids = ByteTokenizer().encode(text)
-    starts = np.flatnonzero(WORDS.begins(ids))
+    starts = np.flatnonzero(WORDS.word_starts(ids))
     return [bytes(part).decode() for part in np.split(ids, starts[1:])]
 
 
@@ -29,20 +29,20 @@ def test_words_of_bytes(text, words):
     assert split(text) == words
 
 
-def test_a_special_token_stands_alone():
+def test_a_special_token_is_a_word_of_its_own():
     ids = np.array([65, 66, 0, 67, 258, 68, 32, 0])
-    assert WORDS.begins(ids).tolist() == [True, False, True, True, True, True, True, True]
+    assert WORDS.word_starts(ids).tolist() == [True, False, True, True, True, True, True, True]
 
 
-def test_rows_are_apart_and_the_first_token_begins_a_word():
+def test_rows_are_independent_and_their_first_token_begins_a_word():
     ids = np.frombuffer(b"abcd efgh ", np.uint8).reshape(2, 5)
-    assert WORDS.begins(ids).tolist() == [[True, False, False, False, True]] * 2
+    assert WORDS.word_starts(ids).tolist() == [[True, False, False, False, True]] * 2
 
 
-def test_sentences_begin_after_a_stop_and_lines_where_they_do():
+def test_sentences_begin_after_a_full_stop_or_at_a_line_break():
     text = "One. Two 3.14 is x.y! Yes\nline\n\nnext"
     ids = ByteTokenizer().encode(text)
-    starts = np.flatnonzero(WORDS.begins(ids) & WORDS.sentences(ids))
+    starts = np.flatnonzero(WORDS.word_starts(ids) & WORDS.sentence_starts(ids))
     assert [text[at:] for at in starts] == [
         " Two 3.14 is x.y! Yes\nline\n\nnext",
         " Yes\nline\n\nnext",
@@ -51,13 +51,13 @@ def test_sentences_begin_after_a_stop_and_lines_where_they_do():
     ]
 
 
-def test_marked_pieces_go_on_whatever_stands_before():
-    words = of_pieces([None, "un", "##want", "."], [False, True, False, True])
+def test_marked_continuations_never_begin_a_word():
+    words = WordBoundaries.from_marked([None, "un", "##want", "."], [False, True, False, True])
     ids = np.array([0, 1, 2, 2, 3, 1])
-    assert words.begins(ids).tolist() == [True, True, False, False, True, True]
-    assert words.sentences(ids).tolist() == [False] * 5 + [True]
+    assert words.word_starts(ids).tolist() == [True, True, False, False, True, True]
+    assert words.sentence_starts(ids).tolist() == [False] * 5 + [True]
 
 
-def test_ordinary_ids_are_the_ones_that_text_has():
-    assert WORDS.ordinary.tolist() == [*range(1, 256)] and WORDS.first[0] == SPECIAL
+def test_text_ids_are_all_but_the_special_ones():
+    assert WORDS.text_ids.tolist() == [*range(1, 256)] and WORDS.first_kind_V[0] == SPECIAL
     assert sorted([SPECIALS.cls, SPECIALS.sep, SPECIALS.mask, SPECIALS.pad]) == [256, 257, 258, 259]

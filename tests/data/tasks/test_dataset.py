@@ -51,7 +51,7 @@ def test_the_description_has_the_figures(root, tmp_path):
 
 def test_a_label_that_is_no_class_is_named_with_its_line(root):
     made = config("jsonl", root / "jsonl", classes=2)
-    for make in (loader.training, loader.validation):
+    for make in (loader.make_train_loader, loader.make_validation_loader):
         with pytest.raises(DataError, match=r"\.jsonl: line \d+: label 2 is not below objective\.classes=2\. Use .*=3"):
             make(made, corpus(made))
 
@@ -64,7 +64,7 @@ def test_vocabularies_of_files_are_checked(root, tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(pieces[:4]))
     made = config("jsonl", root / "jsonl", tokenizer=str(tmp_path))
     with pytest.raises(ConfigError, match=r"^data\.tokenizer=.*: it has no \[MASK\]\. Use data\.tokenizer=bytes"):
-        loader.training(made, corpus(made))
+        loader.make_train_loader(made, corpus(made))
 
 
 def test_rows_of_word_pieces_are_those_of_the_library():
@@ -84,8 +84,8 @@ def test_rows_of_word_pieces_are_those_of_the_library():
         batch=52,
     )
     read = corpus(made)
-    rows = loader.validation(made, read).rows(0, 0, 51)
-    library = read.tokenizer.library
+    rows = loader.make_validation_loader(made, read).rows(0, 0, 51)
+    library = read.tokenizer.backend
     library.post_processor = BertProcessing(("[SEP]", 102), ("[CLS]", 101))
     library.enable_truncation(33, strategy="longest_first")
     library.enable_padding(length=33, pad_id=0)

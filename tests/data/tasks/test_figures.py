@@ -31,7 +31,7 @@ def entropy_of(logits, label: int) -> float:
 def test_figures_of_classes_and_choices(root, batch, microbatches):
     for task, name, classes in (("jsonl", "classes", 3), ("race", "choices", 4)):
         held_out = validation(task, root, batch=batch, microbatches=microbatches)
-        truth = [label for _, label, _ in plain_rows(root / task / "dev.jsonl", task)][:: held_out.together]
+        truth = [label for _, label, _ in plain_rows(root / task / "dev.jsonl", task)][:: held_out.rows_per_example]
         logits = drawn(21, classes)
         figures = held_out.figures(logits_of(held_out, name, logits if task == "jsonl" else logits.reshape(-1)))
         said = [max(range(classes), key=row.__getitem__) for row in logits.tolist()]
@@ -48,7 +48,7 @@ def test_two_classes_have_an_f1(tmp_path):
     for name in ("train.jsonl", "dev.jsonl"):
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
     made = config("jsonl", tmp_path, classes=2)
-    held_out = loader.validation(made, corpus(made))
+    held_out = loader.make_validation_loader(made, corpus(made))
     figures = held_out.figures(logits_of(held_out, "classes", np.eye(2)[[1, 1, 0, 1, 0]]))
     assert figures["eval_f1"] == pytest.approx(2 / 3) and figures["eval_accuracy"] == 0.6
     assert figures["eval_matthews"] == pytest.approx((2 * 1 - 1 * 1) / math.sqrt(3 * 2 * 3 * 2))
@@ -118,7 +118,7 @@ def test_questions_of_files_that_know_no_others_are_always_answered(tmp_path):
     for name in ("train.jsonl", "dev.jsonl"):
         write_squad(tmp_path / name, random.Random(2), 9, impossible=0)
     made = config("squad", tmp_path)
-    held_out = loader.validation(made, corpus(made))
+    held_out = loader.make_validation_loader(made, corpus(made))
     said = held_out._answers(say(held_out, lambda *_: (0, 0, 9.0)), 30)
     contexts = [each["context"] for each in json.loads((tmp_path / "dev.jsonl").read_text())["data"][0]["paragraphs"]]
     assert all(answer and answer in context for answer, context in zip(said, contexts, strict=True))

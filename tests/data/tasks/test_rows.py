@@ -45,7 +45,7 @@ def test_a_row_is_as_bert_makes_it(tmp_path_factory, texts, context):
     for name in ("train.jsonl", "dev.jsonl"):
         (root / name).write_text("\n".join(map(json.dumps, lines)))
     made = config("jsonl", root, context=context, batch=8, microbatches=1)
-    rows = loader.validation(made, corpus(made)).rows(0, 0, 8)
+    rows = loader.make_validation_loader(made, corpus(made)).rows(0, 0, 8)
     expected = [plain_row(list(a.encode()), None if b is None else list(b.encode()), context) for a, b in texts]
     assert_rows(rows, expected)
 
@@ -57,7 +57,7 @@ def test_a_batch_has_what_the_step_asks_for(task, root):
         made = config(task, root / task, types=types)
         expected = abstract_batch(made)
         shardings = jax.tree.map(lambda _: sharding, expected)
-        for rows in (loader.training(made, corpus(made)), loader.validation(made, corpus(made))):
+        for rows in (loader.make_train_loader(made, corpus(made)), loader.make_validation_loader(made, corpus(made))):
             batch, host = rows.batch(0, shardings), rows.rows(0, 0, 8)
             for field in FIELDS:
                 asked, placed, read = (getattr(each, field) for each in (expected, batch, host))
@@ -86,7 +86,7 @@ def test_validation_is_every_row_in_order_and_weight_0_at_the_end(task, root):
     rows = joined(held_out, len(held_out))
     assert_rows(rows, [row for row, _, _ in expected])
     assert keys(rows)[: len(expected)] == [(tuple(row[0]), label, end) for row, label, end in expected]
-    firsts = np.arange(len(rows.labels)) % held_out.together == 0
+    firsts = np.arange(len(rows.labels)) % held_out.rows_per_example == 0
     real = np.arange(len(rows.labels)) < len(expected)
     assert (rows.label_weights == (firsts & real)).all() and not real.all()
     assert held_out.count == 21
@@ -94,7 +94,7 @@ def test_validation_is_every_row_in_order_and_weight_0_at_the_end(task, root):
 
 def test_each_example_comes_once_in_every_epoch(task, root):
     rows, expected = training(task, root), plain_rows(root / task / "train.jsonl", task)
-    together, seen = rows.together, keys(joined(rows, 3 * len(expected)))
+    together, seen = rows.rows_per_example, keys(joined(rows, 3 * len(expected)))
     expected = [(tuple(row[0]), label, end) for row, label, end in expected]
     groups = lambda of: [tuple(of[at : at + together]) for at in range(0, len(of), together)]  # noqa: E731
     orders = [groups(seen[epoch * len(expected) : (epoch + 1) * len(expected)]) for epoch in range(3)]
@@ -124,7 +124,7 @@ def test_windows_show_all_of_a_context_and_answers_are_found_where_they_stand(
     for name in ("train.jsonl", "dev.jsonl"):
         write_squad(root / name, random.Random(seed), 5, impossible)
     made = config("squad", root, context=context, stride=stride, batch=4, microbatches=1)
-    held_out = loader.validation(made, corpus(made))
+    held_out = loader.make_validation_loader(made, corpus(made))
     rows = joined(held_out, len(held_out))
     paragraphs = json.loads((root / "dev.jsonl").read_text())["data"][0]["paragraphs"]
     for example, paragraph in enumerate(paragraphs):
@@ -155,7 +155,10 @@ def test_rows_of_published_articles(tmp_path):
     articles = published("race_dev_middle.jsonl").read_text()
     (tmp_path / "dev.jsonl").write_text("".join(articles.splitlines(keepends=True)[:40]))
     made = config("race", tmp_path, path=str(tmp_path / "dev.jsonl"), context=1024, batch=400)
-    held_out, expected = loader.validation(made, corpus(made)), plain_rows(tmp_path / "dev.jsonl", "race", 1024)
+    held_out, expected = (
+        loader.make_validation_loader(made, corpus(made)),
+        plain_rows(tmp_path / "dev.jsonl", "race", 1024),
+    )
     rows, lengths = joined(held_out, len(held_out)), {sum(row[1]) for row, _, _ in expected}
     assert len(lengths) > 50 and max(lengths) == 1024, "some are cut, some are not"
     assert_rows(rows, [row for row, _, _ in expected])

@@ -1,4 +1,4 @@
-"""Vocabularies of files: small ones made here, and published ones where SPMD_LM_DATA has them."""
+"""Vocabulary files: small ones made here, and published ones where SPMD_LM_DATA has them."""
 
 import json
 import shutil
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_lm.config.schema import MaskedLM, Model, PythonStdlib, Text
-from spmd_lm.data.corpus import load
-from spmd_lm.data.masked_lm.rows import MaskedLoader
-from spmd_lm.data.tokenizers.subwords import _letters, read
-from spmd_lm.data.tokenizers.tokenizer import make
+from spmd_lm.config.schema import PythonStdlib, RunConfig, Text
+from spmd_lm.data.corpus import load_data
+from spmd_lm.data.masked_lm.rows import MaskedLMTrainLoader
+from spmd_lm.data.tokenizers.subwords import bytes_to_unicode, load_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
 from tests.published import published
 
@@ -48,122 +48,131 @@ def byte_level(
     root: Path, more: tuple[str, ...] = ("<|endoftext|>",), merges: tuple[str, ...] = ("Ġ a", "b c")
 ) -> Path:
     made = ["".join(merge.split()) for merge in merges]
-    ids = {piece: number for number, piece in enumerate([*_letters(), *made, *more])}
+    ids = {piece: number for number, piece in enumerate([*bytes_to_unicode(), *made, *more])}
     (root / "vocab.json").write_text(json.dumps(ids))
     (root / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     return root / "vocab.json"
 
 
-def test_pieces_of_words(tmp_path):
-    tokenizer = read(str(wordpiece(tmp_path)))
+def test_wordpiece(tmp_path):
+    tokenizer = load_tokenizer(str(wordpiece(tmp_path)))
     ids = tokenizer.encode("UNwantéd, running [MASK]. xyz")
     pieces = ["un", "##want", "##ed", ",", "runn", "##ing", "[UNK]", "[UNK]", "[UNK]", ".", "[UNK]"]
-    assert [TINY[number] for number in ids] == pieces, "what a text says of [MASK] is text"
-    assert ids.dtype == np.uint8 and tokenizer.vocab == len(TINY) and tokenizer.end == TINY.index("[SEP]")
+    assert [TINY[number] for number in ids] == pieces, "[MASK] in a text is plain text"
+    assert ids.dtype == np.uint8 and tokenizer.vocab_size == len(TINY) and tokenizer.eos_token_id == TINY.index("[SEP]")
     assert tokenizer.decode(ids[:6]) == "unwanted, running"
     assert tokenizer.decode([*ids[:3], 4000]) == "unwanted"
 
 
-def test_case_is_what_the_config_beside_says(tmp_path):
-    tokenizer = read(str(wordpiece(tmp_path, do_lower_case=False)))
+def test_tokenizer_config_sets_the_case(tmp_path):
+    tokenizer = load_tokenizer(str(wordpiece(tmp_path, do_lower_case=False)))
     assert [TINY[number] for number in tokenizer.encode("un Un")] == ["un", "[UNK]"]
 
 
-def test_words_that_were_added_to_bytes_are_text_as_they_stand(tmp_path):
-    """Of a vocabulary of bytes in letters, they alone are not spelled so."""
-    library = read(str(byte_level(tmp_path, ("<s>", "</s>", "<mask>", "<pad>")))).library
+def test_tokens_added_to_a_byte_level_vocabulary_are_spelled_as_they_are(tmp_path):
+    """All other tokens are spelled with a letter per byte."""
+    library = load_tokenizer(str(byte_level(tmp_path, ("<s>", "</s>", "<mask>", "<pad>")))).backend
     library.add_tokens(["two words", "\u00e9t\u00e9"])
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = read(str(tmp_path))
+    tokenizer = load_tokenizer(str(tmp_path))
     ids = tokenizer.encode("a two words")
-    assert ids[-1] == tokenizer.ids["two words"]
-    _, words = tokenizer.masking()
-    assert {tokenizer.ids["two words"], tokenizer.ids["\u00e9t\u00e9"]} <= set(words.ordinary.tolist())
-    assert words.begins(np.array([ids])).tolist() == [[True, True, False]], "white space begins a word"
+    assert ids[-1] == tokenizer.token_to_id["two words"]
+    _, words = tokenizer.special_tokens_and_words()
+    assert {tokenizer.token_to_id["two words"], tokenizer.token_to_id["\u00e9t\u00e9"]} <= set(words.text_ids.tolist())
+    assert words.word_starts(np.array([ids])).tolist() == [[True, True, False]], "white space begins a word"
 
 
-def test_words_are_those_of_the_library(tmp_path):
-    tokenizer = read(str(wordpiece(tmp_path)))
-    special, words = tokenizer.masking()
+def test_word_boundaries_agree_with_the_library(tmp_path):
+    tokenizer = load_tokenizer(str(wordpiece(tmp_path)))
+    special, words = tokenizer.special_tokens_and_words()
     assert (special.pad, special.cls, special.sep, special.mask) == (0, 2, 3, 4)
-    assert not {0, 1, 2, 3, 4} & {*words.ordinary.tolist()} and len(words.ordinary) == len(TINY) - 5
+    assert not {0, 1, 2, 3, 4} & {*words.text_ids.tolist()} and len(words.text_ids) == len(TINY) - 5
     assert_words_of_the_library(tokenizer, "unwanted running, a wanted. unwanteding")
 
 
 def assert_words_of_the_library(tokenizer, text: str) -> None:
-    encoding = tokenizer.library.encode(text, add_special_tokens=False)
+    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
     expected = [True, *(a != b for a, b in pairwise(encoding.word_ids))]
-    _, words = tokenizer.masking()
-    assert words.begins(np.array(encoding.ids)).tolist() == expected
+    _, words = tokenizer.special_tokens_and_words()
+    assert words.word_starts(np.array(encoding.ids)).tolist() == expected
 
 
 @given(st.text())
-def test_byte_level_there_and_back(tmp_path_factory, text):
-    tokenizer = read(str(byte_level(tmp_path_factory.getbasetemp())))
+def test_byte_level_round_trip(tmp_path_factory, text):
+    tokenizer = load_tokenizer(str(byte_level(tmp_path_factory.getbasetemp())))
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and ids.dtype == np.uint16
     assert tokenizer.encode(text.encode()).tolist() == ids.tolist()
 
 
-def test_pieces_know_their_characters(tmp_path):
+def test_wordpiece_offsets(tmp_path):
     text = "  UNwantéd, ru\u0301nning\u200b."
-    tokenizer = read(str(wordpiece(tmp_path)))
-    ids, offsets = tokenizer.located(text)
+    tokenizer = load_tokenizer(str(wordpiece(tmp_path)))
+    ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids.tolist() == tokenizer.encode(text).tolist() and ids.dtype == np.uint8
     assert [text[a:b] for a, b in offsets] == ["UN", "want", "éd", ",", "ru\u0301nn", "ing", "."]
-    assert tokenizer.located("")[1].shape == (0, 2)
+    assert tokenizer.encode_with_offsets("")[1].shape == (0, 2)
 
 
 @given(st.text(" abcé→😀"))
-def test_byte_level_pieces_know_their_characters(tmp_path_factory, text):
-    tokenizer = read(str(byte_level(tmp_path_factory.getbasetemp())))
-    ids, offsets = tokenizer.located(text)
+def test_byte_level_offsets(tmp_path_factory, text):
+    tokenizer = load_tokenizer(str(byte_level(tmp_path_factory.getbasetemp())))
+    ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids.tolist() == tokenizer.encode(text).tolist()
     for number, (first, stop) in zip(ids, offsets, strict=True):
         assert tokenizer.decode([number]).strip("\ufffd") in text[first:stop]
     assert {at for first, stop in offsets for at in range(first, stop)} == {*range(len(text))}
 
 
-def test_byte_level_marks_where_words_begin(tmp_path):
-    tokenizer = read(str(byte_level(tmp_path, ("<|endoftext|>", "<s>", "</s>", "<mask>", "<pad>"))))
-    special, words = tokenizer.masking()
-    assert special.mask == tokenizer.vocab - 2 and tokenizer.end == 258
+def test_byte_level_word_boundaries(tmp_path):
+    tokenizer = load_tokenizer(str(byte_level(tmp_path, ("<|endoftext|>", "<s>", "</s>", "<mask>", "<pad>"))))
+    special, words = tokenizer.special_tokens_and_words()
+    assert special.mask == tokenizer.vocab_size - 2 and tokenizer.eos_token_id == 258
     ids = tokenizer.encode(" abc a  bc.\nx")  # Ġa bc Ġa Ġ Ġ bc . Ċ x
-    assert words.begins(ids).tolist() == [True, False, True, True, False, False, True, True, False]
-    assert words.sentences(ids).tolist() == [False] * 7 + [True, False]
+    assert words.word_starts(ids).tolist() == [True, False, True, True, False, False, True, True, False]
+    assert words.sentence_starts(ids).tolist() == [False] * 7 + [True, False]
     assert tokenizer.decode([257, 5000, 257]) == "bcbc"
 
 
-def test_a_prompt_that_is_not_utf8_is_read(tmp_path):
-    tokenizer = read(str(byte_level(tmp_path)))
+def test_a_prompt_that_is_not_utf8(tmp_path):
+    tokenizer = load_tokenizer(str(byte_level(tmp_path)))
     assert tokenizer.decode(tokenizer.encode(b"a\xff".decode("utf-8", "surrogateescape"))) == "a\ufffd"
 
 
 def test_a_tokenizer_json_and_a_directory(tmp_path):
-    first = read(str(wordpiece(tmp_path)))
-    first.library.enable_truncation(2)
-    first.library.enable_padding(length=9)
-    first.library.save(str(tmp_path / "any.json"))
-    ids = first.library.encode("unwanted", add_special_tokens=False).ids
-    assert len(ids) == 9, "as the file says; a corpus is neither cut nor padded"
+    first = load_tokenizer(str(wordpiece(tmp_path)))
+    first.backend.enable_truncation(2)
+    first.backend.enable_padding(length=9)
+    first.backend.save(str(tmp_path / "any.json"))
+    ids = first.backend.encode("unwanted", add_special_tokens=False).ids
+    assert len(ids) == 9, "as the file says; a corpus is neither truncated nor padded"
     assert (
-        read(str(tmp_path / "any.json")).encode("unwanted").tolist() == read(str(tmp_path)).encode("unwanted").tolist()
+        load_tokenizer(str(tmp_path / "any.json")).encode("unwanted").tolist()
+        == load_tokenizer(str(tmp_path)).encode("unwanted").tolist()
     )
     byte_level(tmp_path)
-    assert read(str(tmp_path)).vocab == len(TINY), "vocab.txt stands before vocab.json"
+    assert load_tokenizer(str(tmp_path)).vocab_size == len(TINY), "vocab.txt comes before vocab.json"
     (tmp_path / "any.json").rename(tmp_path / "tokenizer.json")
     (tmp_path / "vocab.txt").unlink()
-    assert read(str(tmp_path)).vocab == len(TINY)
+    assert load_tokenizer(str(tmp_path)).vocab_size == len(TINY)
 
 
-def test_masked_rows_of_word_pieces(tmp_path):
-    tokenizer = read(str(wordpiece(tmp_path)))
+def test_masked_rows_of_wordpieces(tmp_path):
+    tokenizer = load_tokenizer(str(wordpiece(tmp_path)))
     text = ("unwanted running, a wanted. " * 200).encode()
-    model = Model(kind="bert", layers=1, width=8, heads=1, context=64, vocab=tokenizer.vocab)
-    rows = MaskedLoader(tokenizer.encode(text), tokenizer, model, MaskedLM(kind="masked_lm"), 16, 2, 0).rows(0, 0, 16)
-    special, words = tokenizer.masking()
+    config = RunConfig.model_validate(
+        {
+            "model": {"kind": "bert", "layers": 1, "width": 8, "heads": 1, "context": 64, "vocab": len(TINY)},
+            "objective": {"kind": "masked_lm"},
+            "data": {"source": "python-stdlib"},
+            "optim": {"lr": 0.1},
+            "train": {"steps": 1, "batch": 16},
+        }
+    )
+    rows = MaskedLMTrainLoader(tokenizer.encode(text), tokenizer, config).rows(0, 0, 16)
+    special, words = tokenizer.special_tokens_and_words()
     assert (rows.targets[:, 0] == special.cls).all() and (rows.label_weights == 1).all()
-    inside = ~words.begins(rows.targets)[:, 1:]
+    inside = ~words.word_starts(rows.targets)[:, 1:]
     assert (rows.weights[:, 1:] == rows.weights[:, :-1])[inside].all() and inside.sum() > 200
 
 
@@ -172,12 +181,12 @@ def test_masked_rows_of_word_pieces(tmp_path):
 
 def refused(name: object) -> str:
     with pytest.raises(DataError) as error:
-        make(PythonStdlib(source="python-stdlib", tokenizer=str(name)))
+        make_tokenizer(PythonStdlib(source="python-stdlib", tokenizer=str(name)))
     assert error.value.code == 4
     return str(error.value)
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_files(tmp_path):
     message = refused(tmp_path / "vocab.txt")
     assert message.startswith(f"data.tokenizer={tmp_path}/vocab.txt: no such file") and "or `bytes`" in message
     assert "this directory has no tokenizer.json, vocab.txt, vocab.json" in refused(tmp_path)
@@ -188,19 +197,19 @@ def test_what_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("vocab.txt", b"[UNK]\na\n[UNK]\n", "line 3: '[UNK]' stands in line 1 already"),
+        ("vocab.txt", b"[UNK]\na\n[UNK]\n", "line 3: '[UNK]' is on line 1 already"),
         ("vocab.txt", b"[UNK]\n\na\n", "line 2: is empty"),
         ("vocab.txt", b"a\nb\n", "there is no [UNK] among its 2 lines"),
         ("vocab.txt", b"[UNK]\n\xff\n", "byte 6 is not UTF-8"),
         ("tokenizer.json", b"{", "not JSON: "),
         ("tokenizer.json", b"[1]", "expected a JSON object, got a list"),
-        ("tokenizer.json", b'{"model": {"type": "?"}}', "does not read this tokenizer.json"),
-        ("vocab.json", b'{"a": "b"}', "neither a tokenizer.json, which has a `model`, nor pieces with their numbers"),
-        ("vocab.json", b'{"a": 0, "b": 0}', "2 pieces have 1 numbers"),
-        ("vocab.json", b'{"a": 0}', "255 of the 256 bytes have no piece, the first"),
+        ("tokenizer.json", b'{"model": {"type": "?"}}', "cannot read this tokenizer.json"),
+        ("vocab.json", b'{"a": "b"}', "neither a tokenizer.json, which has a `model`, nor tokens with their ids"),
+        ("vocab.json", b'{"a": 0, "b": 0}', "2 tokens share 1 ids"),
+        ("vocab.json", b'{"a": 0}', "255 of the 256 bytes have no token, the first"),
     ],
 )
-def test_what_is_malformed(tmp_path, name, content, message):
+def test_malformed_vocabularies(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     assert f"{tmp_path}/{name}: " in (said := refused(tmp_path)) and message in said
 
@@ -208,7 +217,7 @@ def test_what_is_malformed(tmp_path, name, content, message):
 def test_merges_of_another_vocabulary(tmp_path):
     byte_level(tmp_path)
     (tmp_path / "merges.txt").write_text("#version: 0.2\nb c\nx y\n")
-    assert f"{tmp_path}/merges.txt: 'x y' is no pair of pieces that vocab.json has" in refused(tmp_path)
+    assert f"{tmp_path}/merges.txt: 'x y' is not a pair of tokens of vocab.json that merge" in refused(tmp_path)
 
 
 def test_a_vocabulary_larger_than_the_model(tmp_path):
@@ -216,41 +225,43 @@ def test_a_vocabulary_larger_than_the_model(tmp_path):
     with pytest.raises(
         ConfigError, match=rf"model\.vocab=10 is less than the 15 tokens of data\.tokenizer={name}"
     ) as error:
-        load(PythonStdlib(source="python-stdlib", tokenizer=name), seed=0, vocab=10)
+        load_data(PythonStdlib(source="python-stdlib", tokenizer=name), seed=0, vocab_size=10)
     assert error.value.code == 2 and str(error.value).endswith("Use model.vocab=15 or more.")
 
 
-def test_masked_text_needs_a_mask(tmp_path):
+def test_masked_text_needs_the_special_tokens(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.tokenizer=.*: it has no \[MASK\]\. Use data\.tokenizer=bytes"):
-        read(str(wordpiece(tmp_path, *(piece for piece in TINY if piece != "[MASK]")))).masking()
+        load_tokenizer(
+            str(wordpiece(tmp_path, *(piece for piece in TINY if piece != "[MASK]")))
+        ).special_tokens_and_words()
     with pytest.raises(ConfigError, match=r"has no \[CLS\], \[SEP\], \[MASK\], \[PAD\]\."):
-        read(str(byte_level(tmp_path))).masking()
+        load_tokenizer(str(byte_level(tmp_path))).special_tokens_and_words()
 
 
-def test_pieces_that_do_not_tell_words_apart(tmp_path):
+def test_tokens_that_do_not_show_where_words_begin(tmp_path):
     pieces = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", "[PAD]", "a"]
     plan = {"model": {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {p: n for n, p in enumerate(pieces)}}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(plan))
-    with pytest.raises(ConfigError, match=r"its WordLevel pieces do not say where words begin\. Use data\.tokenizer="):
-        read(str(tmp_path)).masking()
+    with pytest.raises(ConfigError, match=r"its WordLevel tokens do not show where words begin\. Use data\.tokenizer="):
+        load_tokenizer(str(tmp_path)).special_tokens_and_words()
 
 
 # --- corpora ----------------------------------------------------------------------------------------------------------
 
 
-def test_documents_are_parted_where_there_is_a_separator(tmp_path):
+def test_documents_are_separated_if_there_is_a_separator(tmp_path):
     for name in "abcdef":
         (tmp_path / f"{name}.txt").write_text("a unwanted" if name != "c" else "  \n")
     (tmp_path / "of").mkdir()
     data = {"source": "text", "path": str(tmp_path / "?.txt"), "validation_fraction": 0.4}
-    corpus = load(Text(**data, tokenizer=str(wordpiece(tmp_path / "of"))), 0, 100)
+    corpus = load_data(Text(**data, tokenizer=str(wordpiece(tmp_path / "of"))), 0, 100)
     document, end = [TINY.index(piece) for piece in ("a", "un", "##want", "##ed")], TINY.index("[SEP]")
     both = [part.tolist() for part in (corpus.train, corpus.validation)]
     assert [token for part in both for token in part if token != end] == document * 5 and sum(
         map(len, both)
     ) == 5 * 4 + 6 - 2
     wordpiece(tmp_path / "of", *(piece for piece in TINY if piece != "[SEP]"))
-    joined = load(Text(**data, tokenizer=str(tmp_path / "of")), 0, 100)
+    joined = load_data(Text(**data, tokenizer=str(tmp_path / "of")), 0, 100)
     assert sum(map(len, (joined.train, joined.validation))) == 5 * 4
 
 
@@ -269,13 +280,13 @@ def golden(key: str) -> dict:
 
 
 def test_published_ids_of_gpt2(tmp_path):
-    tokenizer = read(str(copied(tmp_path, vocab_json="gpt2_encoder.json", merges_txt="gpt2_vocab.bpe")))
+    tokenizer = load_tokenizer(str(copied(tmp_path, vocab_json="gpt2_encoder.json", merges_txt="gpt2_vocab.bpe")))
     vectors = golden("gpt2_bpe")["vectors"]
     assert len(vectors) > 20 and [tokenizer.encode(each["text"]).tolist() for each in vectors] == [
         v["ids"] for v in vectors
     ]
     assert all(tokenizer.decode(each["ids"]) == each["text"] for each in vectors)
-    assert tokenizer.vocab == 50257 and tokenizer.end == 50256 and tokenizer.dtype == np.uint16
+    assert tokenizer.vocab_size == 50257 and tokenizer.eos_token_id == 50256 and tokenizer.dtype == np.uint16
     text = published("tinyshakespeare.txt").read_text()
     cut = int(0.9 * len(text))
     counts = golden("corpus_counts")["tinyshakespeare"]
@@ -284,10 +295,10 @@ def test_published_ids_of_gpt2(tmp_path):
 
 
 def test_published_ids_of_bert(tmp_path):
-    tokenizer = read(str(copied(tmp_path, vocab_txt="bert_base_uncased_vocab.txt")))
+    tokenizer = load_tokenizer(str(copied(tmp_path, vocab_txt="bert_base_uncased_vocab.txt")))
     vectors = golden("bert_wordpiece_uncased")["vectors"]
-    special, _ = tokenizer.masking()
-    assert (special.pad, special.cls, special.sep, special.mask) == (0, 101, 102, 103) and tokenizer.vocab == 30522
+    special, _ = tokenizer.special_tokens_and_words()
+    assert (special.pad, special.cls, special.sep, special.mask) == (0, 101, 102, 103) and tokenizer.vocab_size == 30522
     for each in vectors:
         assert [special.cls, *tokenizer.encode(each["text"]), special.sep] == each["ids"]
     sample = published("bert_sample_text.txt").read_text("utf-8")
@@ -298,7 +309,7 @@ def test_published_ids_of_bert(tmp_path):
 def test_published_cases_of_small_vocabularies(tmp_path):
     for case in golden("bert_tiny_vocab"):
         if "vocab" in case:
-            tokenizer = read(str(wordpiece(tmp_path, *case["vocab"], do_lower_case=case.get("lower", True))))
+            tokenizer = load_tokenizer(str(wordpiece(tmp_path, *case["vocab"], do_lower_case=case.get("lower", True))))
             assert [case["vocab"][number] for number in tokenizer.encode(case["text"])] == case["tokens"]
     for case in golden("gpt2_tiny_vocab"):
         root = tmp_path / "gpt2"
@@ -306,4 +317,4 @@ def test_published_cases_of_small_vocabularies(tmp_path):
         (root / "vocab.json").write_text(json.dumps({piece: number for number, piece in enumerate(case["vocab"])}))
         (root / "merges.txt").write_text("#version: 0.2\n" + "\n".join(case["merges"]) + "\n")
         (root / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": case["add_prefix_space"]}))
-        assert read(str(root)).encode(case["text"]).tolist() == case["ids"]
+        assert load_tokenizer(str(root)).encode(case["text"]).tolist() == case["ids"]

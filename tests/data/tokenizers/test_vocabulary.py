@@ -1,29 +1,29 @@
-"""Where a vocabulary is found, and that the copy which a run keeps of it reads text as it does."""
+"""Where a vocabulary is found, and that the copy that a run keeps of it encodes text the same way."""
 
 import json
 from pathlib import Path
 
 import pytest
-from tests.data.test_subwords import TINY, byte_level, wordpiece
 
-from spmd_lm.data.tokenizers.subwords import read
-from spmd_lm.data.tokenizers.vocabulary import BESIDE, VOCABULARIES, find, keep
+from spmd_lm.data.tokenizers.subwords import load_tokenizer
+from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, VOCABULARIES, copy_vocabulary, find_vocabulary
 from spmd_lm.errors import DataError
+from tests.data.tokenizers.test_subwords import TINY, byte_level, wordpiece
 
 TEXT = "UNwanted running, wanted. a bc"
 
 
 @pytest.fixture
-def kept(tmp_path):
-    """A run's directory for it, empty."""
+def destination(tmp_path):
+    """A run's directory for its copy, empty."""
     place = tmp_path / "run" / "tokenizer"
     place.mkdir(parents=True)
     return place
 
 
 @pytest.fixture
-def there(tmp_path):
-    place = tmp_path / "there"
+def source_dir(tmp_path):
+    place = tmp_path / "source"
     place.mkdir()
     return place
 
@@ -32,74 +32,77 @@ def files(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def assert_kept(name: Path, kept: Path, *expected: str) -> None:
-    """These files and no others, which read as the vocabulary called `name` does, wherever that is by now."""
-    before = read(str(name)).encode(TEXT).tolist()
-    keep(str(name), kept)
-    assert files(kept) == set(expected)
+def assert_copied(name: Path, destination: Path, *expected: str) -> None:
+    """The copy has these files and no others, and encodes as `name` did, even after that has been moved."""
+    before = load_tokenizer(str(name)).encode(TEXT).tolist()
+    copy_vocabulary(str(name), destination)
+    assert files(destination) == set(expected)
     name.rename(name.with_name("gone"))
-    assert read(str(kept)).encode(TEXT).tolist() == before != []
+    assert load_tokenizer(str(destination)).encode(TEXT).tolist() == before != []
 
 
-def test_a_file_is_itself_and_a_directory_its_first_vocabulary(there):
+def test_a_file_is_found_as_itself_and_a_directory_by_its_first_vocabulary(source_dir):
     for name in reversed(VOCABULARIES):
-        (there / name).write_text("{}")
-        assert find(str(there)) == find(str(there / name)) == there / name
-    odd = there / "odd name"
+        (source_dir / name).write_text("{}")
+        assert find_vocabulary(str(source_dir)) == find_vocabulary(str(source_dir / name)) == source_dir / name
+    odd = source_dir / "odd name"
     odd.write_text("")
-    assert find(str(odd)) == odd
+    assert find_vocabulary(str(odd)) == odd
 
 
-def test_a_home_is_looked_up(there, monkeypatch):
-    monkeypatch.setenv("HOME", str(there))
-    wordpiece(there)
-    assert find("~/vocab.txt") == find("~") == there / "vocab.txt"
+def test_a_home_directory_is_expanded(source_dir, monkeypatch):
+    monkeypatch.setenv("HOME", str(source_dir))
+    wordpiece(source_dir)
+    assert find_vocabulary("~/vocab.txt") == find_vocabulary("~") == source_dir / "vocab.txt"
 
 
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("nothing", r"no such file or directory \(looked from .*\)\. Give the path of a tokenizer\.json, a vocab\.txt"),
+        (
+            "nothing",
+            r"no such file or directory \(working directory .*\)\. Give the path of a tokenizer\.json, a vocab\.txt",
+        ),
         ("empty", r"this directory has no tokenizer\.json, vocab\.txt, vocab\.json\. Name one that has"),
     ],
 )
-def test_what_is_not_found_is_told_with_what_is_looked_for(tmp_path, name, what):
+def test_a_missing_vocabulary_is_an_error_with_the_expected_names(tmp_path, name, what):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=rf"^data\.tokenizer={tmp_path}/{name}: {what}"):
-        find(str(tmp_path / name))
+        find_vocabulary(str(tmp_path / name))
 
 
-def test_word_pieces_by_another_name_with_what_says_how_they_are_spelled(there, kept):
-    source = wordpiece(there, *TINY, "UN", do_lower_case=False).rename(there / "bert-uncased.txt")
-    (there / "notes.txt").write_text("not asked for")
-    assert_kept(source, kept, "vocab.txt", "tokenizer_config.json")
-    assert read(str(kept)).encode("UN").tolist() == [len(TINY)]  # in lower case it would be another
+def test_copy_of_a_wordpiece_vocabulary_with_another_name_and_its_config(source_dir, destination):
+    source = wordpiece(source_dir, *TINY, "UN", do_lower_case=False).rename(source_dir / "bert-uncased.txt")
+    (source_dir / "notes.txt").write_text("not asked for")
+    assert_copied(source, destination, "vocab.txt", "tokenizer_config.json")
+    assert load_tokenizer(str(destination)).encode("UN").tolist() == [len(TINY)]  # in lower case it would be another
 
 
-def test_a_tokenizer_json_by_another_name(there, kept):
-    source = there / "any.json"
-    read(str(wordpiece(there))).library.save(str(source))
-    assert_kept(source, kept, "tokenizer.json")  # the vocab.txt beside it is another
+def test_copy_of_a_tokenizer_json_with_another_name(source_dir, destination):
+    source = source_dir / "any.json"
+    load_tokenizer(str(wordpiece(source_dir))).backend.save(str(source))
+    assert_copied(source, destination, "tokenizer.json")  # the vocab.txt beside it is another
 
 
-def test_byte_level_pieces_by_another_name_with_their_merges(there, kept):
-    source = byte_level(there).rename(there / "encoder.json")
-    assert_kept(source, kept, "vocab.json", "merges.txt")
+def test_copy_of_a_byte_level_vocabulary_with_another_name_and_its_merges(source_dir, destination):
+    source = byte_level(source_dir).rename(source_dir / "encoder.json")
+    assert_copied(source, destination, "vocab.json", "merges.txt")
 
 
-def test_a_piece_called_model_makes_no_tokenizer_json(there, kept):
-    source = byte_level(there, more=("model",))
+def test_a_token_called_model_does_not_make_a_tokenizer_json(source_dir, destination):
+    source = byte_level(source_dir, more=("model",))
     assert isinstance(json.loads(source.read_text())["model"], int)
-    assert_kept(source, kept, "vocab.json", "merges.txt")
+    assert_copied(source, destination, "vocab.json", "merges.txt")
 
 
-def test_a_directory_with_all_that_belongs_to_it_and_nothing_else(there, kept):
-    wordpiece(there, do_lower_case=False)
-    byte_level(there)
-    for name in BESIDE:
-        if not (there / name).exists():
-            (there / name).write_text("{}")
+def test_copy_of_a_directory_has_all_its_vocabulary_files_and_nothing_else(source_dir, destination):
+    wordpiece(source_dir, do_lower_case=False)
+    byte_level(source_dir)
+    for name in COMPANION_FILES:
+        if not (source_dir / name).exists():
+            (source_dir / name).write_text("{}")
     for name in ("config.json", "model.safetensors"):
-        (there / name).write_text("{}")
-    read(str(there)).library.save(str(there / "tokenizer.json"))
-    assert_kept(there, kept, *VOCABULARIES, *BESIDE)
+        (source_dir / name).write_text("{}")
+    load_tokenizer(str(source_dir)).backend.save(str(source_dir / "tokenizer.json"))
+    assert_copied(source_dir, destination, *VOCABULARIES, *COMPANION_FILES)

@@ -1,0 +1,99 @@
+"""The public functions of the package, for notebooks and scripts; `import spmd_lm` offers them, and imports this module
+when one is first used.
+
+    config = spmd_lm.load_config("configs/debug.yaml", "parallel.model=2", "run.simulate_devices=8")
+    print(spmd_lm.plan(config))
+    run = spmd_lm.train(config)
+    spmd_lm.evaluate(run), spmd_lm.generate(run, "def main(")
+
+Devices that a configuration simulates are set up by the first function that computes; jax cannot change them later."""
+
+from pathlib import Path
+from typing import Any
+
+from spmd_lm.analysis.topology import parse as parse_topology
+from spmd_lm.commands.common import set_up_devices
+from spmd_lm.config.load import load, load_run
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import Exit
+from spmd_lm.runtime.devices import simulate
+
+
+class Report(dict):
+    """A result as plain data, as --json writes it; str(report) is the text that the command prints."""
+
+    def __init__(self, data: dict[str, Any], text: str):
+        super().__init__(data)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__  # what a notebook shows
+
+
+def load_config(path: str | Path, *overrides: str) -> RunConfig:
+    """The configuration in a YAML file, or of the run in a directory, changed by overrides, `section.key=value`.
+
+    Raises ConfigError with one line per problem."""
+    return (load_run if Path(path).is_dir() else load)(Path(path), overrides)
+
+
+def plan(config: RunConfig) -> Report:
+    """Mesh, shardings, memory and pipeline of a run, without its devices.  Raises LayoutError if there is no plan."""
+    from spmd_lm.planning.plan_report import describe, render
+
+    description = describe(config)
+    return Report(description, render(description))
+
+
+def audit(config: RunConfig, topology: str | None = None) -> Report:
+    """Compiles the train step for `topology`, as in "v5p:4x4x4", present or not, or for the devices that are here, and
+    compares its collectives with theory; report["ok"] says whether they agree."""
+    target = parse_topology(topology) if topology is not None else None
+    if target:
+        simulated = target.size if target.platform == "cpu" else 0
+        config = config.model_copy(update={"run": config.run.model_copy(update={"simulate_devices": simulated})})
+    set_up_devices(config)
+    if target and target.platform != "cpu":
+        simulate(1)  # compiling ahead of time runs on the CPU
+    from spmd_lm.planning.audit import audit, render
+
+    result = audit(config, target)
+    return Report(result, render(result))
+
+
+def train(config: RunConfig) -> Path:
+    """Trains, or resumes, the run in run.dir; returns that directory.
+
+    Raises KeyboardInterrupt if a signal stopped it; what was done is saved then."""
+    set_up_devices(config)
+    from spmd_lm.training.loop import train
+
+    if train(config) != Exit.DONE:
+        raise KeyboardInterrupt(f"stopped; training {config.run.directory} again resumes it")
+    return config.run.directory
+
+
+def evaluate(run: str | Path | RunConfig) -> dict[str, Any]:
+    """Metrics of a run's newest checkpoint on its validation data.  run: its directory, or a configuration."""
+    config = set_up_devices(_run_config(run))
+    from spmd_lm.evaluation.evaluate import evaluate_run
+
+    return evaluate_run(config)
+
+
+def generate(run: str | Path | RunConfig, prompt: str = "", **sampling: Any) -> str:
+    """`prompt` and what a run's newest checkpoint adds to it.  run: its directory, or a configuration; sampling: fields
+    of generation.sampling.Sampling, such as tokens=100, temperature=0.8."""
+    from spmd_lm.generation.sampling import Sampling
+
+    options = Sampling(**sampling)
+    config = set_up_devices(_run_config(run))
+    from spmd_lm.generation.generate import generate_run
+
+    return generate_run(config, [prompt], options)[0]
+
+
+def _run_config(run: str | Path | RunConfig) -> RunConfig:
+    return run if isinstance(run, RunConfig) else load_run(Path(run))

@@ -1,0 +1,446 @@
+"""Runs a pipeline schedule: one stage's side of it, tick by tick.
+
+In each tick a stage receives what its neighbours sent in the last one, runs one chunk of its layers forward and one
+backward.  In between it saves only the chunk's input, and runs the chunk again for its gradients.  Idle halves of a
+tick are lax.conds that cost nothing; no collective inside one spans `pipe`.
+
+A breadth-first schedule runs all microbatches through a chunk before the next.  So weights that ZeRO shards are
+gathered once per chunk and direction, and gradients scattered once per chunk.  Its forward is over before backward
+begins: in between the last stage runs the head, and afterwards the first one the embedding's backward, each for all
+microbatches."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_lm.axes import PIPE
+from spmd_lm.parallel.layers_loop import Losses, Tree, num_layers
+from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule
+from spmd_lm.parallel.pipeline.schedule_table import Ticks, schedule_table
+from spmd_lm.parallel.pipeline.transfer import StageTransfer
+from spmd_lm.parallel.sharded_model import Parts, ShardedModel
+from spmd_lm.parallel.trees import tree_add, tree_add_subset, zeros_like
+
+T = TypeVar("T")
+
+Half = Ticks[np.ndarray]
+"""One half of a range of ticks, of all stages."""
+
+Task = Ticks[jax.Array]
+"""One half of one tick, of this stage: scalars."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """What a stage carries from tick to tick.  activation, gradient: messages in flight.  inputs, grad_slots: slots of
+    activations and of gradients that wait for their task.  losses, grads: the sums so far.
+
+    Only of breadth-first schedules: boundary, for each microbatch the output of the last stage, then its gradient, and
+    on the first stage the gradient of the embedding's output.  chunk_params, chunk_grads: whole weights of the current
+    chunk and their gradients, where ZeRO scatters per chunk."""
+
+    activation: Any = None
+    gradient: Any = None
+    inputs: Any = None
+    grad_slots: Any = None
+    losses: Any = None
+    grads: Any = None
+    boundary: Any = None
+    chunk_params: Any = None
+    chunk_grads: Any = None
+
+
+FORWARD_ONLY, BACKWARD_ONLY = ("activation", "inputs"), ("gradient", "grad_slots", "grads", "chunk_grads")
+"""Fields that only one half of a tick changes."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForwardResult:
+    """activation: the message to the next stage.  embedded: the task's input, if it came from the embedding.  output:
+    of the chunk, for the head of a breadth-first schedule."""
+
+    activation: jax.Array
+    embedded: jax.Array
+    losses: Losses
+    output: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BackwardResult:
+    """gradient: the message to the previous stage.  d_input: gradient of the task's input, for the embedding of a
+    breadth-first schedule."""
+
+    gradient: jax.Array
+    losses: Losses
+    grads: Parts | None
+    chunk_grads: Tree | None = None
+    d_input: Any = None
+
+
+class Pipeline:
+    """batch: leaves [microbatches, local rows, ...]."""
+
+    def __init__(self, model: ShardedModel, schedule: Schedule, batch: Tree):
+        self.model, self.plan, self.batch = model, model.plan, batch
+        self.stages, self.table = schedule.stages, schedule_table(schedule)
+        self.layers = num_layers((model.diff.blocks,)) // schedule.chunks
+        self.breadth_first = schedule.kind == "breadth_first"
+        self.per_chunk = self.plan.zero.scatter == "chunk"
+        self.stage = lax.axis_index(PIPE)
+        self.like = jax.eval_shape(lambda: model.embed(self.microbatch(0)))
+        self.transfer = StageTransfer(self.plan, self.like, wraps=schedule.chunks > 1)
+
+    def gradients(self, losses: Losses, grads: Parts) -> tuple[Losses, Parts]:
+        """Losses, and gradients of `model.diff`, on this stage.  losses, grads: zeros like them."""
+        carry = self.start(losses, grads)
+        if not self.breadth_first:
+            for phase in self.table.phases:
+                carry = self.run_ticks(carry, *phase)
+            return carry.losses, carry.grads
+        forward, backward = self.table.phases
+        carry = self.head_of_all(self.run_ticks(carry, *forward))
+        carry = self.embedding_of_all(self.run_ticks(carry, *backward))
+        return carry.losses, carry.grads
+
+    def evaluate(self, sums: Losses) -> Losses:
+        """What the head computes of all microbatches, and the layers' losses, on this stage; nothing is saved for
+        backward.  sums: zeros like it."""
+        carry = Carry(activation=self.transfer.zeros(), inputs=self.slots(self.table.input_slots), losses=sums)
+        busy = self.table.forward.active.any(1)
+
+        def tick(carry: Carry, tasks: Half) -> tuple[Carry, None]:
+            carry = self.forward_half(self.at_stage(tasks), carry, self.evaluate_task)
+            return dataclasses.replace(carry, activation=self.transfer.send(carry.activation, 1)), None
+
+        return lax.scan(tick, carry, self.table.forward.at_ticks(busy))[0].losses
+
+    def start(self, losses: Losses, grads: Parts) -> Carry:
+        carry = Carry(
+            activation=self.transfer.zeros(),
+            gradient=self.transfer.zeros(),
+            inputs=self.slots(self.table.input_slots),
+            grad_slots=self.slots(self.table.grad_slots),
+            losses=losses,
+            grads=grads,
+        )
+        if self.breadth_first:
+            microbatches = jax.tree.leaves(self.batch)[0].shape[0]
+            carry = dataclasses.replace(carry, boundary=self.slots(microbatches))
+        if self.per_chunk:
+            params = zeros_like(jax.eval_shape(self.gather_chunk, jnp.int32(0)))
+            chunk_grads = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, grads.blocks)
+            carry = dataclasses.replace(carry, chunk_params=params, chunk_grads=chunk_grads)
+        return carry
+
+    def run_ticks(self, carry: Carry, forward: Half | None, backward: Half | None) -> Carry:
+        """Runs the ticks of a phase.  A field that none of them changes stays out of the loop, which would copy it."""
+        unchanged = () if forward and backward else BACKWARD_ONLY if forward else FORWARD_ONLY
+        fixed = {name: getattr(carry, name) for name in unchanged}
+        absent = dict.fromkeys(unchanged)
+
+        def tick(looped: Carry, tasks: tuple[Half | None, Half | None]) -> tuple[Carry, None]:
+            carry = self.run_tick(dataclasses.replace(looped, **fixed), *tasks)
+            return dataclasses.replace(carry, **absent), None
+
+        looped, _ = lax.scan(tick, dataclasses.replace(carry, **absent), (forward, backward))
+        return dataclasses.replace(looped, **fixed)
+
+    def run_tick(self, carry: Carry, forward: Half | None, backward: Half | None) -> Carry:
+        if forward:
+            carry = self.forward_half(self.at_stage(forward), carry, self.forward_task)
+        if backward:
+            carry = self.backward_half(self.at_stage(backward), carry)
+        if forward:
+            carry = dataclasses.replace(carry, activation=self.transfer.send(carry.activation, 1))
+        if backward:
+            carry = dataclasses.replace(carry, gradient=self.transfer.send(carry.gradient, -1))
+        return carry
+
+    # ---- forward
+
+    def forward_half(
+        self, task: Task, carry: Carry, run: Callable[[Task, Carry, jax.Array, ForwardResult], ForwardResult]
+    ) -> Carry:
+        carry = self.load_chunk("forward", task, carry)
+        inputs = self.receive("forward", carry.inputs, task.receive_slot, carry.activation)
+        x = inputs[task.slot]
+        boundary = self.zeros() if carry.boundary is not None else None
+        idle = ForwardResult(self.transfer.zeros(), self.zeros(), carry.losses, boundary)
+        result = self.cond_update("forward_active", task.active, lambda idle: run(task, carry, x, idle), idle)
+        inputs = self.write(inputs, task.slot, result.embedded, task.active & task.from_embedding)
+        if carry.boundary is not None:
+            boundary = self.write(carry.boundary, task.microbatch, result.output, task.active & task.to_head)
+        return dataclasses.replace(
+            carry, activation=result.activation, inputs=inputs, losses=result.losses, boundary=boundary
+        )
+
+    def forward_task(self, task: Task, carry: Carry, x: jax.Array, idle: ForwardResult) -> ForwardResult:
+        """Unless the schedule is breadth-first, the last chunk is not run ahead: its backward starts with its
+        forward."""
+        x = self.task_input(task, x)
+        if self.breadth_first:
+            y, _ = self.chunk_forward(task, carry, x)
+            return dataclasses.replace(idle, activation=self.transfer.pack(y), embedded=x, output=y)
+
+        def run() -> jax.Array:
+            return self.transfer.pack(self.chunk_forward(task, carry, x)[0])
+
+        activation = self.cond("forward_to_head", task.to_head, self.transfer.zeros, run)
+        return dataclasses.replace(idle, activation=activation, embedded=x)
+
+    def evaluate_task(self, task: Task, carry: Carry, x: jax.Array, idle: ForwardResult) -> ForwardResult:
+        x = self.task_input(task, x)
+        y, losses = self.chunk_forward(task, carry, x)
+        losses = tree_add_subset(idle.losses, losses)
+
+        def with_head() -> Losses:
+            return tree_add_subset(losses, self.model.head(y, self.microbatch(task.microbatch)))
+
+        losses = self.cond("forward_to_head", task.to_head, with_head, lambda: losses)
+        return dataclasses.replace(idle, activation=self.transfer.pack(y), embedded=x, losses=losses)
+
+    def task_input(self, task: Task, x: jax.Array) -> jax.Array:
+        """The embedding's output where the task starts there, otherwise x."""
+
+        def embed() -> jax.Array:
+            return self.model.embed(self.microbatch(task.microbatch))
+
+        return self.cond("forward_from_embedding", task.from_embedding, embed, lambda: x)
+
+    def chunk_forward(self, task: Task, carry: Carry, x: jax.Array) -> tuple[jax.Array, Losses]:
+        return self.chunk_model(task, carry).layers(x, self.microbatch(task.microbatch), self.first_layer(task))
+
+    # ---- backward
+
+    def backward_half(self, task: Task, carry: Carry) -> Carry:
+        carry = self.load_chunk("backward", task, carry)
+        grad_slots = self.receive("backward", carry.grad_slots, task.receive_slot, carry.gradient)
+        carry = dataclasses.replace(carry, grad_slots=grad_slots)
+        idle = BackwardResult(
+            gradient=self.transfer.zeros(),
+            losses=carry.losses,
+            grads=None if self.per_chunk else carry.grads,
+            chunk_grads=carry.chunk_grads,
+            d_input=self.zeros() if self.breadth_first else None,
+        )
+        result = self.cond_update(
+            "backward_active", task.active, lambda idle: self.backward_task(task, carry, idle), idle
+        )
+        carry = dataclasses.replace(carry, gradient=result.gradient, losses=result.losses)
+        if self.breadth_first:
+            starts = task.active & task.from_embedding
+            boundary = self.write(carry.boundary, task.microbatch, result.d_input, starts)
+            carry = dataclasses.replace(carry, boundary=boundary)
+        if not self.per_chunk:
+            return dataclasses.replace(carry, grads=result.grads)
+        return self.scatter_chunk(task, dataclasses.replace(carry, chunk_grads=result.chunk_grads))
+
+    def backward_task(self, task: Task, carry: Carry, idle: BackwardResult) -> BackwardResult:
+        x, d_y = carry.inputs[task.slot], carry.grad_slots[task.grad_slot]
+        microbatch, model, ends = self.microbatch(task.microbatch), self.chunk_model(task, carry), None
+        if self.layers == 1 and not self.per_chunk:  # nothing runs between its forward and backward that needs the room
+            model = model.with_gathered_blocks()
+        y, losses, vjp = model.vjp_layers(x, microbatch, self.first_layer(task))
+        sums = idle.losses
+        if self.breadth_first:
+            d_y = jnp.where(task.to_head, carry.boundary[task.microbatch], d_y)
+        else:
+            assert idle.grads is not None
+            sums, d_y, ends = self.head_vjp(task, y, d_y, sums, idle.grads.ends)
+        result = dataclasses.replace(idle, losses=tree_add_subset(sums, losses))
+        if self.per_chunk:
+            chunk_grads, d_x = vjp(d_y, idle.chunk_grads, 0, overwrite=task.first_of_chunk)
+            result = dataclasses.replace(result, chunk_grads=chunk_grads)
+        else:
+            assert idle.grads is not None
+            blocks, d_x = vjp(d_y, idle.grads.blocks, task.chunk * self.layers)
+            ends = idle.grads.ends if ends is None else self.embedding_vjp(task, d_x, ends)
+            result = dataclasses.replace(result, grads=Parts(blocks, ends))
+        d_input = d_x if self.breadth_first else None
+        return dataclasses.replace(result, gradient=self.transfer.pack(d_x), d_input=d_input)
+
+    def head_vjp(
+        self, task: Task, y: jax.Array, d_y: jax.Array, losses: Losses, ends: Tree
+    ) -> tuple[Losses, jax.Array, Tree]:
+        """(losses plus the head's, gradient of y, `ends` plus the head's gradients) where y goes to the head; otherwise
+        the arguments."""
+
+        def head(ends: Tree, y: jax.Array) -> Losses:
+            return self.with_ends(ends).head(y, self.microbatch(task.microbatch))
+
+        def update(old: tuple[Losses, jax.Array, Tree]) -> tuple[Losses, jax.Array, Tree]:
+            losses, _, ends = old
+            head_losses, vjp = jax.vjp(head, self.model.diff.ends, y)
+            d_ends, d_y = vjp(jax.tree.map(jnp.ones_like, head_losses))
+            return tree_add_subset(losses, head_losses), d_y, tree_add(ends, d_ends)
+
+        return self.cond_update("backward_to_head", task.to_head, update, (losses, d_y, ends))
+
+    def embedding_vjp(self, task: Task, d_x: jax.Array, ends: Tree) -> Tree:
+        """`ends` plus the embedding's gradients, where the task's input came from it."""
+
+        def embed(ends: Tree) -> jax.Array:
+            return self.with_ends(ends).embed(self.microbatch(task.microbatch))
+
+        def update(ends: Tree) -> Tree:
+            _, vjp = jax.vjp(embed, self.model.diff.ends)
+            return tree_add(ends, *vjp(d_x))
+
+        return self.cond_update("backward_from_embedding", task.from_embedding, update, ends)
+
+    def with_ends(self, ends: Tree) -> ShardedModel:
+        return self.model.with_diff(self.model.diff._replace(ends=ends))
+
+    # ---- chunks
+
+    def first_layer(self, task: Task) -> jax.Array:
+        """The model's index of the chunk's first layer."""
+        return (task.chunk * self.stages + self.stage) * self.layers
+
+    def chunk_model(self, task: Task, carry: Carry) -> ShardedModel:
+        if carry.chunk_params is not None:
+            return self.model.with_whole_gradients(carry.chunk_params)
+        return self.model.chunk(task.chunk * self.layers, self.layers)
+
+    def gather_chunk(self, chunk: jax.Array) -> Tree:
+        return self.model.chunk(chunk * self.layers, self.layers).gather_blocks()
+
+    def load_chunk(self, half: str, task: Task, carry: Carry) -> Carry:
+        """`carry` with the weights of the task's chunk gathered, where that is done per chunk."""
+        if carry.chunk_params is None:
+            return carry
+
+        def gather(_: Tree) -> Tree:
+            return self.gather_chunk(task.chunk)
+
+        params = self.cond_update(f"{half}_loads_chunk", task.loads_chunk, gather, carry.chunk_params)
+        return dataclasses.replace(carry, chunk_params=params)
+
+    def scatter_chunk(self, task: Task, carry: Carry) -> Carry:
+        """`carry` with the gradients of a chunk scattered into `grads`, once they are summed over all microbatches."""
+
+        def write(blocks: Tree) -> Tree:
+            shards = self.model.scatter(carry.chunk_grads, self.model.names.blocks)
+
+            def write_leaf(total: jax.Array, shard: jax.Array) -> jax.Array:
+                return lax.dynamic_update_slice_in_dim(total, shard.astype(total.dtype), task.chunk * self.layers, 0)
+
+            return jax.tree.map(write_leaf, blocks, shards)
+
+        blocks = self.cond_update("backward_last_of_chunk", task.last_of_chunk, write, carry.grads.blocks)
+        return dataclasses.replace(carry, grads=carry.grads._replace(blocks=blocks))
+
+    # ---- head and embedding of a breadth-first schedule
+
+    def head_of_all(self, carry: Carry) -> Carry:
+        """`carry` with the head's losses and gradients, and the gradients of the last stage's outputs."""
+
+        def run(params: Tree, y: jax.Array, microbatch: Tree) -> tuple[Losses, Tree, jax.Array]:
+            losses, vjp = jax.vjp(lambda params, y: self.model.fns.head(params, y, microbatch), params, y)
+            return losses, *vjp(jax.tree.map(jnp.ones_like, losses))
+
+        return self.run_end("head_of_all", self.stages - 1, self.model.fns.head_params, run, carry)
+
+    def embedding_of_all(self, carry: Carry) -> Carry:
+        """`carry` with the embedding's gradients."""
+
+        def run(params: Tree, d_x: jax.Array, microbatch: Tree) -> tuple[Losses, Tree, jax.Array]:
+            _, vjp = jax.vjp(lambda params: self.model.fns.embed(params, microbatch), params)
+            return {}, *vjp(d_x), d_x
+
+        return self.run_end("embedding_of_all", 0, self.model.fns.embed_params, run, carry)
+
+    def run_end(
+        self, name: str, stage: int, select: Callable[[Tree], Tree], run: Callable[..., tuple], carry: Carry
+    ) -> Carry:
+        """`carry` after one end of the model has run backward on its stage, for all microbatches.
+
+        select: of a tree of ends, what that end reads.  run: (its params, boundary entry, microbatch) -> (losses,
+        gradients of its params, gradient for the boundary)."""
+        params = select(self.model.gathered.ends)
+        zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, select(carry.grads.ends))
+
+        def add_microbatch(total: tuple[Losses, Tree], inputs: tuple) -> tuple[tuple[Losses, Tree], jax.Array]:
+            losses, grads, d_boundary = run(params, *inputs)
+            return (tree_add_subset(total[0], losses), tree_add(total[1], grads)), d_boundary
+
+        def run_all() -> tuple[Losses, jax.Array, Tree]:
+            inputs = carry.boundary[:-1], self.batch
+            (losses, grads), d_boundary = lax.scan(add_microbatch, (carry.losses, zeros), inputs)
+            if self.model.scatter_in_loop:
+                grads = self.model.scatter(grads, select(self.model.names.ends))
+            ends = tree_add_subset(carry.grads.ends, grads)
+            return losses, carry.boundary.at[:-1].set(d_boundary), ends
+
+        def skip() -> tuple[Losses, jax.Array, Tree]:
+            return carry.losses, carry.boundary, carry.grads.ends
+
+        losses, boundary, ends = self.cond(name, self.stage == stage, run_all, skip)
+        return dataclasses.replace(carry, losses=losses, boundary=boundary, grads=carry.grads._replace(ends=ends))
+
+    # ---- conditions
+
+    def cond(self, name: str, predicate: jax.Array, true_fn: Callable[[], T], false_fn: Callable[[], T]) -> T:
+        """lax.cond in a named scope that audit can find (ScheduleTable.runs); a select if idle stages run, for devices
+        that must not diverge."""
+        with jax.named_scope(f"when_{name}"):
+            if not self.plan.run_idle_stages:
+                return lax.cond(predicate, true_fn, false_fn)
+            return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), true_fn(), false_fn())
+
+    def cond_update(self, name: str, predicate: jax.Array, update: Callable[[T], T], value: T) -> T:
+        """update(value) if `predicate` holds, otherwise `value`; for large values.
+
+        A GPU's compiler copies what goes through a conditional, in both branches and once more after it, but updates a
+        loop's carry in place: hence a loop of one iteration or none.  A TPU's updates both in place, and needs less
+        memory around a conditional."""
+        if self.plan.run_idle_stages or self.plan.platform == "tpu":
+            return self.cond(name, predicate, lambda: update(value), lambda: value)
+
+        def once(carry: tuple[jax.Array, T]) -> tuple[jax.Array, T]:
+            return jnp.zeros_like(predicate), update(carry[1])
+
+        with jax.named_scope(f"when_{name}"):
+            return lax.while_loop(lambda carry: carry[0], once, (predicate, value))[1]
+
+    # ---- microbatches and slots
+
+    def microbatch(self, index: jax.Array | int) -> Tree:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.batch)
+
+    def at_stage(self, tasks: Half) -> Task:
+        """This stage's entry of one tick."""
+        columns = cast(Task, tasks)
+        return jax.tree.map(lambda column: column[self.stage], columns)
+
+    def zeros(self) -> jax.Array:
+        """Of an activation's shape."""
+        return jnp.zeros(self.like.shape, self.like.dtype)
+
+    # Slots are read and written outside conditionals: inside, a GPU's compiler copies all of them in every tick.
+
+    def slots(self, number: int) -> jax.Array:
+        """For `number` activations; and one more, which is written and never read."""
+        return jnp.zeros((number + 1, *self.like.shape), self.like.dtype)
+
+    def write(self, slots: jax.Array, slot: jax.Array, x: jax.Array, predicate: jax.Array | bool = True) -> jax.Array:
+        """`slots` with x in `slot`; unchanged where that is IDLE or the predicate is false."""
+        return slots.at[jnp.where((slot != IDLE) & predicate, slot, slots.shape[0] - 1)].set(x)
+
+    def receive(self, half: str, slots: jax.Array, slot: jax.Array, message: jax.Array) -> jax.Array:
+        """`slots` with what has arrived from a neighbour, if anything has."""
+        if self.transfer.sends_all:
+            return self.write(slots, slot, message)
+
+        def unpack() -> jax.Array:
+            return self.transfer.unpack(message)
+
+        return self.write(slots, slot, self.cond(f"{half}_receives", slot != IDLE, unpack, self.zeros))

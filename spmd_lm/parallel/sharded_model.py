@@ -1,0 +1,208 @@
+"""A model's functions, bound to one step's weights wherever ZeRO has them.
+
+The model comes as plain functions of plain dicts, so that nothing here knows what a layer is.  `Plan.zero` says when
+weights are gathered and gradients scattered: around everything, or layer by layer."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spmd_lm.axes import is_dim_names
+from spmd_lm.parallel.layers_loop import Block, LayersLoop, Losses, Stacks, Tree
+from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.trees import cast, zeros_like
+from spmd_lm.parallel.zero import with_gathered_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFns:
+    """A model as a step runs it.  `microbatch` may hold anything.
+
+    embed(params, microbatch) -> x; block(layer_params, x, microbatch, index) -> (x, losses); head(params, x,
+    microbatch) -> losses by name, already divided by the weight of the whole global batch: their sum over microbatches
+    and devices is a mean, and gradients are of the sum of them all.
+    embed_params, head_params: the subtrees of a tree of parameters that embed and head read; a tied table is in both.
+    loop: how layers run."""
+
+    embed: Callable[[Tree, Tree], jax.Array]
+    block: Block
+    head: Callable[[Tree, jax.Array, Tree], Losses]
+    embed_params: Callable[[Tree], Tree]
+    head_params: Callable[[Tree], Tree]
+    loop: LayersLoop = LayersLoop()  # noqa: RUF009 - frozen
+
+
+class Parts(NamedTuple):
+    """A tree of parameters in two parts: the stack of layers, and the ends, embedding and head, that no loop runs
+    over."""
+
+    blocks: Tree
+    ends: Tree
+
+
+def split_params(params: Tree) -> Parts:
+    return Parts(params["blocks"], {name: part for name, part in params.items() if name != "blocks"})
+
+
+def join_params(parts: Parts) -> Tree:
+    return parts.ends | {"blocks": parts.blocks}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedModel:
+    """diff: what gradients are taken with respect to: the gathered weights; where gradients are scattered in the loop,
+    empty slots of the shards' shapes.  shards: the parameters between steps.  gathered: whole weights in the compute
+    dtype; its blocks are None where layers are gathered in the loop.  scatter_in_loop: see ZeroPolicy."""
+
+    fns: ModelFns
+    plan: Plan
+    compute: jnp.dtype
+    reduce: jnp.dtype
+    diff: Parts
+    shards: Parts
+    gathered: Parts
+    scatter_in_loop: bool
+
+    @classmethod
+    def from_params(
+        cls, fns: ModelFns, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype
+    ) -> "ShardedModel":
+        """Casts, and gathers what the policy gathers once per step."""
+        low, names = split_params(cast(params, compute)), split_params(plan.sharded_names)
+        if plan.zero.stage == 0:
+            return cls(fns, plan, compute, reduce, low, low, low, scatter_in_loop=False)
+        blocks = None if plan.zero.gathers_in_loop else plan.gather(low.blocks, names.blocks)
+        gathered = Parts(blocks, plan.gather(low.ends, names.ends))
+        slots = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute, reduce)), params)
+        in_loop = plan.zero.scatters_in_loop
+        diff = split_params(slots) if in_loop else gathered
+        return cls(fns, plan, compute, reduce, diff, split_params(params), gathered, in_loop)
+
+    # ---- other weights
+
+    def with_diff(self, diff: Parts) -> "ShardedModel":
+        return dataclasses.replace(self, diff=diff)
+
+    def chunk(self, first: jax.Array, layers: int) -> "ShardedModel":
+        """The same model with `layers` layers alone, from the one at `first` on."""
+
+        def slice_layers(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, first, layers, 0)
+
+        def slice_blocks(parts: Parts) -> Parts:
+            return parts._replace(blocks=jax.tree.map(slice_layers, parts.blocks))
+
+        diff, shards, gathered = map(slice_blocks, (self.diff, self.shards, self.gathered))
+        return dataclasses.replace(self, diff=diff, shards=shards, gathered=gathered)
+
+    def gather_blocks(self) -> Tree:
+        """The layers' weights, whole, in the compute dtype."""
+        if self.gathered.blocks is not None:
+            return self.gathered.blocks
+        return self.plan.gather(cast(self.shards.blocks, self.compute), self.names.blocks)
+
+    def with_gathered_blocks(self) -> "ShardedModel":
+        """The same model with its layers gathered; their gradients are scattered as before."""
+        return dataclasses.replace(self, gathered=self.gathered._replace(blocks=self.gather_blocks()))
+
+    def with_whole_gradients(self, blocks: Tree) -> "ShardedModel":
+        """The same model with these gathered layers, whose gradients the caller scatters."""
+        return dataclasses.replace(self, diff=self.diff._replace(blocks=blocks), scatter_in_loop=False)
+
+    # ---- forward
+
+    def embed(self, microbatch: Tree) -> jax.Array:
+        if not self.scatter_in_loop:
+            return self.fns.embed(self.fns.embed_params(self.diff.ends), microbatch)
+
+        def embed(params: Tree, _: None, microbatch: Tree) -> jax.Array:
+            return self.fns.embed(params, microbatch)
+
+        return self._run_end(embed, self.fns.embed_params, None, microbatch)
+
+    def layers(self, x: jax.Array, microbatch: Tree, first: jax.Array | int = 0) -> tuple[jax.Array, Losses]:
+        """x through all layers, and the sum of their losses.  first: the model's index of the first layer."""
+        return self.fns.loop.run(*self._block_and_stacks(), x, microbatch, first)
+
+    def vjp_layers(self, x: jax.Array, microbatch: Tree, first: jax.Array) -> tuple[jax.Array, Losses, Callable]:
+        """As `layers`, and LayersLoop.vjp's vjp for diff.blocks."""
+        return self.fns.loop.vjp(*self._block_and_stacks(), x, microbatch, first)
+
+    def head(self, x: jax.Array, microbatch: Tree) -> Losses:
+        if not self.scatter_in_loop:
+            return self.fns.head(self.fns.head_params(self.diff.ends), x, microbatch)
+        return self._run_end(self.fns.head, self.fns.head_params, x, microbatch)
+
+    def forward(self, microbatch: Tree) -> Losses:
+        """All losses of one microbatch, where one stage has all layers."""
+        x = self.embed(microbatch)
+        x, losses = self.layers(x, microbatch)
+        return losses | self.head(x, microbatch)
+
+    def zero_losses(self, batch: Tree) -> Losses:
+        """Zeros like the losses of one microbatch of `batch`."""
+        microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        return zeros_like(jax.eval_shape(self.forward, microbatch))
+
+    # ---- gathering
+
+    @property
+    def names(self) -> Parts:
+        """Dimension names of the shards."""
+        return split_params(self.plan.sharded_names)
+
+    def _block_and_stacks(self) -> tuple[Block, Stacks]:
+        """The block, and the stacks of which it takes one layer each."""
+        if not self.scatter_in_loop:
+            return self.fns.block, (self.diff.blocks,)
+        names = jax.tree.map(lambda names: names[1:], self.names.blocks, is_leaf=is_dim_names)
+        block = self._with_gathered_weights(self.fns.block, names, prevent_cse=not self.fns.loop.scan)
+        return block, (self.diff.blocks, self.shards.blocks, self.gathered.blocks)
+
+    def _run_end(self, f: Callable, select: Callable[[Tree], Tree], x: jax.Array | None, microbatch: Tree):
+        """f(params, x, microbatch) with the parameters that `select` takes of the ends."""
+        run = self._with_gathered_weights(f, select(self.names.ends), scatter_first=True)
+        return run(*map(select, (self.diff.ends, self.shards.ends, self.gathered.ends)), x, microbatch)
+
+    def _with_gathered_weights(self, f: Callable, names: Tree, **barriers: bool) -> Callable:
+        def gather(shards: Tree) -> Tree:
+            return self.plan.gather(cast(shards, self.compute), names)
+
+        def scatter(grads: Tree) -> Tree:
+            return cast(self.scatter(grads, names), jnp.promote_types(self.compute, self.reduce))
+
+        return with_gathered_weights(f, gather, scatter, **barriers)
+
+    def scatter(self, grads: Tree, names: Tree) -> Tree:
+        """Gradients of whole weights, summed over `data` onto the shards.  names: dimension names of the shards."""
+        return self.plan.scatter(cast(grads, self.reduce), names)
+
+    # ---- gradients
+
+    def reduce_gradients(self, grads: Parts) -> Tree:
+        """Gradients of `diff`, summed over the batch axes and sharded as the parameters are."""
+        reduced, names = cast(join_params(grads), self.reduce), self.plan.sharded_names
+        if self.plan.zero.stage and not self.scatter_in_loop:
+            reduced = self.plan.scatter(reduced, names)
+        return self.plan.psum_gradients(reduced, names)
+
+    # ---- inference
+
+    def inference_params(self) -> tuple[Tree, Callable[[Tree], Tree]]:
+        """(parameters with the layers of all stages, gather), where `gather` makes one layer of the stack whole."""
+        if self.gathered.blocks is not None:
+            return join_params(Parts(self.plan.gather_layers(self.gathered.blocks), self.gathered.ends)), _unchanged
+        names = jax.tree.map(lambda names: names[1:], self.names.blocks, is_leaf=is_dim_names)
+
+        def gather(layer: Tree) -> Tree:
+            return self.plan.gather(cast(layer, self.compute), names)
+
+        return join_params(Parts(self.plan.gather_layers(self.shards.blocks), self.gathered.ends)), gather
+
+
+def _unchanged(layer: Tree) -> Tree:
+    return layer
