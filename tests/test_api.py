@@ -40,7 +40,7 @@ for module in pkgutil.walk_packages(spmd_lm.__path__, "spmd_lm."):
 small = ("model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "train.steps=2", "train.batch=8")
 config = spmd_lm.load_config("configs/debug.yaml", "run.dir={tmp_path}/run", "run.simulate_devices=2", *small)
 assert spmd_lm.plan(config)["devices"] == 2 and "mesh" in str(spmd_lm.plan(config))
-assert spmd_lm.audit(config)["ok"] and "as theory asks" in str(spmd_lm.audit(config, "cpu:2"))
+assert spmd_lm.audit(config)["ok"] and "matches theory" in str(spmd_lm.audit(config, "cpu:2"))
 run = spmd_lm.train(config)
 assert spmd_lm.evaluate(run)["step"] == 2
 assert spmd_lm.generate(run, "def ", tokens=4).startswith("def ")

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import leaves_by_path
-from spmd_lm.checkpoints.saved_run import restore_run
 from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.evaluation.evaluate import restore_run
 from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS
 from spmd_lm.huggingface.common import require_single_process
 from spmd_lm.huggingface.config_json import build_config

@@ -36,8 +36,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
         program = Program(config)
         shapes = param_shapes(program)
         file_names = match_tensors(model_dir, shapes)
-        abstract = program.abstract_canonical()
-        params = read_params(model_dir, file_names, abstract.params)
+        params = read_params(model_dir, file_names, program.abstract_canonical().params)
         state = program.initial_canonical(params)
         meta = make_meta(config.model_dump(by_alias=True), samples=0, fingerprint="")
         keep = config.checkpoint.keep

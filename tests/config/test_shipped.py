@@ -1,23 +1,21 @@
-"""Every file under configs/ can be planned: as it is, and over 8 devices."""
+"""Every file under configs/ is a run that can be planned: as it stands, and laid out over 8 devices."""
 
 import math
 from pathlib import Path
 
-import jax
 import pytest
 
-from spmd_lm.analysis.flops import parameters
 from spmd_lm.config.load import load
 from spmd_lm.config.objective_checks import TASKS
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.planning.plan_report import describe
+from tests.parameter_count import model_parameters, parameters_by_formula
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.yaml") if path.stem != "base")
-BERT_BASE = 109_482_240  # without a head, with the pooler
+BERT_BASE = 109_482_240  # without a head, but with its pooler
 POOLER = 768 * 768 + 768
-PARAMETERS = {  # of the released weights; BERT's with both pre-training heads
+PARAMETERS = {  # of the released weights; BERT's with the two heads of its pre-training
     "gpt2/124m": 124_439_808,
     "gpt2/355m": 354_823_168,
     "gpt2/774m": 774_030_080,
@@ -49,13 +47,9 @@ ROUNDED = {  # as the papers print them, in billions
     "gpt_22b": "22",
     "ptd-p/1t": "1008.0",  # arXiv:2104.04473, table 1
 } | {f"ptd-p/{b}b": b for b in ("1.7", "3.6", "7.5", "18.4", "39.1", "76.1", "145.6", "310.1", "529.6")}
-TRIALS = {"debug", "pipeline", "quickstart", "tinyshakespeare", "bert/quickstart"}  # not from any paper
+TRIALS = {"debug", "pipeline", "quickstart", "tinyshakespeare", "bert/quickstart"}  # nobody's but ours
 
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(CONFIGS).with_suffix(""))
-
-
+name_of = lambda path: str(path.relative_to(CONFIGS).with_suffix(""))  # noqa: E731
 shipped = pytest.mark.parametrize("path", SHIPPED, ids=name_of)
 
 
@@ -65,8 +59,8 @@ def planned(path: Path, *overrides: str) -> tuple[RunConfig, dict]:
 
 
 @shipped
-def test_it_can_be_planned_as_it_is(path):
-    """On the devices that it simulates, else on as many as its degrees need."""
+def test_it_is_planned_as_it_stands(path):
+    """On the devices that it simulates, or that its degrees make, or else on one."""
     config = load(path)
     p = config.parallel
     degrees = {"pipe": p.pipe, "replica": p.replica, "data": max(p.data, 1), "model": p.model}
@@ -78,50 +72,49 @@ def test_it_can_be_planned_as_it_is(path):
 
 
 @shipped
-def test_it_has_the_published_number_of_parameters(path):
-    """To the last published digit."""
-    name, count = name_of(path), parameters(load(path))
+def test_it_has_as_many_parameters_as_were_published(path):
+    """To the last digit that is printed."""
+    name, count = name_of(path), model_parameters(load(path))
     assert (name in PARAMETERS) + (name in ROUNDED) + (name in FINETUNED) + (name in TRIALS) == 1
     if name in PARAMETERS:
         assert count == PARAMETERS[name]
     elif name in FINETUNED:
-        assert parameters(load(path, ["model.context=512"])) == FINETUNED[name]
+        assert model_parameters(load(path, ["model.context=512"])) == FINETUNED[name]
     elif name in ROUNDED:
         digits = len(ROUNDED[name].partition(".")[2])
         assert f"{count / 1e9:.{digits}f}" == ROUNDED[name]
 
 
 @shipped
-def test_the_parameter_formula_counts_the_leaves(path):
+def test_the_formula_counts_its_leaves(path):
     config = load(path)
-    shapes = LanguageModel(config.model, config.objective, "float32", "xla").shapes
-    assert parameters(config) == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert parameters_by_formula(config) == model_parameters(config)
 
 
-def test_finetuned_counts_differ_by_their_heads():
+def test_heads_are_what_the_counts_differ_in():
     assert FINETUNED["finetune/cola"] == BERT_BASE + 2 * (768 + 1)
     assert FINETUNED["finetune/race"] == BERT_BASE + 768 + 1
     assert FINETUNED["finetune/squad"] == BERT_BASE - POOLER + 2 * (768 + 1)
 
 
 @shipped
-def test_it_can_be_planned_over_eight_devices(path):
+def test_it_is_planned_over_eight_devices(path):
     one_stage = ("parallel.pipe=1", "parallel.chunks=1", "parallel.schedule=1f1b", "parallel.microbatches=1")
-    model = math.gcd(load(path).model.heads, 4)  # GPT-2 XL has 25 heads
+    model = math.gcd(load(path).model.heads, 4)  # GPT-2 XL has 25
     layout = f"parallel.data={8 // model}", f"parallel.model={model}"
     _, plan = planned(path, "run.simulate_devices=8", *layout, *one_stage)
     assert (plan["devices"], plan["mesh"]) == (8, {"pipe": 1, "replica": 1, "data": 8 // model, "model": model})
 
 
 @shipped
-def test_it_saves_checkpoints(path):
-    """eval and generate need them."""
+def test_its_last_state_is_kept(path):
+    """For eval and generate, which come next."""
     assert load(path).checkpoint.every > 0
 
 
 @pytest.mark.parametrize("name", FINETUNED)
-def test_finetuning_starts_from_bert_base(name):
-    """None of the base's data and objective keys are left, and the model is the same."""
+def test_a_fine_tuning_begins_as_bert_base_and_goes_on_as_it_would(name):
+    """Every key of what the base reads and is trained for is gone, and its model is the same."""
     config, base = load(CONFIGS / f"{name}.yaml"), load(CONFIGS / "bert" / "bert-base.yaml")
     assert config.data.task == Path(name).stem and config.data.task in TASKS
     assert config.run.init_from == str(base.run.directory) != str(config.run.directory)

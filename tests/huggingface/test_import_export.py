@@ -12,21 +12,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.saved_run import open_run, restore_run
+from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path
 from spmd_lm.cli import main
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data
-from spmd_lm.data.loader import training, validation
+from spmd_lm.data.loader import make_train_loader, make_validation_loader
 from spmd_lm.errors import Exit
-from spmd_lm.evaluation.evaluate import evaluate_run
+from spmd_lm.evaluation.evaluate import evaluate_run, open_run, restore_run
 from spmd_lm.huggingface.directory import make_run_config, open_directory
 from spmd_lm.huggingface.export_hf import export_hf
 from spmd_lm.huggingface.import_hf import import_hf, make_sharded_array
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader
 from spmd_lm.step.program import Program
-from spmd_lm.training.init_from import paths
 from spmd_lm.training.loop import train
 from tests.huggingface.small_models import (
     FLOAT32,
@@ -170,7 +168,7 @@ def test_each_layout_reads_only_its_shards_and_computes_the_same(hf, tmp_path, m
 
     model_dir, p = open_directory(directory), config.parallel
     mappings = {mapping.param: mapping for mapping in model_dir.config.architecture.weights}
-    for path, leaf in paths(program.abstract_canonical().params).items():
+    for path, leaf in leaves_by_path(program.abstract_canonical().params).items():
         mapping, shard = mappings[path], leaf.sharding.shard_shape(leaf.shape)
         name = mapping.tensor.format(layer=0)
         tensor_size = math.prod(model_dir.reader.tensors[name].shape)
@@ -273,7 +271,8 @@ def test_losses_agree_with_transformers(hf, tmp_path, which):
     directory, model = hf(which, "float32")
     config = import_directory(directory, tmp_path / "run", *FLOAT32)
     program, corpus = Program(config), load_data(config.data, config.train.seed, config.model.vocab)
-    batch = jax.tree.map(lambda x: np.asarray(x)[0], validation(config, corpus).batch(0, program.batch_shardings))
+    loader = make_validation_loader(config, corpus)
+    batch = jax.tree.map(lambda x: np.asarray(x)[0], loader.batch(0, program.batch_shardings))
     z = their_logits(model, Rows(batch.tokens, batch.token_type_ids, batch.segments))
     figures = evaluate_run(config)
     want = their_nll(z["tokens"], batch.targets, batch.loss_weights)
@@ -290,7 +289,7 @@ def test_an_imported_run_can_be_evaluated_and_trained(hf, tmp_path, capsys):
     config = import_directory(directory, tmp_path / "run", *FLOAT32, "model.dropout=0", "model.attention_dropout=0")
     corpus = load_data(config.data, config.train.seed, config.model.vocab)
 
-    batch = training(config, corpus).batch(0, Program(config).batch_shardings)
+    batch = make_train_loader(config, corpus).batch(0, Program(config).batch_shardings)
     tokens, targets, weights = (np.asarray(x)[0] for x in (batch.tokens, batch.targets, batch.loss_weights))
     first = their_nll(their_logits(model, Rows(tokens, tokens, tokens))["tokens"], targets, weights)
     assert evaluate_run(config)["step"] == 0
