@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from spmd_lm.config.messages import variants
 
-from spmd_lm.config.schema import MaskedLM, Model, Objective
+from spmd_lm.config.schema import MaskedLM, Model, Objective, variants
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.architectures import ARCHITECTURES, BERT, CLASSES, GPT2, LLAMA
 from spmd_lm.huggingface.config_json import build_config, parse_config
