@@ -330,11 +330,11 @@ def _gradient_sums(step: _Step) -> Iterator[ExpectedCollective]:
     parameters = _parameters(step)
     formula = "what is not scattered, once" if plan.zero.stage else "P, once"
     for axes in sorted({plan.grad_reduce_axes(parameter.names) for parameter in parameters} - {()}):
-        summed = [parameter for parameter in parameters if plan.grad_reduce_axes(parameter.names) == axes]
-        elements = sum(each.elements / (plan.layout.data if each.is_matrix else 1) for each in summed)
+        all_reduced = [parameter for parameter in parameters if plan.grad_reduce_axes(parameter.names) == axes]
+        elements = sum(each.elements / (plan.layout.data if each.is_matrix else 1) for each in all_reduced)
         devices = math.prod(plan.sizes[axis] for axis in axes)
         sent = wire_bytes(ALL_REDUCE, elements * dtype_bytes(reduce), devices)
-        yield ExpectedCollective(ALL_REDUCE, axes, "gradients", reduce, len(summed), sent, formula)
+        yield ExpectedCollective(ALL_REDUCE, axes, "gradients", reduce, len(all_reduced), sent, formula)
 
 
 def _scalars(step: _Step) -> Iterator[ExpectedCollective]:

@@ -38,11 +38,11 @@ def leaves_by_path(tree: Tree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
-def make_meta(config: Config, samples: int, fingerprint: str) -> Meta:
+def make_meta(config: Config, num_samples: int, fingerprint: str) -> Meta:
     """What is saved beside a state: the resolved config, the position in the data, and the versions that wrote it."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint")
     versions = {"spmd_lm": spmd_lm.__version__} | {name: version(name) for name in packages}
-    return {"config": config, "data": {"samples": samples, "fingerprint": fingerprint}, "versions": versions}
+    return {"config": config, "data": {"samples": num_samples, "fingerprint": fingerprint}, "versions": versions}
 
 
 class Checkpointer:

@@ -246,26 +246,26 @@ def _sections(tree: dict) -> dict[str, Any]:
 
 
 def _merge(under: dict, over: dict) -> dict:
-    merged = dict(under)
+    result = dict(under)
     for key, value in over.items():
         nested = isinstance(value, dict) and isinstance(under.get(key), dict)
-        merged[key] = _merge(under[key], value) if nested else value
-    return merged
+        result[key] = _merge(under[key], value) if nested else value
+    return result
 
 
 def _merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
     """Later layers win.  A section whose kind changes loses the old kind's keys, except the SHARED_KEYS that the new
     kind has."""
-    merged: dict[str, Any] = {}
+    stacked: dict[str, Any] = {}
     for layer in layers:
-        for name in merged.keys() & layer.tree.keys() & FIELDS.keys():
-            old, new = _kind(name, merged[name]), _explicit_kind(name, layer.tree[name])
+        for name in stacked.keys() & layer.tree.keys() & FIELDS.keys():
+            old, new = _kind(name, stacked[name]), _explicit_kind(name, layer.tree[name])
             if old and new and old != new:
                 new_keys = yaml_keys(variants(name)[new]) if new in variants(name) else []
                 shared = [key for key in SHARED_KEYS.get(name, ()) if key in new_keys]
-                merged[name] = {key: value for key, value in merged[name].items() if key in shared}
-        merged = _merge(merged, layer.tree)
-    return merged
+                stacked[name] = {key: value for key, value in stacked[name].items() if key in shared}
+        stacked = _merge(stacked, layer.tree)
+    return stacked
 
 
 def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:

@@ -83,8 +83,8 @@ def _tokenize(
     else:
         held_out = hold_out([document.name for document in documents], validation_fraction)
         split = list(zip(encoded, held_out, strict=True))
-        train = _join([tokens for tokens, held in split if not held], tokenizer.eos_token_id)
-        validation = _join([tokens for tokens, held in split if held], tokenizer.eos_token_id)
+        train = _join([tokens for tokens, is_validation in split if not is_validation], tokenizer.eos_token_id)
+        validation = _join([tokens for tokens, is_validation in split if is_validation], tokenizer.eos_token_id)
     num_bytes = sum(len(document.text) for document in documents)
     return Corpus(name, train, validation, len(documents), num_bytes, tokenizer)
 

@@ -53,8 +53,8 @@ def window_length(length: int, context: int) -> int:
 
     All of them, up to `context`.  A longer text starts again from its last half context, and the window grows to
     `context` again: a KV cache cannot slide, because positions are learned."""
-    half = context // 2 or 1
-    return length if length <= context else half + (length - context - 1) % (context + 1 - half)
+    shortest = context // 2 or 1
+    return length if length <= context else shortest + (length - context - 1) % (context + 1 - shortest)
 
 
 class Generator:

@@ -38,7 +38,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
         file_names = match_tensors(model_dir, shapes)
         params = read_params(model_dir, file_names, program.abstract_canonical().params)
         state = program.initial_canonical(params)
-        meta = make_meta(config.model_dump(by_alias=True), samples=0, fingerprint="")
+        meta = make_meta(config.model_dump(by_alias=True), num_samples=0, fingerprint="")
         keep = config.checkpoint.keep
         with closing(Checkpointer(run_dir / "checkpoints", keep, asynchronous=False)) as checkpointer:
             checkpointer.save(0, state, meta)

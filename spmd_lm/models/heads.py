@@ -163,13 +163,13 @@ class MaskedLMHead(CausalLMHead):
 
     def eval_sums(self, x, table, batch, rows):
         h = self.final_norm(x)
-        sums = {"masked_lm": self.token_sums(h, table, batch)}
+        totals = {"masked_lm": self.token_sums(h, table, batch)}
         if self.sentence_order:
             z = self.order_logits(h)
             w = batch.label_weights.astype(z.dtype)
             loss, correct = (nll(z, batch.labels) * w).sum(), jnp.where(z.argmax(-1) == batch.labels, w, 0).sum()
-            sums["sentence_order"] = (from_first_shard(loss), from_first_shard(correct), w.sum())
-        return sums
+            totals["sentence_order"] = (from_first_shard(loss), from_first_shard(correct), w.sum())
+        return totals
 
     def logits(self, x, table, batch):
         logits = super().logits(x, table, batch)

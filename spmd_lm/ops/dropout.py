@@ -54,8 +54,8 @@ class DropoutKey:
         lane = _uint32(lane)
         # A barrier, so that keys are computed before they are used: fused into the loops over entries, their rounds
         # would be repeated for each row, and LLVM's vectorizer, in jax 0.12, takes time exponential in their number.
-        samples = _uint32(self.sample_ids).reshape(-1, *(1,) * lane.ndim)
-        return lax.optimization_barrier(threefry(run, samples, lane))
+        rows = _uint32(self.sample_ids).reshape(-1, *(1,) * lane.ndim)
+        return lax.optimization_barrier(threefry(run, rows, lane))
 
 
 def dropout(x: jax.Array, rate: float, key: KeyWords, row: jax.Array, column: jax.Array) -> jax.Array:

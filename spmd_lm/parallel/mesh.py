@@ -64,28 +64,28 @@ def make_mesh(layout: Layout, devices: list[jax.Device]) -> Mesh:
     On a TPU `data` may become several axes, data0, data1, ..., each along dimensions of the torus: over one flat axis
     that spans several, its compiler makes full all-reduces of gathers and scatters."""
     assert layout.devices == len(devices), (layout, len(devices))
-    rings: tuple[int, ...] = (layout.data,)
+    data_shape: tuple[int, ...] = (layout.data,)
     if devices[0].platform == "tpu":
-        rings, array = _on_torus(layout, devices)
+        data_shape, array = _on_torus(layout, devices)
     else:
         array = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
     names: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in MESH_AXES}
-    if len(rings) > 1:
-        names[DATA] = tuple(f"{DATA}{i}" for i in range(len(rings)))
+    if len(data_shape) > 1:
+        names[DATA] = tuple(f"{DATA}{i}" for i in range(len(data_shape)))
     outermost_first = [name for axis in OUTERMOST_FIRST for name in names[axis]]
-    array = array.reshape(_shape(layout, rings))
+    array = array.reshape(_mesh_shape(layout, data_shape))
     order = [name for axis in MESH_AXES for name in names[axis]]
     array = array.transpose([outermost_first.index(name) for name in order])
     return Mesh(array, tuple(order), axis_types=(AxisType.Auto,) * len(order))
 
 
-def _shape(layout: Layout, rings: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the mesh as OUTERMOST_FIRST."""
-    return (layout.replica, *rings, layout.pipe, layout.model)
+def _mesh_shape(layout: Layout, data_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the mesh with its axes in the order of OUTERMOST_FIRST."""
+    return (layout.replica, *data_shape, layout.pipe, layout.model)
 
 
 def _on_torus(layout: Layout, devices: list[jax.Device]) -> tuple[tuple[int, ...], np.ndarray]:
-    """(rings of `data`, devices in the order of OUTERMOST_FIRST): the first split of `data` that the torus takes."""
+    """(shape of `data`, array of devices in the order of OUTERMOST_FIRST): the first shape that fits the torus."""
     from jax.experimental import mesh_utils
 
     slices = len({getattr(d, "slice_index", 0) or 0 for d in devices})
@@ -94,27 +94,27 @@ def _on_torus(layout: Layout, devices: list[jax.Device]) -> tuple[tuple[int, ...
             f"parallel.replica={layout.replica} is not a multiple of the {slices} slices, between which only replicas "
             f"can be. Use parallel.replica={slices}."
         )
-    for split, rings in itertools.product((False, True), _ring_choices(layout, devices)):
-        replicas, *shape = _shape(layout, rings)
+    for split, data_shape in itertools.product((False, True), _data_shapes(layout, devices)):
+        replicas, *shape = _mesh_shape(layout, data_shape)
         within, across = (replicas // slices, *shape), (slices, *[1] * len(shape))
-        whole: dict[str, Any] = {"allow_split_physical_axes": split}
+        options: dict[str, Any] = {"allow_split_physical_axes": split}
         try:
             if slices == 1:
-                return rings, mesh_utils.create_device_mesh((replicas, *shape), devices, **whole)
-            return rings, mesh_utils.create_hybrid_device_mesh(within, across, devices, **whole)
+                return data_shape, mesh_utils.create_device_mesh((replicas, *shape), devices, **options)
+            return data_shape, mesh_utils.create_hybrid_device_mesh(within, across, devices, **options)
         except (NotImplementedError, ValueError):
             continue  # no axis of this length lies along the torus
     in_order = sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
     return (layout.data,), np.array(in_order)
 
 
-def _ring_choices(layout: Layout, devices: list[jax.Device]) -> list[tuple[int, ...]]:
-    """Ways to split `data`, the best first: in two where it is longer than the torus in any dimension.
+def _data_shapes(layout: Layout, devices: list[jax.Device]) -> list[tuple[int, ...]]:
+    """Shapes of `data`, the best first: two axes where it is longer than any dimension of the torus.
 
-    A long inner ring leaves little for the outer one to send; some compilers take no rings of 3, 5, ... devices."""
+    A long inner ring leaves little for the outer one to send; some compilers refuse rings of 3, 5, ... devices."""
     corner = np.array([d.coords for d in devices])
     torus = {int(n) for n in corner.max(0) - corner.min(0) + 1 if n > 1}
     split: list[tuple[int, ...]] = [(layout.data // n, n) for n in torus if n < layout.data and layout.data % n == 0]
-    split.sort(key=lambda rings: (any(n % 2 for n in rings), -rings[1]))
+    split.sort(key=lambda data_shape: (any(n % 2 for n in data_shape), -data_shape[1]))
     flat: list[tuple[int, ...]] = [(layout.data,)]
     return flat + split if layout.data <= max(torus, default=1) else split + flat

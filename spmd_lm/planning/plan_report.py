@@ -14,7 +14,7 @@ from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.planning import pipeline_report
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
-from spmd_lm.step.freeze import frozen, trained
+from spmd_lm.step.freeze import frozen_mask, trained_count
 from spmd_lm.step.program import abstract_plan
 
 
@@ -67,7 +67,9 @@ def parameter_count(plan: Plan) -> int:
 def _trained_count(config: RunConfig, plan: Plan) -> int:
     """Parameters that optim.freeze leaves to train; ConfigError for a pattern that matches none."""
     patterns = config.optim.freeze.split()
-    return trained(frozen(patterns, plan.names, plan.shapes), plan.shapes) if patterns else parameter_count(plan)
+    if not patterns:
+        return parameter_count(plan)
+    return trained_count(frozen_mask(patterns, plan.names, plan.shapes), plan.shapes)
 
 
 def _describe_parameter(config: RunConfig, plan: Plan, path: tuple[Any, ...], names: DimNames) -> dict[str, Any]:

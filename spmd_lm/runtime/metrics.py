@@ -75,9 +75,9 @@ class MetricsLog:
     def __init__(self, directory: Path, resume_step: int = 0):
         self.path = directory / "metrics.jsonl"
         self._resume_step = resume_step
-        kept = [record for record in read_records(self.path) if record["step"] <= resume_step]
-        self._last_step = max((record["step"] for record in kept), default=0)
-        write_atomically(self.path, "".join(map(_to_line, kept)))
+        records = [record for record in read_records(self.path) if record["step"] <= resume_step]
+        self._last_step = max((record["step"] for record in records), default=0)
+        write_atomically(self.path, "".join(map(_to_line, records)))
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
 

@@ -31,7 +31,7 @@ class Progress:
     def __init__(self, steps: int, console: Console | None = None, quiet: bool = False):
         self.steps = steps
         self._console = console or PipeConsole(highlight=False, quiet=quiet)
-        self._live: Live | None = None
+        self._display: Live | None = None
         self._metrics = ""  # the last record's, which stay on the live line until the next one
         self._first_step: tuple[int, float] | None = None  # and when it ended
 
@@ -46,11 +46,11 @@ class Progress:
         if not self._console.is_terminal:
             yield
             return
-        with Live(console=self._console, transient=True, refresh_per_second=4) as self._live:
+        with Live(console=self._console, transient=True, refresh_per_second=4) as self._display:
             try:
                 yield
             finally:
-                self._live = None
+                self._display = None
 
     @contextmanager
     def compiling(self, last_seconds: float | None) -> Iterator[None]:
@@ -72,8 +72,8 @@ class Progress:
         """After every step: updates the live line."""
         if self._first_step is None:
             self._first_step = step, time.perf_counter()
-        if self._live is not None:
-            self._live.update(Text(f"step {step}/{self.steps}{self._metrics}{self._eta(step)}"))
+        if self._display is not None:
+            self._display.update(Text(f"step {step}/{self.steps}{self._metrics}{self._eta(step)}"))
 
     def record(self, record: Record) -> None:
         """After a logged step: its loss, speed and evaluation."""

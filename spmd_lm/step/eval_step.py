@@ -33,10 +33,12 @@ def make_eval_step(
         microbatches = batch, None
         zeros = sharded.zero_losses(microbatches)
         if schedule.stages > 1:
-            sums = Pipeline(sharded, schedule, microbatches).evaluate(zeros)
+            totals = Pipeline(sharded, schedule, microbatches).evaluate(zeros)
         else:
-            sums, _ = lax.scan(lambda total, part: (tree_add(total, sharded.forward(part)), None), zeros, microbatches)
-        return plan.psum_batch(plan.psum_stages(sums))
+            totals, _ = lax.scan(
+                lambda total, part: (tree_add(total, sharded.forward(part)), None), zeros, microbatches
+            )
+        return plan.psum_batch(plan.psum_stages(totals))
 
     step = plan.shard_map(eval_step, (plan.param_specs, batch_specs), P())
     return jax.jit(step, out_shardings=plan.sharding(P()))

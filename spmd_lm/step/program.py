@@ -19,7 +19,7 @@ from spmd_lm.parallel.pipeline.schedule import Schedule, make_schedule
 from spmd_lm.parallel.plan import Plan, Tree, pad_or_crop
 from spmd_lm.parallel.zero import ZeroPolicy
 from spmd_lm.step.eval_step import make_eval_step, make_forward
-from spmd_lm.step.freeze import frozen
+from spmd_lm.step.freeze import frozen_mask
 from spmd_lm.step.loss_scale import init_loss_scale
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
@@ -86,7 +86,7 @@ class Program:
         self.plan = make_plan(config, devices or jax.devices())
         self.model = make_model(config, self.plan.platform)
         patterns = config.optim.freeze.split()
-        mask = frozen(patterns, self.model.names, self.model.shapes) if patterns else None
+        mask = frozen_mask(patterns, self.model.names, self.model.shapes) if patterns else None
         self.optimizer = Optimizer(config.optim, config.train.steps, mask)
 
     @property

@@ -78,8 +78,8 @@ class TrainingRun:
         self.wait()
         with self.clock.time("checkpoint"):
             self.guard.check_state(self.step, self.state)
-            samples = self.step * self.config.train.batch
-            meta = make_meta(self.config.model_dump(by_alias=True), samples, self.corpus.fingerprint)
+            num_samples = self.step * self.config.train.batch
+            meta = make_meta(self.config.model_dump(by_alias=True), num_samples, self.corpus.fingerprint)
             self.checkpoints.save(self.step, self.program.canonical(self.state), meta)
 
     def write_status(self, **changes: object) -> None:

@@ -161,20 +161,20 @@ def check_file_types(directory: Path) -> None:
 
 
 def check_vocabulary(config: RunConfig, directory: Path, trained: dict[str, Any] | None) -> None:
-    """ConfigError if the vocabulary is not that of the run in `directory`: the one kept there, or bytes.
+    """ConfigError if the vocabulary is not that of the run in `directory`: the one saved there, or bytes.
 
     trained: the config that run was last trained with; None if it has taken no step yet."""
     if not isinstance(config.data, Data):
         return
-    name, kept = config.data.tokenizer, saved_tokenizer(directory)
-    if kept:
-        same = name != "bytes" and find_vocabulary(name).read_bytes() == find_vocabulary(str(kept)).read_bytes()
+    name, saved = config.data.tokenizer, saved_tokenizer(directory)
+    if saved:
+        same = name != "bytes" and find_vocabulary(name).read_bytes() == find_vocabulary(str(saved)).read_bytes()
     else:
         same = name == "bytes" or trained is None or trained["data"].get("tokenizer") != "bytes"
     if not same:
         raise ConfigError(
             f"data.tokenizer={name} is not the vocabulary of {directory}, whose ids its model was trained on. "
-            f"Use data.tokenizer={kept or 'bytes'}, or another run."
+            f"Use data.tokenizer={saved or 'bytes'}, or another run."
         )
 
 

@@ -20,7 +20,7 @@ from spmd_lm.checkpoints.compatibility import check_compatible, check_warm_start
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
 
-META = make_meta({"model": {"layers": 4}}, samples=48, fingerprint="abc")
+META = make_meta({"model": {"layers": 4}}, num_samples=48, fingerprint="abc")
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ from spmd_lm.checkpoints.checkpointer import leaves_by_path
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.planning.plan_report import describe, summary
-from spmd_lm.step.freeze import frozen, trained
+from spmd_lm.step.freeze import frozen_mask, trained_count
 from tests.helpers import make_config, program
 from tests.parameter_count import parameters_by_formula
 
@@ -20,7 +20,7 @@ CONFIG = make_config(model=BERT, objective={"kind": "classification", "classes":
 
 def masks(patterns: str, config=CONFIG) -> dict[str, np.ndarray]:
     model = LanguageModel(config.model, config.objective, "float32", "xla")
-    return leaves_by_path(frozen(patterns.split(), model.names, model.shapes))
+    return leaves_by_path(frozen_mask(patterns.split(), model.names, model.shapes))
 
 
 def names(patterns: str, config=CONFIG) -> set[str]:
@@ -69,18 +69,18 @@ def test_a_pattern_is_a_shell_s(patterns, fits):
 def test_shared_layers_are_layer_0():
     shared = make_config(model={"layers": 4, "share_layers": True})
     assert names("blocks.0.mlp.*", shared) == {f"blocks.0.mlp.{w}" for w in ("up", "up_bias", "down", "down_bias")}
-    assert "blocks.1.* is the name of no parameter" in refused("blocks.1.*", shared)[0]
+    assert "blocks.1.* matches no parameter" in refused("blocks.1.*", shared)[0]
 
 
 @pytest.mark.parametrize("patterns", ["embedding.*", "blocks.[0-6].*", "blocks.[024].* *norm2*", "*s.1.attention.key"])
 def test_what_is_left_to_train_is_counted(patterns):
     model = LanguageModel(CONFIG.model, CONFIG.objective, "float32", "xla")
-    made = frozen(patterns.split(), model.names, model.shapes)
+    made = frozen_mask(patterns.split(), model.names, model.shapes)
     still = sum(
         int(np.broadcast_to(mask.reshape(mask.shape + (1,) * (len(leaf.shape) - mask.ndim)), leaf.shape).sum())
         for mask, leaf in zip(jax.tree.leaves(made), jax.tree.leaves(model.shapes), strict=True)
     )
-    assert trained(made, model.shapes) == parameters_by_formula(CONFIG) - still
+    assert trained_count(made, model.shapes) == parameters_by_formula(CONFIG) - still
 
 
 def refused(patterns: str, config=CONFIG) -> tuple[str, ...]:
@@ -91,15 +91,15 @@ def refused(patterns: str, config=CONFIG) -> tuple[str, ...]:
 
 def test_a_pattern_without_a_parameter_is_told_and_what_names_are_like():
     near, none = refused("embedding.* Blocks.0.mlp.upp zzz.*")
-    assert near == "optim.freeze: Blocks.0.mlp.upp is the name of no parameter. Did you mean blocks.0.mlp.up?"
-    assert none.startswith("optim.freeze: zzz.* is the name of no parameter. Names are as ")
-    assert {*none.removesuffix(".").partition("Names are as ")[2].split(" and ")} <= {*EVERY}
+    assert near == "optim.freeze: Blocks.0.mlp.upp matches no parameter. Did you mean blocks.0.mlp.up?"
+    assert none.startswith("optim.freeze: zzz.* matches no parameter. Names are like ")
+    assert {*none.removesuffix(".").partition("Names are like ")[2].split(" and ")} <= {*EVERY}
     assert len(refused("blocks.12.*")) == 1  # counted from 0
 
 
 @pytest.mark.parametrize("patterns", ["*", "embedding.* blocks.* head.*"])
 def test_something_is_left_to_train(patterns):
-    assert refused(patterns) == (f"optim.freeze={patterns} leaves no parameter to train. Leave some out.",)
+    assert refused(patterns) == (f"optim.freeze={patterns} freezes every parameter. Leave some out.",)
 
 
 def test_a_plan_tells_what_is_trained():
@@ -111,6 +111,6 @@ def test_a_plan_tells_what_is_trained():
 
 
 def test_a_program_knows_before_it_compiles():
-    assert program(make_config()).frozen is None
-    with pytest.raises(ConfigError, match=r"layers\.0 is the name of no parameter"):
+    assert program(make_config()).optimizer.frozen is None
+    with pytest.raises(ConfigError, match=r"layers\.0 matches no parameter"):
         program(make_config(optim={"freeze": "layers.0"}))

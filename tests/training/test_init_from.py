@@ -28,7 +28,7 @@ def pretrained(tmp_path_factory):
     changed = jax.tree.map(lambda x: x + 1, state.params)
     with closing(Checkpointer(directory / "checkpoints", asynchronous=False)) as checkpoints:
         state = p.canonical(dataclasses.replace(state, params=changed))
-        checkpoints.save(7, state, make_meta(config.model_dump(by_alias=True), samples=112, fingerprint=""))
+        checkpoints.save(7, state, make_meta(config.model_dump(by_alias=True), num_samples=112, fingerprint=""))
     return directory, {name: np.asarray(leaf) for name, leaf in leaves_by_path(state.params).items()}
 
 
@@ -69,7 +69,7 @@ def test_a_head_is_reused_by_its_own_objective_alone(pretrained, tmp_path, kind,
     p, state, _ = warm_start(pretrained[0])
     changed = jax.tree.map(lambda x: x + 1, state.params)
     with closing(Checkpointer(tmp_path / "checkpoints", asynchronous=False)) as checkpoints:
-        meta = make_meta(p.config.model_dump(by_alias=True), samples=16, fingerprint="")
+        meta = make_meta(p.config.model_dump(by_alias=True), num_samples=16, fingerprint="")
         checkpoints.save(1, p.canonical(dataclasses.replace(state, params=changed)), meta)
     sections = JUDGED[kind] | {"precision": FLOAT32}
     other = program(make_config(model=BERT, **sections))

@@ -110,10 +110,10 @@ class Pipeline:
         carry = self.embedding_of_all(self.run_ticks(carry, *backward))
         return carry.losses, carry.grads
 
-    def evaluate(self, sums: Losses) -> Losses:
+    def evaluate(self, zeros: Losses) -> Losses:
         """What the head computes of all microbatches, and the layers' losses, on this stage; nothing is saved for
-        backward.  sums: zeros like it."""
-        carry = Carry(activation=self.transfer.zeros(), inputs=self.slots(self.table.input_slots), losses=sums)
+        backward.  zeros: of its structure."""
+        carry = Carry(activation=self.transfer.zeros(), inputs=self.slots(self.table.input_slots), losses=zeros)
         busy = self.table.forward.active.any(1)
 
         def tick(carry: Carry, tasks: Half) -> tuple[Carry, None]:
@@ -146,12 +146,12 @@ class Pipeline:
         fixed = {name: getattr(carry, name) for name in unchanged}
         absent = dict.fromkeys(unchanged)
 
-        def tick(looped: Carry, tasks: tuple[Half | None, Half | None]) -> tuple[Carry, None]:
-            carry = self.run_tick(dataclasses.replace(looped, **fixed), *tasks)
+        def tick(looping: Carry, tasks: tuple[Half | None, Half | None]) -> tuple[Carry, None]:
+            carry = self.run_tick(dataclasses.replace(looping, **fixed), *tasks)
             return dataclasses.replace(carry, **absent), None
 
-        looped, _ = lax.scan(tick, dataclasses.replace(carry, **absent), (forward, backward))
-        return dataclasses.replace(looped, **fixed)
+        looping, _ = lax.scan(tick, dataclasses.replace(carry, **absent), (forward, backward))
+        return dataclasses.replace(looping, **fixed)
 
     def run_tick(self, carry: Carry, forward: Half | None, backward: Half | None) -> Carry:
         if forward:
@@ -249,13 +249,13 @@ class Pipeline:
         if self.layers == 1 and not self.per_chunk:  # nothing runs between its forward and backward that needs the room
             model = model.with_gathered_blocks()
         y, losses, vjp = model.vjp_layers(x, microbatch, self.first_layer(task))
-        sums = idle.losses
+        total = idle.losses
         if self.breadth_first:
             d_y = jnp.where(task.to_head, carry.boundary[task.microbatch], d_y)
         else:
             assert idle.grads is not None
-            sums, d_y, ends = self.head_vjp(task, y, d_y, sums, idle.grads.ends)
-        result = dataclasses.replace(idle, losses=tree_add_subset(sums, losses))
+            total, d_y, ends = self.head_vjp(task, y, d_y, total, idle.grads.ends)
+        result = dataclasses.replace(idle, losses=tree_add_subset(total, losses))
         if self.per_chunk:
             chunk_grads, d_x = vjp(d_y, idle.chunk_grads, 0, overwrite=task.first_of_chunk)
             result = dataclasses.replace(result, chunk_grads=chunk_grads)
