@@ -16,14 +16,16 @@ from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.pipeline.schedule_table import schedule_table
 from spmd_lm.parallel.plan import Plan, Tree, padded_vocab
 
-STATE = ("parameters", "adam moments")
-"""The rows of `table` that outlive a step."""
-
 
 def table(config: RunConfig, plan: Plan, kernel: str) -> dict[str, int]:
-    """Bytes per device of each thing that a step holds in its fullest phase; the rows of STATE outlive it."""
+    """Bytes per device of each thing that a step holds in its fullest phase."""
+    return state(config, plan) | fullest_phase(config, plan, kernel).rows
+
+
+def state(config: RunConfig, plan: Plan) -> dict[str, int]:
+    """The rows of `table` that outlive a step."""
     params = bytes_per_device(plan, plan.placed_shapes, plan.param_specs, config.precision.params)
-    return {"parameters": params, "adam moments": 2 * params} | fullest_phase(config, plan, kernel).rows
+    return {"parameters": params, config.optim.moments: config.optim.num_moments * params}
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -269,6 +269,8 @@ class Precision(Section):
 class Optimizer(Section):
     """What all optimizers share."""
 
+    moments: ClassVar[str]  # what the optimizer's state is called
+    num_moments: ClassVar[int]  # values of the state per parameter
     kind: str
     lr: PositiveFloat
     min_lr: NonNegativeFloat = 0.0
@@ -283,6 +285,8 @@ class Optimizer(Section):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
 
+    moments = "adam moments"
+    num_moments = 2
     kind: Literal["adamw"] = "adamw"
     b1: Fraction = 0.9
     b2: Fraction = 0.95
@@ -293,6 +297,8 @@ class Lion(Optimizer):
     """The sign of an interpolated momentum (arXiv:2302.06675).  Its updates are larger than AdamW's: the paper takes an
     lr 3 to 10 times smaller, and a weight decay as many times larger."""
 
+    moments = "lion momentum"
+    num_moments = 1
     kind: Literal["lion"]
     b1: Fraction = 0.9  # interpolates momentum and gradient for the update
     b2: Fraction = 0.99  # decay of the momentum

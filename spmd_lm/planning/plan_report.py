@@ -42,6 +42,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
         "parameter_count": parameter_count(plan),
         "trained_count": _trained_count(config, plan),
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
+        "state_bytes": sum(memory.state(config, plan).values()),
         "memory": memory.table(config, plan, kernel),
         "fullest_in": memory.fullest_phase(config, plan, kernel).name,
         "batch": {
@@ -99,7 +100,7 @@ def summary(description: dict[str, Any]) -> str:
         parameters += f", vocabulary {vocab['model']} padded to {vocab['padded']}"
     shards = pluralize(d["mesh"]["replica"] * d["mesh"]["data"], "shard")
     microbatches = pluralize(batch["microbatches"], "microbatch")
-    state, total = sum(d["memory"][row] for row in memory.STATE), sum(d["memory"].values())
+    state, total = d["state_bytes"], sum(d["memory"].values())
     lines = [
         f"mesh    {mesh} = {pluralize(d['devices'], 'device')} ({d['platform']}), {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",

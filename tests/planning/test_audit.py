@@ -171,8 +171,8 @@ def test_arguments_are_the_planned_state_and_a_batch(parallel):
     shards = 8 // parallel.get("model", MODEL)
     rows, context = 64 // shards, SIZES["context"]
     batch = rows * (4 * context + 1) * 4  # tokens, targets, weights, positions; the rows' numbers
-    step = 4
-    assert memory["arguments"] == memory["planned"]["parameters"] + memory["planned"]["adam moments"] + batch + step
+    scalars = 2 * 4  # the step and Adam's count
+    assert memory["arguments"] == memory["planned"]["parameters"] + memory["planned"]["adam moments"] + batch + scalars
 
 
 BIG = {"layers": 6, "width": 2048, "heads": 16, "context": 1024, "vocab": 49152, "scan": True}

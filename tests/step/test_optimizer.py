@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.config.schema import AdamW
+from spmd_lm.config.schema import AdamW, Lion
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.step.optimizer import Optimizer, decay_mask, lr_schedule
 from spmd_lm.step.state import TrainState
 from tests import reference
-from tests.helpers import assert_close, param_trees
+from tests.helpers import assert_close, canonical, device_batch, param_trees, program, run_of
 
 NAMES = {
     "table": ("vocab", "width"),
@@ -55,6 +55,55 @@ def test_five_updates_are_adamw_s(layout, clip, x64):
         assert int(state.step) == step + 1
         for got, want in zip(param_trees(state), (params, mu, nu), strict=True):
             assert_close(jax.tree.map(np.asarray, got), want, 1e-12)
+
+
+def test_five_updates_are_lion_s(x64):
+    """arXiv:2302.06675, algorithm 2."""
+    config = Lion(kind="lion", lr=0.01, warmup=2, weight_decay=0.3, clip=0.0)
+    update = make_update(config, Layout(data=2, model=4))
+    params, momentum = trees(0), trees(0, 0.0)
+    state = TrainState(jnp.int32(0), trees(0), Optimizer(config, 10).init(trees(0)))
+    for step in range(5):
+        grads, lr = trees(1 + step), reference.learning_rate(config, 10, step)
+        for name, p in params.items():
+            decay = 0.3 * p if name in ("table", "up") else 0
+            params[name] = p - lr * (np.sign(0.9 * momentum[name] + 0.1 * grads[name]) + decay)
+            momentum[name] = 0.99 * momentum[name] + 0.01 * grads[name]
+        state, _ = update(state, grads)
+        for got, want in ((state.params, params), (state.opt_state.mu, momentum)):
+            assert_close(jax.tree.map(np.asarray, got), want, 1e-12)
+
+
+LION = {"kind": "lion", "lr": 1e-3, "b1": 0.8}
+LAYOUT_OF_STAGE = ["data4-model2", "data8-zero1", "data4-model2-zero2", "data2-model4-zero3"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if i in (1, 2) else ()) for i, name in enumerate(LAYOUT_OF_STAGE)],
+)
+def test_a_second_optimizer_is_sharded_as_the_first(layout, x64):
+    """Lion, under every stage of ZeRO, as on one device.  Without biases: the gradient of a key's bias is zero but for
+    rounding, and Lion takes its sign."""
+    sections = {"model": {"use_bias": False}, "optim": LION}
+    got, want = lion_run(run_of(layout, 1, **sections)), lion_run(run_of("one", 1, **sections))
+    assert got[0] == pytest.approx(want[0], rel=1e-12)
+    for ours, theirs in zip(got[1:], want[1:], strict=True):
+        assert_close(ours, theirs, 1e-12)
+
+
+def lion_run(config):
+    """Losses and norms, parameters and momentum of three steps."""
+    p = program(config)
+    state, metrics = p.init(), []
+    assert jax.tree.structure(state.opt_state.mu) == jax.tree.structure(state.params)
+    shardings = jax.tree.map(lambda x: x.sharding, (state.opt_state.mu, state.params))
+    assert jax.tree.all(jax.tree.map(lambda a, b: a == b, *shardings))
+    for step in range(3):
+        state, step_metrics = p.step(state, device_batch(p, step))
+        metrics += [float(step_metrics["loss"]), float(step_metrics["grad_norm"])]
+    last = canonical(p, state)
+    return metrics, last.params, last.opt_state.mu
 
 
 def test_no_gradient_is_no_step_but_decay(x64):
