@@ -136,7 +136,7 @@ def plain_row(a: list[int], b: list[int] | None, context: int) -> tuple[list[int
 
 
 def assert_rows(rows: Batch, expected: list[tuple[list[int], list[int], list[int]]]) -> None:
-    for field, values in zip(("tokens", "segments", "types"), zip(*expected, strict=True), strict=True):
+    for field, values in zip(("tokens", "segments", "token_type_ids"), zip(*expected, strict=True), strict=True):
         assert getattr(rows, field)[: len(expected)].tolist() == [*values], field
 
 

@@ -69,7 +69,7 @@ def some_rows(config: RunConfig) -> Rows:
 def our_logits(program: Program, params, rows: Rows) -> dict[str, np.ndarray]:
     """By output name; [rows, ...]."""
     abstract = program.abstract_batch()
-    given = {"tokens": rows.tokens, "types": rows.token_type_ids, "segments": rows.real}
+    given = {"tokens": rows.tokens, "token_type_ids": rows.types, "segments": rows.real}
     given["positions"] = np.broadcast_to(np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
 
     def put(path, leaf):
@@ -87,7 +87,7 @@ def their_logits(model, rows: Rows) -> dict[str, np.ndarray]:
 
     given = {"input_ids": rows.tokens}
     if model.config.model_type == "bert":
-        given |= {"attention_mask": rows.real, "token_type_ids": rows.token_type_ids}
+        given |= {"attention_mask": rows.real, "token_type_ids": rows.types}
     kind = type(model).__name__
     if kind == "BertForMultipleChoice":
         given = {name: x.reshape(-1, 4, x.shape[1]) for name, x in given.items()}
