@@ -29,7 +29,7 @@ Meta = dict[str, Any]  # JSON: config, data, versions
 COMMITTED = "commit_success.txt"
 
 # Fields of a state that a run may gain or lose between restarts; the last one is of older versions, and empty.
-OPTIONAL_FIELDS = ("scaling", "frozen")
+OPTIONAL_FIELDS = ("loss_scale",)
 
 
 def leaves_by_path(tree: Tree) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Which loader a configuration gets, and the loaders of causal language models.
 
-Masked text is in `masked_lm.rows`, labelled examples are in `tasks.rows`.
+Masked text is in `masked_lm.rows`, labelled examples are in `tasks.loader`.
 
 Shape suffixes: R rows, T context, S = T + 1."""
 

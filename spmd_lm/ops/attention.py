@@ -11,39 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm.axes import num_shards
-from spmd_lm.errors import ConfigError
 from spmd_lm.ops.collectives import global_indices
 from spmd_lm.ops.dropout import DropoutKey, KeyWords, dropout
 from spmd_lm.ops.rotary import apply_rotary
 
 SITE = 0
 """The dropout site of attention probabilities."""
-
-
-def choose(kernel: str, platform: str, *, rate: float, dtype: str, time: int, head_width: int) -> tuple[str, str]:
-    """The kernel that `kernel` ('auto' or a name) means here, and why.  ConfigError for one that cannot run.
-
-    rate: dropout of the probabilities; time: sequence length."""
-    fused = {"gpu": "cudnn", "tpu": "splash"}.get(platform)
-    wanted = fused if kernel == "auto" else kernel
-    if wanted is None or wanted == "xla":
-        return "xla", f"no fused kernel for {platform}" if kernel == "auto" else "as configured"
-    cudnn = wanted == "cudnn"
-    obstacles = {
-        f"{wanted} does not run on {platform}": wanted != fused,
-        f"attention_dropout={rate}: fused kernels have no dropout that every layout repeats": rate > 0,
-        f"cuDNN takes 16-bit types, not {dtype}": cudnn and dtype not in ("bfloat16", "float16"),
-        f"cuDNN takes heads of a multiple of 8, up to 128 wide, not {head_width}": (
-            cudnn and (head_width % 8 > 0 or head_width > 128)
-        ),
-        f"splash takes multiples of 128 positions, not {time}": not cudnn and time % 128 > 0,
-    }
-    found = [what for what, is_so in obstacles.items() if is_so]
-    if not found:
-        return wanted, f"fused, on {platform}" if kernel == "auto" else "as configured"
-    if kernel == "auto":
-        return "xla", found[0]
-    raise ConfigError(f"model.attention={kernel}: {'; '.join(found)}. Use model.attention=auto or xla.")
 
 
 class ProbabilityDropout(NamedTuple):
