@@ -28,7 +28,7 @@ Meta = dict[str, Any]  # JSON: config, data, versions
 # Orbax writes this file last: before the rename, or instead of it on a file system without renames.
 COMMITTED = "commit_success.txt"
 
-# Fields of a state that a run may gain or lose between restarts; the last one is of older versions, and empty.
+# Fields of a state that a run may gain or lose between restarts.
 OPTIONAL_FIELDS = ("loss_scale",)
 
 
