@@ -4,8 +4,8 @@ metrics.jsonl is the source of truth: one record per logged step, however often 
 grad_norm, lr, tokens (since step 1), tokens_per_second, mfu (null where the hardware's peak is unknown), seconds (per
 step, since the record before), eval_loss, eval_perplexity and eval_accuracy.  An objective with several losses adds
 NAME_loss, eval_NAME_loss and eval_NAME_accuracy; labelled examples have the metrics that evaluation/task_metrics.py
-lists.  Loss scaling adds loss_scale, skipped (whether this step left the parameters unchanged; its grad_norm is then not a number)
-and skipped_steps (since step 1)."""
+lists.  Loss scaling adds loss_scale, skipped (whether this step left the parameters unchanged; its grad_norm is then
+not a number) and skipped_steps (since step 1)."""
 
 import json
 import math

@@ -51,7 +51,7 @@ def test_all_but_the_head_is_reused_under_any_layout_and_the_rest_is_newly_initi
         assert (ours[name] != new[name]).any(), name
     for name in HEAD:
         np.testing.assert_array_equal(ours[name], new[name])
-    assert int(state.step) == 0 and not any(np.asarray(x).any() for x in jax.tree.leaves((state.mu, state.nu)))
+    assert int(state.step) == 0 and not any(np.asarray(x).any() for x in jax.tree.leaves(state.opt_state))
     start = f"initialized from {directory} after step 7, newly initialized: head.output, head.output_bias, not used: "
     assert message.startswith(start + "head.binary")
 

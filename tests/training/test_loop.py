@@ -54,7 +54,7 @@ class FakeProgram:
 
     def init(self):
         w = jnp.arange(16.0)
-        return TrainState(jnp.int32(0), {"w": w}, {"w": w * 0}, {"w": w * 0})
+        return TrainState(jnp.int32(0), {"w": w}, {"mu": {"w": w * 0}, "nu": {"w": w * 0}})
 
     def compile(self):
         self.at.get("compile", lambda: None)()
@@ -67,7 +67,7 @@ class FakeProgram:
         loss = jnp.sin(w).mean() ** 2 + 1
         if (callback := self.at.get(step)) is not None:
             loss = loss * callback()
-        return TrainState(state.step + 1, {"w": w}, state.mu, state.nu), {"loss": loss, "grad_norm": loss, "lr": loss}
+        return TrainState(state.step + 1, {"w": w}, state.opt_state), {"loss": loss, "grad_norm": loss, "lr": loss}
 
     def evaluate(self, params, batch):
         return {"causal_lm": (params["w"].mean() * batch.loss_weights.sum(), jnp.zeros(()), batch.loss_weights.sum())}
@@ -246,7 +246,10 @@ def blow_up(monkeypatch, step, tree):
     def update(self, state, batch):
         after, metrics = take(self, state, batch)
         if after.step == step:
-            after = dataclasses.replace(after, **{tree: {"w": after.params["w"].at[3].set(jnp.inf)}})
+            lost = {"w": after.params["w"].at[3].set(jnp.inf)}
+            moments = after.opt_state | ({tree: lost} if tree != "params" else {})
+            params = lost if tree == "params" else after.params
+            after = dataclasses.replace(after, params=params, opt_state=moments)
         return after, metrics
 
     monkeypatch.setattr(FakeProgram, "step", update)
