@@ -124,7 +124,7 @@ class ShardedModel:
 
         return self._run_end(embed, self.fns.embed_params, None, microbatch)
 
-    def layers(self, x: jax.Array, microbatch: Tree, first: jax.Array | int = 0) -> tuple[jax.Array, Losses]:
+    def layers(self, x: jax.Array, microbatch: Tree, first: jax.Array) -> tuple[jax.Array, Losses]:
         """x through all layers, and the sum of their losses.  first: the model's index of the first layer."""
         return self.fns.loop.run(*self._block_and_stacks(), x, microbatch, first)
 
@@ -140,7 +140,7 @@ class ShardedModel:
     def forward(self, microbatch: Tree) -> Losses:
         """All losses of one microbatch, where one stage has all layers."""
         x = self.embed(microbatch)
-        x, losses = self.layers(x, microbatch)
+        x, losses = self.fns.loop.run(*self._block_and_stacks(), x, microbatch)
         return losses | self.head(x, microbatch)
 
     def zero_losses(self, batch: Tree) -> Losses:

@@ -61,7 +61,7 @@ def test_data_takes_the_devices_that_are_left():
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        ({"data": 3, "model": 2}, "makes 6 devices, not the 8"),
+        ({"data": 3, "model": 2}, "makes 6 devices, but there are 8"),
         ({"data": -1, "model": 3}, "does not divide 8 devices"),
         ({"data": 8, "microbatches": 4}, "gives 4 sequences, not divisible by"),
     ],

@@ -24,7 +24,7 @@ ALL = [make_schedule(*case) for case in ONE_CHUNK + CHUNKS]
 def ticks_of(s: Schedule) -> tuple[dict, dict]:
     """(stage, task) -> the tick of its forward, and of its backward."""
     ticks = []
-    for table, order in ((s.forward, s.order), (s.backward, s.backward_order)):
+    for table, order in ((s.forward, s.forward_order), (s.backward, s.backward_order)):
         at = {(stage, order[i]): tick for tick, row in enumerate(table) for stage, i in enumerate(row) if i != IDLE}
         assert len(at) == (table != IDLE).sum()  # nothing twice
         ticks.append(at)

@@ -241,7 +241,7 @@ def test_float32_follows_float64():
     assert {leaf.dtype for leaf in jax.tree.leaves(got.last)} == {np.dtype("int32"), np.dtype("float32")}
     assert got.losses == pytest.approx(want.losses, rel=2e-5)
     assert got.norms == pytest.approx(want.norms, rel=2e-5)
-    assert_close(got.last.mu, want.last.mu, 2e-5)
+    assert_close(got.last.opt_state.mu, want.last.opt_state.mu, 2e-5)
 
 
 def test_bfloat16_is_near_and_keeps_its_state_wide():
