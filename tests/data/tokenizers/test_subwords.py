@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spmd_lm.config.schema import PythonStdlib, RunConfig, Text
 from spmd_lm.data.corpus import load_data
-from spmd_lm.data.masked_lm.rows import MaskedLMTrainLoader
+from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.tokenizers.subwords import bytes_to_unicode, load_tokenizer
 from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
@@ -169,7 +169,7 @@ def test_masked_rows_of_wordpieces(tmp_path):
             "train": {"steps": 1, "batch": 16},
         }
     )
-    rows = MaskedLMTrainLoader(tokenizer.encode(text), tokenizer, config).rows(0, 0, 16)
+    rows = MaskedLMLoader(tokenizer.encode(text), tokenizer, config, "training").rows(0, 0, 16)
     special, words = tokenizer.special_tokens_and_words()
     assert (rows.targets[:, 0] == special.cls).all() and (rows.label_weights == 1).all()
     inside = ~words.word_starts(rows.targets)[:, 1:]
