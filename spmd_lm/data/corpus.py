@@ -76,15 +76,23 @@ def _tokenize(
 ) -> Corpus:
     encoded = [tokenizer.encode(document.text) for document in documents]
     for document, tokens in zip(documents, encoded, strict=True):
-        _check_ids(document, tokens, vocab_size)
+        if tokens.max(initial=0) >= vocab_size:
+            offset = int(np.argmax(tokens >= vocab_size))
+            raise DataError(
+                f"{document.path}: token {tokens[offset]} at offset {offset} is not below model.vocab={vocab_size}. "
+                f"Use model.vocab={int(tokens.max()) + 1} or more, or correct the text."
+            )
     if len(documents) == 1:
         cut = int((1 - validation_fraction) * len(encoded[0]))
         train, validation = encoded[0][:cut], encoded[0][cut:]
     else:
+        eos = tokenizer.eos_token_id
+        separator = np.array([] if eos is None else [eos], encoded[0].dtype)
+        splits: tuple[list[np.ndarray], list[np.ndarray]] = [], []
         held_out = hold_out([document.name for document in documents], validation_fraction)
-        split = list(zip(encoded, held_out, strict=True))
-        train = _join([tokens for tokens, is_validation in split if not is_validation], tokenizer.eos_token_id)
-        validation = _join([tokens for tokens, is_validation in split if is_validation], tokenizer.eos_token_id)
+        for tokens, is_validation in zip(encoded, held_out, strict=True):
+            splits[is_validation].extend((separator, tokens))
+        train, validation = (np.concatenate(split[1:]) for split in splits)
     num_bytes = sum(len(document.text) for document in documents)
     return Corpus(name, train, validation, len(documents), num_bytes, tokenizer)
 
@@ -93,32 +101,12 @@ def hold_out(names: list[str], fraction: float) -> list[bool]:
     """Which of two or more documents are for validation: about `fraction` of them, each by its name alone.
 
     If that would leave a split empty, the document nearest to the threshold moves there."""
-    draws = [_uniform_hash(name) for name in names]
+    digests = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
+    draws = [int.from_bytes(digest[:6]) / 2**48 for digest in digests]  # uniform in [0, 1)
     held_out = [draw < fraction for draw in draws]
     held_out[draws.index(min(draws))] = True
     held_out[len(draws) - 1 - draws[::-1].index(max(draws))] = False  # the last of equals: two of one name still split
     return held_out
-
-
-def _uniform_hash(name: str) -> float:
-    """A hash of `name` in [0, 1)."""
-    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:6]) / 2**48
-
-
-def _check_ids(document: Document, tokens: np.ndarray, vocab_size: int) -> None:
-    if tokens.max(initial=0) >= vocab_size:
-        offset = int(np.argmax(tokens >= vocab_size))
-        raise DataError(
-            f"{document.path}: token {tokens[offset]} at offset {offset} is not below model.vocab={vocab_size}. "
-            f"Use model.vocab={int(tokens.max()) + 1} or more, or correct the text."
-        )
-
-
-def _join(documents: list[np.ndarray], separator: int | None) -> np.ndarray:
-    """One array, with `separator`, if there is one, between documents."""
-    between = np.array([] if separator is None else [separator], documents[0].dtype)
-    return np.concatenate([part for document in documents for part in (between, document)][1:])
 
 
 def _markov_chain(data: Synthetic, seed: int, vocab_size: int) -> Corpus:

@@ -11,7 +11,6 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -19,7 +18,7 @@ from numpy.typing import ArrayLike
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens, WordBoundaries
-from spmd_lm.data.tokenizers.vocabulary import find_vocabulary
+from spmd_lm.data.tokenizers.vocabulary import find_vocabulary, read_json, read_text, standard_name
 from spmd_lm.errors import ConfigError, DataError
 
 # Of each kind, the first that a vocabulary has is used.
@@ -78,46 +77,31 @@ class SubwordTokenizer:
 
     @functools.cached_property
     def _words(self) -> WordBoundaries:
-        tokens: list[str | None] = [None] * self.vocab_size
-        for token, token_id in self.token_to_id.items():
-            tokens[token_id] = token
-        added = self.backend.get_added_tokens_decoder()
-        for token_id, added_token in added.items():
-            tokens[token_id] = None if added_token.special else added_token.content
-
-        config = json.loads(self.backend.to_str())
-        if config["model"]["type"] == "WordPiece":
-            prefix = config["model"]["continuing_subword_prefix"]
-            starts = [token is not None and not token.startswith(prefix) for token in tokens]
-            return WordBoundaries.from_marked(tokens, starts)
-        components = _component_types(config["pre_tokenizer"]) | _component_types(config["decoder"])
-        if "ByteLevel" in components:
+        config, added = json.loads(self.backend.to_str()), self.backend.get_added_tokens_decoder()
+        model, components = config["model"], json.dumps([config["pre_tokenizer"], config["decoder"]])
+        is_wordpiece = model["type"] == "WordPiece"
+        if '"type": "ByteLevel"' in components and not is_wordpiece:
             byte_of = {letter: byte for byte, letter in enumerate(bytes_to_unicode())}
-            spelled: list[bytes | None] = []
-            for token_id, text in enumerate(tokens):
-                if text is None:
-                    spelled.append(None)
-                elif token_id in added:
-                    spelled.append(text.encode())
-                else:
-                    spelled.append(bytes(byte_of[letter] for letter in text))
+            spelled: list[bytes | None] = [None] * self.vocab_size
+            for token, token_id in self.token_to_id.items():
+                if token_id not in added:
+                    spelled[token_id] = bytes(byte_of[letter] for letter in token)
+                elif not added[token_id].special:
+                    spelled[token_id] = token.encode()
             return WordBoundaries.from_bytes(spelled)
-        if "Metaspace" in components:
-            starts = [token is not None and token.startswith(METASPACE) for token in tokens]
-            return WordBoundaries.from_marked(tokens, starts)
-        raise ConfigError(
-            f"data.tokenizer={self.name}: its {config['model']['type']} tokens do not show where words begin. "
-            "Use data.tokenizer=bytes, or a WordPiece, byte-level or SentencePiece vocabulary."
-        )
-
-
-def _component_types(config: Any) -> set[str]:
-    """The types of a component of a tokenizer.json and of those nested in it."""
-    if isinstance(config, list):
-        return set().union(*map(_component_types, config))
-    if isinstance(config, dict):
-        return ({config["type"]} if "type" in config else set()) | _component_types([*config.values()])
-    return set()
+        if not is_wordpiece and '"type": "Metaspace"' not in components:
+            raise ConfigError(
+                f"data.tokenizer={self.name}: its {model['type']} tokens do not show where words begin. "
+                "Use data.tokenizer=bytes, or a WordPiece, byte-level or SentencePiece vocabulary."
+            )
+        tokens: list[str | None] = [None] * self.vocab_size
+        starts = [False] * self.vocab_size
+        for token, token_id in self.token_to_id.items():
+            if token_id not in added or not added[token_id].special:
+                tokens[token_id] = token
+                continued = is_wordpiece and token.startswith(model["continuing_subword_prefix"])
+                starts[token_id] = not continued if is_wordpiece else token.startswith(METASPACE)
+        return WordBoundaries.from_marked(tokens, starts)
 
 
 def bytes_to_unicode() -> list[str]:
@@ -127,23 +111,16 @@ def bytes_to_unicode() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def load_tokenizer(name: str) -> SubwordTokenizer:
     """The tokenizer of data.tokenizer=name.  Raises DataError for a vocabulary that is missing or damaged."""
     path = find_vocabulary(name)
-    if path.suffix == ".txt":
-        return SubwordTokenizer(name, _load_wordpiece(path))
-    content = _read_json(path)
-    if isinstance(content.get("model"), dict):
-        return SubwordTokenizer(name, _load_tokenizer_json(path))
-    return SubwordTokenizer(name, _load_byte_level(path, content))  # `model` may be one of its tokens, as in GPT-2's
+    load = {"tokenizer.json": _load_tokenizer_json, "vocab.txt": _load_wordpiece, "vocab.json": _load_byte_level}
+    return SubwordTokenizer(name, load[standard_name(path)](path))
 
 
 def _load_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(_read_text(path))
+        return tokenizers.Tokenizer.from_str(read_text(path))
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
             f"{path}: tokenizers {tokenizers.__version__} cannot read this tokenizer.json: {error}. "
@@ -152,7 +129,7 @@ def _load_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 
 def _load_wordpiece(path: Path) -> tokenizers.Tokenizer:
-    lines = _read_text(path).removesuffix("\n").split("\n")  # not splitlines: other line breaks are tokens
+    lines = read_text(path).removesuffix("\n").split("\n")  # not splitlines: other line breaks are tokens
     token_to_id: dict[str, int] = {}
     for number, line in enumerate(lines):
         token = line.removesuffix("\r")
@@ -178,7 +155,8 @@ def _load_wordpiece(path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _load_byte_level(path: Path, token_to_id: dict[str, Any]) -> tokenizers.Tokenizer:
+def _load_byte_level(path: Path) -> tokenizers.Tokenizer:
+    token_to_id = read_json(path)
     if not token_to_id or not all(type(token_id) is int and token_id >= 0 for token_id in token_to_id.values()):
         raise DataError(f"{path}: neither a tokenizer.json, which has a `model`, nor tokens with their ids. Fix it.")
     num_ids = len(set(token_to_id.values()))
@@ -191,7 +169,17 @@ def _load_byte_level(path: Path, token_to_id: dict[str, Any]) -> tokenizers.Toke
             f"{path}: {len(missing)} of the 256 bytes have no token, the first {missing[0]!r}, and there is no <unk>. "
             "Add them, or text would be lost."
         )
-    merges = _read_merges(path.with_name("merges.txt"), path.name, token_to_id)
+    merges, merges_path = [], path.with_name("merges.txt")
+    for line in read_text(merges_path).split("\n"):
+        if not line or line.startswith("#version"):
+            continue
+        left, _, right = line.partition(" ")
+        if not {left, right, left + right} <= token_to_id.keys():
+            raise DataError(
+                f"{merges_path}: {line!r} is not a pair of tokens of {path.name} that merge into a third. "
+                "Use the two files of one vocabulary."
+            )
+        merges.append((left, right))
     tokenizer = tokenizers.Tokenizer(models.BPE(token_to_id, merges, unk_token=unknown))
     add_prefix_space = _tokenizer_config(path).get("add_prefix_space", False)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
@@ -200,43 +188,7 @@ def _load_byte_level(path: Path, token_to_id: dict[str, Any]) -> tokenizers.Toke
     return tokenizer
 
 
-def _read_merges(path: Path, vocabulary: str, token_to_id: dict[str, int]) -> list[tuple[str, str]]:
-    merges = []
-    for line in _read_text(path).split("\n"):
-        if not line or line.startswith("#version"):
-            continue
-        left, _, right = line.partition(" ")
-        if not {left, right, left + right} <= token_to_id.keys():
-            raise DataError(
-                f"{path}: {line!r} is not a pair of tokens of {vocabulary} that merge into a third. "
-                "Use the two files of one vocabulary."
-            )
-        merges.append((left, right))
-    return merges
-
-
-def _tokenizer_config(vocabulary: Path) -> dict[str, Any]:
+def _tokenizer_config(vocabulary: Path) -> dict:
     """The tokenizer_config.json beside a vocabulary; empty if there is none."""
     path = vocabulary.with_name("tokenizer_config.json")
-    return _read_json(path) if path.exists() else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(_read_text(path))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}. Fix it, or download the file again.") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: expected a JSON object, got a {type(content).__name__}. Download the file again.")
-    return content
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8. Download the file again.") from None
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file. A vocab.json needs its merges.txt beside it.") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}. Fix its permissions.") from None
+    return read_json(path) if path.exists() else {}

@@ -21,19 +21,15 @@ class Tokenizer(Protocol):
     def encode(self, text: str | bytes) -> np.ndarray:
         """The ids of `text`, 1-D, in the narrowest unsigned type that holds the vocabulary.  No special tokens are
         added."""
-        ...
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of `text`, and the characters of each: int32 [N, 2], the first and past the last."""
-        ...
 
     def decode(self, ids: ArrayLike) -> str:
         """Text of any ids that a model may emit.  Never raises: half a character is common in samples."""
-        ...
 
     def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
         """What rows of masked or labelled text are built with.  ConfigError if the vocabulary lacks it."""
-        ...
 
 
 class ByteTokenizer:
