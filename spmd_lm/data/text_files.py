@@ -5,6 +5,7 @@ files make the same run on another machine or from another directory."""
 
 import contextlib
 import glob
+import itertools
 import os
 import shlex
 import sysconfig
@@ -83,22 +84,15 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
                 raise DataError(f"{where}: the file is empty. Name a file that has text.")
             return [(path.name, path)]
     if glob.has_magic(pattern):
-        return _match_glob(path, where)
-    problem = "not a regular file" if path.exists() else f"no such file or directory (working directory {Path.cwd()})"
-    raise DataError(f"{where}: {problem}. Give the path of a text file, a glob or a directory.")
-
-
-def _match_glob(pattern: Path, where: str) -> list[tuple[str, Path]]:
-    first_magic = next(i for i, part in enumerate(pattern.parts) if glob.has_magic(part))
-    root = Path(*pattern.parts[:first_magic])
-    matches = [Path(match) for match in glob.glob(str(pattern), recursive=True)]
-    files = [path for path in matches if path.is_file()]
-    if not files:
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+        if matches := [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]:
+            return sorted((match.relative_to(root).as_posix(), match) for match in matches)
         raise DataError(
             f"{where}: matches no file (working directory {Path.cwd()}). "
             "Note that * matches within one directory only, ** across directories."
         )
-    return sorted((path.relative_to(root).as_posix(), path) for path in files)
+    problem = "not a regular file" if path.exists() else f"no such file or directory (working directory {Path.cwd()})"
+    raise DataError(f"{where}: {problem}. Give the path of a text file, a glob or a directory.")
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], key: str, excluded: Collection[str] = ()) -> list[tuple[str, Path]]:
@@ -131,7 +125,7 @@ def _read_bytes(path: Path, key: str) -> bytes:
 
 
 def _checked(document: Document, key: str) -> Document:
-    """The same.  Raises DataError for what cannot be a document, with the way to make it one."""
+    """The document.  Raises DataError for what is not UTF-8 text, with the way to make it so."""
     text, path, is_utf8 = document.text, shlex.quote(str(document.path)), True
     try:
         text.decode()
@@ -141,7 +135,11 @@ def _checked(document: Document, key: str) -> Document:
         problem = f"not text: a NUL byte, which separates documents, at offset {offset}"
     except UnicodeDecodeError as error:
         problem, is_utf8 = f"not UTF-8: byte 0x{text[error.start]:02x} at offset {error.start}", False
-    encoding = _utf16_variant(text)
+    # UTF-16: by its byte order mark, or because more than half of the bytes at even or at odd offsets are NUL.
+    even, odd = (4 * text[start::2].count(0) > len(text) for start in (0, 1))
+    encoding = {(True, False): "utf-16-be", (False, True): "utf-16-le"}.get((even, odd))
+    if text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        encoding = "utf-16"
     if is_utf8 and not encoding:
         remedy = f"Drop it, for example by `tr -d '\\0' < {path} > text.txt`, or leave the file out of {key}."
     elif not encoding and len(text.translate(None, CONTROL_BYTES)) < len(text):
@@ -150,14 +148,3 @@ def _checked(document: Document, key: str) -> Document:
         convert = f"iconv -f {encoding or 'latin1'} -t utf-8 {path} > text.txt"
         remedy = f"Re-encode it, for example by `{convert}`, or leave it out of {key}."
     raise DataError(f"{document.path}: {problem}. {remedy}")
-
-
-def _utf16_variant(text: bytes) -> str | None:
-    """The UTF-16 encoding that `text` is in, by its byte order mark or by where its NUL bytes are; None if neither."""
-    if text.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return "utf-16"
-    # Whether more than half of the bytes at even offsets are NUL, and of those at odd offsets.
-    even, odd = (4 * text[start::2].count(0) > len(text) for start in (0, 1))
-    if even == odd:
-        return None
-    return "utf-16-be" if even else "utf-16-le"

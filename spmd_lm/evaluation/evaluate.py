@@ -9,9 +9,8 @@ import jax
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.compatibility import check_compatible
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.base_loader import Loader
-from spmd_lm.data.corpus import load_data
-from spmd_lm.data.loader import make_loader
+from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.errors import CheckpointError
 from spmd_lm.evaluation.task_metrics import task_metrics

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from spmd_lm.data.loader import make_loader
+from spmd_lm.data.corpus import make_loader
 from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.runtime.metrics import Record
 from spmd_lm.training.run import TrainingRun

@@ -10,9 +10,8 @@ from pathlib import Path
 import jax
 
 from spmd_lm.config.schema import RunConfig, Synthetic
-from spmd_lm.data.base_loader import Loader
-from spmd_lm.data.corpus import Corpus, load_data
-from spmd_lm.data.loader import make_loader
+from spmd_lm.data.corpus import Corpus, load_data, make_loader
+from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.errors import Exit
 from spmd_lm.generation.generate import generate_text

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from spmd_lm.data import loader
+from spmd_lm.data.corpus import make_loader
 from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.evaluation.task_metrics import predict_answers, task_metrics
 from tests.task_files import all_rows, config, corpus, plain_rows, validation, write_squad
@@ -49,7 +49,7 @@ def test_two_classes_have_an_f1(tmp_path):
     for name in ("train.jsonl", "dev.jsonl"):
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
     made = config("jsonl", tmp_path, classes=2)
-    held_out = loader.make_loader(made, corpus(made), "validation")
+    held_out = make_loader(made, corpus(made), "validation")
     result = task_metrics(held_out, outputs_of(held_out, "classes", np.eye(2)[[1, 1, 0, 1, 0]]))
     assert result["eval_f1"] == pytest.approx(2 / 3) and result["eval_accuracy"] == 0.6
     assert result["eval_matthews"] == pytest.approx((2 * 1 - 1 * 1) / math.sqrt(3 * 2 * 3 * 2))
@@ -119,7 +119,7 @@ def test_squad_1_has_no_empty_answers(tmp_path):
     for name in ("train.jsonl", "dev.jsonl"):
         write_squad(tmp_path / name, random.Random(2), 9, impossible=0)
     made = config("squad", tmp_path)
-    held_out = loader.make_loader(made, corpus(made), "validation")
+    held_out = make_loader(made, corpus(made), "validation")
     answers = predict_answers(held_out, prefer(held_out, lambda *_: (0, 0, 9.0)), 30)
     contexts = [each["context"] for each in json.loads((tmp_path / "dev.jsonl").read_text())["data"][0]["paragraphs"]]
     assert all(answer and answer in context for answer, context in zip(answers, contexts, strict=True))

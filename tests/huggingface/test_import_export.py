@@ -16,8 +16,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path
 from spmd_lm.cli import main
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.corpus import load_data
-from spmd_lm.data.loader import make_loader
+from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.errors import Exit
 from spmd_lm.evaluation.evaluate import evaluate_run, open_run, restore_run
 from spmd_lm.huggingface.directory import make_run_config, open_directory

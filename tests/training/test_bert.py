@@ -8,9 +8,8 @@ import pytest
 
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.base_loader import Loader
-from spmd_lm.data.corpus import load_data
-from spmd_lm.data.loader import make_loader
+from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.loader import Loader
 from tests import processes
 from tests.published import published
 

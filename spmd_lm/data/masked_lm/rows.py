@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import MaskedLM, RunConfig
-from spmd_lm.data.base_loader import OFFSET_STREAM, ROW_STREAM, Loader, RowDraws, SplitName
+from spmd_lm.data.loader import OFFSET_STREAM, ROW_STREAM, Loader, RowDraws, SplitName
 from spmd_lm.data.masked_lm.masking import UNSELECTED, apply_replacements, choose_replacements
 from spmd_lm.data.shuffle import fold_in, uniform
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer

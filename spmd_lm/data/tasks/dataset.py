@@ -65,8 +65,6 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class TaskDataset:
-    """Both splits of a task."""
-
     name: str
     train: Split
     validation: Split
@@ -89,9 +87,8 @@ class TaskDataset:
         )
 
 
-def load(data: Task, tokenizer: Tokenizer) -> TaskDataset:
+def load_task(data: Task, tokenizer: Tokenizer) -> TaskDataset:
     """Reads and tokenizes both splits.  Raises DataError for missing or malformed files."""
-    train = read_examples(data.task, data.paths, "data.path")
-    validation = read_examples(data.task, data.validation_paths, "data.validation_path")
-    splits = [Split.from_examples(*examples, tokenizer) for examples in (train, validation)]
-    return TaskDataset(f"{data.task}, {', '.join(data.paths)}", splits[0], splits[1], tokenizer)
+    sources = (data.paths, "data.path"), (data.validation_paths, "data.validation_path")
+    train, validation = (Split.from_examples(*read_examples(data.task, *source), tokenizer) for source in sources)
+    return TaskDataset(f"{data.task}, {', '.join(data.paths)}", train, validation, tokenizer)

@@ -38,7 +38,9 @@ class Example(NamedTuple):
     """A labelled example, before tokenization."""
 
     location: str  # file and line, for messages
-    text_pairs: list[tuple[str, str | None]]  # a model reads one row of text per pair; the second text may be missing
+    text_pairs: Sequence[
+        tuple[str, str | None]
+    ]  # a model reads one row of text per pair; the second text may be missing
     label: int  # the class, or the index of the correct pair; 0 for a question, whose labels differ between its windows
     question: Question | None = None
 
@@ -57,13 +59,9 @@ def read_examples(task: str, patterns: list[str], key: str) -> tuple[list[Exampl
     return examples, skipped
 
 
-def _text(document: Document) -> str:
-    return document.text.decode("utf-8-sig")
-
-
 def _lines(document: Document) -> Iterator[tuple[str, str]]:
     r"""The location of each line, and the line.  Only \n and \r\n end a line: other separators are text."""
-    for number, line in enumerate(_text(document).removesuffix("\n").split("\n"), start=1):
+    for number, line in enumerate(document.text.decode("utf-8-sig").removesuffix("\n").split("\n"), start=1):
         yield f"{document.path}: line {number}", line.removesuffix("\r")
 
 
@@ -173,55 +171,45 @@ class LabelledText(BaseModel):
     label: Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _load_json(schema: type[Schema], text: str, location: str, is_line: bool = False) -> Schema:
-    try:
-        return schema.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-    keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).removeprefix(".")
-    problem = "Input should be an object" if first["type"] == "model_type" else first["msg"]
-    problem = problem.removeprefix("Value error, ")
-    if first["type"] == "json_invalid":
-        problem = problem.replace("at line 1 column", "at column") if is_line else problem
-    elif first["type"] not in ("missing", "value_error"):
-        problem += f", got {first['input']!r:.40}"
-    raise DataError(f"{location}: {f'{keys}: ' if keys else ''}{problem}. {schema.__doc__}")
-
-
-def _load_json_lines(schema: type[Schema], document: Document) -> Iterator[tuple[str, Schema]]:
-    """The location and value of each line that is not blank."""
-    for location, line in _lines(document):
-        if line.strip():
-            yield location, _load_json(schema, line, location, is_line=True)
+def _load_json(schema: type[Schema], document: Document, by_line: bool) -> Iterator[tuple[str, Schema]]:
+    """The location and value of each line that is not blank, or of the whole document."""
+    texts = _lines(document) if by_line else iter([(str(document.path), document.text.decode("utf-8-sig"))])
+    for location, text in texts:
+        if by_line and not text.strip():
+            continue
+        try:
+            value = schema.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"]).removeprefix(".")
+            problem = "Input should be an object" if first["type"] == "model_type" else first["msg"]
+            problem = problem.removeprefix("Value error, ")
+            if first["type"] == "json_invalid":
+                problem = problem.replace("at line 1 column", "at column") if by_line else problem
+            elif first["type"] not in ("missing", "value_error"):
+                problem += f", got {first['input']!r:.40}"
+            raise DataError(f"{location}: {f'{keys}: ' if keys else ''}{problem}. {schema.__doc__}") from None
+        yield location, value
 
 
 def _parse_race(document: Document) -> Iterator[Example]:
-    if document.path.suffix == ".jsonl":
-        articles = _load_json_lines(RaceArticle, document)
-    else:
-        path = str(document.path)
-        articles = iter([(path, _load_json(RaceArticle, _text(document), path))])
-    for location, article in articles:
+    for location, article in _load_json(RaceArticle, document, by_line=document.path.suffix == ".jsonl"):
         questions = zip(article.questions, article.options, article.answers, strict=True)
         for i, (question, options, answer) in enumerate(questions):
-            pairs = [(article.article, _fill_blank(question, option)) for option in options]
-            yield Example(f"{location}: questions[{i}]", [*pairs], "ABCD".index(answer))
-
-
-def _fill_blank(question: str, option: str) -> str:
-    """The question with `option` in place of its blank, `_`; without a blank, the option follows the question.
-
-    White space is collapsed.  This is how RACE is usually prepared; WordPiece vocabularies ignore repeated spaces."""
-    text = question.replace("_", option) if "_" in question else f"{question} {option}"
-    return " ".join(text.split())
+            # An option takes the place of the blank, or follows the question.  White space is collapsed: this is how
+            # RACE is usually prepared, and WordPiece vocabularies ignore repeated spaces.
+            question = question if "_" in question else f"{question} _"
+            texts = [" ".join(question.replace("_", option).split()) for option in options]
+            pairs = [(article.article, text) for text in texts]
+            yield Example(f"{location}: questions[{i}]", pairs, "ABCD".index(answer))
 
 
 def _parse_squad(document: Document) -> Iterator[Example]:
-    file = _load_json(SquadFile, _text(document), str(document.path))
+    [(path, file)] = _load_json(SquadFile, document, by_line=False)
     for i, article in enumerate(file.data):
         for j, paragraph in enumerate(article.paragraphs):
             for k, entry in enumerate(paragraph.qas):
-                location = f"{document.path}: data[{i}].paragraphs[{j}].qas[{k}]"
+                location = f"{path}: data[{i}].paragraphs[{j}].qas[{k}]"
                 _check_answers(entry, paragraph.context, location)
                 is_impossible = entry.is_impossible if "is_impossible" in entry.model_fields_set else None
                 question = Question(paragraph.context, entry.answers, is_impossible)
@@ -245,7 +233,7 @@ def _check_answers(entry: SquadQuestion, context: str, location: str) -> None:
 
 
 def _parse_jsonl(document: Document) -> Iterator[Example]:
-    for location, line in _load_json_lines(LabelledText, document):
+    for location, line in _load_json(LabelledText, document, by_line=True):
         text_pair = line.pair if "pair" in line.model_fields_set else None
         yield Example(location, [(line.text, text_pair)], line.label)
 

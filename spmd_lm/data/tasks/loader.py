@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, RunConfig
-from spmd_lm.data.base_loader import Loader, RowDraws, SplitName
+from spmd_lm.data.loader import Loader, RowDraws, SplitName
 from spmd_lm.data.tasks.dataset import Split
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
 from spmd_lm.errors import DataError
@@ -37,12 +37,8 @@ class TaskLoader(Loader):
 
     def __init__(self, task_split: Split, tokenizer: Tokenizer, config: RunConfig, split: SplitName):
         self.special, _ = tokenizer.special_tokens_and_words()
-        self.task_split, self.objective, self.has_token_types = (
-            task_split,
-            config.objective,
-            config.model.token_types > 0,
-        )
         objective, rows_per_example = config.objective, config.objective.rows_per_example
+        self.task_split, self.objective, self.has_token_types = task_split, objective, config.model.token_types > 0
         if isinstance(objective, Classification) and (max_label := int(task_split.labels.max())) >= objective.classes:
             raise DataError(
                 f"{task_split.max_label_location}: label {max_label} is not below "
@@ -55,15 +51,10 @@ class TaskLoader(Loader):
         super().__init__(config, split, len(self.features.example) // rows_per_example, rows_per_example)
 
     def read(self, draws: RowDraws) -> Batch:
-        features, tokens, special, position = (
-            self.features,
-            self.task_split.tokens,
-            self.special,
-            np.arange(self.context),
-        )
+        features, tokens, special = self.features, self.task_split.tokens, self.special
+        position = np.arange(self.context)
         choice_R = draws.sample_ids_R % self.rows_per_example
         rows_R = draws.example_R * self.rows_per_example + choice_R
-
         start_a, start_b = features.start[rows_R].T[..., None]
         length_a, length_b = features.length[rows_R].T[..., None]
         has_pair = features.has_pair[rows_R][:, None]

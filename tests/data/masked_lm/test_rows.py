@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import PER_ROW, Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig, Text
-from spmd_lm.data import loader
-from spmd_lm.data.corpus import load_data
+from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.loader import CausalLMLoader
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, NumberTokenizer
 from spmd_lm.errors import ConfigError, DataError
@@ -370,22 +370,20 @@ def test_the_objective_selects_the_loader(tmp_path):
     masked = run_config()
     causal = run_config(model={"kind": "gpt", "token_types": 0}, objective={"kind": "causal_lm"})
     for split in ("training", "validation"):
-        assert isinstance(loader.make_loader(masked, corpus, split), MaskedLMLoader)
-        assert isinstance(loader.make_loader(causal, corpus, split), loader.CausalLMLoader)
-        assert loader.make_loader(causal, corpus, split).tokens is getattr(
-            corpus, {"training": "train"}.get(split, split)
-        )
+        assert isinstance(make_loader(masked, corpus, split), MaskedLMLoader)
+        assert isinstance(make_loader(causal, corpus, split), CausalLMLoader)
+        assert make_loader(causal, corpus, split).tokens is getattr(corpus, {"training": "train"}.get(split, split))
     for config in (masked, causal):
-        rows = loader.make_loader(config, corpus, "training").rows(0, 0, 16)
+        rows = make_loader(config, corpus, "training").rows(0, 0, 16)
         assert present(rows) == present(abstract_batch(config))
-        assert len(loader.make_loader(config, corpus, "validation")) == 3 and rows.tokens.shape == (16, 64)
+        assert len(make_loader(config, corpus, "validation")) == 3 and rows.tokens.shape == (16, 64)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shardings = jax.tree.map(lambda _: here, abstract_batch(masked))
-    batch = loader.make_loader(masked, corpus, "training").batch(1, shardings)
+    batch = make_loader(masked, corpus, "training").batch(1, shardings)
     assert jax.tree.map(jax.typeof, batch) == jax.tree.map(
         lambda x: jax.typeof(np.zeros(x.shape, x.dtype)), abstract_batch(masked)
     )
     assert_same(
         jax.tree.map(lambda leaf: leaf.reshape(16, *leaf.shape[2:]), batch),
-        loader.make_loader(masked, corpus, "training").rows(1, 0, 16),
+        make_loader(masked, corpus, "training").rows(1, 0, 16),
     )

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import abstract_batch
-from spmd_lm.data import loader
+from spmd_lm.data.corpus import make_loader
 from tests.published import published
 from tests.task_files import (
     FIELDS,
@@ -45,7 +45,7 @@ def test_truncation_is_that_of_bert(tmp_path_factory, texts, context):
     for name in ("train.jsonl", "dev.jsonl"):
         (root / name).write_text("\n".join(map(json.dumps, lines)))
     made = config("jsonl", root, context=context, batch=8, microbatches=1)
-    rows = loader.make_loader(made, corpus(made), "validation").rows(0, 0, 8)
+    rows = make_loader(made, corpus(made), "validation").rows(0, 0, 8)
     expected = [plain_row(list(a.encode()), None if b is None else list(b.encode()), context) for a, b in texts]
     assert_rows(rows, expected)
 
@@ -58,8 +58,8 @@ def test_batches_have_the_fields_shapes_and_dtypes_of_the_step(task, root):
         expected = abstract_batch(made)
         shardings = jax.tree.map(lambda _: sharding, expected)
         for rows in (
-            loader.make_loader(made, corpus(made), "training"),
-            loader.make_loader(made, corpus(made), "validation"),
+            make_loader(made, corpus(made), "training"),
+            make_loader(made, corpus(made), "validation"),
         ):
             batch, host = rows.batch(0, shardings), rows.rows(0, 0, 8)
             for field in FIELDS:
@@ -132,7 +132,7 @@ def test_windows_cover_the_context_and_labels_point_at_the_answer(
     for name in ("train.jsonl", "dev.jsonl"):
         write_squad(root / name, random.Random(seed), 5, impossible)
     made = config("squad", root, context=context, doc_stride=doc_stride, batch=4, microbatches=1)
-    held_out = loader.make_loader(made, corpus(made), "validation")
+    held_out = make_loader(made, corpus(made), "validation")
     rows = all_rows(held_out, len(held_out))
     paragraphs = json.loads((root / "dev.jsonl").read_text())["data"][0]["paragraphs"]
     for example, paragraph in enumerate(paragraphs):
@@ -166,7 +166,7 @@ def test_rows_of_published_articles(tmp_path):
     (tmp_path / "dev.jsonl").write_text("".join(articles.splitlines(keepends=True)[:40]))
     made = config("race", tmp_path, path=str(tmp_path / "dev.jsonl"), context=1024, batch=400)
     held_out, expected = (
-        loader.make_loader(made, corpus(made), "validation"),
+        make_loader(made, corpus(made), "validation"),
         plain_rows(tmp_path / "dev.jsonl", "race", 1024),
     )
     rows, lengths = all_rows(held_out, len(held_out)), {sum(row[1]) for row, _, _ in expected}
