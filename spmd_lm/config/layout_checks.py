@@ -4,72 +4,65 @@ import math
 from collections.abc import Callable
 
 from spmd_lm.config.schema import Model, Objective, Parallel, Remat, Run, RunConfig, Train
-from spmd_lm.config.suggest import Problems, divisors, multiples, nearest
+from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
 
 def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Problems:
     degree = parallel.model
-    divide_both = divisors(math.gcd(model.heads, model.mlp_dim))
-    fits = [n for n in divide_both if _devices_are_divisible(run, parallel, n)] or [1]
-    degrees = nearest("parallel.model", degree, fits)
+    fits_both = _fitting_degrees(math.gcd(model.heads, model.mlp_dim), parallel, run)
     if model.heads % degree:
         # Of two equally near numbers of heads the larger: more heads cost nothing.
         heads = [n for n in divisors(model.width) if n % degree == 0]
         closest = min(heads, key=lambda n: (abs(n - model.heads), -n), default=None)
-        yield (
-            f"model.heads={model.heads} is not divisible by parallel.model={degree} (attention query, dim 'heads'). "
-            f"Use {degrees}" + (f", or model.heads={closest}." if closest else ".")
+        yield use(
+            f"{model.heads=} is not divisible by {parallel.model=} (attention query, dim 'heads')",
+            fits_both,
+            f"model.heads={closest}" if closest else "",
         )
     if model.mlp_dim % degree:
-        derived = "" if model.mlp_width else f" (4 x model.width={model.width})"
-        yield (
-            f"model.mlp_width={model.mlp_dim}{derived} is not divisible by parallel.model={degree} (MLP, dim 'mlp'). "
-            f"Use {degrees}, or {nearest('model.mlp_width', model.mlp_dim, multiples(model.mlp_dim, degree))}."
+        derived = "" if model.mlp_width else f" (4 x {model.width=})"
+        yield use(
+            f"model.mlp_width={model.mlp_dim}{derived} is not divisible by {parallel.model=} (MLP, dim 'mlp')",
+            fits_both,
+            nearest_multiple("model.mlp_width", model.mlp_dim, degree),
         )
+    if parallel.sequence and model.context % degree:
+        problem = f"not divisible by {parallel.model=}, over which parallel.sequence=true shards it"
+        context = nearest_multiple("model.context", model.context, degree)
+        yield use(f"{model.context=} is {problem}", _fitting_degrees(model.context, parallel, run), context)
+
+
+def _fitting_degrees(size: int, parallel: Parallel, run: Run) -> str:
+    """The nearest degrees of `model` that divide `size` and leave a whole number of devices to `data`.  All do if the
+    number of devices is 0, not known yet."""
+    others = parallel.pipe * parallel.replica
+    fits = [n for n in divisors(size) if run.simulate_devices % (others * n) == 0]
+    return nearest("parallel.model", parallel.model, fits or [1])
 
 
 def tensor_parallel_divides_kv_heads(model: Model, parallel: Parallel) -> Problems:
     """Each key/value head serves the same number of query heads, and is on the same device as they are."""
-    kv_heads, degree = model.kv_heads, parallel.model
-    if kv_heads is None or (model.heads % kv_heads == 0 and kv_heads % degree == 0):
-        return
-    ways = []
+    kv_heads, degree = model.kv_heads or model.heads, parallel.model
+    fits = nearest("model.kv_heads", kv_heads, [n for n in divisors(model.heads) if n % degree == 0])
     if model.heads % kv_heads:
-        problem = f"does not divide model.heads={model.heads}"
-    else:
-        problem = f"is not divisible by parallel.model={degree} (attention key, dim 'heads')"
-        ways.append(nearest("parallel.model", degree, divisors(kv_heads)))
-    fits = [n for n in divisors(model.heads) if n % degree == 0]
-    if fits:
-        ways.append(nearest("model.kv_heads", kv_heads, fits))
-    yield f"model.kv_heads={kv_heads} {problem}. Use {', or '.join(ways) or 'parallel.model=1'}."
+        yield use(f"{model.kv_heads=} does not divide {model.heads=}", fits or "parallel.model=1")
+    elif model.kv_heads and kv_heads % degree:
+        problem = f"{model.kv_heads=} is not divisible by {parallel.model=} (attention key, dim 'heads')"
+        yield use(problem, nearest("parallel.model", degree, divisors(kv_heads)), fits)
 
 
 def shared_layers_are_on_one_stage(model: Model, parallel: Parallel) -> Problems:
     if model.share_layers and parallel.pipe > 1:
-        yield (
-            f"model.share_layers=true with parallel.pipe={parallel.pipe}: every stage would need the shared layer. "
-            "Use parallel.pipe=1, or model.share_layers=false."
-        )
-
-
-def tensor_parallel_divides_sequence(model: Model, parallel: Parallel, run: Run) -> Problems:
-    degree = parallel.model
-    if parallel.sequence and model.context % degree:
-        fits = [n for n in divisors(model.context) if _devices_are_divisible(run, parallel, n)] or [1]
-        yield (
-            f"model.context={model.context} is not divisible by parallel.model={degree}, over which "
-            f"parallel.sequence=true shards it. Use {nearest('parallel.model', degree, fits)}, "
-            f"or {nearest('model.context', model.context, multiples(model.context, degree))}."
-        )
+        problem = f"model.share_layers=true with {parallel.pipe=}: every stage would need the shared layer"
+        yield use(problem, "parallel.pipe=1", "model.share_layers=false")
 
 
 def microbatches_divide_batch(train: Train, parallel: Parallel) -> Problems:
     if train.batch % parallel.microbatches:
-        yield (
-            f"train.batch={train.batch} is not divisible by parallel.microbatches={parallel.microbatches}. "
-            f"Use {nearest('parallel.microbatches', parallel.microbatches, divisors(train.batch))}, "
-            f"or {nearest('train.batch', train.batch, multiples(train.batch, parallel.microbatches))}."
+        yield use(
+            f"{train.batch=} is not divisible by {parallel.microbatches=}",
+            nearest("parallel.microbatches", parallel.microbatches, divisors(train.batch)),
+            nearest_multiple("train.batch", train.batch, parallel.microbatches),
         )
 
 
@@ -77,48 +70,42 @@ def stages_divide_layers(model: Model, parallel: Parallel, run: Run) -> Problems
     stages, chunks = parallel.pipe, parallel.chunks
     if stages == 1 or model.layers % (stages * chunks) == 0:
         return
-    by = f"parallel.pipe={stages}" + (f" x parallel.chunks={chunks}" if chunks > 1 else "")
-    ways = []
-    if chunks > 1 and model.layers % stages == 0:
-        ways.append(nearest("parallel.chunks", chunks, divisors(model.layers // stages)))
     others = parallel.replica * parallel.model * max(parallel.data, 1)
     fits = [n for n in divisors(model.layers) if n == 1 or (chunks == 1 and run.simulate_devices % (n * others) == 0)]
-    ways.append(nearest("parallel.pipe", stages, fits))
-    ways.append(nearest("model.layers", model.layers, multiples(model.layers, stages * chunks)))
-    yield f"model.layers={model.layers} is not divisible by {by}. Use {', or '.join(ways)}."
+    per_stage, rest = divmod(model.layers, stages)
+    yield use(
+        f"{model.layers=} is not divisible by {parallel.pipe=}" + (f" x {parallel.chunks=}" if chunks > 1 else ""),
+        "" if rest else nearest("parallel.chunks", chunks, divisors(per_stage)),
+        nearest("parallel.pipe", stages, fits),
+        nearest_multiple("model.layers", model.layers, stages * chunks),
+    )
 
 
 def remat_blocks_divide_chunk(model: Model, parallel: Parallel, remat: Remat) -> Problems:
-    size = remat.block_size
-    if size is None:
+    if remat.block_size is None:
         return
     if remat.policy != "block":
-        yield f"remat.block_size={size} with remat.policy={remat.policy} has no effect. Use remat.policy=block."
+        yield use(f"{remat.block_size=} with {remat.policy=!s} has no effect", "remat.policy=block")
     chunks = parallel.pipe * parallel.chunks if parallel.pipe > 1 else 1
-    layers = model.layers // chunks
-    if model.layers % chunks == 0 and layers % size:
+    layers, rest = divmod(model.layers, chunks)
+    if not rest and layers % remat.block_size:
         where = f" in each of the pipeline's {chunks} chunks" if chunks > 1 else ""
-        yield (
-            f"remat.block_size={size} does not divide the {layers} of model.layers={model.layers}{where}. "
-            f"Use {nearest('remat.block_size', size, divisors(layers))}."
-        )
+        problem = f"{remat.block_size=} does not divide the {layers} of {model.layers=}{where}"
+        yield use(problem, nearest("remat.block_size", remat.block_size, divisors(layers)))
 
 
 def schedule_has_chunks(parallel: Parallel) -> Problems:
-    other = {"gpipe": "breadth_first", "1f1b": "interleaved"}.get(parallel.schedule)
-    if parallel.pipe > 1 and parallel.chunks > 1 and other:
-        yield (
-            f"parallel.schedule={parallel.schedule} with parallel.chunks={parallel.chunks}: this schedule has one "
-            f"chunk per stage; parallel.schedule={other} has several. "
-            f"Use parallel.chunks=1, or {_settings_for_chunks(other, parallel)}."
-        )
-
-
-def _settings_for_chunks(schedule: str, parallel: Parallel) -> str:
-    """This schedule, with a number of microbatches that suits several chunks per stage."""
     microbatches, stages = parallel.microbatches, parallel.pipe
-    fits = max(microbatches, stages) if schedule == "breadth_first" else -(-microbatches // stages) * stages
-    return f"parallel.schedule={schedule}" + (f" parallel.microbatches={fits}" if fits != microbatches else "")
+    if parallel.chunks == 1 or stages == 1 or parallel.schedule not in ("gpipe", "1f1b"):
+        return
+    if parallel.schedule == "gpipe":
+        other, fits = "breadth_first", max(microbatches, stages)
+    else:
+        other, fits = "interleaved", -(-microbatches // stages) * stages
+    more = f" parallel.microbatches={fits}" if fits != microbatches else ""
+    problem = f"this schedule has one chunk per stage; parallel.schedule={other} has several"
+    ways = "parallel.chunks=1", f"parallel.schedule={other}{more}"
+    yield use(f"{parallel.schedule=!s} with {parallel.chunks=}: {problem}", *ways)
 
 
 def microbatches_suit_chunks(parallel: Parallel, train: Train) -> Problems:
@@ -133,21 +120,18 @@ def microbatches_suit_chunks(parallel: Parallel, train: Train) -> Problems:
     else:
         return
     fits = [n for n in range(stages, train.batch + 1, step) if train.batch % n == 0]
-    ways = [nearest("parallel.microbatches", microbatches, fits)] if fits else []
-    yield (
-        f"parallel.schedule={parallel.schedule} with parallel.microbatches={microbatches} and parallel.pipe={stages}: "
-        f"{reason}. Use {', or '.join([*ways, 'parallel.chunks=1'])}."
-    )
+    chosen = f"{parallel.schedule=!s} with {parallel.microbatches=} and {parallel.pipe=}"
+    yield use(f"{chosen}: {reason}", nearest("parallel.microbatches", microbatches, fits), "parallel.chunks=1")
+
+
+def data_degree_is_not_zero(parallel: Parallel) -> Problems:
+    if parallel.data == 0:
+        yield use("parallel.data=0 is not a number of devices", "parallel.data=-1 for all that the other axes leave")
 
 
 def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objective: Objective) -> Problems:
     if run.simulate_devices:
         yield from check_layout(parallel, train, objective, run.simulate_devices)
-
-
-def data_degree_is_not_zero(parallel: Parallel) -> Problems:
-    if parallel.data == 0:
-        yield "parallel.data=0 is not a number of devices. Use parallel.data=-1 for all that the other axes leave."
 
 
 def check_devices(config: RunConfig, devices: int) -> list[str]:
@@ -162,37 +146,34 @@ def check_layout(parallel: Parallel, train: Train, objective: Objective, devices
     if degrees["data"] == -1:
         del degrees["data"]
     product = math.prod(degrees.values())
-    if product != devices and ("data" in degrees or devices % product):
-        terms = " x ".join(f"parallel.{axis}={n}" for axis, n in degrees.items() if n > 1) or "parallel.data=1"
-        if "data" in degrees:
-            problem = f"makes {product} devices, but there are {devices}"
-        else:
-            problem = f"does not divide {devices} devices"
-        yield f"{terms} {problem}; every device must be used. Use {_nearest_layouts(degrees, devices)}."
+    if "data" in degrees and product != devices:
+        problem = f"makes {product} devices, but there are {devices}"
+    elif devices % product:
+        problem = f"does not divide {devices} devices"
+    else:
+        yield from _batch_is_divisible(parallel, train, objective, devices // (parallel.pipe * parallel.model))
         return
-    yield from _batch_is_divisible(parallel, train, objective, devices // (parallel.pipe * parallel.model))
+    terms = " x ".join(f"parallel.{axis}={n}" for axis, n in degrees.items() if n > 1) or "parallel.data=1"
+    yield use(f"{terms} {problem}; every device must be used", *_nearest_layouts(degrees, devices))
 
 
 def _batch_is_divisible(parallel: Parallel, train: Train, objective: Objective, shards: int) -> Problems:
     """shards: of the batch, over `replica` and `data`."""
     rows, rest = divmod(train.batch, parallel.microbatches)
     choices = objective.rows_per_example
-    if rest or rows % choices:  # other checks report these
+    if rest or rows % choices or rows // choices % shards == 0:  # other checks report the first two
         return
-    if rows // choices % shards:
-        fits = [n for n in divisors(train.batch) if train.batch // n % (shards * choices) == 0]
-        ways = [nearest("parallel.microbatches", parallel.microbatches, fits)] if fits else []
-        batches = multiples(train.batch, parallel.microbatches * shards * choices)
-        ways.append(nearest("train.batch", train.batch, batches))
-        what = f"{rows // choices} questions of objective.choices={choices}" if choices > 1 else f"{rows} sequences"
-        yield (
-            f"train.batch={train.batch} in parallel.microbatches={parallel.microbatches} gives {what}, "
-            f"not divisible by parallel.replica={parallel.replica} x data={shards // parallel.replica}. "
-            f"Use {', or '.join(ways)}."
-        )
+    fits = [n for n in divisors(train.batch) if train.batch // n % (shards * choices) == 0]
+    what = f"{rows // choices} questions of objective.{choices=}" if choices > 1 else f"{rows} sequences"
+    by = f"{parallel.replica=} x data={shards // parallel.replica}"
+    yield use(
+        f"{train.batch=} in {parallel.microbatches=} gives {what}, not divisible by {by}",
+        nearest("parallel.microbatches", parallel.microbatches, fits),
+        nearest_multiple("train.batch", train.batch, parallel.microbatches * shards * choices),
+    )
 
 
-def _nearest_layouts(degrees: dict[str, int], devices: int) -> str:
+def _nearest_layouts(degrees: dict[str, int], devices: int) -> list[str]:
     """For each axis, the nearest degrees that fix the layout alone; if none does, data parallelism only.
 
     degrees: without `data` if it takes what the others leave."""
@@ -205,19 +186,13 @@ def _nearest_layouts(degrees: dict[str, int], devices: int) -> str:
         if fits and (degree > 1 or axis == "data"):
             ways.append(nearest(f"parallel.{axis}", degree, fits) + (" or -1" if axis == "data" else ""))
     data_only = {axis: devices if axis == "data" else 1 for axis, n in degrees.items() if n > 1 or axis == "data"}
-    return ", or ".join(ways) or " ".join(f"parallel.{axis}={n}" for axis, n in data_only.items())
-
-
-def _devices_are_divisible(run: Run, parallel: Parallel, model: int) -> bool:
-    """Whether this degree of `model` leaves a whole number of devices to `data`.  It does if 0, not known yet."""
-    return run.simulate_devices % (parallel.pipe * parallel.replica * model) == 0
+    return ways or [" ".join(f"parallel.{axis}={n}" for axis, n in data_only.items())]
 
 
 CHECKS: tuple[Callable[..., Problems], ...] = (
     tensor_parallel_divides,
     tensor_parallel_divides_kv_heads,
     shared_layers_are_on_one_stage,
-    tensor_parallel_divides_sequence,
     microbatches_divide_batch,
     stages_divide_layers,
     remat_blocks_divide_chunk,
