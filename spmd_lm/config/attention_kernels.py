@@ -58,11 +58,10 @@ def obstacles(kernel: FusedKernel, model: Model, compute: str) -> Iterator[Obsta
         supported = f"multiples of {kernel.head_multiple} up to {kernel.max_head_width}"
         reason = f"heads are {model.head_width} wide, and {kernel.name} takes {supported}"
         heads = [n for n in divisors(model.width) if kernel.supports_head_width(model.width // n)]
-        yield Obstacle(f"{model.width=} and {model.heads=}", reason, nearest("model.heads", model.heads, heads))
+        yield Obstacle(f"{model.width=} and {model.heads=}", reason, nearest(f"{model.heads=}", heads))
     if model.context % kernel.context_multiple:
         reason = f"{kernel.name} takes multiples of {kernel.context_multiple} positions"
-        context = nearest_multiple("model.context", model.context, kernel.context_multiple)
-        yield Obstacle(f"{model.context=}", reason, context)
+        yield Obstacle(f"{model.context=}", reason, nearest_multiple(f"{model.context=}", kernel.context_multiple))
 
 
 class KernelChoice(NamedTuple):

@@ -9,22 +9,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
+from pydantic import BaseModel
+
 from spmd_lm.config import layout_checks
 from spmd_lm.config.attention_kernels import FUSED_KERNELS, obstacles
-from spmd_lm.config.schema import (
-    CausalLM,
-    Data,
-    MaskedLM,
-    Model,
-    Objective,
-    Optimizer,
-    Parallel,
-    Precision,
-    Section,
-    Synthetic,
-    Task,
-    Train,
-)
+from spmd_lm.config.schema import Data, MaskedLM, Model, Objective, Optimizer, Precision, Synthetic, Task, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
@@ -43,23 +32,19 @@ TASKS: dict[str, tuple[str, dict[str, int]]] = {
 
 def heads_divide_width(model: Model) -> Problems:
     if model.width % model.heads:
-        heads = nearest("model.heads", model.heads, divisors(model.width))
-        width = nearest_multiple("model.width", model.width, model.heads)
-        yield use(f"{model.width=} is not divisible by {model.heads=}", heads, width)
+        ways = nearest(f"{model.heads=}", divisors(model.width)), nearest_multiple(f"{model.width=}", model.heads)
+        yield use(f"{model.width=} is not divisible by {model.heads=}", *ways)
     elif model.positions == "rotary" and model.head_width % 2:
         even = [n for n in divisors(model.width) if model.width // n % 2 == 0]
-        problem = f"heads are {model.head_width} wide, but features are rotated in pairs"
-        yield use(
-            f"model.positions=rotary with {model.width=} and {model.heads=}: {problem}",
-            nearest("model.heads", model.heads, even),
-            "model.positions=learned",
-        )
+        chosen = f"model.positions=rotary with {model.width=} and {model.heads=}"
+        problem = f"{chosen}: heads are {model.head_width} wide, but features are rotated in pairs"
+        yield use(problem, nearest(f"{model.heads=}", even), "model.positions=learned")
 
 
 def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Objective) -> Problems:
     """A vocabulary file is checked when it is read."""
     least, more = 256, ""
-    if not isinstance(objective, CausalLM):
+    if objective.kind != "causal_lm":
         least, more = 260, f", with the four special tokens of {objective.kind=!s}"
     if isinstance(data, Data) and data.tokenizer == "bytes" and model.vocab < least:
         problem = f"{model.vocab=} is less than the {least} tokens of data.tokenizer=bytes{more}"
@@ -69,7 +54,7 @@ def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Obj
 
 
 def model_suits_objective(model: Model, objective: Objective) -> Problems:
-    chosen, is_causal_lm = f"{objective.kind=!s} with {model.kind=!s}", isinstance(objective, CausalLM)
+    chosen, is_causal_lm = f"{objective.kind=!s} with {model.kind=!s}", objective.kind == "causal_lm"
     if is_causal_lm and not model.causal:
         problem = f"{chosen}, whose attention sees the tokens that it has to predict"
         yield use(problem, "model.kind=gpt", "objective.kind=masked_lm")
@@ -95,14 +80,11 @@ def data_suits_objective(data: Data | Synthetic, objective: Objective) -> Proble
     if isinstance(objective, MaskedLM) and isinstance(data, Synthetic):
         problem = "objective.kind=masked_lm with data.source=synthetic: a Markov chain has no words to mask"
         yield use(problem, "data.source=python-stdlib", "objective.kind=causal_lm with model.kind=gpt")
-    if isinstance(data, Task):
-        yield from _objective_suits_task(data, objective)
-    elif not objective.predicts_tokens:
-        problem = f"{objective.kind=!s} with {data.source=!s}, which has no labels"
-        yield use(problem, "data.source=task, with data.task, data.path and data.validation_path")
-
-
-def _objective_suits_task(data: Task, objective: Objective) -> Problems:
+    if not isinstance(data, Task):
+        if not objective.predicts_tokens:
+            problem = f"{objective.kind=!s} with {data.source=!s}, which has no labels"
+            yield use(problem, "data.source=task, with data.task, data.path and data.validation_path")
+        return
     kind, sizes = TASKS[data.task]
     if objective.kind != kind:
         settings = "".join(f" objective.{key}={size}" for key, size in sizes.items())
@@ -112,16 +94,6 @@ def _objective_suits_task(data: Task, objective: Objective) -> Problems:
     for key, size in sizes.items():
         if (given := getattr(objective, key)) != size:
             yield use(f"objective.{key}={given} with {data.task=!s}, which has {size}", f"objective.{key}={size}")
-
-
-def choices_divide_batch(objective: Objective, train: Train, parallel: Parallel) -> Problems:
-    """All rows of a question are on one device."""
-    choices, microbatches = objective.rows_per_example, parallel.microbatches
-    rows, rest = divmod(train.batch, microbatches)
-    if not rest and rows % choices:
-        problem = f"rows, not divisible by objective.{choices=}, the rows of one question"
-        batch = nearest_multiple("train.batch", train.batch, microbatches * choices)
-        yield use(f"{train.batch=} in {parallel.microbatches=} gives {rows} {problem}", batch)
 
 
 def masked_spans_leave_words(objective: Objective) -> Problems:
@@ -169,10 +141,9 @@ def precisions_suit_each_other(precision: Precision) -> Problems:
         problem = f"{compute} with precision.loss_scale=none: gradients below 6e-8 would underflow to zero"
         yield use(problem, "precision.loss_scale=dynamic", "precision.compute=bfloat16")
     if precision.compute != "float16" and precision.loss_scale == "dynamic":
-        problem = f"{compute}: only float16 has so small a range that it needs loss scaling"
-        yield use(
-            f"precision.loss_scale=dynamic with {problem}", "precision.loss_scale=none", "precision.compute=float16"
-        )
+        reason = "only float16 has so small a range that it needs loss scaling"
+        problem = f"precision.loss_scale=dynamic with {compute}: {reason}"
+        yield use(problem, "precision.loss_scale=none", "precision.compute=float16")
     if precision.initial_scale < precision.min_scale:
         problem = f"{precision.initial_scale=:.17g} is less than {precision.min_scale=:.17g}"
         initial, least = f"{precision.initial_scale:.17g}", f"{precision.min_scale:.17g}"
@@ -192,7 +163,6 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     vocabulary_holds_tokens,
     model_suits_objective,
     data_suits_objective,
-    choices_divide_batch,
     masked_spans_leave_words,
     paths_are_not_empty,
     learning_rate_decays_after_warmup,
@@ -201,7 +171,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
 )
 
 
-def problems(sections: Mapping[str, Section]) -> list[str]:
+def problems(sections: Mapping[str, BaseModel]) -> list[str]:
     """The problems that all checks find whose sections are present."""
     found: list[str] = []
     for check in CHECKS:

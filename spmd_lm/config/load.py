@@ -4,7 +4,6 @@ A configuration is a stack of layers, each a mapping of sections and its origin:
 the command line last.  All problems are reported at once, each with the layer that set the key: unknown keys are
 dropped, sections are validated separately, and every check runs whose sections are valid."""
 
-import functools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from spmd_lm.errors import ConfigError
 
 COMMAND_LINE = "command line"
 FIELDS = RunConfig.model_fields
+VALIDATORS = {name: TypeAdapter(Annotated[field.annotation, field]) for name, field in FIELDS.items()}
 
 CONFIG_FILE = "config.yaml"
 TOKENIZER_DIR = "tokenizer"
@@ -106,8 +106,7 @@ def _inherit(layers: Sequence[Layer], problems: list[str]) -> Layer | None:
     try:
         directory = Path(valid_path(init_from)).expanduser()
         if not os.path.exists(directory / CONFIG_FILE):
-            problems.append(f"{where}: {_not_a_run(directory)}.")
-            return None
+            raise ConfigError(f"{_not_a_run(directory)}.")
         config = load_run(directory)
     except PydanticCustomError:  # validating the section reports it
         return None
@@ -149,7 +148,7 @@ def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str
         if name == "model" and model_is_unknown:
             continue
         try:
-            valid[name] = _validator(name).validate_python({key: section[key] for key in known if key in section})
+            valid[name] = VALIDATORS[name].validate_python({key: section[key] for key in known if key in section})
         except ValidationError as error:
             for key, problem in suggest.wrong_values(name, error):
                 report(problem, name, key)
@@ -159,12 +158,6 @@ def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str
     if problems:
         raise ConfigError(*problems)
     return RunConfig(**valid)  # type: ignore[arg-type]
-
-
-@functools.cache
-def _validator(name: str) -> TypeAdapter:
-    annotation: Any = Annotated[FIELDS[name].annotation, FIELDS[name]]
-    return TypeAdapter(annotation)
 
 
 def _read_chain(path: str | Path, problems: list[str], extended_by: tuple[str, ...] = ()) -> list[Layer]:
@@ -224,7 +217,7 @@ def _suggest_file(missing: str) -> str:
 
 
 def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
-    """All overrides as one layer, so that their order does not matter, as in `data.source=text data.path=x`."""
+    """One layer, so that the order of overrides does not matter, as in `data.source=text data.path=x`."""
     tree: dict[str, Any] = {}
     for override in overrides:
         path, equals, text = override.partition("=")

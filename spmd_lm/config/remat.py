@@ -29,7 +29,6 @@ class RematPolicy:
 
     @property
     def recomputes_attention(self) -> bool:
-        """Whether the attention core, and that alone, runs again."""
         return self.policy == "selective"
 
     @property

@@ -92,7 +92,6 @@ class Model(Section):
 
     @property
     def unique_layers(self) -> int:
-        """Layers with their own weights."""
         return 1 if self.share_layers else self.layers
 
     @property
@@ -102,14 +101,11 @@ class Model(Section):
 
 
 class Objective(Section):
-    """What a model is trained for."""
-
     kind: str
     predicts_tokens: ClassVar[bool] = True  # whether it predicts tokens of the vocabulary
 
     @property
     def has_sequence_label(self) -> bool:
-        """Whether it predicts one label per sequence."""
         return not self.predicts_tokens
 
     @property
@@ -259,8 +255,6 @@ class Precision(Section):
 
 
 class Optimizer(Section):
-    """What all optimizers share."""
-
     moments: ClassVar[str]  # what the optimizer's state is called
     num_moments: ClassVar[int]  # values of the state per parameter
     kind: str

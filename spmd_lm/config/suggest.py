@@ -78,16 +78,17 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def nearest(key: str, value: int, choices: Iterable[int]) -> str:
-    """The two choices nearest to `value`, as in 'parallel.model=4 or 6'; empty if there are none."""
-    two = sorted(sorted(choices, key=lambda n: (abs(n - value), n))[:2])
+def nearest(setting: str, choices: Iterable[int]) -> str:
+    """'parallel.model=4 or 6' where `setting` is 'parallel.model=5': the two nearest choices; '' if there are none."""
+    key, _, value = setting.partition("=")
+    two = sorted(sorted(choices, key=lambda n: (abs(n - int(value)), n))[:2])
     return f"{key}={' or '.join(map(str, two))}" if two else ""
 
 
-def nearest_multiple(key: str, value: int, step: int) -> str:
-    """The positive multiples of `step` on either side of `value`, in the same form."""
-    below = value // step * step
-    return nearest(key, value, [below, below + step] if below else [step])
+def nearest_multiple(setting: str, step: int) -> str:
+    """The positive multiples of `step` on either side of the setting's value, in the same form."""
+    below = int(setting.partition("=")[2]) // step * step
+    return nearest(setting, [below, below + step] if below else [step])
 
 
 def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -124,7 +125,7 @@ def unknown_section(name: str, value: Any) -> str:
 
 def unknown_key(section: str, key: str, kind: str) -> str:
     """kind: of the section; '' if it has only one, or does not say."""
-    owners = [name for name, owner in variants(section).items() if name and key in yaml_fields(owner)]
+    owners = [each for each in variants(section) if each and key in keys_of_kind(section, each)]
     if owners:
         field = f"{section}.{RunConfig.model_fields[section].discriminator}"
         return f"{section}: '{key}' belongs to {field}={owners[0]}, not {kind}. Remove it, or set {field}={owners[0]}."

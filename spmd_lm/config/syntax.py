@@ -24,10 +24,7 @@ class UnsupportedValue(yaml.YAMLError):
 
 class Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's registry, one per class
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.problems: list[str] = []
+    problems: list[str]
 
     def construct_unique_mapping(self, node: yaml.MappingNode) -> dict:
         first_lines: dict[str, int] = {}
@@ -61,6 +58,7 @@ def read(text: str) -> tuple[Any, list[str]]:
     """The value of a YAML document, and the problems found in it.  After a syntax error the value is None."""
     try:
         loader = Loader(text)
+        loader.problems = []
         return loader.get_single_data(), loader.problems
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
