@@ -59,8 +59,7 @@ def model_suits_objective(model: Model, objective: Objective) -> Problems:
         problem = f"{chosen}, whose attention sees the tokens that it has to predict"
         yield use(problem, "model.kind=gpt", "objective.kind=masked_lm")
     if model.causal and not is_causal_lm:
-        problem = f"{chosen}, whose attention sees only earlier tokens"
-        yield use(problem, "model.kind=bert", "objective.kind=causal_lm")
+        yield use(f"{chosen}, whose attention sees only earlier tokens", "model.kind=bert", "objective.kind=causal_lm")
     if model.context < 8 and not is_causal_lm:  # rows are [CLS] A [SEP] B [SEP]
         problem = f"{model.context=} with {objective.kind=!s}: [CLS] and [SEP] would leave no room for text"
         yield use(problem, "model.context=8 or more")
@@ -71,8 +70,7 @@ def model_suits_objective(model: Model, objective: Objective) -> Problems:
         problem = "model.token_types=1 with objective.sentence_order=true: a row has two segments"
         yield use(problem, "model.token_types=0 or 2", "objective.sentence_order=false")
     if model.token_types == 1 and not objective.predicts_tokens:
-        problem = f"model.token_types=1 with {objective.kind=!s}: a row may hold two texts"
-        yield use(problem, "model.token_types=0 or 2")
+        yield use(f"model.token_types=1 with {objective.kind=!s}: a row may hold two texts", "model.token_types=0 or 2")
 
 
 def data_suits_objective(data: Data | Synthetic, objective: Objective) -> Problems:

@@ -87,8 +87,7 @@ def schedule_suits_chunks(parallel: Parallel, train: Train) -> Problems:
         enough = max(microbatches, stages) if other == "breadth_first" else -(-microbatches // stages) * stages
         more = f" parallel.microbatches={enough}" if enough != microbatches else ""
         problem = f"this schedule has one chunk per stage; parallel.schedule={other} has several"
-        ways = "parallel.chunks=1", f"parallel.schedule={other}{more}"
-        yield use(f"{chosen} {parallel.chunks=}: {problem}", *ways)
+        yield use(f"{chosen} {parallel.chunks=}: {problem}", "parallel.chunks=1", f"parallel.schedule={other}{more}")
         return
     if parallel.schedule == "interleaved":
         reason, step = "microbatches run in groups of as many as there are stages", stages
@@ -100,22 +99,8 @@ def schedule_suits_chunks(parallel: Parallel, train: Train) -> Problems:
         yield use(problem, nearest(f"{parallel.microbatches=}", fits), "parallel.chunks=1")
 
 
-def microbatches_divide_batch(train: Train, parallel: Parallel, objective: Objective) -> Problems:
-    rows, rest = divmod(train.batch, parallel.microbatches)
-    choices = objective.rows_per_example
-    if rest:
-        fits = nearest(f"{parallel.microbatches=}", divisors(train.batch))
-        batch = nearest_multiple(f"{train.batch=}", parallel.microbatches)
-        yield use(f"{train.batch=} is not divisible by {parallel.microbatches=}", fits, batch)
-    elif rows % choices:  # all rows of a question are on one device
-        what = f"{rows} rows, not divisible by objective.{choices=}, the rows of one question"
-        batch = nearest_multiple(f"{train.batch=}", parallel.microbatches * choices)
-        yield use(f"{train.batch=} in {parallel.microbatches=} gives {what}", batch)
-
-
 def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objective: Objective) -> Problems:
-    if run.simulate_devices or parallel.data == 0:
-        yield from check_layout(parallel, train, objective, run.simulate_devices)
+    yield from check_layout(parallel, train, objective, run.simulate_devices)
 
 
 def check_devices(config: RunConfig, devices: int) -> list[str]:
@@ -124,22 +109,22 @@ def check_devices(config: RunConfig, devices: int) -> list[str]:
 
 
 def check_layout(parallel: Parallel, train: Train, objective: Objective, devices: int) -> Problems:
+    """devices: 0 if their number is not known yet."""
     degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "replica", "data", "model")}
-    if degrees["data"] == 0:
-        yield use("parallel.data=0 is not a number of devices", "parallel.data=-1 for all that the other axes leave")
-        return
     if degrees["data"] == -1:
         del degrees["data"]
-    product = math.prod(degrees.values())
-    if "data" in degrees and product != devices:
+    product, batch_shards = math.prod(degrees.values()), 1
+    if product == 0:
+        yield use("parallel.data=0 is not a number of devices", "parallel.data=-1 for all that the other axes leave")
+    elif devices % product or ("data" in degrees and devices not in (0, product)):
+        terms = " x ".join(f"parallel.{axis}={n}" for axis, n in degrees.items() if n > 1) or "parallel.data=1"
         problem = f"makes {product} devices, but there are {devices}"
-    elif devices % product:
-        problem = f"does not divide {devices} devices"
-    else:
-        yield from _batch_is_divisible(parallel, train, objective, devices // (parallel.pipe * parallel.model))
-        return
-    terms = " x ".join(f"parallel.{axis}={n}" for axis, n in degrees.items() if n > 1) or "parallel.data=1"
-    yield use(f"{terms} {problem}; every device must be used", *_nearest_layouts(degrees, devices))
+        if "data" not in degrees:
+            problem = f"does not divide {devices} devices"
+        yield use(f"{terms} {problem}; every device must be used", *_nearest_layouts(degrees, devices))
+    elif devices:
+        batch_shards = devices // (parallel.pipe * parallel.model)
+    yield from _batch_is_divisible(parallel, train, objective, batch_shards)
 
 
 def _nearest_layouts(degrees: dict[str, int], devices: int) -> list[str]:
@@ -159,17 +144,23 @@ def _nearest_layouts(degrees: dict[str, int], devices: int) -> list[str]:
 
 
 def _batch_is_divisible(parallel: Parallel, train: Train, objective: Objective, shards: int) -> Problems:
-    """shards: of the batch, over `replica` and `data`."""
+    """By microbatches, then by the rows of a question, which are on one device, then by shards over `replica` and
+    `data`."""
     rows, rest = divmod(train.batch, parallel.microbatches)
     choices = objective.rows_per_example
-    if rest or rows % choices or rows // choices % shards == 0:  # microbatches_divide_batch reports the first two
-        return
-    fits = [n for n in divisors(train.batch) if train.batch // n % (shards * choices) == 0]
-    what = f"{rows // choices} questions of objective.{choices=}" if choices > 1 else f"{rows} sequences"
-    by = f"{parallel.replica=} x data={shards // parallel.replica}"
-    batch = nearest_multiple(f"{train.batch=}", parallel.microbatches * shards * choices)
-    problem = f"{train.batch=} in {parallel.microbatches=} gives {what}, not divisible by {by}"
-    yield use(problem, nearest(f"{parallel.microbatches=}", fits), batch)
+    batch, microbatches = f"{train.batch=}", f"{parallel.microbatches=}"
+    if rest:
+        ways = nearest(microbatches, divisors(train.batch)), nearest_multiple(batch, parallel.microbatches)
+        yield use(f"{batch} is not divisible by {microbatches}", *ways)
+    elif rows % choices:
+        problem = f"gives {rows} rows, not divisible by objective.{choices=}, the rows of one question"
+        yield use(f"{batch} in {microbatches} {problem}", nearest_multiple(batch, parallel.microbatches * choices))
+    elif rows // choices % shards:
+        fits = [n for n in divisors(train.batch) if train.batch // n % (shards * choices) == 0]
+        what = f"{rows // choices} questions of objective.{choices=}" if choices > 1 else f"{rows} sequences"
+        problem = f"gives {what}, not divisible by {parallel.replica=} x data={shards // parallel.replica}"
+        ways = nearest(microbatches, fits), nearest_multiple(batch, parallel.microbatches * shards * choices)
+        yield use(f"{batch} in {microbatches} {problem}", *ways)
 
 
 CHECKS: tuple[Callable[..., Problems], ...] = (
@@ -178,6 +169,5 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     stages_divide_layers,
     remat_blocks_divide_chunk,
     schedule_suits_chunks,
-    microbatches_divide_batch,
     layout_uses_all_devices,
 )

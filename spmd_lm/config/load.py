@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
@@ -19,7 +19,7 @@ from spmd_lm.errors import ConfigError
 
 COMMAND_LINE = "command line"
 FIELDS = RunConfig.model_fields
-VALIDATORS = {name: TypeAdapter(Annotated[field.annotation, field]) for name, field in FIELDS.items()}
+VALIDATORS = {name: TypeAdapter(cast(Any, Annotated[field.annotation, field])) for name, field in FIELDS.items()}
 
 CONFIG_FILE = "config.yaml"
 TOKENIZER_DIR = "tokenizer"

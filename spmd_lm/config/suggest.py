@@ -142,12 +142,8 @@ def _did_you_mean(near: str | None, known: Iterable[str]) -> str:
 def wrong_values(section: str, error: ValidationError) -> Iterator[tuple[str, str]]:
     """Each wrong or missing key of `section`, and what is wrong."""
     discriminator = RunConfig.model_fields[section].discriminator
-    depth = 1 if discriminator else 0  # pydantic puts the kind before the key
-
-    def key_of(error: ErrorDetails) -> str:
-        return str(error["loc"][depth] if len(error["loc"]) > depth else discriminator)
-
-    for key, errors in itertools.groupby(error.errors(), key_of):
+    depth = 1 if discriminator else 0  # pydantic puts the kind before the key, and neither where the kind is wrong
+    for key, errors in itertools.groupby(error.errors(), lambda each: str((*each["loc"][depth:], discriminator)[0])):
         yield key, f"{section}.{_wrong_value(section, key, [*errors])}"
 
 

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 CORE_SCHEMA = {
     "bool": r"true|True|TRUE|false|False|FALSE",
@@ -16,10 +17,6 @@ CORE_SCHEMA = {
     "null": r"~|null|Null|NULL|",
 }
 MAX_DIGITS = 18  # of a whole number: fits 64 bits, and is more than any key needs
-
-
-class UnsupportedValue(yaml.YAMLError):
-    """Valid YAML that no configuration can hold."""
 
 
 class Loader(yaml.SafeLoader):
@@ -39,7 +36,7 @@ class Loader(yaml.SafeLoader):
         digits, line = len(node.value.lstrip("+-0")), node.start_mark.line + 1
         if digits > MAX_DIGITS:
             limit = f"at most {MAX_DIGITS} fit. Quote it if it is text"
-            raise UnsupportedValue(f"line {line}: a whole number of {digits} digits; {limit}")
+            raise yaml.YAMLError(f"line {line}: a whole number of {digits} digits; {limit}")
         return int(node.value)
 
 
@@ -63,12 +60,12 @@ def read(text: str) -> tuple[Any, list[str]]:
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         return None, [f"{line}not YAML: {error.problem}. Quote text that has : # * & @ or % in it; indent with spaces"]
-    except UnsupportedValue as error:
-        return None, [str(error)]
     except RecursionError:
         return None, ["nested too deeply. A value is a scalar or a list of scalars"]
-    except (yaml.YAMLError, ValueError, KeyError) as error:  # of an explicit tag, as in `!!int twelve`, `!!bool maybe`
+    except (ReaderError, ValueError, KeyError) as error:  # the last two: of explicit tags, as in `!!int twelve`
         return None, [f"not YAML: {' '.join(str(error).split())}. Save it as UTF-8 text"]
+    except yaml.YAMLError as error:  # construct_decimal's
+        return None, [str(error)]
 
 
 def write(tree: dict) -> str:
