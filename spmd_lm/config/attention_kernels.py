@@ -3,10 +3,9 @@
 The checks of a configuration and the choice for a platform read the same limits.  `auto` takes cuDNN on GPU and splash
 on TPU where they support the model, and XLA elsewhere."""
 
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from spmd_lm.config.schema import Dtype, Model, RunConfig
 from spmd_lm.config.suggest import divisors, nearest, nearest_multiple
@@ -22,7 +21,7 @@ class FusedKernel:
 
     name: str
     platform: str
-    dtypes: tuple[str, ...] = typing.get_args(Dtype)
+    dtypes: tuple[str, ...] = get_args(Dtype)
     head_multiple: int = 1
     max_head_width: int | None = None
     context_multiple: int = 1

@@ -6,7 +6,6 @@ that satisfy the check."""
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping
 
 from pydantic import BaseModel
@@ -177,8 +176,3 @@ def problems(sections: Mapping[str, BaseModel]) -> list[str]:
         if needed.keys() <= sections.keys():
             found += check(**{name: sections[name] for name in needed})
     return found
-
-
-def conflicting_keys(problem: str) -> list[tuple[str, str]]:
-    """The (section, key) pairs in conflict: those in the first sentence of a problem."""
-    return re.findall(r"\b([a-z]+)\.(\w+)=", problem.split(". ")[0])

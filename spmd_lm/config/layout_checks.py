@@ -99,17 +99,13 @@ def schedule_suits_chunks(parallel: Parallel, train: Train) -> Problems:
         yield use(problem, nearest(f"{parallel.microbatches=}", fits), "parallel.chunks=1")
 
 
-def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objective: Objective) -> Problems:
-    yield from check_layout(parallel, train, objective, run.simulate_devices)
-
-
 def check_devices(config: RunConfig, devices: int) -> list[str]:
     """What keeps `config` from running on exactly this many devices."""
-    return [*check_layout(config.parallel, config.train, config.objective, devices)]
+    return [*layout_uses_all_devices(Run(simulate_devices=devices), config.parallel, config.train, config.objective)]
 
 
-def check_layout(parallel: Parallel, train: Train, objective: Objective, devices: int) -> Problems:
-    """devices: 0 if their number is not known yet."""
+def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objective: Objective) -> Problems:
+    devices = run.simulate_devices  # 0 if their number is not known yet
     degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "replica", "data", "model")}
     if degrees["data"] == -1:
         del degrees["data"]

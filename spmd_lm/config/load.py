@@ -5,6 +5,7 @@ the command line last.  All problems are reported at once, each with the layer t
 dropped, sections are validated separately, and every check runs whose sections are valid."""
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,8 @@ def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str
             for key, problem in suggest.wrong_values(name, error):
                 report(problem, name, key)
     for problem in checks.problems(valid):
-        origins = dict.fromkeys(_origin(layers, *keys) for keys in checks.conflicting_keys(problem))
+        in_conflict = re.findall(r"\b([a-z]+)\.(\w+)=", problem.split(". ")[0])
+        origins = dict.fromkeys(_origin(layers, *keys) for keys in in_conflict)
         problems.append(f"{', '.join(origins)}: {problem}")
     if problems:
         raise ConfigError(*problems)
