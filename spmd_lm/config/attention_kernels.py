@@ -3,13 +3,12 @@
 The checks of a configuration and the choice for a platform read the same limits.  `auto` takes cuDNN on GPU and splash
 on TPU where they support the model, and XLA elsewhere."""
 
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from spmd_lm.config.schema import Dtype, Model, RunConfig
-from spmd_lm.config.suggest import divisors, multiples, nearest
+from spmd_lm.config.suggest import divisors, nearest, nearest_multiple
 from spmd_lm.errors import ConfigError
 
 
@@ -22,7 +21,7 @@ class FusedKernel:
 
     name: str
     platform: str
-    dtypes: tuple[str, ...] = typing.get_args(Dtype)
+    dtypes: tuple[str, ...] = get_args(Dtype)
     head_multiple: int = 1
     max_head_width: int | None = None
     context_multiple: int = 1
@@ -49,31 +48,19 @@ class Obstacle(NamedTuple):
 def obstacles(kernel: FusedKernel, model: Model, compute: str) -> Iterator[Obstacle]:
     """Whatever keeps a fused kernel from running this model in the dtype `compute`, on any device."""
     if model.attention_dropout:
-        yield Obstacle(
-            f"model.attention_dropout={model.attention_dropout}",
-            "fused kernels have no dropout that is the same under every layout",
-            "model.attention_dropout=0",
-        )
+        reason = "fused kernels have no dropout that is the same under every layout"
+        yield Obstacle(f"{model.attention_dropout=}", reason, "model.attention_dropout=0")
     if compute not in kernel.dtypes:
-        yield Obstacle(
-            f"precision.compute={compute}",
-            f"{kernel.name} takes {' or '.join(kernel.dtypes)}",
-            f"precision.compute={kernel.dtypes[0]}",
-        )
+        reason = f"{kernel.name} takes {' or '.join(kernel.dtypes)}"
+        yield Obstacle(f"precision.compute={compute}", reason, f"precision.compute={kernel.dtypes[0]}")
     if model.width % model.heads == 0 and not kernel.supports_head_width(model.head_width):
+        supported = f"multiples of {kernel.head_multiple} up to {kernel.max_head_width}"
+        reason = f"heads are {model.head_width} wide, and {kernel.name} takes {supported}"
         heads = [n for n in divisors(model.width) if kernel.supports_head_width(model.width // n)]
-        yield Obstacle(
-            f"model.width={model.width} and model.heads={model.heads}",
-            f"heads are {model.head_width} wide, and {kernel.name} takes multiples of {kernel.head_multiple} up to "
-            f"{kernel.max_head_width}",
-            nearest("model.heads", model.heads, heads),
-        )
+        yield Obstacle(f"{model.width=} and {model.heads=}", reason, nearest(f"{model.heads=}", heads))
     if model.context % kernel.context_multiple:
-        yield Obstacle(
-            f"model.context={model.context}",
-            f"{kernel.name} takes multiples of {kernel.context_multiple} positions",
-            nearest("model.context", model.context, multiples(model.context, kernel.context_multiple)),
-        )
+        reason = f"{kernel.name} takes multiples of {kernel.context_multiple} positions"
+        yield Obstacle(f"{model.context=}", reason, nearest_multiple(f"{model.context=}", kernel.context_multiple))
 
 
 class KernelChoice(NamedTuple):
@@ -85,25 +72,18 @@ def choose_kernel(config: RunConfig, platform: str) -> KernelChoice:
     """The kernel that `model.attention` means on `platform`, and why.
 
     Raises ConfigError for an explicit kernel that cannot run there."""
-    model, compute = config.model, config.precision.compute
-    if model.attention == "auto":
-        return _best_kernel(model, compute, platform)
-    kernel = FUSED_KERNELS.get(model.attention)
-    if kernel is not None:
-        problems = [f"{o.settings}: {o.reason}" for o in obstacles(kernel, model, compute)]
-        if kernel.platform != platform:
-            problems.insert(0, f"{kernel.name} does not run on {platform}")
-        if problems:
-            message = f"model.attention={model.attention}: {'; '.join(problems)}."
-            raise ConfigError(f"{message} Use model.attention=auto or xla.")
-    return KernelChoice(model.attention, "as configured")
-
-
-def _best_kernel(model: Model, compute: str, platform: str) -> KernelChoice:
-    for name, kernel in FUSED_KERNELS.items():
-        if kernel.platform == platform:
-            obstacle = next(obstacles(kernel, model, compute), None)
-            if obstacle:
-                return KernelChoice("xla", f"{obstacle.settings}: {obstacle.reason}")
-            return KernelChoice(name, f"fused kernel for {platform}")
-    return KernelChoice("xla", f"no fused kernel for {platform}")
+    asked = config.model.attention
+    name: str = asked
+    if asked == "auto":
+        name = next((name for name, kernel in FUSED_KERNELS.items() if kernel.platform == platform), "xla")
+    if name == "xla":
+        return KernelChoice(name, "as configured" if asked == "xla" else f"no fused kernel for {platform}")
+    kernel = FUSED_KERNELS[name]
+    problems = [f"{o.settings}: {o.reason}" for o in obstacles(kernel, config.model, config.precision.compute)]
+    if asked == "auto":
+        return KernelChoice("xla", problems[0]) if problems else KernelChoice(name, f"fused kernel for {platform}")
+    if kernel.platform != platform:
+        problems.insert(0, f"{kernel.name} does not run on {platform}")
+    if problems:
+        raise ConfigError(f"model.attention={asked}: {'; '.join(problems)}. Use model.attention=auto or xla.")
+    return KernelChoice(asked, "as configured")

@@ -1,118 +1,174 @@
-"""Constraints between sections of a configuration.
+"""Constraints between sections of a configuration.  Those of its layout over devices are in layout_checks.py.
 
 A check is a generator of problems.  Its parameter names say which sections it needs, so that it can run as soon as
 those are valid.  A problem begins with the conflicting keys, as section.key=value, and ends with the nearest settings
 that satisfy the check."""
 
 import inspect
-import re
+import math
 from collections.abc import Callable, Mapping
 
-from spmd_lm.config import layout_checks, objective_checks
+from pydantic import BaseModel
+
+from spmd_lm.config import layout_checks
 from spmd_lm.config.attention_kernels import FUSED_KERNELS, obstacles
-from spmd_lm.config.schema import Model, Optimizer, Precision, Section, Train
-from spmd_lm.config.suggest import Problems, divisors, multiples, nearest
+from spmd_lm.config.schema import Data, MaskedLM, Model, Objective, Optimizer, Precision, Synthetic, Task, Train
+from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
+
+# For each task, the kind of its objective and the sizes that the objective must have.
+TASKS: dict[str, tuple[str, dict[str, int]]] = {
+    "mnli": ("classification", {"classes": 3}),
+    "qqp": ("classification", {"classes": 2}),
+    "sst2": ("classification", {"classes": 2}),
+    "cola": ("classification", {"classes": 2}),
+    "race": ("multiple_choice", {"choices": 4}),
+    "squad": ("span", {}),
+    "jsonl": ("classification", {}),  # as many classes as the files have labels
+}
 
 
 def heads_divide_width(model: Model) -> Problems:
     if model.width % model.heads:
-        yield (
-            f"model.width={model.width} is not divisible by model.heads={model.heads}. "
-            f"Use {nearest('model.heads', model.heads, divisors(model.width))}, "
-            f"or {nearest('model.width', model.width, multiples(model.width, model.heads))}."
-        )
-
-
-def rotary_heads_have_even_width(model: Model) -> Problems:
-    if model.positions == "rotary" and model.width % model.heads == 0 and model.head_width % 2:
+        ways = nearest(f"{model.heads=}", divisors(model.width)), nearest_multiple(f"{model.width=}", model.heads)
+        yield use(f"{model.width=} is not divisible by {model.heads=}", *ways)
+    elif model.positions == "rotary" and model.head_width % 2:
         even = [n for n in divisors(model.width) if model.width // n % 2 == 0]
-        heads = f"{nearest('model.heads', model.heads, even)}, or " if even else ""
-        yield (
-            f"model.positions=rotary with model.width={model.width} and model.heads={model.heads}: heads are "
-            f"{model.head_width} wide, but features are rotated in pairs. Use {heads}model.positions=learned."
-        )
+        chosen = f"model.positions=rotary with {model.width=} and {model.heads=}"
+        problem = f"{chosen}: heads are {model.head_width} wide, but features are rotated in pairs"
+        yield use(problem, nearest(f"{model.heads=}", even), "model.positions=learned")
 
 
-def kernel_supports_model(model: Model, precision: Precision) -> Problems:
-    """Refuses an explicit choice that would fail later; `auto` falls back to XLA."""
-    kernel = FUSED_KERNELS.get(model.attention)
-    if kernel is not None:
-        chosen = f"model.attention={model.attention}"
-        for settings, reason, alternative in obstacles(kernel, model, precision.compute):
-            ways = [alternative, "model.attention=xla"] if alternative else ["model.attention=xla"]
-            yield f"{chosen} with {settings}: {reason}. Use {', or '.join(ways)}."
+def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Objective) -> Problems:
+    """A vocabulary file is checked when it is read."""
+    least, more = 256, ""
+    if objective.kind != "causal_lm":
+        least, more = 260, f", with the four special tokens of {objective.kind=!s}"
+    if isinstance(data, Data) and data.tokenizer == "bytes" and model.vocab < least:
+        problem = f"{model.vocab=} is less than the {least} tokens of data.tokenizer=bytes{more}"
+        yield use(problem, f"model.vocab={least}")
+    if isinstance(data, Synthetic) and data.branching > model.vocab:
+        yield use(f"{data.branching=} is more than {model.vocab=}", f"data.branching={model.vocab}")
+
+
+def model_suits_objective(model: Model, objective: Objective) -> Problems:
+    chosen, is_causal_lm = f"{objective.kind=!s} with {model.kind=!s}", objective.kind == "causal_lm"
+    if is_causal_lm and not model.causal:
+        problem = f"{chosen}, whose attention sees the tokens that it has to predict"
+        yield use(problem, "model.kind=gpt", "objective.kind=masked_lm")
+    if model.causal and not is_causal_lm:
+        yield use(f"{chosen}, whose attention sees only earlier tokens", "model.kind=bert", "objective.kind=causal_lm")
+    if model.context < 8 and not is_causal_lm:  # rows are [CLS] A [SEP] B [SEP]
+        problem = f"{model.context=} with {objective.kind=!s}: [CLS] and [SEP] would leave no room for text"
+        yield use(problem, "model.context=8 or more")
+    if model.token_types and is_causal_lm:
+        problem = f"{model.token_types=} with {objective.kind=!s}: its rows are not divided into segments"
+        yield use(problem, "model.token_types=0")
+    if model.token_types == 1 and isinstance(objective, MaskedLM) and objective.sentence_order:
+        problem = "model.token_types=1 with objective.sentence_order=true: a row has two segments"
+        yield use(problem, "model.token_types=0 or 2", "objective.sentence_order=false")
+    if model.token_types == 1 and not objective.predicts_tokens:
+        yield use(f"model.token_types=1 with {objective.kind=!s}: a row may hold two texts", "model.token_types=0 or 2")
+
+
+def data_suits_objective(data: Data | Synthetic, objective: Objective) -> Problems:
+    """Only a task's files have labels, and only objectives with labels read them."""
+    if isinstance(objective, MaskedLM) and isinstance(data, Synthetic):
+        problem = "objective.kind=masked_lm with data.source=synthetic: a Markov chain has no words to mask"
+        yield use(problem, "data.source=python-stdlib", "objective.kind=causal_lm with model.kind=gpt")
+    if not isinstance(data, Task):
+        if not objective.predicts_tokens:
+            problem = f"{objective.kind=!s} with {data.source=!s}, which has no labels"
+            yield use(problem, "data.source=task, with data.task, data.path and data.validation_path")
+        return
+    kind, sizes = TASKS[data.task]
+    if objective.kind != kind:
+        settings = "".join(f" objective.{key}={size}" for key, size in sizes.items())
+        hint = ", with as many classes as there are labels" if data.task == "jsonl" else ""
+        yield use(f"{data.task=!s} with {objective.kind=!s}", f"objective.kind={kind}{settings}{hint}")
+        return
+    for key, size in sizes.items():
+        if (given := getattr(objective, key)) != size:
+            yield use(f"objective.{key}={given} with {data.task=!s}, which has {size}", f"objective.{key}={size}")
+
+
+def masked_spans_leave_words(objective: Objective) -> Problems:
+    """Spans do not touch, so there are at least as many words between spans as there are spans."""
+    if not isinstance(objective, MaskedLM):
+        return
+    mean = objective.max_span / sum(1 / n for n in range(1, objective.max_span + 1))
+    most = mean / (mean + 1)
+    if objective.mask_prob == 0:
+        yield use("objective.mask_prob=0.0 masks nothing, so nothing is learned", "objective.mask_prob=0.15")
+    elif objective.mask_prob > most:
+        spans = f"spans of {mean:.2g} words on average, with at least one word between them, mask at most {most:.0%}"
+        largest = f"objective.mask_prob={math.floor(100 * most) / 100} or less"
+        yield use(f"{objective.mask_prob=} with {objective.max_span=}: {spans}", largest)
+
+
+def paths_are_not_empty(data: Data | Synthetic) -> Problems:
+    for key, value in data:
+        if key in ("path", "validation_path") and not (value and all(value)):
+            yield f"data.{key}={value} names no file. Give a file, a directory or a pattern: data.{key}='corpus/*.txt'."
 
 
 def learning_rate_decays_after_warmup(optim: Optimizer, train: Train) -> Problems:
     if optim.min_lr > optim.lr:
-        tenth = optim.lr / 10
-        yield f"optim.min_lr={optim.min_lr:g} is more than optim.lr={optim.lr:g}. Use optim.min_lr={tenth:g} or less."
+        yield use(f"{optim.min_lr=:g} is more than {optim.lr=:g}", f"optim.min_lr={optim.lr / 10:g} or less")
     end = optim.decay_steps or train.steps
     if optim.decay != "constant" and optim.warmup > end:
-        key = "optim.decay_steps" if optim.decay_steps else "train.steps"
-        yield (
-            f"optim.warmup={optim.warmup} is longer than {key}={end}, where the decay ends. "
-            f"Use optim.warmup={end // 10}, or optim.decay_steps={optim.warmup * 10}."
-        )
+        last = f"{optim.decay_steps=}" if optim.decay_steps else f"{train.steps=}"
+        ways = f"optim.warmup={end // 10}", f"optim.decay_steps={optim.warmup * 10}"
+        yield use(f"{optim.warmup=} is longer than {last}, where the decay ends", *ways)
 
 
-def params_are_as_wide_as_compute(precision: Precision) -> Problems:
-    if 16 < BITS[precision.params] < BITS[precision.compute]:  # sums_are_wide_enough refuses 16
-        yield (
-            f"precision.params={precision.params} is narrower than precision.compute={precision.compute}. "
-            f"Use precision.params={precision.compute}, or precision.compute={precision.params}."
-        )
-
-
-def float16_has_loss_scaling(precision: Precision) -> Problems:
-    compute, scale = f"precision.compute={precision.compute}", f"precision.loss_scale={precision.loss_scale}"
-    if precision.compute == "float16" and precision.loss_scale == "none":
-        yield (
-            f"{compute} with {scale}: gradients below 6e-8 would underflow to zero. "
-            f"Use precision.loss_scale=dynamic, or precision.compute=bfloat16."
-        )
-    if precision.compute != "float16" and precision.loss_scale == "dynamic":
-        yield (
-            f"{scale} with {compute}: only float16 has so small a range that it needs loss scaling. "
-            f"Use precision.loss_scale=none, or precision.compute=float16."
-        )
-    if precision.initial_scale < precision.min_scale:
-        initial, least = (f"{value:.17g}" for value in (precision.initial_scale, precision.min_scale))
-        yield (
-            f"precision.initial_scale={initial} is less than precision.min_scale={least}. "
-            f"Use precision.initial_scale={least}, or precision.min_scale={initial}."
-        )
-
-
-def sums_are_wide_enough(precision: Precision) -> Problems:
-    if precision.reduce == "float16":
-        yield (
-            "precision.reduce=float16 is not supported: a sum of gradients can overflow where no single gradient "
-            "does. Use precision.reduce=float32."
-        )
+def precisions_suit_each_other(precision: Precision) -> Problems:
+    params, compute = f"{precision.params=!s}", f"{precision.compute=!s}"
     if BITS[precision.params] == 16:
-        yield (
-            f"precision.params={precision.params} is not supported: the optimizer's moments and accumulated gradients "
-            "would be 16-bit. Use precision.params=float32."
-        )
+        problem = "is not supported: the optimizer's moments and accumulated gradients would be 16-bit"
+        yield use(f"{params} {problem}", "precision.params=float32")
+    elif BITS[precision.params] < BITS[precision.compute]:
+        ways = f"precision.params={precision.compute}", f"precision.compute={precision.params}"
+        yield use(f"{params} is narrower than {compute}", *ways)
+    if precision.reduce == "float16":
+        problem = "is not supported: a sum of gradients can overflow where no single gradient does"
+        yield use(f"precision.reduce=float16 {problem}", "precision.reduce=float32")
+    if precision.compute == "float16" and precision.loss_scale == "none":
+        problem = f"{compute} with precision.loss_scale=none: gradients below 6e-8 would underflow to zero"
+        yield use(problem, "precision.loss_scale=dynamic", "precision.compute=bfloat16")
+    if precision.compute != "float16" and precision.loss_scale == "dynamic":
+        reason = "only float16 has so small a range that it needs loss scaling"
+        problem = f"precision.loss_scale=dynamic with {compute}: {reason}"
+        yield use(problem, "precision.loss_scale=none", "precision.compute=float16")
+    if precision.initial_scale < precision.min_scale:
+        problem = f"{precision.initial_scale=:.17g} is less than {precision.min_scale=:.17g}"
+        initial, least = f"{precision.initial_scale:.17g}", f"{precision.min_scale:.17g}"
+        yield use(problem, f"precision.initial_scale={least}", f"precision.min_scale={initial}")
+
+
+def kernel_supports_model(model: Model, precision: Precision) -> Problems:
+    """Refuses an explicit choice that would fail later; `auto` falls back to XLA."""
+    if kernel := FUSED_KERNELS.get(model.attention):
+        for settings, reason, alternative in obstacles(kernel, model, precision.compute):
+            yield use(f"{model.attention=!s} with {settings}: {reason}", alternative, "model.attention=xla")
 
 
 CHECKS: tuple[Callable[..., Problems], ...] = (
     heads_divide_width,
-    rotary_heads_have_even_width,
     *layout_checks.CHECKS,
-    *objective_checks.CHECKS,
+    vocabulary_holds_tokens,
+    model_suits_objective,
+    data_suits_objective,
+    masked_spans_leave_words,
+    paths_are_not_empty,
     learning_rate_decays_after_warmup,
-    params_are_as_wide_as_compute,
-    float16_has_loss_scaling,
+    precisions_suit_each_other,
     kernel_supports_model,
-    sums_are_wide_enough,
 )
 
 
-def problems(sections: Mapping[str, Section]) -> list[str]:
+def problems(sections: Mapping[str, BaseModel]) -> list[str]:
     """The problems that all checks find whose sections are present."""
     found: list[str] = []
     for check in CHECKS:
@@ -120,8 +176,3 @@ def problems(sections: Mapping[str, Section]) -> list[str]:
         if needed.keys() <= sections.keys():
             found += check(**{name: sections[name] for name in needed})
     return found
-
-
-def conflicting_keys(problem: str) -> list[tuple[str, str]]:
-    """The (section, key) pairs in conflict: those in the first sentence of a problem."""
-    return re.findall(r"\b([a-z]+)\.(\w+)=", problem.split(". ")[0])

@@ -29,7 +29,6 @@ class RematPolicy:
 
     @property
     def recomputes_attention(self) -> bool:
-        """Whether the attention core, and that alone, runs again."""
         return self.policy == "selective"
 
     @property
@@ -72,8 +71,5 @@ class RematPolicy:
 def cheapest_block_size(layers: int, activations_per_layer: float) -> int:
     """The divisor of `layers` for which the inputs of all remat blocks and the activations of one of them are least
     (arXiv:2104.04473, section 3.5).  activations_per_layer: in units of a layer's input."""
-
-    def saved(size: int) -> float:
-        return layers // size + size * activations_per_layer
-
-    return min((n for n in range(1, layers + 1) if layers % n == 0), key=saved)
+    sizes = (n for n in range(1, layers + 1) if layers % n == 0)
+    return min(sizes, key=lambda size: layers // size + size * activations_per_layer)

@@ -8,17 +8,9 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic.fields import FieldInfo
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic_core import PydanticCustomError
 
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
@@ -29,9 +21,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False)
 
 
 def valid_path(path: str) -> str:
@@ -100,7 +90,6 @@ class Model(Section):
 
     @property
     def unique_layers(self) -> int:
-        """Layers with their own weights."""
         return 1 if self.share_layers else self.layers
 
     @property
@@ -110,14 +99,11 @@ class Model(Section):
 
 
 class Objective(Section):
-    """What a model is trained for."""
-
     kind: str
     predicts_tokens: ClassVar[bool] = True  # whether it predicts tokens of the vocabulary
 
     @property
     def has_sequence_label(self) -> bool:
-        """Whether it predicts one label per sequence."""
         return not self.predicts_tokens
 
     @property
@@ -267,8 +253,6 @@ class Precision(Section):
 
 
 class Optimizer(Section):
-    """What all optimizers share."""
-
     moments: ClassVar[str]  # what the optimizer's state is called
     num_moments: ClassVar[int]  # values of the state per parameter
     kind: str
@@ -344,10 +328,10 @@ class RunConfig(Section):
     train: Train
     checkpoint: Checkpoint = Checkpoint()
 
-    @field_validator(*DEFAULT_KINDS, mode="before")
+    @field_validator("optim", mode="before")
     @classmethod
-    def _add_default_kind(cls, section: Any, info: ValidationInfo) -> Any:
-        return with_default_kind(info.field_name or "", section)
+    def _default_kind(cls, optim: Any) -> Any:
+        return {"kind": DEFAULT_KINDS["optim"]} | optim if isinstance(optim, dict) else optim
 
     @property
     def chunks(self) -> int:
@@ -370,26 +354,15 @@ class RunConfig(Section):
 
         A pipeline saves only a chunk's input and runs the chunk again; where remat would save no more than that, the
         chunk would run a third time, and the policy is `none`."""
-        policy, size = self.remat.policy, 1
+        m, policy, size = self.model, self.remat.policy, 1
         if policy == "block":
-            size = self.remat.block_size or cheapest_block_size(self.layers_per_chunk, self._activations_per_layer)
+            # In units of the layer's input; as arXiv:2205.05198, section 4.1, counts them.
+            activations = 17 + (2.5 * m.heads * m.context / m.width if m.attention_dropout else 0)
+            size = self.remat.block_size or cheapest_block_size(self.layers_per_chunk, activations)
             policy = "full" if size == 1 else policy
         if self.parallel.pipe > 1 and policy in ("full", "block") and size == self.layers_per_chunk:
             policy = "none"
-        return RematPolicy(policy, size if policy == "block" else 1, self.model.norm == "post", self.model.scan)
-
-    @property
-    def _activations_per_layer(self) -> float:
-        """In units of the layer's input; as arXiv:2205.05198, section 4.1, counts them."""
-        m = self.model
-        return 17 + (2.5 * m.heads * m.context / m.width if m.attention_dropout else 0)
-
-
-def with_default_kind(name: str, section: Any) -> Any:
-    """The section `name`, with the key that says its kind."""
-    if name in DEFAULT_KINDS and isinstance(section, dict):
-        return {"kind": DEFAULT_KINDS[name]} | section
-    return section
+        return RematPolicy(policy, size if policy == "block" else 1, m.norm == "post", m.scan)
 
 
 def variants(name: str) -> dict[str, type[Section]]:
@@ -401,6 +374,6 @@ def variants(name: str) -> dict[str, type[Section]]:
     return {get_args(each.model_fields[str(field.discriminator)].annotation)[0]: each for each in types}
 
 
-def yaml_keys(section: type[Section]) -> list[str]:
-    """The section's keys as a YAML file spells them."""
-    return [field.alias or name for name, field in section.model_fields.items()]
+def yaml_fields(section: type[Section]) -> dict[str, FieldInfo]:
+    """The section's fields, by their keys as a YAML file spells them."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}

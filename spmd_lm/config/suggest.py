@@ -3,64 +3,55 @@
 pydantic finds the errors; this module words them, and suggests names and numbers that would be valid."""
 
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from spmd_lm.config.schema import RunConfig, Section, variants, yaml_keys
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from spmd_lm.config.schema import RunConfig, variants, yaml_fields
 
 Problems = Iterator[str]
 """What a check yields."""
 
-RENAMED_KEYS = {  # earlier names of keys, and their names now; of several, those that the section's kind has
-    "model": {"hidden": ["mlp_width"], "norm_kind": ["norm_type"], "biases": ["use_bias"]},
-    "objective": {
-        "rate": ["mask_prob"],
-        "short": ["short_seq_prob"],
-        "stride": ["doc_stride"],
-        "longest": ["max_answer_length"],
-    },
-    "data": {"validation": ["validation_fraction", "validation_path"]},
-    "parallel": {"mask": ["run_idle_stages"]},
-    "remat": {"every": ["block_size"]},
+OTHER_NAMES = {  # of keys: what other trainers or earlier versions call them
+    "run.simulate_devices": ["devices"],
+    "model.layers": ["n_layer", "num_layers"],
+    "model.width": ["n_embd", "d_model", "hidden_size"],
+    "model.heads": ["n_head", "num_heads"],
+    "model.context": ["block_size", "seq_len", "sequence_length"],
+    "model.vocab": ["vocab_size"],
+    "model.mlp_width": ["hidden", "intermediate_size", "ffn_hidden_size"],
+    "model.norm_type": ["norm_kind"],
+    "model.use_bias": ["biases"],
+    "objective.mask_prob": ["rate"],
+    "objective.short_seq_prob": ["short"],
+    "objective.doc_stride": ["stride"],
+    "objective.max_answer_length": ["longest"],
+    "data.validation_fraction": ["validation"],
+    "data.validation_path": ["validation"],
+    "parallel.pipe": ["pipeline", "pp"],
+    "parallel.data": ["dp"],
+    "parallel.model": ["tensor", "tensor_parallel", "tp"],
+    "parallel.sequence": ["sp"],
+    "parallel.zero": ["fsdp"],
+    "parallel.microbatches": ["accumulation"],
+    "parallel.run_idle_stages": ["mask"],
+    "precision.compute": ["dtype"],
+    "optim.lr": ["learning_rate"],
+    "optim.b1": ["beta1"],
+    "optim.b2": ["beta2"],
+    "optim.warmup": ["warmup_steps"],
+    "optim.clip": ["grad_clip"],
+    "remat.block_size": ["every"],
+    "train.steps": ["max_steps", "iterations"],
+    "train.batch": ["batch_size"],
+    "checkpoint.async": ["asynchronous"],
 }
 RENAMED_VALUES = {"remat.policy=every": "block"}
-OTHER_NAMES = {  # what other trainers call them
-    "tensor": "parallel.model",
-    "tensor_parallel": "parallel.model",
-    "tp": "parallel.model",
-    "pipeline": "parallel.pipe",
-    "pp": "parallel.pipe",
-    "dp": "parallel.data",
-    "fsdp": "parallel.zero",
-    "sp": "parallel.sequence",
-    "accumulation": "parallel.microbatches",
-    "n_layer": "model.layers",
-    "num_layers": "model.layers",
-    "n_head": "model.heads",
-    "num_heads": "model.heads",
-    "n_embd": "model.width",
-    "d_model": "model.width",
-    "hidden_size": "model.width",
-    "intermediate_size": "model.mlp_width",
-    "ffn_hidden_size": "model.mlp_width",
-    "block_size": "model.context",
-    "seq_len": "model.context",
-    "sequence_length": "model.context",
-    "vocab_size": "model.vocab",
-    "dtype": "precision.compute",
-    "learning_rate": "optim.lr",
-    "beta1": "optim.b1",
-    "beta2": "optim.b2",
-    "warmup_steps": "optim.warmup",
-    "grad_clip": "optim.clip",
-    "max_steps": "train.steps",
-    "iterations": "train.steps",
-    "batch_size": "train.batch",
-    "devices": "run.simulate_devices",
-    "asynchronous": "checkpoint.async",
-}
 TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -70,14 +61,14 @@ TYPES = {
     "string_type": "text",
     "string_pattern_mismatch": "letters, digits, '.', '_' or '-', not beginning with '.'",  # that of run.name
     "list_type": "a list",
-    "model_type": "a mapping of keys",
-    "model_attributes_type": "a mapping of keys",
 }
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+def use(problem: str, *ways: str) -> str:
+    """The problem, and the settings that solve it.  Empty ways are left out."""
+    return f"{problem}. Use {', or '.join(filter(None, ways))}."
 
 
 def divisors(n: int) -> list[int]:
@@ -87,18 +78,17 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def multiples(n: int, step: int) -> list[int]:
-    """The positive multiples of `step` on either side of `n`."""
-    return [m for m in (n // step * step, n // step * step + step) if m]
-
-
-def nearest(key: str, value: int, choices: Iterable[int]) -> str:
-    """The two choices nearest to `value`, as in 'parallel.model=4 or 6'; empty if there are none."""
-    two = sorted(sorted(choices, key=lambda n: (abs(n - value), n))[:2])
+def nearest(setting: str, choices: Iterable[int]) -> str:
+    """'parallel.model=4 or 6' where `setting` is 'parallel.model=5': the two nearest choices; '' if there are none."""
+    key, _, value = setting.partition("=")
+    two = sorted(sorted(choices, key=lambda n: (abs(n - int(value)), n))[:2])
     return f"{key}={' or '.join(map(str, two))}" if two else ""
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+def nearest_multiple(setting: str, step: int) -> str:
+    """The positive multiples of `step` on either side of the setting's value, in the same form."""
+    below = int(setting.partition("=")[2]) // step * step
+    return nearest(setting, [below, below + step] if below else [step])
 
 
 def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -109,24 +99,20 @@ def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | 
 def key_of_any_section(word: str, section: str = "") -> str | None:
     """The section.key that `word` resembles, or that other trainers or earlier versions call so.  Within `section`,
     the key alone."""
-    names = dict(OTHER_NAMES)
-    for name, renamed in RENAMED_KEYS.items():
-        names |= {old: f"{name}.{new[0]}" for old, new in renamed.items()}
+    names: dict[str, str] = {}
+    for key, others in OTHER_NAMES.items():
+        names = dict.fromkeys(others, key) | names
     for name in RunConfig.model_fields:
-        for variant in variants(name).values():
-            names |= {key: f"{name}.{key}" for key in yaml_keys(variant)}
+        names |= {key: f"{name}.{key}" for key in keys_of_kind(name)}
     near = did_you_mean(word, names, cutoff=0.75)
     return names[near].removeprefix(f"{section}.") if near else None
 
 
-def keys_of_kind(section: str, kind: str) -> list[str]:
+def keys_of_kind(section: str, kind: str = "") -> list[str]:
     """The keys of `section` where it is of this kind; for an unknown kind, those of all its kinds."""
     types = variants(section)
     known = [types[kind]] if kind in types else types.values()
-    return list(dict.fromkeys(key for each in known for key in yaml_keys(each)))
-
-
-# --- messages ---------------------------------------------------------------------------------------------------------
+    return list(dict.fromkeys(key for each in known for key in yaml_fields(each)))
 
 
 def unknown_section(name: str, value: Any) -> str:
@@ -134,34 +120,46 @@ def unknown_section(name: str, value: Any) -> str:
         path = f", or give {value} as the CONFIG" if isinstance(value, str) else ""
         return f"base: belongs in a file. Write it there{path}."
     near = did_you_mean(name, RunConfig.model_fields) or key_of_any_section(name)
-    return f"unknown section '{name}'. " + (f"Did you mean '{near}'?" if near else _known(RunConfig.model_fields))
+    return f"unknown section '{name}'. {_did_you_mean(near, RunConfig.model_fields)}"
 
 
 def unknown_key(section: str, key: str, kind: str) -> str:
     """kind: of the section; '' if it has only one, or does not say."""
-    owners = [name for name, owner in variants(section).items() if name and key in yaml_keys(owner)]
+    owners = [each for each in variants(section) if each and key in keys_of_kind(section, each)]
     if owners:
         field = f"{section}.{RunConfig.model_fields[section].discriminator}"
         return f"{section}: '{key}' belongs to {field}={owners[0]}, not {kind}. Remove it, or set {field}={owners[0]}."
     known = keys_of_kind(section, kind)
-    renamed = [name for name in RENAMED_KEYS.get(section, {}).get(key, []) if name in known]
-    similar = "' or '".join(renamed) or did_you_mean(key, known) or key_of_any_section(key, section)
-    return f"{section}: unknown key '{key}'. " + (f"Did you mean '{similar}'?" if similar else _known(known))
+    same = [name for name in known if key in OTHER_NAMES.get(f"{section}.{name}", [])]
+    near = "' or '".join(same) or did_you_mean(key, known) or key_of_any_section(key, section)
+    return f"{section}: unknown key '{key}'. {_did_you_mean(near, known)}"
 
 
-def wrong_value(section: str, key: str, errors: list[dict[str, Any]]) -> str:
-    """errors: those of one key, as pydantic lists them; several if the value may have one of several types."""
+def _did_you_mean(near: str | None, known: Iterable[str]) -> str:
+    return f"Did you mean '{near}'?" if near else f"Known: {', '.join(known)}."
+
+
+def wrong_values(section: str, error: ValidationError) -> Iterator[tuple[str, str]]:
+    """Each wrong or missing key of `section`, and what is wrong."""
+    discriminator = RunConfig.model_fields[section].discriminator
+    depth = 1 if discriminator else 0  # pydantic puts the kind before the key, and neither where the kind is wrong
+    for key, errors in itertools.groupby(error.errors(), lambda each: str((*each["loc"][depth:], discriminator)[0])):
+        yield key, f"{section}.{_wrong_value(section, key, [*errors])}"
+
+
+def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
+    """errors: those of one key; several if its value may have one of several types."""
     in_list = [error for error in errors if error["loc"] and isinstance(error["loc"][-1], int)]
     if in_list:  # the value is a list, as it may be: that it has none of the other types is no error
         key, errors = f"{key}[{in_list[0]['loc'][-1]}]", in_list[:1]
     error = errors[0]
     error_type, value, context = error["type"], error["input"], error.get("ctx", {})
     if error_type == "missing":
-        return f"{section}.{key}: missing. Set it in the file, or as {section}.{key}=... on the command line."
+        return f"{key}: missing. Set it in the file, or as {section}.{key}=... on the command line."
     if error_type == "union_tag_not_found":
-        return f"{section}.{key}: missing. Choose {_either(variants(section))}."
+        return f"{key}: missing. Choose {_either(variants(section))}."
     if error_type in ("union_tag_invalid", "literal_error"):
-        return f"{section}.{key}: {_wrong_choice(section, key, error)}"
+        return f"{key}: {_wrong_choice(section, key, error)}"
     bound = next((f"{words} {context[name]:.15g}" for name, words in BOUNDS.items() if name in context), None)
     if bound:
         what = f"must be {bound}, got {_show(value)}"
@@ -169,10 +167,10 @@ def wrong_value(section: str, key: str, errors: list[dict[str, Any]]) -> str:
         what = f"expected {' or '.join(dict.fromkeys(TYPES[each['type']] for each in errors))}, got {_show(value)}"
     else:
         what = f"{error['msg']}, got {_show(value)}"
-    return f"{section}.{key}: {what}.{_correction(error_type, value) or _default(section, str(error['loc'][0]), key)}"
+    return f"{key}: {what}.{_correction(error_type, value) or _default(section, str(error['loc'][0]), key)}"
 
 
-def _wrong_choice(section: str, key: str, error: dict[str, Any]) -> str:
+def _wrong_choice(section: str, key: str, error: ErrorDetails) -> str:
     context = error["ctx"]
     choices = re.findall(r"'([^']*)'", context.get("expected_tags") or context["expected"])
     value = error["input"].get(key) if "tag" in context else error["input"]
@@ -200,11 +198,10 @@ def _correction(error_type: str, value: Any) -> str:
 
 def _default(section: str, kind: str, key: str) -> str:
     types = variants(section)
-    fields = types.get(kind, types.get("", Section)).model_fields
-    for name, field in fields.items():
-        if key == (field.alias or name) and not field.is_required() and field.default is not None:
-            return f" The default is {_show(field.default)}."
-    return ""
+    field = yaml_fields(types.get(kind) or types[""]).get(key)
+    if field is None or field.is_required() or field.default is None:
+        return ""
+    return f" The default is {_show(field.default)}."
 
 
 def _show(value: Any) -> str:
@@ -214,10 +211,6 @@ def _show(value: Any) -> str:
         return "a mapping"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:36]} ..."
-
-
-def _known(words: Iterable[str]) -> str:
-    return f"Known: {', '.join(words)}."
 
 
 def _either(words: Iterable[str]) -> str:

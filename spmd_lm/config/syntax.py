@@ -8,31 +8,20 @@ import re
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
-CORE_SCHEMA = (  # tag, pattern, and its first characters, by which PyYAML looks it up ("": the empty value)
-    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    ("int", r"[-+]?[0-9]+", [*"-+0123456789"]),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        [*"-+.0123456789"],
-    ),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-)
-
+CORE_SCHEMA = {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "null": r"~|null|Null|NULL|",
+}
 MAX_DIGITS = 18  # of a whole number: fits 64 bits, and is more than any key needs
-
-
-class UnsupportedValue(yaml.YAMLError):
-    """Valid YAML that no configuration can hold."""
 
 
 class Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's registry, one per class
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.problems: list[str] = []
+    problems: list[str]
 
     def construct_unique_mapping(self, node: yaml.MappingNode) -> dict:
         first_lines: dict[str, int] = {}
@@ -44,47 +33,39 @@ class Loader(yaml.SafeLoader):
         return self.construct_mapping(node, deep=True)  # deep: an alias inside its own anchor is then an error
 
     def construct_decimal(self, node: yaml.ScalarNode) -> int:
-        digits = len(node.value.lstrip("+-0"))
+        digits, line = len(node.value.lstrip("+-0")), node.start_mark.line + 1
         if digits > MAX_DIGITS:
-            line = node.start_mark.line + 1
-            raise UnsupportedValue(
-                f"line {line}: a whole number of {digits} digits; at most {MAX_DIGITS} fit. Quote it if it is text"
-            )
+            limit = f"at most {MAX_DIGITS} fit. Quote it if it is text"
+            raise yaml.YAMLError(f"line {line}: a whole number of {digits} digits; {limit}")
         return int(node.value)
 
 
 class Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's registry, one per class
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
 
 Loader.add_constructor("tag:yaml.org,2002:map", Loader.construct_unique_mapping)
 Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_decimal)
-for tag, pattern, first_characters in CORE_SCHEMA:
+for tag, pattern in CORE_SCHEMA.items():
     for registry in (Loader, Dumper):
-        registry.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), first_characters)
+        registry.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"), None)
 
 
 def read(text: str) -> tuple[Any, list[str]]:
     """The value of a YAML document, and the problems found in it.  After a syntax error the value is None."""
-    loader = None
     try:
         loader = Loader(text)
+        loader.problems = []
         return loader.get_single_data(), loader.problems
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         return None, [f"{line}not YAML: {error.problem}. Quote text that has : # * & @ or % in it; indent with spaces"]
-    except UnsupportedValue as error:
-        return None, [str(error)]
     except RecursionError:
         return None, ["nested too deeply. A value is a scalar or a list of scalars"]
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an explicit tag, as in `!!int twelve`
+    except (ReaderError, ValueError, KeyError) as error:  # the last two: of explicit tags, as in `!!int twelve`
         return None, [f"not YAML: {' '.join(str(error).split())}. Save it as UTF-8 text"]
-    finally:
-        if loader:
-            loader.dispose()
+    except yaml.YAMLError as error:  # construct_decimal's
+        return None, [str(error)]
 
 
 def write(tree: dict) -> str:

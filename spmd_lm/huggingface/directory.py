@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, Layer, load_layers
+from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, Layer, load
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
 from spmd_lm.errors import ConfigError
@@ -145,7 +145,7 @@ def make_run_config(
     path, parsed = model_dir.path / CONFIG_FILE, model_dir.config
     defaults = Layer("defaults of import", DEFAULTS | {"data": _default_data(model_dir, run_dir)})
     imported = {"run": {"dir": run_dir}, "model": parsed.model, "objective": parsed.objective}
-    config = load_layers(defaults, config_file, Layer(str(path), imported), overrides)
+    config = load(config_file, overrides, under=defaults, over=Layer(str(path), imported))
     model = config.model.model_dump()
     problems = []
     for key, value in parsed.model.items():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from spmd_lm.config.checks import TASKS
 from spmd_lm.config.load import load
-from spmd_lm.config.objective_checks import TASKS
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.planning.plan_report import describe
 from tests.parameter_count import model_parameters, parameters_by_formula

@@ -48,7 +48,17 @@ def test_all_duplicate_keys_are_reported_with_both_lines():
 
 @pytest.mark.parametrize(
     "text",
-    ["a: [1", "a: b: c", "\ta: 1", "a: *b", "a: 1\n---\nb: 2", "!!python/name:os.system x", "!!int twelve", "a: \x00"],
+    [
+        "a: [1",
+        "a: b: c",
+        "\ta: 1",
+        "a: *b",
+        "a: 1\n---\nb: 2",
+        "!!python/name:os.system x",
+        "!!int twelve",
+        "!!bool maybe",
+        "a: \x00",
+    ],
 )
 def test_invalid_yaml_is_reported_and_not_raised(text):
     value, problems = syntax.read(text)
