@@ -261,8 +261,7 @@ def _gradient_scatters(step: _Step) -> _Transfers:
             ends = {use: times / config.parallel.microbatches for use, times in ends.items()}
             return _Transfers(f"P, chunk by chunk{twice}", layers * sharing, layers, ends=ends)
         case "layer":
-            layers = runs.layer_passes
-            return _Transfers(f"Pm, layer by layer{twice}", layers * sharing, layers, ends=ends)
+            return _Transfers(f"Pm, layer by layer{twice}", runs.layer_passes * sharing, runs.layer_passes, ends=ends)
     return _Transfers("P, once", step.layers, step.layers // sharing)
 
 

@@ -74,9 +74,8 @@ def saved_bytes_per_token(config: RunConfig, plan: Plan, kernel: str) -> float:
     masks = 2 * width if m.dropout else 0  # one byte per element, at the end of each branch
     if kernel != "xla" or remat.recomputes_attention:
         return streams + sharded + masks
-    scores = 2 * size  # before and after softmax
-    if m.attention_dropout:
-        scores += size + 1  # after dropout, and its mask
+    # Scores before and after softmax; and after dropout, with its mask.
+    scores = 2 * size + (size + 1 if m.attention_dropout else 0)
     visible = 0.75 if m.causal else 1  # queries run in two blocks: the first sees half of the keys
     return streams + sharded + masks + scores * visible * m.heads * m.context / shards
 
