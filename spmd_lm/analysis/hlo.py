@@ -79,8 +79,7 @@ class CollectiveInstruction:
     @property
     def part(self) -> str:
         """The innermost of PARTS in its scope."""
-        parts = re.findall(rf"\b({'|'.join(PARTS)})\b", self.scope)
-        return parts[-1] if parts else "other"
+        return ["other", *re.findall(rf"\b({'|'.join(PARTS)})\b", self.scope)][-1]
 
 
 @dataclasses.dataclass(frozen=True)

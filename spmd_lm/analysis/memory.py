@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
+from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import Remat, RunConfig
 from spmd_lm.ops import cross_entropy
 from spmd_lm.parallel.pipeline.schedule import make_schedule
@@ -17,9 +18,9 @@ from spmd_lm.parallel.pipeline.schedule_table import schedule_table
 from spmd_lm.parallel.plan import Plan, Tree, padded_vocab
 
 
-def table(config: RunConfig, plan: Plan, kernel: str) -> dict[str, int]:
+def table(config: RunConfig, plan: Plan) -> dict[str, int]:
     """Bytes per device of each thing that a step holds in its fullest phase."""
-    return state(config, plan) | fullest_phase(config, plan, kernel).rows
+    return state(config, plan) | fullest_phase(config, plan).rows
 
 
 def state(config: RunConfig, plan: Plan) -> dict[str, int]:
@@ -57,13 +58,13 @@ def elements_per_device(plan: Plan, shapes: Tree, specs: Tree) -> int:
     return sum(map(math.prod, jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, tuple))))
 
 
-def saved_bytes_per_token(config: RunConfig, plan: Plan, kernel: str) -> float:
+def saved_bytes_per_token(config: RunConfig, plan: Plan) -> float:
     """Bytes per token and layer that forward saves for backward on a device."""
     m, shards, size = config.model, plan.layout.model, dtype_bytes(config.precision.compute)
     width = m.width * (1 / shards if plan.sequence else 1)  # of the residual stream
     remat = config.remat_policy
     if remat.policy == "block":  # the input of each remat block, and everything inside one of them
-        inside = saved_bytes_per_token(config.model_copy(update={"remat": Remat()}), plan, kernel)
+        inside = saved_bytes_per_token(config.model_copy(update={"remat": Remat()}), plan)
         return width * size / remat.layers_per_block + inside * remat.layers_per_block / config.layers_per_chunk
     if remat.recomputes_layer:
         return width * size * remat.saved_streams
@@ -72,7 +73,7 @@ def saved_bytes_per_token(config: RunConfig, plan: Plan, kernel: str) -> float:
     hidden = 3 if m.activation == "swiglu" else 2
     sharded = (2 * m.width + 2 * m.kv_width + hidden * m.mlp_dim) / shards * size
     masks = 2 * width if m.dropout else 0  # one byte per element, at the end of each branch
-    if kernel != "xla" or remat.recomputes_attention:
+    if choose_kernel(config, plan.platform).kernel != "xla" or remat.recomputes_attention:
         return streams + sharded + masks
     # Scores before and after softmax; and after dropout, with its mask.
     scores = 2 * size + (size + 1 if m.attention_dropout else 0)
@@ -83,7 +84,7 @@ def saved_bytes_per_token(config: RunConfig, plan: Plan, kernel: str) -> float:
 class _Sizes:
     """Bytes on one device, in the compute dtype unless another is named; weights are unsharded over `data`."""
 
-    def __init__(self, config: RunConfig, plan: Plan, kernel: str):
+    def __init__(self, config: RunConfig, plan: Plan):
         m, p, shards = config.model, config.precision, plan.layout.model
         size, wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
         shapes, scatters_in_loop = plan.placed_shapes, plan.zero.scatters_in_loop
@@ -109,7 +110,7 @@ class _Sizes:
         self.gradients = sharded(p.reduce) if scatters_in_loop else sum(gathered.values())
         # What forward saves in the layers that run in one loop.
         tokens = tokens_per_device(config, plan)
-        self.saved = int(tokens * config.layers_per_chunk * saved_bytes_per_token(config, plan, kernel))
+        self.saved = int(tokens * config.layers_per_chunk * saved_bytes_per_token(config, plan))
         # The logits of one chunk of cross-entropy, at least float32.
         vocab = padded_vocab(m.vocab, shards) // shards if config.objective.predicts_tokens else 0
         self.logits = min(tokens * vocab * wide, cross_entropy.CHUNK_BYTES)
@@ -134,9 +135,9 @@ class Phase(NamedTuple):
 HEAD, BLOCKS, EMBEDDING = "the head", "backward through the blocks", "the embedding's gradient"
 
 
-def fullest_phase(config: RunConfig, plan: Plan, kernel: str) -> Phase:
+def fullest_phase(config: RunConfig, plan: Plan) -> Phase:
     phases = _pipeline_phases if plan.layout.pipe > 1 else _phases
-    return max(phases(config, plan, _Sizes(config, plan, kernel)), key=lambda phase: sum(phase.rows.values()))
+    return max(phases(config, plan, _Sizes(config, plan)), key=lambda phase: sum(phase.rows.values()))
 
 
 def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:

@@ -131,7 +131,7 @@ def _memory(config: RunConfig, program: Program, compiled: jax.stages.Compiled) 
         "temporaries": m.temp_size_in_bytes,
         "total": m.argument_size_in_bytes + m.temp_size_in_bytes,
         "peak": m.peak_memory_in_bytes,
-        "planned": memory.table(config, program.plan, choose_kernel(config, program.plan.platform).kernel),
+        "planned": memory.table(config, program.plan),
     }
 
 

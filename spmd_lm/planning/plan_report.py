@@ -26,7 +26,6 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
         devices, platform = (simulated, "cpu") if simulated else (jax.device_count(), jax.default_backend())
         plan = abstract_plan(config, devices, platform)
     m, layout = config.model, plan.layout
-    kernel, reason = choose_kernel(config, plan.platform)
     parameters = _describe_parameters(config, plan)
     frozen = frozen_mask(config.optim.freeze.split(), plan.names, plan.shapes)
     return {
@@ -42,8 +41,8 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
         "trained_count": trained_count(frozen, plan.shapes),
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "state_bytes": sum(memory.state(config, plan).values()),
-        "memory": memory.table(config, plan, kernel),
-        "fullest_in": memory.fullest_phase(config, plan, kernel).name,
+        "memory": memory.table(config, plan),
+        "fullest_in": memory.fullest_phase(config, plan).name,
         "batch": {
             "sequences": config.train.batch,
             "microbatches": config.parallel.microbatches,
@@ -52,8 +51,8 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
             "steps": config.train.steps,
         },
         "model_flops_per_step": flops.train_step(config),
-        "attention": {"kernel": kernel, "why": reason},
-        "pipeline": _describe_pipeline(config, plan, kernel, parameters) if layout.pipe > 1 else None,
+        "attention": choose_kernel(config, plan.platform)._asdict(),
+        "pipeline": _describe_pipeline(config, plan, parameters) if layout.pipe > 1 else None,
         "remat": config.remat_policy.policy,
         "precision": config.precision.model_dump(),
     }
@@ -71,7 +70,7 @@ def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     return parameters
 
 
-def _describe_pipeline(config: RunConfig, plan: Plan, kernel: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
+def _describe_pipeline(config: RunConfig, plan: Plan, parameters: list[dict[str, Any]]) -> dict[str, Any]:
     """The schedule, drawn, what each stage holds, and the options for ZeRO-3."""
     p = config.parallel
     schedule = schedules.make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
@@ -89,11 +88,11 @@ def _describe_pipeline(config: RunConfig, plan: Plan, kernel: str, parameters: l
         "activation_bytes": [inputs * stream for inputs in schedule.live_inputs],
         "on_every_stage": {each["name"]: each["bytes_per_device"] for each in parameters if [PIPE] not in each["spec"]},
         "drawing": schedules.render(schedule),
-        "choices": _zero3_options(config, plan, kernel),
+        "choices": _zero3_options(config, plan),
     }
 
 
-def _zero3_options(config: RunConfig, plan: Plan, kernel: str) -> list[dict[str, Any]]:
+def _zero3_options(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     """How often ZeRO-3 may gather weights, with the memory and traffic of each.
 
     Recommended is the least product of memory and traffic; the bubble has no weight in it."""
@@ -109,7 +108,7 @@ def _zero3_options(config: RunConfig, plan: Plan, kernel: str) -> list[dict[str,
         keys = {"schedule": kind, "chunks": chunks, "reduce_once": reduce_once}
         other = config.model_copy(update={"parallel": p.model_copy(update=keys)})
         other_plan = abstract_plan(other, plan.layout.devices, plan.platform)
-        total = sum(memory.table(other, other_plan, kernel).values())
+        total = sum(memory.table(other, other_plan).values())
         wire = sum(row.bytes for row in expected_collectives(other, other_plan))
         bubble = schedules.make_schedule(kind, stages, p.microbatches, chunks).bubble
         options.append({"gathers": gathers} | keys | {"memory": total, "wire": wire, "bubble": bubble})
