@@ -19,7 +19,6 @@ import jax
 
 from spmd_lm.analysis.memory import saved_bytes_per_token
 from spmd_lm.analysis.topology import Topology, parse_topology
-from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.planning.audit import audit
 from spmd_lm.step.program import Program
@@ -64,12 +63,11 @@ def traced(a: argparse.Namespace, policy: str, sequence: bool, target: Topology)
     """Bytes saved per layer and sequence on a device: by formula, and in the jaxpr."""
     c = config(a, policy, sequence, DEPTHS[0], BATCHES[0])
     program = Program(c, target.devices())
-    kernel, _ = choose_kernel(c, target.platform)
     jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state(), program.abstract_batch())
     forward = next(each for each in scans(jaxpr.jaxpr) if each.params["length"] == DEPTHS[0])
     saved = forward.outvars[forward.params["num_carry"] :]
     bytes_ = sum(x.aval.size * x.aval.dtype.itemsize for x in saved) / DEPTHS[0] / BATCHES[0]
-    return saved_bytes_per_token(c, program.plan, kernel) * a.context, bytes_
+    return saved_bytes_per_token(c, program.plan) * a.context, bytes_
 
 
 def compiled(a: argparse.Namespace, policy: str, sequence: bool, target: Topology) -> float:

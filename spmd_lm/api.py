@@ -57,8 +57,7 @@ def audit(config: RunConfig, topology: str | None = None) -> Report:
     set_up_devices(config)
     if target and target.platform != "cpu":
         simulate_devices(1)  # compiling ahead of time runs on the CPU
-    from spmd_lm.planning.audit import audit
-    from spmd_lm.planning.audit_report import render
+    from spmd_lm.planning.audit import audit, render
 
     result = audit(config, target)
     return Report(result, render(result))

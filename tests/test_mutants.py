@@ -6,8 +6,7 @@ import pytest
 
 from spmd_lm.analysis import topology
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.planning.audit import audit
-from spmd_lm.planning.audit_report import render
+from spmd_lm.planning.audit import audit, render
 from tests import reference
 from tests.helpers import (
     ORIGINAL_BERT,

@@ -11,14 +11,15 @@ Stages of a pipeline send different amounts: rows are means over the stages.  A 
 device, even where the first or the last stage has no neighbour to send to."""
 
 import dataclasses
-import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 
-from spmd_lm.analysis.memory import activation_bytes, at_least_float32, dtype_bytes, tokens_per_device
-from spmd_lm.analysis.ring import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
+from spmd_lm.analysis.hlo import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
+from spmd_lm.analysis.memory import at_least_float32, dtype_bytes, elements_per_device, tokens_per_device
 from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames, is_dim_names
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
 from spmd_lm.parallel.pipeline.schedule import make_schedule
@@ -27,6 +28,8 @@ from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import SHARD
 
 Axes = tuple[str, ...]
+Array = tuple[str, float]
+"""The dtype and the number of elements of what a collective sends, gathered or unreduced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,23 +51,20 @@ class ExpectedCollective:
 
 def expected_collectives(config: RunConfig, plan: Plan) -> list[ExpectedCollective]:
     """Those of one train step under `plan`.  Axes of one device have none."""
-    step = _Step(config, plan, RunCounts.from_config(config, plan))
-    sources = (_pipeline, _embedding, _blocks, _head, _zero, _gradient_sums, _scalars)
+    step = _Step(config, plan)
+    over_model = (_embedding, _blocks, _head) if plan.layout.model > 1 else ()
+    sources = (_messages, *over_model, _zero, _gradient_sums, _scalars)
     return [row for source in sources for row in source(step)]
 
 
-@dataclasses.dataclass(frozen=True)
-class RunCounts:
+class _Runs(NamedTuple):
     """How often a device runs each part of a step, the mean over the stages of a pipeline.
 
-    layers: layers of a stage, chunk_layers of which form a chunk and run in one loop.  forward_passes: layers run
-    forward alone, saving only the chunk's input.  layer_passes: layers run forward with backward right after.
-    embedding, embedding_grad, head: microbatches run through each.  messages: sends to neighbours, one per tick and
-    direction, and received those that carry an activation or a gradient.  chunk_gathers, chunk_scatters: how often a
-    breadth-first schedule starts on another chunk, and completes a chunk's gradients."""
+    forward_passes: layers run forward alone, saving only the chunk's input.  layer_passes: layers run forward with
+    backward right after.  embedding, embedding_grad, head: microbatches run through each.  messages: sends to
+    neighbours, one per tick and direction, and received those that carry an activation or a gradient.  chunk_gathers,
+    chunk_scatters: how often a breadth-first schedule starts on another chunk, and completes a chunk's gradients."""
 
-    layers: int
-    chunk_layers: int
     forward_passes: float
     layer_passes: float
     embedding: float
@@ -72,183 +72,127 @@ class RunCounts:
     head: float
     received: float = 0
     messages: int = 0
-    breadth_first: bool = False
     chunk_gathers: float = 0
     chunk_scatters: float = 0
 
-    @classmethod
-    def from_config(cls, config: RunConfig, plan: Plan) -> "RunCounts":
-        p, m = config.parallel, config.parallel.microbatches
-        stages = plan.layout.pipe
-        layers, chunk_layers = config.model.layers // stages, config.layers_per_chunk
-        if stages == 1:
-            return cls(layers, chunk_layers, 0, m * layers, m, m, m)
-        table = schedule_table(make_schedule(p.schedule, stages, m, config.chunks))
-        mean = {name: float(times.mean()) for name, times in table.runs(p.run_idle_stages).items()}
-        breadth_first = p.schedule == "breadth_first"
-        # Otherwise what goes to the head runs forward only as the beginning of its backward pass.
-        skipped = 0 if breadth_first or p.run_idle_stages else mean["forward_to_head"]
-        return cls(
-            layers,
-            chunk_layers,
-            forward_passes=(mean["forward_active"] - skipped) * chunk_layers,
-            layer_passes=mean["backward_active"] * chunk_layers,
-            embedding=mean["forward_from_embedding"],
-            embedding_grad=m * mean["embedding_of_all"] if breadth_first else mean["backward_from_embedding"],
-            head=m * mean["head_of_all"] if breadth_first else mean["backward_to_head"],
-            received=mean["forward_receives"] + mean["backward_receives"],
-            messages=sum(table.ticks.values()),
-            breadth_first=breadth_first,
-            chunk_gathers=mean["forward_loads_chunk"] + mean["backward_loads_chunk"],
-            chunk_scatters=mean["backward_last_of_chunk"],
-        )
+
+def _runs(config: RunConfig, plan: Plan) -> _Runs:
+    p, m, chunk_layers = config.parallel, config.parallel.microbatches, config.layers_per_chunk
+    if plan.layout.pipe == 1:
+        return _Runs(0, m * config.model.layers, m, m, m)
+    table = schedule_table(make_schedule(p.schedule, plan.layout.pipe, m, config.chunks))
+    mean = {name: float(times.mean()) for name, times in table.runs(p.run_idle_stages).items()}
+    breadth_first = p.schedule == "breadth_first"
+    # Otherwise what goes to the head runs forward only as the beginning of its backward pass.
+    skipped = 0 if breadth_first or p.run_idle_stages else mean["forward_to_head"]
+    return _Runs(
+        forward_passes=(mean["forward_active"] - skipped) * chunk_layers,
+        layer_passes=mean["backward_active"] * chunk_layers,
+        embedding=mean["forward_from_embedding"],
+        embedding_grad=m * mean["embedding_of_all"] if breadth_first else mean["backward_from_embedding"],
+        head=m * mean["head_of_all"] if breadth_first else mean["backward_to_head"],
+        received=mean["forward_receives"] + mean["backward_receives"],
+        messages=sum(table.ticks.values()),
+        chunk_gathers=mean["forward_loads_chunk"] + mean["backward_loads_chunk"],
+        chunk_scatters=mean["backward_last_of_chunk"],
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Array:
-    """What a collective sends: bytes of the gathered or unreduced array."""
-
-    dtype: str
-    bytes: float
-
-
-@dataclasses.dataclass(frozen=True)
 class _Step:
     """What all sources of collectives read."""
 
-    config: RunConfig
-    plan: Plan
-    runs: RunCounts
-
-    @functools.cached_property
-    def activations(self) -> _Array:
-        return _Array(self.config.precision.compute, activation_bytes(self.config, self.plan))
+    def __init__(self, config: RunConfig, plan: Plan):
+        self.config, self.plan, self.runs = config, plan, _runs(config, plan)
+        self.compute, self.wide = config.precision.compute, at_least_float32(config.precision.compute)
+        self.layers = config.model.layers // plan.layout.pipe
+        self.tokens = tokens_per_device(config, plan)
+        # One microbatch's residual stream with the whole sequence; and how its partial sums are added over `model`.
+        self.activations = self.compute, self.tokens * config.model.width
+        self.reduction = REDUCE_SCATTER if plan.sequence else ALL_REDUCE
 
     def row(
-        self, kind: str, axes: Axes, part: str, array: _Array, count: float, formula: str, repeated: float = 0.0
+        self, kind: str, axes: Axes, part: str, array: Array, count: float, formula: str, repeated: float = 0
     ) -> ExpectedCollective:
         """`count` collectives of `array` over `axes`, of which backward repeats `repeated`."""
-        bytes_ = wire_bytes(kind, array.bytes, math.prod(self.plan.sizes[axis] for axis in axes))
-        return ExpectedCollective(kind, axes, part, array.dtype, count, count * bytes_, formula, repeated * bytes_)
+        dtype, elements = array
+        bytes_ = wire_bytes(kind, elements * dtype_bytes(dtype), math.prod(self.plan.sizes[axis] for axis in axes))
+        return ExpectedCollective(kind, axes, part, dtype, count, count * bytes_, formula, repeated * bytes_)
+
+    def parameters(self) -> list[tuple[DimNames, int, tuple[str, ...]]]:
+        """Of each its names as ZeRO shards it; its elements on one device of `model` and `pipe`, unsharded over `data`;
+        and the parts of a step that use it, each of which contributes to its gradient."""
+        config, plan = self.config, self.plan
+        tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
+        parameters = []
+        leaves = jax.tree_util.tree_leaves_with_path(plan.sharded_names, is_leaf=is_dim_names)
+        shapes, specs = jax.tree.leaves(plan.placed_shapes), jax.tree.leaves(plan.gathered_specs)
+        for (path, names), shape, spec in zip(leaves, shapes, specs, strict=True):
+            keys = tuple(key.key for key in path)
+            uses = ("embedding", "head") if keys == tied_table else keys[:1]
+            parameters.append((names, elements_per_device(plan, shape, spec), uses))
+        return parameters
 
 
-# --- pipeline ---------------------------------------------------------------------------------------------------------
-
-
-def _pipeline(step: _Step) -> Iterator[ExpectedCollective]:
-    """Messages between stages.  Without sequence parallelism each device of `model` sends a slice of the activations,
-    which the receiving stage gathers."""
-    n, runs, a = step.plan.layout.model, step.runs, step.activations
-    if not runs.messages:
+def _messages(step: _Step) -> Iterator[ExpectedCollective]:
+    """Between stages.  Without sequence parallelism each device of `model` sends a slice of the activations, which the
+    receiving stage gathers."""
+    n, sequence = step.plan.layout.model, step.plan.sequence
+    if not step.runs.messages:
         return
-    slices = n if step.plan.sequence or step.config.model.context % n == 0 else 1
+    slices = n if sequence or step.config.model.context % n == 0 else 1
     formula = "A, a tick and direction" if slices == 1 else f"A/{slices}, a tick and direction"
-    message = _Array(a.dtype, a.bytes / slices)
-    yield step.row(COLLECTIVE_PERMUTE, (PIPE,), "messages", message, runs.messages, formula)
-    if slices > 1 and not step.plan.sequence:
-        yield step.row(ALL_GATHER, (MODEL,), "messages", a, runs.received, "A, where one arrives")
-
-
-# --- tensor and sequence parallelism, over `model` --------------------------------------------------------------------
+    message = step.compute, step.tokens * step.config.model.width / slices
+    yield step.row(COLLECTIVE_PERMUTE, (PIPE,), "messages", message, step.runs.messages, formula)
+    if slices > 1 and not sequence:
+        yield step.row(ALL_GATHER, (MODEL,), "messages", step.activations, step.runs.received, "A, where one arrives")
 
 
 def _embedding(step: _Step) -> Iterator[ExpectedCollective]:
     """The sum over vocabulary shards, forward; the gather of its sharded gradient, backward."""
     runs, a = step.runs, step.activations
-    if step.plan.layout.model == 1:
-        return
-    forward = runs.embedding
-    if step.config.model.norm == "post" and runs.messages:
-        # The norm after the embedding needs the sum again in backward: a pipeline does not save it.
-        forward += runs.embedding_grad
-    if not step.plan.sequence:
-        yield step.row(ALL_REDUCE, (MODEL,), "embedding", a, forward, "m: A forward")
-    else:
-        yield step.row(REDUCE_SCATTER, (MODEL,), "embedding", a, forward, "m: A forward")
+    # A pipeline does not save the sum: a norm after the embedding needs it again in backward.
+    again = runs.embedding_grad if step.config.model.norm == "post" and runs.messages else 0
+    yield step.row(step.reduction, (MODEL,), "embedding", a, runs.embedding + again, "m: A forward")
+    if step.plan.sequence:
         yield step.row(ALL_GATHER, (MODEL,), "embedding", a, runs.embedding_grad, "m: A backward")
 
 
 def _blocks(step: _Step) -> Iterator[ExpectedCollective]:
     """Megatron's f and g: two reductions forward and two backward per layer, and what remat repeats."""
-    runs, a, remat = step.runs, step.activations, step.config.remat_policy
-    if step.plan.layout.model == 1:
-        return
+    config, runs, a, remat = step.config, step.runs, step.activations, step.config.remat_policy
     repeated = remat.repeated_reductions
     reductions = (4 + repeated) * runs.layer_passes + 2 * runs.forward_passes
     gathers = (6 + remat.repeated_gathers) * runs.layer_passes + 2 * runs.forward_passes
-    if runs.breadth_first and not step.config.scan_layers:
+    if runs.messages and config.parallel.schedule == "breadth_first" and not config.scan_layers:
         # The output of a stage's last layer serves the head alone, which has used it long before.
-        unneeded = runs.layer_passes / runs.chunk_layers
+        unneeded = runs.layer_passes / config.layers_per_chunk
         reductions -= (1 + repeated) * unneeded
         gathers -= remat.unneeded_gathers * unneeded
     ahead = ", and 2 ahead of it" if runs.forward_passes else ""
     formula = f"{4 + repeated:g}Lm: A, 2 forward, 2 backward a layer{ahead}"
-    again = repeated * runs.layer_passes
-    if not step.plan.sequence:
-        yield step.row(ALL_REDUCE, (MODEL,), "blocks", a, reductions, formula, again)
-    else:
-        yield step.row(REDUCE_SCATTER, (MODEL,), "blocks", a, reductions, formula, again)
+    yield step.row(step.reduction, (MODEL,), "blocks", a, reductions, formula, repeated * runs.layer_passes)
+    if step.plan.sequence:
         formula = f"6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole{ahead}"
         yield step.row(ALL_GATHER, (MODEL,), "blocks", a, gathers, formula, 2 * runs.layer_passes)
 
 
 def _head(step: _Step) -> Iterator[ExpectedCollective]:
     """What the objective's heads send, and cross-entropy over vocabulary shards."""
-    config, sequence, a, runs = step.config, step.plan.sequence, step.activations, step.runs.head
-    if step.plan.layout.model == 1:
-        return
-    compute, wide = config.precision.compute, at_least_float32(config.precision.compute)
-    tokens = tokens_per_device(config, step.plan)
-    if sequence and config.objective.has_sequence_label:
-        number = _Array(wide, dtype_bytes(wide))
-        yield step.row(ALL_REDUCE, (MODEL,), "head", number, runs, "m: a number, of the first token")
-    if sequence and isinstance(config.objective, ExtractiveQA):
-        logits = _Array(compute, 2 * tokens * dtype_bytes(compute))
+    objective, sequence, a, runs = step.config.objective, step.plan.sequence, step.activations, step.runs.head
+    if sequence and objective.has_sequence_label:
+        yield step.row(ALL_REDUCE, (MODEL,), "head", (step.wide, 1), runs, "m: a number, of the first token")
+    if sequence and isinstance(objective, ExtractiveQA):
+        logits = step.compute, 2 * step.tokens
         yield step.row(ALL_GATHER, (MODEL,), "head", logits, runs, "m: two numbers of each token")
-    if config.objective.predicts_tokens:
+    if objective.predicts_tokens:
         if sequence:
             yield step.row(ALL_GATHER, (MODEL,), "head", a, runs, "m: A forward")
-        yield step.row(REDUCE_SCATTER if sequence else ALL_REDUCE, (MODEL,), "head", a, runs, "m: A backward")
-        per_token = _Array(wide, tokens * dtype_bytes(wide))
+        yield step.row(step.reduction, (MODEL,), "head", a, runs, "m: A backward")
         formula = "3m: maximum, normaliser and target's logit of each token"
-        yield step.row(ALL_REDUCE, (MODEL,), "head", per_token, 3 * runs, formula)
+        yield step.row(ALL_REDUCE, (MODEL,), "head", (step.wide, step.tokens), 3 * runs, formula)
 
 
-# --- data parallelism -------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parameter:
-    """elements: on one device of `model` and `pipe`, unsharded over `data`.  uses: the parts of a step that use it;
-    each contributes to its gradient."""
-
-    names: DimNames
-    stacked: bool
-    elements: int
-    uses: tuple[str, ...]
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether ZeRO shards it."""
-        return SHARD in self.names
-
-
-def _parameters(step: _Step) -> list[_Parameter]:
-    config, plan = step.config, step.plan
-    tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
-    leaves = jax.tree_util.tree_leaves_with_path(plan.sharded_names, is_leaf=is_dim_names)
-    parameters = []
-    for (path, names), shape in zip(leaves, jax.tree.leaves(plan.placed_shapes), strict=True):
-        keys = tuple(key.key for key in path)
-        axes = {axis for name in names for axis in plan.param_rules.axes(name)} & {MODEL, PIPE}
-        elements = math.prod(shape.shape) // math.prod(plan.sizes[axis] for axis in axes)
-        uses = ("embedding", "head") if keys == tied_table else (keys[0],)
-        parameters.append(_Parameter(names, keys[0] == "blocks", elements, uses))
-    return parameters
-
-
-@dataclasses.dataclass(frozen=True)
-class _Transfers:
+class _Transfers(NamedTuple):
     """How often ZeRO gathers weights, or scatters gradients, in one step.
 
     layers: layers that are sent, and `repeated` those of them that are sent again.  per_stack: collectives for each
@@ -266,23 +210,23 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     plan, precision = step.plan, step.config.precision
     if not plan.zero.stage:
         return
-    matrices = [parameter for parameter in _parameters(step) if parameter.is_matrix]
-    weights, gradients = _weight_gathers(step), _gradient_scatters(step)
+    matrices = [(elements, uses) for names, elements, uses in step.parameters() if SHARD in names]
+    kinds = (
+        (ALL_GATHER, "weights", precision.compute, _weight_gathers(step)),
+        (REDUCE_SCATTER, "gradients", precision.reduce, _gradient_scatters(step)),
+    )
     share = 1.0
     for axis in plan.nontrivial_axes(DATA):
-        for kind, part, dtype, transfers in (
-            (ALL_GATHER, "weights", precision.compute, weights),
-            (REDUCE_SCATTER, "gradients", precision.reduce, gradients),
-        ):
+        for kind, part, dtype, transfers in kinds:
             count = sent = repeated = 0.0
-            for matrix in matrices:
-                bytes_ = wire_bytes(kind, matrix.elements * share * dtype_bytes(dtype), plan.sizes[axis])
-                if matrix.stacked:
+            for elements, uses in matrices:
+                bytes_ = wire_bytes(kind, elements * share * dtype_bytes(dtype), plan.sizes[axis])
+                if uses == ("blocks",):
                     count += transfers.per_stack
-                    sent += transfers.layers / step.runs.layers * bytes_
-                    repeated += transfers.repeated / step.runs.layers * bytes_
+                    sent += transfers.layers / step.layers * bytes_
+                    repeated += transfers.repeated / step.layers * bytes_
                 else:
-                    times = sum(transfers.ends[use] for use in matrix.uses) if transfers.ends else 1
+                    times = sum(transfers.ends[use] for use in uses) if transfers.ends else 1
                     count += times
                     sent += times * bytes_
             yield ExpectedCollective(kind, (axis,), part, dtype, count, sent, transfers.formula, repeated)
@@ -290,71 +234,67 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
 
 
 def _weight_gathers(step: _Step) -> _Transfers:
-    runs, remat_blocks = step.runs, step.config.remat_policy.policy == "block"
+    config, runs, remat_blocks = step.config, step.runs, step.config.remat_policy.policy == "block"
     layers = runs.forward_passes + runs.layer_passes
     match step.plan.zero.gather:
         case "chunk":
-            layers = runs.chunk_gathers * runs.chunk_layers
+            layers = runs.chunk_gathers * config.layers_per_chunk
             return _Transfers("2P - P/chunks: a chunk once forward, once backward", layers, layers)
-        case "layer" if runs.messages and runs.chunk_layers == 1:
+        case "layer" if runs.messages and config.layers_per_chunk == 1:
             return _Transfers("2Pm of the layers, ahead and for backward", layers, layers)
         case "layer":
             # Backward gathers each layer again, and once more where a whole remat block runs again before it.
             repeated = (1 + remat_blocks) * runs.layer_passes
             times = 2 + bool(runs.forward_passes) + remat_blocks
             return _Transfers(f"{times}Pm of the layers, one by one", layers + repeated, layers + repeated, repeated)
-    return _Transfers("P, once", runs.layers, per_stack=1)
+    return _Transfers("P, once", step.layers, per_stack=1)
 
 
 def _gradient_scatters(step: _Step) -> _Transfers:
-    config, runs = step.config, step.runs
-    # Layers that share one set of weights: each contributes to its gradient.
-    sharing = config.model.layers // config.model.unique_layers
-    twice = "; a tied table twice" if config.objective.ties_embeddings(config.model) else ""
+    config, runs, model = step.config, step.runs, step.config.model
+    sharing = model.layers // model.unique_layers  # layers with one set of weights: each contributes to its gradient
+    twice = "; a tied table twice" if config.objective.ties_embeddings(model) else ""
     ends = {"embedding": runs.embedding_grad, "head": runs.head}
     match step.plan.zero.scatter:
         case "chunk":
-            layers = runs.chunk_scatters * runs.chunk_layers
+            layers = runs.chunk_scatters * config.layers_per_chunk
             ends = {use: times / config.parallel.microbatches for use, times in ends.items()}
             return _Transfers(f"P, chunk by chunk{twice}", layers * sharing, layers, ends=ends)
         case "layer":
-            layers = runs.layer_passes
-            return _Transfers(f"Pm, layer by layer{twice}", layers * sharing, layers, ends=ends)
-    return _Transfers("P, once", runs.layers, runs.layers // sharing)
+            return _Transfers(f"Pm, layer by layer{twice}", runs.layer_passes * sharing, runs.layer_passes, ends=ends)
+    return _Transfers("P, once", step.layers, step.layers // sharing)
 
 
 def _gradient_sums(step: _Step) -> Iterator[ExpectedCollective]:
     """All-reduces of gradients, once per step: of all gradients without ZeRO; with it of vectors, and of shards over
     replicas; over `model` where each device has seen only its part of a sequence."""
-    plan, reduce = step.plan, step.config.precision.reduce
-    parameters = _parameters(step)
+    plan, dtype = step.plan, step.config.precision.reduce
     formula = "what is not scattered, once" if plan.zero.stage else "P, once"
-    for axes in sorted({plan.grad_reduce_axes(parameter.names) for parameter in parameters} - {()}):
-        all_reduced = [parameter for parameter in parameters if plan.grad_reduce_axes(parameter.names) == axes]
-        elements = sum(each.elements / (plan.layout.data if each.is_matrix else 1) for each in all_reduced)
+    sizes: dict[Axes, list[float]] = defaultdict(list)
+    for names, elements, _ in step.parameters():
+        sizes[plan.grad_reduce_axes(names)].append(elements / (plan.layout.data if SHARD in names else 1))
+    for axes in sorted(sizes.keys() - {()}):
         devices = math.prod(plan.sizes[axis] for axis in axes)
-        sent = wire_bytes(ALL_REDUCE, elements * dtype_bytes(reduce), devices)
-        yield ExpectedCollective(ALL_REDUCE, axes, "gradients", reduce, len(all_reduced), sent, formula)
+        sent = wire_bytes(ALL_REDUCE, sum(sizes[axes]) * dtype_bytes(dtype), devices)
+        yield ExpectedCollective(ALL_REDUCE, axes, "gradients", dtype, len(sizes[axes]), sent, formula)
 
 
 def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
     """A few bytes per step: losses and the weights they are averaged with, the gradients' norm, and under dynamic loss
     scaling whether the gradients are finite."""
-    config, plan = step.config, step.plan
-    losses = 1 + (config.objective.predicts_tokens and config.objective.has_sequence_label)
-
-    def scalar(axes: Axes, dtype: str, count: int, formula: str) -> ExpectedCollective:
-        return step.row(ALL_REDUCE, axes, "scalars", _Array(dtype, dtype_bytes(dtype)), count, formula)
-
-    wide = at_least_float32(config.precision.compute)
-    if batch_axes := plan.nontrivial_axes(*BATCH_AXES):
-        yield scalar(batch_axes, wide, 2 * losses, "losses and weights")
-    if pipe_axes := plan.nontrivial_axes(PIPE):
-        yield scalar(pipe_axes, wide, losses, "losses")
+    plan, precision, objective = step.plan, step.config.precision, step.config.objective
+    losses = 1 + (objective.predicts_tokens and objective.has_sequence_label)
+    scalars = [
+        (plan.nontrivial_axes(*BATCH_AXES), step.wide, 2 * losses, "losses and weights"),
+        (plan.nontrivial_axes(PIPE), step.wide, losses, "losses"),
+    ]
     shardings = set()
-    for names in jax.tree.leaves(plan.sharded_names, is_leaf=is_dim_names):
+    for names, *_ in step.parameters():
         shardings.add(plan.nontrivial_axes(*(axis for name in names for axis in plan.param_rules.axes(name))))
-    for axes in sorted(shardings - {()}):
-        yield scalar(axes, at_least_float32(config.precision.params), 1, "norm of the gradients")
-    if config.precision.loss_scale == "dynamic" and (all_axes := plan.nontrivial_axes(*MESH_AXES)):
-        yield scalar(all_axes, "int32", 1, "gradients are finite")
+    norm_dtype = at_least_float32(precision.params)
+    scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in sorted(shardings)]
+    if precision.loss_scale == "dynamic":
+        scalars.append((plan.nontrivial_axes(*MESH_AXES), "int32", 1, "gradients are finite"))
+    for axes, dtype, count, formula in scalars:
+        if axes:
+            yield step.row(ALL_REDUCE, axes, "scalars", (dtype, 1), count, formula)

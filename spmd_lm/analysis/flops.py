@@ -1,17 +1,28 @@
-"""Model FLOPs: what the math of a step needs, whatever the layout and whatever is recomputed.
+"""Both sides of MFU: model FLOPs, what the math of a step needs, whatever the layout and whatever is recomputed; and a
+device's peak matrix FLOP/s, published by its vendor, or for a CPU measured.
 
-Matrix products only: 2 FLOPs per multiply-add, and backward costs twice as much as forward.  Attention counts the full
-square of scores, causal or not, as papers do (arXiv:2104.04473, section 5.1, without its recomputation)."""
+Model FLOPs are those of matrix products: 2 per multiply-add, and backward costs twice as much as forward.  Attention
+counts the full square of scores, causal or not, as papers do (arXiv:2104.04473, section 5.1, without its
+recomputation)."""
 
-from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, Model, MultipleChoice, RunConfig
+import functools
+import timeit
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, RunConfig
 
 
 def forward_per_sequence(config: RunConfig) -> float:
     """FLOPs of the forward pass over one sequence of model.context tokens."""
     m = config.model
     per_token, per_row = _head_weights(config)
+    attention = 2 * m.width * (m.width + m.kv_width)
+    mlp = (3 if m.activation == "swiglu" else 2) * m.width * m.mlp_dim
     scores = 2 * m.context * m.width  # queries by keys, and probabilities by values
-    per_token += m.layers * (_block_weights(m) + scores)
+    per_token += m.layers * (attention + mlp + scores)
     if config.objective.predicts_tokens:
         per_token += m.width * m.vocab
     return 2.0 * (m.context * per_token + per_row)
@@ -20,12 +31,6 @@ def forward_per_sequence(config: RunConfig) -> float:
 def train_step(config: RunConfig) -> float:
     """FLOPs of one step over the global batch, forward and backward."""
     return 3.0 * config.train.batch * forward_per_sequence(config)
-
-
-def _block_weights(m: Model) -> int:
-    """Entries of a block's matrices."""
-    attention = 2 * m.width * (m.width + m.kv_width)
-    return attention + (3 if m.activation == "swiglu" else 2) * m.width * m.mlp_dim
 
 
 def _head_weights(config: RunConfig) -> tuple[int, int]:
@@ -41,3 +46,54 @@ def _head_weights(config: RunConfig) -> tuple[int, int]:
         case ExtractiveQA():
             return 2 * width, 0
     return 0, 0
+
+
+PEAK_BF16 = {
+    # jax's device_kind, in lower case: dense bfloat16 FLOP/s of one jax device (vendor data sheets)
+    "tpu v4": 275e12,
+    "tpu v5 lite": 197e12,
+    "tpu v5": 459e12,
+    "tpu v6 lite": 918e12,
+    "nvidia a100": 312e12,
+    "nvidia h100": 989e12,
+    "nvidia h100 pcie": 756e12,
+    "nvidia h100 nvl": 835e12,
+    "nvidia h200": 989e12,
+    "nvidia b200": 2250e12,
+}
+
+
+class Peak(NamedTuple):
+    """flops: per second, of one device.  source: where the figure comes from."""
+
+    flops: float
+    source: str
+
+
+def peak(device: jax.Device, dtype: str, simulated_devices: int = 1) -> Peak | None:
+    """The peak matrix FLOP/s of `device` in `dtype`; None where no figure is published.
+
+    simulated_devices: how many of them share the CPU."""
+    if device.platform == "cpu":
+        flops = _measured_flops(device, dtype) / simulated_devices
+        return Peak(flops, f"a share of the CPU's measured matrix product in {dtype}")
+    matching = [name for name in PEAK_BF16 if device.device_kind.lower().startswith(name)]
+    if not matching or dtype == "float64":
+        return None
+    name = max(matching, key=len)
+    # By default float32 inputs run as bfloat16 passes on a TPU, and as TF32, at half the rate, on a GPU.
+    if dtype == "float32" and device.platform == "gpu":
+        return Peak(PEAK_BF16[name] / 2, f"{name}, published, tf32")
+    return Peak(PEAK_BF16[name], f"{name}, published, bfloat16")
+
+
+@functools.cache
+def _measured_flops(device: jax.Device, dtype: str) -> float:
+    """FLOP/s of a square product: the best of five, because other processes only ever slow it down."""
+    n = 1024
+    with jax.default_device(device):
+        x = jnp.ones((n, n), dtype)
+        matmul = jax.jit(lambda a, b: jnp.einsum("ij,jk->ik", a, b))
+        matmul(x, x).block_until_ready()
+        seconds = min(timeit.repeat(lambda: matmul(x, x).block_until_ready(), repeat=5, number=1))
+    return 2 * n**3 / seconds

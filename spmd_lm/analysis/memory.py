@@ -4,12 +4,13 @@ State is exact: it is what the compiled step takes as arguments.  The rest is th
 most, with activations by formula (arXiv:2205.05198, table 2, in the dtypes and with the kernels of this program); on a
 TPU the compiler's peak is within a tenth of the sum."""
 
-import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
 
+from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import Remat, RunConfig
 from spmd_lm.ops import cross_entropy
 from spmd_lm.parallel.pipeline.schedule import make_schedule
@@ -17,9 +18,9 @@ from spmd_lm.parallel.pipeline.schedule_table import schedule_table
 from spmd_lm.parallel.plan import Plan, Tree, padded_vocab
 
 
-def table(config: RunConfig, plan: Plan, kernel: str) -> dict[str, int]:
+def table(config: RunConfig, plan: Plan) -> dict[str, int]:
     """Bytes per device of each thing that a step holds in its fullest phase."""
-    return state(config, plan) | fullest_phase(config, plan, kernel).rows
+    return state(config, plan) | fullest_phase(config, plan).rows
 
 
 def state(config: RunConfig, plan: Plan) -> dict[str, int]:
@@ -41,27 +42,29 @@ def tokens_per_device(config: RunConfig, plan: Plan) -> int:
     return config.train.batch // config.parallel.microbatches // plan.layout.batch_shards * config.model.context
 
 
-def activation_bytes(config: RunConfig, plan: Plan) -> int:
-    """One microbatch's residual stream on a device, with the whole sequence."""
-    return tokens_per_device(config, plan) * config.model.width * dtype_bytes(config.precision.compute)
+def stream_bytes(config: RunConfig, plan: Plan) -> int:
+    """One microbatch's residual stream on a device."""
+    size = tokens_per_device(config, plan) * config.model.width * dtype_bytes(config.precision.compute)
+    return size // (plan.layout.model if plan.sequence else 1)
 
 
 def bytes_per_device(plan: Plan, shapes: Tree, specs: Tree, dtype: str) -> int:
     """Bytes that one device holds of arrays of these shapes under these PartitionSpecs."""
-
-    def shard_size(x: jax.ShapeDtypeStruct, spec: jax.sharding.PartitionSpec) -> int:
-        return math.prod(NamedSharding(plan.mesh, spec).shard_shape(x.shape))
-
-    return sum(jax.tree.leaves(jax.tree.map(shard_size, shapes, specs))) * dtype_bytes(dtype)
+    return elements_per_device(plan, shapes, specs) * dtype_bytes(dtype)
 
 
-def saved_bytes_per_token(config: RunConfig, plan: Plan, kernel: str) -> float:
+def elements_per_device(plan: Plan, shapes: Tree, specs: Tree) -> int:
+    shards = jax.tree.map(lambda x, spec: NamedSharding(plan.mesh, spec).shard_shape(x.shape), shapes, specs)
+    return sum(map(math.prod, jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, tuple))))
+
+
+def saved_bytes_per_token(config: RunConfig, plan: Plan) -> float:
     """Bytes per token and layer that forward saves for backward on a device."""
     m, shards, size = config.model, plan.layout.model, dtype_bytes(config.precision.compute)
     width = m.width * (1 / shards if plan.sequence else 1)  # of the residual stream
     remat = config.remat_policy
     if remat.policy == "block":  # the input of each remat block, and everything inside one of them
-        inside = saved_bytes_per_token(config.model_copy(update={"remat": Remat()}), plan, kernel)
+        inside = saved_bytes_per_token(config.model_copy(update={"remat": Remat()}), plan)
         return width * size / remat.layers_per_block + inside * remat.layers_per_block / config.layers_per_chunk
     if remat.recomputes_layer:
         return width * size * remat.saved_streams
@@ -70,78 +73,52 @@ def saved_bytes_per_token(config: RunConfig, plan: Plan, kernel: str) -> float:
     hidden = 3 if m.activation == "swiglu" else 2
     sharded = (2 * m.width + 2 * m.kv_width + hidden * m.mlp_dim) / shards * size
     masks = 2 * width if m.dropout else 0  # one byte per element, at the end of each branch
-    if kernel != "xla" or remat.recomputes_attention:
+    if choose_kernel(config, plan.platform).kernel != "xla" or remat.recomputes_attention:
         return streams + sharded + masks
-    scores = 2 * size  # before and after softmax
-    if m.attention_dropout:
-        scores += size + 1  # after dropout, and its mask
+    # Scores before and after softmax; and after dropout, with its mask.
+    scores = 2 * size + (size + 1 if m.attention_dropout else 0)
     visible = 0.75 if m.causal else 1  # queries run in two blocks: the first sees half of the keys
     return streams + sharded + masks + scores * visible * m.heads * m.context / shards
 
 
-@dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Bytes on one device, in the compute dtype unless another is named; weights are unsharded over `data`.
+    """Bytes on one device, in the compute dtype unless another is named; weights are unsharded over `data`."""
 
-    layer: one layer's weights.  embedding: its weights.  ends: the weights of embedding and head, 0 where the
-    parameters themselves serve.  resident: layers' weights that are present in every phase.  accumulated: the sum of
-    gradients over microbatches, in the parameters' dtype or float32.  gradients: those of a step at its end, in the
-    dtype in which they are reduced.  widening: how many times larger float32, or a wider compute dtype, is.  stream:
-    one microbatch's residual stream.  saved: what forward saves in the layers that run in one loop.  logits: of one
-    chunk of cross-entropy, at least float32.  workspace: the MLP's hidden layer and its gradient, and where the
-    sequence is sharded the gathered stream."""
-
-    layer: int
-    embedding: int
-    ends: int
-    resident: int
-    accumulated: int
-    gradients: int
-    widening: int
-    stream: int
-    saved: int
-    logits: int
-    workspace: int
-
-    @classmethod
-    def from_config(cls, config: RunConfig, plan: Plan, kernel: str) -> "_Sizes":
+    def __init__(self, config: RunConfig, plan: Plan):
         m, p, shards = config.model, config.precision, plan.layout.model
         size, wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
-
-        def by_module(specs: Tree, dtype: str) -> dict[str, int]:
-            shapes = plan.placed_shapes
-            return {name: bytes_per_device(plan, shapes[name], specs[name], dtype) for name in shapes}
-
-        def sharded(dtype: str) -> int:
-            return sum(by_module(plan.param_specs, dtype).values())
-
-        gathered = by_module(plan.gathered_specs, p.compute)
+        shapes, scatters_in_loop = plan.placed_shapes, plan.zero.scatters_in_loop
         cast = p.compute != p.params
         copied = cast or plan.zero.stage > 0  # otherwise the parameters themselves serve
-        resident = gathered["blocks"] if copied else 0
+        gathered = {name: bytes_per_device(plan, shapes[name], plan.gathered_specs[name], p.compute) for name in shapes}
+
+        def sharded(dtype: str) -> int:
+            return bytes_per_device(plan, shapes, plan.param_specs, dtype)
+
+        self.layer = gathered["blocks"] // (m.unique_layers // plan.layout.pipe)  # the weights of one
+        self.embedding = gathered["embedding"]  # its weights
+        self.ends = gathered["embedding"] + gathered["head"] if copied else 0  # the weights of embedding and head
+        self.resident = gathered["blocks"] if copied else 0  # layers' weights that are present in every phase
         if plan.zero.gathers_in_loop:
-            resident = by_module(plan.param_specs, p.compute)["blocks"] if cast else 0
-        unsharded = sum(gathered.values())
-        scatters_in_loop = plan.zero.scatters_in_loop
+            self.resident = cast * bytes_per_device(plan, shapes["blocks"], plan.param_specs["blocks"], p.compute)
+        self.widening = wide // size  # how many times larger float32, or a wider compute dtype, is
+        # The embedding's gradient is in at least float32, and then rounded to the compute dtype.
+        self.rounding = self.embedding * (1 + self.widening)
+        # The sum of gradients over microbatches, in the parameters' dtype or float32.
+        self.accumulated = sharded(p.params) if scatters_in_loop else sum(gathered.values()) * self.widening
+        # The gradients of a step at its end, in the dtype in which they are reduced.
+        self.gradients = sharded(p.reduce) if scatters_in_loop else sum(gathered.values())
+        # What forward saves in the layers that run in one loop.
         tokens = tokens_per_device(config, plan)
+        self.saved = int(tokens * config.layers_per_chunk * saved_bytes_per_token(config, plan))
+        # The logits of one chunk of cross-entropy, at least float32.
         vocab = padded_vocab(m.vocab, shards) // shards if config.objective.predicts_tokens else 0
-        return cls(
-            layer=gathered["blocks"] // (m.unique_layers // plan.layout.pipe),
-            embedding=gathered["embedding"],
-            ends=gathered["embedding"] + gathered["head"] if copied else 0,
-            resident=resident,
-            accumulated=sharded(p.params) if scatters_in_loop else unsharded * wide // size,
-            gradients=sharded(p.reduce) if scatters_in_loop else unsharded,
-            widening=wide // size,
-            stream=activation_bytes(config, plan) // (shards if plan.sequence else 1),
-            saved=int(tokens * config.layers_per_chunk * saved_bytes_per_token(config, plan, kernel)),
-            logits=min(tokens * vocab * wide, cross_entropy.CHUNK_BYTES),
-            workspace=int(tokens * (2 * m.mlp_dim / shards + (3 * m.width if plan.sequence else 0)) * size),
-        )
+        self.logits = min(tokens * vocab * wide, cross_entropy.CHUNK_BYTES)
+        # The MLP's hidden layer and its gradient, and where the sequence is sharded the gathered stream.
+        self.workspace = int(tokens * (2 * m.mlp_dim / shards + (3 * m.width if plan.sequence else 0)) * size)
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """Bytes per device, apart from the state, at a point of a step where it may hold most."""
 
     name: str
@@ -152,24 +129,15 @@ class Phase:
 
     @property
     def rows(self) -> dict[str, int]:
-        return {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "activations": self.activations,
-            "working set": self.workspace,
-        }
+        return dict(zip(("weights", "gradients", "activations", "working set"), self[1:], strict=True))
 
 
 HEAD, BLOCKS, EMBEDDING = "the head", "backward through the blocks", "the embedding's gradient"
 
 
-def phases(config: RunConfig, plan: Plan, kernel: str) -> list[Phase]:
-    sizes = _Sizes.from_config(config, plan, kernel)
-    return _pipeline_phases(config, plan, sizes) if plan.layout.pipe > 1 else _phases(config, plan, sizes)
-
-
-def fullest_phase(config: RunConfig, plan: Plan, kernel: str) -> Phase:
-    return max(phases(config, plan, kernel), key=lambda phase: sum(phase.rows.values()))
+def fullest_phase(config: RunConfig, plan: Plan) -> Phase:
+    phases = _pipeline_phases if plan.layout.pipe > 1 else _phases
+    return max(phases(config, plan, _Sizes(config, plan)), key=lambda phase: sum(phase.rows.values()))
 
 
 def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
@@ -179,12 +147,10 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     in_backward = sizes.resident + (sizes.layer if plan.zero.gathers_in_loop else sizes.ends)
     unscattered = sizes.layer if plan.zero.scatters_in_loop else 0
     at_the_end = sizes.resident + (sizes.ends if accumulates else 0)
-    # The embedding's gradient is in at least float32, and then rounded to the compute dtype.
-    rounding = sizes.embedding * (1 + sizes.widening)
     return [
         Phase(HEAD, sizes.resident + sizes.ends, sizes.embedding + accumulated, sizes.saved, 2 * sizes.logits),
         Phase(BLOCKS, in_backward, gradients + unscattered, sizes.saved, sizes.workspace),
-        Phase(EMBEDDING, at_the_end, gradients, 0, rounding),
+        Phase(EMBEDDING, at_the_end, gradients, 0, sizes.rounding),
     ]
 
 
@@ -192,8 +158,8 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
     """With several stages, whose buffers of inputs and cotangents exist in every tick."""
     p = config.parallel
     table = schedule_table(make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
-    breadth_first = p.schedule == "breadth_first"
-    buffers = (table.input_slots + table.grad_slots + 2 + (p.microbatches if breadth_first else 0)) * sizes.stream
+    breadth_first, stream = p.schedule == "breadth_first", stream_bytes(config, plan)
+    buffers = (table.input_slots + table.grad_slots + 2 + (p.microbatches if breadth_first else 0)) * stream
     weights, layer_gradients = sizes.resident + sizes.ends, sizes.accumulated + sizes.layer
     chunk = 0
     if plan.zero.scatter == "chunk":
@@ -201,14 +167,11 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
         chunk = sizes.layer * config.layers_per_chunk
         layer_gradients = sizes.gradients + chunk * sizes.widening
     layer = sizes.layer if plan.zero.gather == "layer" else 0
-    rounding = sizes.embedding * (1 + sizes.widening)
     if breadth_first:  # embedding and head run apart from the layers
-        edges = p.microbatches * sizes.stream
         head = Phase(HEAD, weights + chunk, sizes.embedding * sizes.widening, buffers, 2 * sizes.logits)
-        embedding = Phase(EMBEDDING, sizes.ends, sizes.accumulated, edges, rounding)
+        embedding = Phase(EMBEDDING, sizes.ends, sizes.accumulated, p.microbatches * stream, sizes.rounding)
     else:
-        gradients = sizes.accumulated + sizes.embedding
-        head = Phase(HEAD, weights, gradients, buffers + sizes.saved, 2 * sizes.logits)
-        embedding = Phase(EMBEDDING, weights, sizes.accumulated, buffers, rounding)
+        head = Phase(HEAD, weights, sizes.accumulated + sizes.embedding, buffers + sizes.saved, 2 * sizes.logits)
+        embedding = Phase(EMBEDDING, weights, sizes.accumulated, buffers, sizes.rounding)
     blocks = Phase(BLOCKS, weights + chunk + layer, layer_gradients, buffers + sizes.saved, sizes.workspace)
     return [head, blocks, embedding]

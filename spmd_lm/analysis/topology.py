@@ -9,25 +9,19 @@ import importlib.util
 import math
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd_lm.errors import ConfigError
 
 
-@dataclasses.dataclass(frozen=True)
-class Tpu:
+class Tpu(NamedTuple):
     """host_bounds: chips of one host along each dimension of a slice.  max_length: most chips along one dimension."""
 
     host_bounds: tuple[int, ...]
     max_length: int
 
-    @property
-    def dims(self) -> int:
-        return len(self.host_bounds)
 
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """What XLA must know to compile for a GPU (vendor data sheets), in bytes and bytes per second."""
 
     name: str
@@ -41,16 +35,19 @@ class Gpu:
     ghz: float
 
 
-TPUS = {
-    "v5e": Tpu((2, 2), 16),
-    "v5p": Tpu((2, 2, 1), 28),
-    "v6e": Tpu((2, 2), 16),
-}
+TPUS = {"v5p": Tpu((2, 2, 1), 28), "v5e": Tpu((2, 2), 16), "v6e": Tpu((2, 2), 16)}
 GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 85_100_068_864, 2_039_040_000_000, 40 << 20, 164 << 10, 1.41),
     "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 84_942_979_072, 3_352_320_000_000, 50 << 20, 228 << 10, 1.98),
     "h200": Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 151_397_597_184, 4_800_000_000_000, 50 << 20, 228 << 10, 1.98),
 }
+KNOWN = (
+    "Known: cpu:8 (simulated devices); "
+    + ", ".join(f"{kind}:{'4x4x4' if len(tpu.host_bounds) == 3 else '16x16'}" for kind, tpu in TPUS.items())
+    + " (chips of a TPU slice), 2*v5e:16x16 (two slices); "
+    + ", ".join(f"{kind}:2x8" for kind in GPUS)
+    + " (hosts x GPUs)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +77,24 @@ class Topology:
     def devices(self) -> list[Any]:
         """jax devices to compile for.  Those of `cpu` must have been simulated before jax started."""
         import jax
+        from jax.experimental import topologies
 
+        if self.platform == "cpu":
+            devices = jax.devices("cpu")
+            assert len(devices) >= self.size, (len(devices), self.size)
+            return devices[: self.size]
+        compiler = "libtpu" if self.platform == "tpu" else "jax_plugins.xla_cuda13"
+        if not is_installed(compiler):
+            raise ConfigError(
+                f"--topology {self}: needs its compiler, and {compiler} is not installed. pip install 'spmd-lm[aot]', "
+                f"or -e '.[aot]' in a clone."
+            )
         try:
-            return {"cpu": _cpu_devices, "tpu": _tpu_devices, "gpu": _gpu_devices}[self.platform](self)
+            options = _tpu_options(self) if self.platform == "tpu" else _gpu_options(self)
+            return list(topologies.get_topology_desc(**options).devices)
         except jax.errors.JaxRuntimeError as e:
             reason = str(e).splitlines()[0]
-            raise ConfigError(
-                f"--topology {self}: its compiler does not know these devices: {reason}. {_known()}"
-            ) from e
+            raise ConfigError(f"--topology {self}: its compiler does not know these devices: {reason}. {KNOWN}") from e
 
     @property
     def compiler_options(self) -> dict[str, str | bool] | None:
@@ -99,10 +106,10 @@ def parse_topology(text: str) -> Topology:
     """Raises ConfigError if `text` names no hardware that exists."""
     match = re.fullmatch(r"(?:([0-9]+)\*)?([a-z]\w*):([0-9]+(?:x[0-9]+)*)", text)
     if not match:
-        raise ConfigError(f"--topology {text}: not the form of a topology. {_known()}")
+        raise ConfigError(f"--topology {text}: not the form of a topology. {KNOWN}")
     topology = Topology(kind=match[2], shape=tuple(map(int, match[3].split("x"))), slices=int(match[1] or 1))
     if problem := _problem(topology):
-        raise ConfigError(f"--topology {text}: {problem}. {_known()}")
+        raise ConfigError(f"--topology {text}: {problem}. {KNOWN}")
     return topology
 
 
@@ -111,7 +118,7 @@ def _problem(topology: Topology) -> str | None:
     kind, shape, tpu = topology.kind, topology.shape, TPUS.get(topology.kind)
     if kind not in ("cpu", *TPUS, *GPUS):
         return f"'{kind}' is not known"
-    dims = tpu.dims if tpu else 1 if kind == "cpu" else 2
+    dims = len(tpu.host_bounds) if tpu else {"cpu": 1}.get(kind, 2)
     if len(shape) != dims or 0 in shape or topology.slices < 1 or (topology.slices > 1 and not tpu):
         return f"{kind} does not come in this shape"
     if tpu:
@@ -123,97 +130,45 @@ def _problem(topology: Topology) -> str | None:
     return None
 
 
-def _known() -> str:
-    by_dims = sorted(TPUS, key=lambda kind: -TPUS[kind].dims)
-    chips = ", ".join(f"{kind}:4x4x4" if TPUS[kind].dims == 3 else f"{kind}:16x16" for kind in by_dims)
-    hosts = ", ".join(f"{kind}:2x8" for kind in GPUS)
-    return (
-        f"Known: cpu:8 (simulated devices); {chips} (chips of a TPU slice), 2*v5e:16x16 (two slices); {hosts} "
-        f"(hosts x GPUs)."
-    )
-
-
 def is_installed(module: str) -> bool:
     """Whether a module can be imported.  Unlike find_spec this does not raise where its parent package is missing."""
     parts = module.split(".")
     return all(importlib.util.find_spec(".".join(parts[: n + 1])) for n in range(len(parts)))
 
 
-def _require_compiler(module: str, topology: Topology) -> None:
-    if not is_installed(module):
-        raise ConfigError(
-            f"--topology {topology}: needs its compiler, and {module} is not installed. pip install 'spmd-lm[aot]', or "
-            f"-e '.[aot]' in a clone."
-        )
-
-
-def _cpu_devices(topology: Topology) -> list[Any]:
-    import jax
-
-    devices = jax.devices("cpu")
-    assert len(devices) >= topology.size, (len(devices), topology.size)
-    return devices[: topology.size]
-
-
-def _tpu_devices(topology: Topology) -> list[Any]:
-    _require_compiler("libtpu", topology)
+def _tpu_options(topology: Topology) -> dict[str, Any]:
+    """Of get_topology_desc."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not query a metadata server about this host
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several processes may compile side by side
-    from jax.experimental import topologies
-
     host = [min(n, chips) for n, chips in zip(topology.shape, TPUS[topology.kind].host_bounds, strict=True)]
-    description = topologies.get_topology_desc(
-        platform="tpu",
-        topology_name=f"{topology.kind}:{'x'.join(map(str, topology.shape))}",
-        chip_config_name="default",
-        chips_per_host_bounds=(*host, *[1] * (3 - len(host))),
-        num_slices=topology.slices,
-    )
-    return list(description.devices)
+    return {
+        "platform": "tpu",
+        "topology_name": str(dataclasses.replace(topology, slices=1)),
+        "chip_config_name": "default",
+        "chips_per_host_bounds": (*host, *[1] * (3 - len(host))),
+        "num_slices": topology.slices,
+    }
 
 
-def _gpu_devices(topology: Topology) -> list[Any]:
-    _require_compiler("jax_plugins.xla_cuda13", topology)
+def _gpu_options(topology: Topology) -> dict[str, Any]:
+    """Of get_topology_desc.  target_config: XLA's GpuTargetConfigProto in text format."""
     import jax
-    from jax.experimental import topologies
 
     with contextlib.suppress(RuntimeError):  # finds no device, but loads the plugin
         jax.devices("cuda")
     hosts, gpus = topology.shape
-    description = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name=topology.kind,
-        topology=f"1x{hosts}x{gpus}",
-        target_config=_target_config(GPUS[topology.kind]),
-    )
-    return list(description.devices)
-
-
-def _target_config(gpu: Gpu) -> str:
-    """XLA's GpuTargetConfigProto in text format."""
-    return f"""
+    gpu = GPUS[topology.kind]
+    target_config = f"""
 gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  threads_per_core_limit: 2048
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_block: {48 << 10}
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_core: {gpu.shared} shared_memory_per_block: {48 << 10}
   shared_memory_per_block_optin: {gpu.shared - (1 << 10)}
-  shared_memory_per_core: {gpu.shared}
-  core_count: {gpu.cores}
-  fpus_per_core: {gpu.fpus}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  memory_bandwidth: {gpu.bandwidth}
-  l2_cache_size: {gpu.l2}
-  clock_rate_ghz: {gpu.ghz}
-  device_memory_size: {gpu.memory}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  core_count: {gpu.cores} fpus_per_core: {gpu.fpus} clock_rate_ghz: {gpu.ghz}
+  memory_bandwidth: {gpu.bandwidth} l2_cache_size: {gpu.l2} device_memory_size: {gpu.memory}
   cuda_compute_capability {{ major: {gpu.capability} }}
   dnn_version: "9.10.0"
 }}
@@ -221,3 +176,5 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{gpu.name}"
 """
+    shape = f"1x{hosts}x{gpus}"
+    return {"platform": "cuda", "topology_name": topology.kind, "topology": shape, "target_config": target_config}

@@ -18,8 +18,7 @@ def run(arguments: Arguments) -> int:
     config = set_up_devices(load_configuration(arguments))
     if topology and topology.platform != "cpu":
         simulate_devices(1)  # compiling ahead of time runs on the CPU
-    from spmd_lm.planning.audit import audit
-    from spmd_lm.planning.audit_report import render
+    from spmd_lm.planning.audit import audit, render
 
     result = audit(config, topology)
     write_result(arguments, result, render(result))

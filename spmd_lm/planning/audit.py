@@ -2,34 +2,28 @@
 
 On `cpu:N` the compiler sends bfloat16, though not float16, as float32: this is reported, and is not an excess."""
 
-import dataclasses
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
 
 from spmd_lm.analysis import memory
-from spmd_lm.analysis.compiled_collectives import (
-    CompiledCollective,
-    bytes_by_stage,
-    compiled_collectives,
-    spanned_axes,
-)
 from spmd_lm.analysis.expected_collectives import ExpectedCollective, expected_collectives
-from spmd_lm.analysis.hlo import HloModule
+from spmd_lm.analysis.hlo import ALL_REDUCE, REDUCE_SCATTER, CompiledCollective, HloModule, compiled_collectives
 from spmd_lm.analysis.topology import Topology, is_installed
 from spmd_lm.axes import PIPE
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule_table import schedule_table
+from spmd_lm.runtime.formatting import format_bytes, format_table
 from spmd_lm.step.program import Program
 
-TOLERANCE = 0.01
-"""Missing and excess bytes together, as a fraction of the expected bytes, that an audit accepts."""
-SLACK = 4096
-"""Bytes that it always accepts: scalars that compilers add."""
+TOLERANCE = 0.01  # of the expected bytes: missing and excess bytes together that an audit accepts
+SLACK = 4096  # bytes that it always accepts: scalars that compilers add
 
 
 def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]:
@@ -44,22 +38,20 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
             "Between slices a TPU sends through its hosts. Those bytes are not read back yet, and count as missing."
         )
     if topology and platform == "gpu":
-        config, notice = with_available_kernel(config)
+        config, notice = _with_available_kernel(config)
     program = Program(config, devices)
     name = str(topology or f"{platform}:{len(devices)}")
-    start = time.perf_counter()
+    start, sizes = time.perf_counter(), program.plan.sizes
     compiled = _compile(program, topology, f"--topology {topology}" if topology else f"these devices ({name})")
     compile_seconds = time.perf_counter() - start
-    sizes = program.plan.sizes
     shares = schedule_table(program.schedule).shares() if program.schedule.stages > 1 else None
     instructions = HloModule(compiled.as_text() or "").collectives(len(devices), shares)
     found, expected = compiled_collectives(instructions, sizes), expected_collectives(config, program.plan)
     # Stages that take different branches would wait for each other for ever.
-    deadlocks = [i for i in instructions if i.conditional and PIPE in spanned_axes(i, sizes)]
-    lowered = expected
-    if platform == "cpu":
-        found, lowered = as_simulated(found, expected)
-    differences = compare(found, lowered, may_merge=platform == "cpu" and not config.scan_layers)
+    deadlocks = [i for i in instructions if i.conditional and PIPE in i.spanned_axes(sizes)]
+    simulated = platform == "cpu"
+    found = _mark_widened(found, expected) if simulated else found
+    differences = _compare(found, expected, simulated=simulated, may_merge=simulated and not config.scan_layers)
     missing, excess = (sum(d[key] for d in differences) for key in ("missing_bytes", "excess_bytes"))
     tolerance = TOLERANCE * sum(row.bytes for row in expected) + SLACK
     return {
@@ -70,14 +62,14 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
         "ok": missing + excess <= tolerance and not deadlocks,
         "stages_that_may_wait": [f"{i.kind} in {i.scope}" for i in deadlocks],
         "tolerance_bytes": tolerance,
-        "collectives": [as_dict(row) for row in found],
-        "theory": [as_dict(row) for row in expected],
+        "collectives": [asdict(row) | {"axes": list(row.axes)} for row in found],
+        "theory": [asdict(row) | {"axes": list(row.axes)} for row in expected],
         "differences": [d for d in differences if d["missing_bytes"] or d["excess_bytes"]],
         "missing_bytes": missing,
         "excess_bytes": excess,
-        "bytes_by_stage": bytes_by_stage(found),
+        "bytes_by_stage": tuple(map(sum, zip(*(row.stages for row in found), strict=True))),
         "bubble": program.schedule.bubble,
-        "memory": memory_of(config, program, compiled),
+        "memory": _memory(config, program, compiled),
         "compile_seconds": compile_seconds,
     }
 
@@ -90,12 +82,11 @@ def _compile(program: Program, topology: Topology | None, where: str) -> jax.sta
         raise ConfigError(f"{where}: its compiler cannot compile this step: {str(e).splitlines()[0]}") from e
 
 
-def with_available_kernel(config: RunConfig) -> tuple[RunConfig, str | None]:
+def _with_available_kernel(config: RunConfig) -> tuple[RunConfig, str | None]:
     """For an absent GPU: `config` with an attention kernel that compiles here, and a notice if that is another one.
 
     The kernel does not change what the step sends."""
-    kernel, _ = choose_kernel(config, "gpu")
-    if kernel != "cudnn" or is_installed("nvidia.cudnn"):
+    if choose_kernel(config, "gpu").kernel != "cudnn" or is_installed("nvidia.cudnn"):
         return config, None
     model = config.model.model_copy(update={"attention": "xla"})
     return config.model_copy(update={"model": model}), (
@@ -104,63 +95,102 @@ def with_available_kernel(config: RunConfig) -> tuple[RunConfig, str | None]:
     )
 
 
-def as_dict(row: CompiledCollective | ExpectedCollective) -> dict[str, Any]:
-    return dataclasses.asdict(row) | {"axes": list(row.axes)}
+def _mark_widened(found: list[CompiledCollective], expected: list[ExpectedCollective]) -> list[CompiledCollective]:
+    """For a CPU: what stands for collectives of bfloat16 marked as lowered to float32."""
+    bfloat16 = {(e.kind, e.axes) for e in expected if e.dtype == "bfloat16"}
+    return [replace(c, lowered_as="float32") if c.dtype == "f32" and (c.kind, c.axes) in bfloat16 else c for c in found]
 
 
-def as_simulated(
-    found: list[CompiledCollective], expected: list[ExpectedCollective]
-) -> tuple[list[CompiledCollective], list[ExpectedCollective]]:
-    """Both as on a CPU, whose compiler sends bfloat16 as float32: with what it lowered marked, and with the bytes of
-    bfloat16 doubled."""
-    bfloat16 = {(row.kind, row.axes) for row in expected if row.dtype == "bfloat16"}
-    marked = [
-        dataclasses.replace(row, lowered_as="float32")
-        if row.dtype == "f32" and (row.kind, row.axes) in bfloat16
-        else row
-        for row in found
-    ]
-    widened = [
-        dataclasses.replace(row, bytes=row.bytes * 2, repeated=row.repeated * 2) if row.dtype == "bfloat16" else row
-        for row in expected
-    ]
-    return marked, widened
-
-
-def compare(
-    found: list[CompiledCollective], expected: list[ExpectedCollective], *, may_merge: bool = False
+def _compare(
+    found: list[CompiledCollective], expected: list[ExpectedCollective], *, simulated: bool, may_merge: bool
 ) -> list[dict[str, Any]]:
-    """Compiled and expected bytes for each kind and set of axes.  may_merge: repeated collectives may be missing."""
-    sent: dict[tuple, float] = defaultdict(float)
-    most: dict[tuple, float] = defaultdict(float)
-    least: dict[tuple, float] = defaultdict(float)
+    """Compiled and expected bytes for each kind and set of axes.  simulated: bfloat16 counts twice.  may_merge:
+    repeated collectives may be missing."""
+    sent, most, least = (defaultdict[tuple[str, tuple[str, ...]], float](float) for _ in range(3))
     for c in found:
         sent[c.kind, c.axes] += c.bytes
     for e in expected:
-        most[e.kind, e.axes] += e.bytes
-        least[e.kind, e.axes] += e.bytes - (e.repeated if may_merge else 0)
-    return [
-        {
-            "kind": kind,
-            "axes": list(axes),
-            "bytes": sent[kind, axes],
-            "theory": most[kind, axes],
-            "missing_bytes": max(0.0, least[kind, axes] - sent[kind, axes]),
-            "excess_bytes": max(0.0, sent[kind, axes] - most[kind, axes]),
-        }
-        for kind, axes in sorted(sent.keys() | most.keys())
-    ]
+        times = 2 if simulated and e.dtype == "bfloat16" else 1
+        most[e.kind, e.axes] += times * e.bytes
+        least[e.kind, e.axes] += times * (e.bytes - may_merge * e.repeated)
+    differences = []
+    for kind, axes in sorted(sent.keys() | most.keys()):
+        found_bytes, theory = sent[kind, axes], most[kind, axes]
+        missing, excess = max(0.0, least[kind, axes] - found_bytes), max(0.0, found_bytes - theory)
+        difference = {"kind": kind, "axes": list(axes), "bytes": found_bytes, "theory": theory}
+        differences.append(difference | {"missing_bytes": missing, "excess_bytes": excess})
+    return differences
 
 
-def memory_of(config: RunConfig, program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
+def _memory(config: RunConfig, program: Program, compiled: jax.stages.Compiled) -> dict[str, Any]:
     """Bytes per device, by the compiler and by the plan."""
     m = compiled.memory_analysis()
     assert m is not None
-    kernel, _ = choose_kernel(config, program.plan.platform)
     return {
         "arguments": m.argument_size_in_bytes,
         "temporaries": m.temp_size_in_bytes,
         "total": m.argument_size_in_bytes + m.temp_size_in_bytes,
         "peak": m.peak_memory_in_bytes,
-        "planned": memory.table(config, program.plan, kernel),
+        "planned": memory.table(config, program.plan),
     }
+
+
+def render(result: dict[str, Any]) -> str:
+    """The result of `audit` as text: expected collectives, compiled collectives, and where they differ."""
+    r, mesh = result, " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
+    sent, expected = (sum(row["bytes"] for row in r[key]) for key in ("collectives", "theory"))
+    lines = [r["notice"]] if r["notice"] else []
+    lines += [
+        f"step of {r['config']} on {r['topology']}: {mesh}, compiled in {r['compile_seconds']:.1f} s",
+        "",
+        *_table("theory", r["theory"], "formula"),
+        "",
+        *_table("compiled", r["collectives"], "lowered_as"),
+        "",
+        *_render_differences(r["differences"]),
+        f"wire    {format_bytes(sent)} per device and step; theory {format_bytes(expected)}; "
+        f"missing {format_bytes(r['missing_bytes'])}, excess {format_bytes(r['excess_bytes'])} "
+        f"(tolerance {format_bytes(r['tolerance_bytes'])})",
+    ]
+    if len(stages := r["bytes_by_stage"]) > 1:
+        least, most = format_bytes(min(stages)), format_bytes(max(stages))
+        lines.append(f"stages  {least} to {most}, the most on stage {stages.index(max(stages))}")
+    lines += [f"waits   {each}: stages in different branches would wait here" for each in r["stages_that_may_wait"]]
+    lines.append(f"memory  {_render_memory(r['memory'])} per device")
+    lines.append("matches theory" if r["ok"] else "does NOT match theory")
+    return "\n".join(lines)
+
+
+def _table(title: str, rows: list[dict[str, Any]], last: str) -> list[str]:
+    cells = [(title, "over", "part", "dtype", "count", "wire", last.replace("_", " "))]
+    for row in rows:
+        axes, count, wire = " x ".join(row["axes"]), f"{row['count']:,.6g}", format_bytes(row["bytes"])
+        cells.append((row["kind"], axes, row["part"], row["dtype"], count, wire, row[last] or ""))
+    return format_table(cells)
+
+
+def _render_differences(differences: list[dict[str, Any]]) -> Iterator[str]:
+    """Each with its bytes; and what it costs where a reduce-scatter was compiled to a plain all-reduce."""
+    excess_of = {tuple(d["axes"]): d["excess_bytes"] for d in differences if d["kind"] == ALL_REDUCE}
+    costs = []
+    for d in differences:
+        axes, missing, excess = " x ".join(d["axes"]), format_bytes(d["missing_bytes"]), format_bytes(d["excess_bytes"])
+        if d["missing_bytes"] + d["excess_bytes"] > SLACK:
+            amount = f"{missing} missing" if d["missing_bytes"] else f"{excess} in excess"
+            yield f"differs {d['kind']} over {axes}: {amount}"
+        replacing = excess_of.get(tuple(d["axes"]), 0)
+        if d["kind"] == REDUCE_SCATTER and min(d["missing_bytes"], replacing) > SLACK:
+            cost = f"{format_bytes(replacing)} for {missing}"
+            costs.append(f"cost    over {axes} an all-reduce replaces a reduce-scatter: {cost}")
+    yield from costs
+
+
+def _render_memory(m: dict[str, Any]) -> str:
+    """The compiler's figures: for some chips only the peak; a CPU's peak leaves temporaries out, and is not shown."""
+    arguments, temporaries, total, peak = (
+        format_bytes(m[key]) for key in ("arguments", "temporaries", "total", "peak")
+    )
+    if not m["temporaries"]:
+        return f"{arguments} arguments; peak {peak}"
+    text = f"{arguments} arguments + {temporaries} temporaries = {total}"
+    return text if m["peak"] < m["temporaries"] else f"{text}; peak {peak}"

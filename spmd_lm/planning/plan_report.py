@@ -1,18 +1,18 @@
-"""`spmd-lm plan`: mesh, parameters, memory and batch of a run, before it runs and without its devices."""
+"""`spmd-lm plan`: mesh, parameters, memory, batch and pipeline of a run, before it runs and without its devices."""
 
-import functools
 import math
 from typing import Any
 
 import jax
 
 from spmd_lm.analysis import flops, memory
-from spmd_lm.axes import DimNames, is_dim_names
+from spmd_lm.analysis.expected_collectives import expected_collectives
+from spmd_lm.axes import DATA, PIPE, is_dim_names
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
-from spmd_lm.planning import pipeline_report
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 from spmd_lm.step.freeze import frozen_mask, trained_count
 from spmd_lm.step.program import abstract_plan
@@ -20,16 +20,14 @@ from spmd_lm.step.program import abstract_plan
 
 def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
     """The plan as plain data.  Without one, it is made for the devices that the run simulates, which starts none of
-    them, or else for those of this machine."""
+    them, or else for those of this machine.  Raises ConfigError for an optim.freeze that matches no parameter."""
     if plan is None:
         simulated = config.run.simulate_devices
         devices, platform = (simulated, "cpu") if simulated else (jax.device_count(), jax.default_backend())
         plan = abstract_plan(config, devices, platform)
     m, layout = config.model, plan.layout
-    kernel, reason = choose_kernel(config, plan.platform)
-    sequences = config.train.batch // config.parallel.microbatches
-    leaves = jax.tree_util.tree_leaves_with_path(plan.sharded_names, is_leaf=is_dim_names)
-    parameters = [_describe_parameter(config, plan, path, names) for path, names in leaves]
+    parameters = _describe_parameters(config, plan)
+    frozen = frozen_mask(config.optim.freeze.split(), plan.names, plan.shapes)
     return {
         "run": config.run.name,
         "mesh": layout.sizes,
@@ -39,51 +37,83 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
         "devices": layout.devices,
         "platform": plan.platform,
         "parameters": parameters,
-        "parameter_count": parameter_count(plan),
-        "trained_count": _trained_count(config, plan),
+        "parameter_count": sum(leaf.size for leaf in jax.tree.leaves(plan.shapes)),  # without padding
+        "trained_count": trained_count(frozen, plan.shapes),
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "state_bytes": sum(memory.state(config, plan).values()),
-        "memory": memory.table(config, plan, kernel),
-        "fullest_in": memory.fullest_phase(config, plan, kernel).name,
+        "memory": memory.table(config, plan),
+        "fullest_in": memory.fullest_phase(config, plan).name,
         "batch": {
             "sequences": config.train.batch,
             "microbatches": config.parallel.microbatches,
-            "sequences_per_device_and_microbatch": sequences // layout.batch_shards,
+            "sequences_per_device_and_microbatch": memory.tokens_per_device(config, plan) // m.context,
             "tokens": config.train.batch * m.context,
             "steps": config.train.steps,
         },
         "model_flops_per_step": flops.train_step(config),
-        "attention": {"kernel": kernel, "why": reason},
-        "pipeline": pipeline_report.describe(config, plan, kernel, parameters),
+        "attention": choose_kernel(config, plan.platform)._asdict(),
+        "pipeline": _describe_pipeline(config, plan, parameters) if layout.pipe > 1 else None,
         "remat": config.remat_policy.policy,
         "precision": config.precision.model_dump(),
     }
 
 
-def parameter_count(plan: Plan) -> int:
-    """Number of parameters, without padding."""
-    return sum(leaf.size for leaf in jax.tree.leaves(plan.shapes))
+def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
+    parameters = []
+    leaves = jax.tree_util.tree_leaves_with_path(plan.sharded_names, is_leaf=is_dim_names)
+    shapes, specs = jax.tree.leaves(plan.placed_shapes), jax.tree.leaves(plan.param_specs)
+    for (path, names), leaf, mesh_spec in zip(leaves, shapes, specs, strict=True):
+        size = memory.bytes_per_device(plan, leaf, mesh_spec, config.precision.params)
+        spec = [list(PARAMETERS.axes(name)) for name in names]  # `data` as one axis, which in the mesh may be several
+        parameter = {"name": ".".join(key.key for key in path), "shape": list(leaf.shape), "names": list(names)}
+        parameters.append(parameter | {"spec": spec, "bytes_per_device": size})
+    return parameters
 
 
-def _trained_count(config: RunConfig, plan: Plan) -> int:
-    """Parameters that optim.freeze leaves to train; ConfigError for a pattern that matches none."""
-    patterns = config.optim.freeze.split()
-    if not patterns:
-        return parameter_count(plan)
-    return trained_count(frozen_mask(patterns, plan.names, plan.shapes), plan.shapes)
-
-
-def _describe_parameter(config: RunConfig, plan: Plan, path: tuple[Any, ...], names: DimNames) -> dict[str, Any]:
-    leaf = functools.reduce(lambda tree, key: tree[key.key], path, plan.placed_shapes)
-    logical_spec = PARAMETERS.spec(names)
-    mesh_spec = plan.param_rules.spec(names)  # where `data` may be several axes
+def _describe_pipeline(config: RunConfig, plan: Plan, parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    """The schedule, drawn, what each stage holds, and the options for ZeRO-3."""
+    p = config.parallel
+    schedule = schedules.make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
+    stream = memory.stream_bytes(config, plan)
     return {
-        "name": ".".join(key.key for key in path),
-        "shape": list(leaf.shape),
-        "names": list(names),
-        "spec": [[entry] if isinstance(entry, str) else list(entry or ()) for entry in logical_spec],
-        "bytes_per_device": memory.bytes_per_device(plan, leaf, mesh_spec, config.precision.params),
+        "schedule": schedule.kind,
+        "stages": schedule.stages,
+        "chunks": schedule.chunks,
+        "layers_per_chunk": config.layers_per_chunk,
+        "microbatches": schedule.microbatches,
+        "ticks": schedule.ticks,
+        "bubble": schedule.bubble,
+        "messages": schedule.messages,
+        "inputs_held": schedule.live_inputs,
+        "activation_bytes": [inputs * stream for inputs in schedule.live_inputs],
+        "on_every_stage": {each["name"]: each["bytes_per_device"] for each in parameters if [PIPE] not in each["spec"]},
+        "drawing": schedules.render(schedule),
+        "choices": _zero3_options(config, plan),
     }
+
+
+def _zero3_options(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
+    """How often ZeRO-3 may gather weights, with the memory and traffic of each.
+
+    Recommended is the least product of memory and traffic; the bubble has no weight in it."""
+    if plan.zero.stage != 3 or not plan.nontrivial_axes(DATA):
+        return []
+    p, stages = config.parallel, plan.layout.pipe
+    depth_first: tuple[schedules.Kind, int] = (p.schedule, p.chunks) if p.schedule != "breadth_first" else ("1f1b", 1)
+    alternatives = [("for each microbatch", *depth_first, False), ("once a step", *depth_first, True)]
+    if p.microbatches >= stages:
+        alternatives.append(("for each layer and direction", "breadth_first", config.model.layers // stages, False))
+    options: list[dict[str, Any]] = []
+    for gathers, kind, chunks, reduce_once in alternatives:
+        keys = {"schedule": kind, "chunks": chunks, "reduce_once": reduce_once}
+        other = config.model_copy(update={"parallel": p.model_copy(update=keys)})
+        other_plan = abstract_plan(other, plan.layout.devices, plan.platform)
+        total = sum(memory.table(other, other_plan).values())
+        wire = sum(row.bytes for row in expected_collectives(other, other_plan))
+        bubble = schedules.make_schedule(kind, stages, p.microbatches, chunks).bubble
+        options.append({"gathers": gathers} | keys | {"memory": total, "wire": wire, "bubble": bubble})
+    best = min(options, key=lambda option: option["memory"] * option["wire"])
+    return [option | {"recommended": option is best} for option in options]
 
 
 def summary(description: dict[str, Any]) -> str:
@@ -98,28 +128,26 @@ def summary(description: dict[str, Any]) -> str:
         parameters += f", {d['trained_count']:,} of them trained"
     if vocab["padded"] != vocab["model"]:
         parameters += f", vocabulary {vocab['model']} padded to {vocab['padded']}"
+    compute = d["precision"]["compute"]
+    if d["precision"]["loss_scale"] == "dynamic":
+        compute += f", initial loss scale 2^{math.log2(d['precision']['initial_scale']):.4g}"
     shards = pluralize(d["mesh"]["replica"] * d["mesh"]["data"], "shard")
     microbatches = pluralize(batch["microbatches"], "microbatch")
     state, total = d["state_bytes"], sum(d["memory"].values())
     lines = [
         f"mesh    {mesh} = {pluralize(d['devices'], 'device')} ({d['platform']}), {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
-        f"kernel  attention {attention['kernel']} ({attention['why']}), compute {_compute(d['precision'])}",
+        f"kernel  attention {attention['kernel']} ({attention['why']}), compute {compute}",
         f"batch   {batch['sequences']} sequences = {microbatches} x {shards} x "
         f"{batch['sequences_per_device_and_microbatch']}",
         f"step    {batch['tokens']:,} tokens, {d['model_flops_per_step']:.3g} model FLOPs; {batch['steps']:,} steps",
         f"memory  {format_bytes(state)} of state per device, about {format_bytes(total)} in total",
     ]
-    if d["pipeline"]:
-        lines.insert(4, f"pipe    {pipeline_report.summary(d['pipeline'])}")
+    if p := d["pipeline"]:
+        stages = f"{p['stages']} stages x {pluralize(p['chunks'], 'chunk')} of"
+        work = f"{p['ticks']} ticks, bubble {p['bubble']:.1%} of the work"
+        lines.insert(4, f"pipe    {p['schedule']}, {stages} {pluralize(p['layers_per_chunk'], 'layer')}; {work}")
     return "\n".join(lines)
-
-
-def _compute(precision: dict[str, Any]) -> str:
-    """The compute dtype, and the loss scale if there is one: `float16, initial loss scale 2^32`."""
-    if precision["loss_scale"] != "dynamic":
-        return precision["compute"]
-    return f"{precision['compute']}, initial loss scale 2^{math.log2(precision['initial_scale']):.4g}"
 
 
 def render(description: dict[str, Any]) -> str:
@@ -128,15 +156,38 @@ def render(description: dict[str, Any]) -> str:
     parameters = [("parameter", "shape", "dimensions", "sharded over", "per device")]
     for p in d["parameters"]:
         shape, names = (str(tuple(p[key])).replace("'", "") for key in ("shape", "names"))
-        shardings = []
-        for name, axes in zip(p["names"], p["spec"], strict=True):
-            nontrivial = [axis for axis in axes if d["mesh"][axis] > 1]
-            if nontrivial:
-                shardings.append(f"{name}: {' x '.join(nontrivial)}")
+        axes = [" x ".join(axis for axis in on if d["mesh"][axis] > 1) for on in p["spec"]]
+        shardings = [f"{name}: {over}" for name, over in zip(p["names"], axes, strict=True) if over]
         sharded_over = ", ".join(shardings) or "none, replicated"
         parameters.append((p["name"], shape, names, sharded_over, format_bytes(p["bytes_per_device"])))
-    table = [("memory per device", "")]
-    table += [(row, format_bytes(size)) for row, size in d["memory"].items()]
-    table.append(("total, about", f"{format_bytes(sum(d['memory'].values()))} in {d['fullest_in']}"))
-    pipeline = ["", *pipeline_report.render(d["pipeline"])] if d["pipeline"] else []
+    rows = [(row, format_bytes(size)) for row, size in d["memory"].items()]
+    total = f"{format_bytes(sum(d['memory'].values()))} in {d['fullest_in']}"
+    table = [("memory per device", ""), *rows, ("total, about", total)]
+    pipeline = ["", *_render_pipeline(d["pipeline"])] if d["pipeline"] else []
     return "\n".join([summary(d), "", *format_table(parameters), "", *format_table(table), *pipeline])
+
+
+def _render_pipeline(d: dict[str, Any]) -> list[str]:
+    stages = [("stage", "inputs held", "activations")]
+    for stage, (inputs, size) in enumerate(zip(d["inputs_held"], d["activation_bytes"], strict=True)):
+        stages.append((str(stage), str(inputs), format_bytes(size)))
+    if len(stages) > 9:
+        stages = [*stages[:5], ("...", "", ""), *stages[-3:]]
+    replicated = sum(d["on_every_stage"].values())
+    lines = [
+        f"schedule: forward|backward{', each a microbatch and the letter of its chunk' if d['chunks'] > 1 else ''}",
+        d["drawing"],
+        "",
+        *format_table(stages),
+        "",
+        f"on every stage: {', '.join(d['on_every_stage'])}; {format_bytes(replicated)} of parameters per device",
+    ]
+    if d["choices"]:
+        table = [("weights gathered", "parallel.", "memory", "wire", "bubble", "")]
+        for o in d["choices"]:
+            keys = f"schedule={o['schedule']} chunks={o['chunks']} reduce_once={str(o['reduce_once']).lower()}"
+            size, wire, bubble = format_bytes(o["memory"]), format_bytes(o["wire"]), f"{o['bubble']:.1%}"
+            note = "recommended: least memory x wire" if o["recommended"] else ""
+            table.append((o["gathers"], keys, size, wire, bubble, note))
+        lines += ["", *format_table(table)]
+    return lines

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from spmd_lm.analysis import flops, hardware
+from spmd_lm.analysis import flops
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
@@ -107,9 +107,9 @@ class Program:
         return flops.train_step(self.config)
 
     @functools.cached_property
-    def peak(self) -> hardware.Peak | None:
+    def peak(self) -> flops.Peak | None:
         """Peak rate of one device; None where none is published."""
-        return hardware.peak(self.device, self.config.precision.compute, self.plan.layout.devices)
+        return flops.peak(self.device, self.config.precision.compute, self.plan.layout.devices)
 
     @property
     def peak_flops(self) -> float | None:

@@ -8,11 +8,10 @@ import jax
 import pytest
 
 from spmd_lm.analysis import topology
-from spmd_lm.analysis.ring import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
+from spmd_lm.analysis.hlo import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.planning.audit import audit
-from spmd_lm.planning.audit_report import render
+from spmd_lm.planning.audit import audit, render
 from tests.helpers import FILES, ORIGINAL_BERT, make_config
 
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
