@@ -6,7 +6,7 @@ silently on restore, so shapes and dtypes are compared before any array is read.
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -28,8 +28,7 @@ Meta = dict[str, Any]  # JSON: config, data, versions
 # Orbax writes this file last: before the rename, or instead of it on a file system without renames.
 COMMITTED = "commit_success.txt"
 
-# Fields of a state that a run may gain or lose between restarts.
-OPTIONAL_FIELDS = ("loss_scale",)
+OPTIONAL_FIELDS = ("loss_scale",)  # fields of a state that a run may gain or lose between restarts
 
 
 def leaves_by_path(tree: Tree) -> dict[str, Any]:
@@ -97,9 +96,8 @@ class Checkpointer:
         self._saving = step
         with self._writing():
             if self._writer is None:
-                keep = KeepNewest(self._keep, lambda: {*self.steps(), self._saving})
                 self._writer = ocp.training.Checkpointer(
-                    self.directory, preservation_policy=keep, cleanup_tmp_directories=True
+                    self.directory, preservation_policy=self, cleanup_tmp_directories=True
                 )
             # A directory of this name that is not a checkpoint, or no longer one, is replaced.
             overwrite = self._path(step).exists() and step not in self.steps()
@@ -120,6 +118,14 @@ class Checkpointer:
         if writer is not None:
             with self._writing():
                 writer.close()
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        """Orbax's LatestN, but a foreign directory with a number for a name neither counts nor is deleted.
+
+        Orbax asks while a save is in progress and deletes once it is committed."""
+        ours = {*self.steps(), self._saving}
+        newest = sorted(ours)[-self._keep :]
+        return [info.step in newest or info.step not in ours for info in checkpoints]
 
     def _restore_fields(self, step: int, fields: dict[str, Tree], partial: bool = False) -> dict[str, Tree]:
         """These fields of a saved state; None for OPTIONAL_FIELDS that it lacks.  partial: ignore all its others."""
@@ -174,21 +180,6 @@ class Checkpointer:
             ) from error
 
 
-@dataclasses.dataclass
-class KeepNewest:
-    """Orbax's LatestN, but a foreign directory with a number for a name neither counts nor is deleted.
-
-    Orbax asks while a save is in progress and deletes once it is committed."""
-
-    keep: int
-    our_steps: Callable[[], set[int]]  # committed, and the one in progress
-
-    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        ours = self.our_steps()
-        newest = sorted(ours)[-self.keep :]
-        return [info.step in newest or info.step not in ours for info in checkpoints]
-
-
 def _reason(error: BaseException) -> str:
     """The first line of the root cause: orbax wraps every failure to load in a long error about handlers."""
     while error.__cause__ is not None:
@@ -206,10 +197,8 @@ def _present_fields(state: Tree) -> dict[str, Tree]:
 
 def _shapes(tree: Tree) -> Shapes:
     """Shapes and dtypes by path.  Orbax returns a dataclass as a dict; the paths are the same."""
-    return {
-        name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
-        for name, leaf in leaves_by_path(tree).items()
-    }
+    leaves = leaves_by_path(tree).items()
+    return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in leaves}
 
 
 def _differences(saved: Shapes, expected: Shapes) -> list[str]:

@@ -1,5 +1,6 @@
 """Whether a checkpoint fits a config: the saved config is compared with today's, key by key."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from spmd_lm.errors import CheckpointError
 
 Config = dict[str, Any]  # a RunConfig as JSON
 
+# Sections and keys that define the model: where they differ, a saved state is meaningless.
 MODEL_KEYS = ("model", "objective", "precision.params")
-"""Sections and keys that define the model: where they differ, a saved state is meaningless."""
 
+# Keys among them that define how a layer is computed and regularized: the saved arrays mean the same.
 COMPUTATION_KEYS = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout")
-"""Keys among them that define how a layer is computed and regularized: the saved arrays mean the same."""
 
 
 def check_compatible(saved: Config, config: Config, directory: Path) -> list[str]:
@@ -23,10 +24,7 @@ def check_compatible(saved: Config, config: Config, directory: Path) -> list[str
 
     Raises CheckpointError if the model differs."""
     changes = _changes(saved, config)
-    other_model = [
-        line for key, line in changes.items() if _is_under(key, MODEL_KEYS) and not _is_under(key, COMPUTATION_KEYS)
-    ]
-    if other_model:
+    if other_model := _select(changes, MODEL_KEYS, COMPUTATION_KEYS):
         header = f"{directory} holds a run of another model (saved -> configured):"
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
         raise CheckpointError("\n".join([header, *other_model, advice]))
@@ -37,9 +35,8 @@ def check_warm_start(saved: Config, config: Config, directory: Path) -> None:
     """Raises CheckpointError if a run cannot be initialized from the one in `directory`.
 
     Its context may be shorter and its objective another one; the rest of the model must be the same."""
-    may_differ = (*COMPUTATION_KEYS, "model.context")
     changes = _changes(saved, config)
-    differ = [line for key, line in changes.items() if _is_under(key, ("model",)) and not _is_under(key, may_differ)]
+    differ = _select(changes, ("model",), (*COMPUTATION_KEYS, "model.context"))
     if saved["model"]["context"] < config["model"]["context"]:
         differ.append(changes["model.context"])
     if differ:
@@ -50,7 +47,9 @@ def check_warm_start(saved: Config, config: Config, directory: Path) -> None:
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:
     """The keys that differ, and a line about each."""
-    old, new = flatten_dict(_with_defaults(saved), sep="."), flatten_dict(config, sep=".")
+    with suppress(ValidationError):  # keys newer than `saved` are at their defaults, unless today's schema refuses it
+        saved = RunConfig.model_validate(saved).model_dump(by_alias=True)
+    old, new = flatten_dict(saved, sep="."), flatten_dict(config, sep=".")
     old_sizes, new_sizes = _derived_sizes(old), _derived_sizes(new)
     return {
         key: f"  {key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
@@ -67,13 +66,9 @@ def _derived_sizes(config: Config) -> Config:
     }
 
 
-def _with_defaults(saved: Config) -> Config:
-    """`saved` with the defaults of keys that are newer than it; unchanged if today's schema refuses it."""
-    try:
-        return RunConfig.model_validate(saved).model_dump(by_alias=True)
-    except ValidationError:
-        return saved
+def _select(changes: dict[str, str], sections: tuple[str, ...], but_not: tuple[str, ...]) -> list[str]:
+    return [line for key, line in changes.items() if _is_under(key, sections) and not _is_under(key, but_not)]
 
 
 def _is_under(key: str, sections: tuple[str, ...]) -> bool:
-    return any(key == section or key.startswith(section + ".") for section in sections)
+    return f"{key}.".startswith(tuple(f"{section}." for section in sections))

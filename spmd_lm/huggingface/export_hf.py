@@ -8,20 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import leaves_by_path
+from spmd_lm.checkpoints.saved_run import restore_run
 from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.evaluation.evaluate import restore_run
-from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS
-from spmd_lm.huggingface.common import require_single_process
+from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS, HFTensor, hf_tensors
+from spmd_lm.huggingface.common import read_json, require_single_process, write_json
 from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.directory import CONFIG_FILE, tokenizer_files
-from spmd_lm.huggingface.json_files import read_json, write_json
-from spmd_lm.huggingface.safetensors_io import TensorSpec, write_tensors
-from spmd_lm.huggingface.weights import HFTensor, hf_tensors
+from spmd_lm.huggingface.safetensors_io import write_tensors
 from spmd_lm.runtime.atomic_dir import atomic_directory, require_absent_or_empty
 
 
@@ -42,9 +39,9 @@ def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int)
         hf_config |= {key: value for key, value in source.items() if key in SPECIAL_TOKEN_KEYS}
     copied = tokenizer_files(tokenizer_dir)
     with atomic_directory(target) as directory:
-        specs = [TensorSpec(tensor.name, tensor.shape, jnp.dtype(dtype)) for tensor in tensors]
-        values = (gather_tensor(tensor, leaves).astype(jnp.dtype(dtype)) for tensor in tensors)
-        written = write_tensors(directory, specs, values, max_shard_bytes)
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        values = (gather_tensor(tensor, leaves).astype(dtype) for tensor in tensors)
+        written = write_tensors(directory, shapes, np.dtype(dtype), values, max_shard_bytes)
         write_json(directory / CONFIG_FILE, hf_config | {"torch_dtype": dtype})
         for file in copied:
             shutil.copyfile(file, directory / file.name)
@@ -60,10 +57,8 @@ def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int)
 
 def gather_tensor(tensor: HFTensor, params: Mapping[str, jax.Array]) -> np.ndarray:
     """A tensor on the host, from the parameters that it concatenates."""
-    values = []
-    for mapping in tensor.mappings:
-        value = gather_param(params[mapping.param], tensor.layer)
-        values.append(value.T if mapping.transposed else value)
+    gathered = ((gather_param(params[each.param], tensor.layer), each.transposed) for each in tensor.mappings)
+    values = [value.T if transposed else value for value, transposed in gathered]
     return values[0] if len(values) == 1 else np.concatenate(values, axis=-1)
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from spmd_lm.config.schema import MaskedLM, Model, Objective, variants
 from spmd_lm.errors import ConfigError
-from spmd_lm.huggingface.architectures import ARCHITECTURES, BERT, CLASSES, GPT2, LLAMA
+from spmd_lm.huggingface.architectures import ARCHITECTURES, BERT, CLASSES, GPT2, LLAMA, buffer_names, hf_tensors
 from spmd_lm.huggingface.config_json import build_config, parse_config
-from spmd_lm.huggingface.weights import buffer_names, hf_tensors
 
 SIZES = {"vocab_size": 64, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "intermediate_size": 48}
@@ -192,6 +191,7 @@ REFUSED = [
     ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias=true is not supported"),
     ("LlamaForCausalLM", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
     ("LlamaForCausalLM", {"head_dim": 16}, "head_dim=16 is not hidden_size / num_attention_heads = 32 / 4"),
+    ("LlamaForCausalLM", {"head_dim": {}}, "head_dim={} is not hidden_size / num_attention_heads"),
     ("LlamaForCausalLM", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported. Supported: silu'),
     ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type="linear" is not supported'),
     (

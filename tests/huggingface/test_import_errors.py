@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spmd_lm.checkpoints.checkpointer import leaves_by_path
 from spmd_lm.cli import main
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.huggingface.directory import make_run_config, open_directory
 from spmd_lm.huggingface.export_hf import export_hf
-from spmd_lm.huggingface.import_hf import match_tensors, param_shapes, read_params
+from spmd_lm.huggingface.import_hf import match_tensors, read_params
 from spmd_lm.step.program import Program
 from tests.huggingface.small_models import (
     GPT2,
@@ -323,7 +324,7 @@ def expected(tmp_path_factory):
     """The program of HF_CONFIG's model, compiled once, and its parameters' shapes."""
     path = make_directory(tmp_path_factory.mktemp("whole") / "model", make_tensors())
     program = Program(make_run_config(open_directory(path), "run", None, SMALL))
-    return program, param_shapes(program)
+    return program, {path: leaf.shape for path, leaf in leaves_by_path(program.plan.shapes).items()}
 
 
 def test_a_damaged_file_is_read_or_refused(directory, expected):
