@@ -10,9 +10,8 @@ from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.architectures import BERT
-from spmd_lm.huggingface.common import read_json
 from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
-from spmd_lm.huggingface.safetensors_io import SafetensorsReader
+from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_json
 
 CONFIG_FILE = "config.json"
 

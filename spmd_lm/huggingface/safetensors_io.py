@@ -17,7 +17,6 @@ import numpy as np
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.architectures import Index, Shape
-from spmd_lm.huggingface.common import read_json, write_json
 from spmd_lm.runtime.formatting import abbreviate
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -26,6 +25,23 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
 # The dtypes that weights may have: the format's names by numpy's.
 FLOAT_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.  Raises ConfigError if there is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON: {error}. Download it again.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected an object, got {value!r:.40}. Download it again.")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
 class SafetensorsReader:

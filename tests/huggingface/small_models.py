@@ -7,8 +7,8 @@ import numpy as np
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.huggingface.directory import make_run_config, open_directory
-from spmd_lm.huggingface.import_hf import import_hf
 from spmd_lm.huggingface.safetensors_io import write_tensors
+from spmd_lm.huggingface.transfer import import_hf
 
 FLOAT32 = [f"precision.{key}=float32" for key in ("params", "compute", "reduce")]
 FLOAT64 = [f"precision.{key}=float64" for key in ("params", "compute", "reduce")]

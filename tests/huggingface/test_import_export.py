@@ -22,9 +22,8 @@ from spmd_lm.data.loader import make_train_loader, make_validation_loader
 from spmd_lm.errors import Exit
 from spmd_lm.evaluation.evaluate import evaluate_run
 from spmd_lm.huggingface.directory import make_run_config, open_directory
-from spmd_lm.huggingface.export_hf import export_hf
-from spmd_lm.huggingface.import_hf import import_hf, make_sharded_array
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader
+from spmd_lm.huggingface.transfer import export_hf, import_hf, make_sharded_array
 from spmd_lm.step.program import Program
 from spmd_lm.training.loop import train
 from tests.huggingface.small_models import (

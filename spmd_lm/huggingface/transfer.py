@@ -1,28 +1,50 @@
-"""`spmd-lm import`: a Hugging Face directory to a run with a checkpoint at step 0.
+"""`spmd-lm import`: a Hugging Face directory to a run with a checkpoint at step 0.  `spmd-lm export`: a run's newest
+checkpoint to a Hugging Face directory.
 
-Of each tensor, only the slices that the layout's devices hold are read, one at a time: the host never has a second copy
-of the model."""
+The host never has a second copy of the model.  Of each tensor, import reads only the slices that the layout's devices
+hold, one at a time; export gathers one tensor at a time."""
 
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path, make_meta
+from spmd_lm.checkpoints.saved_run import restore_run
 from spmd_lm.config.load import TOKENIZER_DIR, dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, NonFiniteError
-from spmd_lm.huggingface.architectures import Index, Shape, WeightMapping, buffer_names, hf_tensors, unused_head_names
-from spmd_lm.huggingface.common import require_single_process
-from spmd_lm.huggingface.directory import CONFIG_FILE, ModelDirectory
-from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES
+from spmd_lm.huggingface import architectures
+from spmd_lm.huggingface.architectures import HFTensor, Index, Shape, WeightMapping, hf_tensors
+from spmd_lm.huggingface.config_json import build_config
+from spmd_lm.huggingface.directory import CONFIG_FILE, ModelDirectory, tokenizer_files
+from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, read_json, write_json, write_tensors
 from spmd_lm.parallel.plan import Tree
-from spmd_lm.runtime.atomic_dir import atomic_directory
+from spmd_lm.runtime.atomic_dir import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.step.program import Program
+
+
+def require_single_process(verb: str) -> None:
+    """Any number of processes can restore a checkpoint; only a single one can import or export it."""
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"spmd-lm {verb} runs in one process; its checkpoint works with any number. Unset JAX_COORDINATOR_ADDRESS; "
+            f"--devices N simulates the devices of a layout."
+        )
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """The result of an import or an export, as text."""
+    model = f"{result['architecture']} of {result['parameters']:,} parameters, step {result['step']}"
+    lines = [f"{result['directory']}: {model}", f"files: {', '.join(result['files'])}"]
+    if unread := result.get("unread"):
+        lines.append(f"not read: {', '.join(unread)}")
+    return "\n".join(lines)
 
 
 def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
@@ -46,7 +68,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
             shutil.copyfile(file, run_dir / TOKENIZER_DIR / file.name)
         (run_dir / "config.yaml").write_text(dump(config), "utf-8")
     architecture = model_dir.config.architecture
-    unused = unused_head_names(architecture, model_dir.reader.tensors, shapes)
+    unused = architectures.unused_head_names(architecture, model_dir.reader.tensors, shapes)
     return {
         "directory": str(config.run.directory),
         "architecture": architecture.model_type,
@@ -68,7 +90,9 @@ def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dic
         spelling = next((name for name in architecture.spellings(tensor.name) if name in stored), tensor.name)
         file_names[tensor.name] = spelling
         expected[spelling] = tensor.shape
-    ignored = buffer_names(architecture, stored, shapes) | unused_head_names(architecture, stored, shapes)
+    ignored = architectures.buffer_names(architecture, stored, shapes) | architectures.unused_head_names(
+        architecture, stored, shapes
+    )
     found = {name: tuple(stored[name].get_shape()) for name in stored if name in expected or name not in ignored}
     misshapen = [
         f"{name} is {[*found[name]]}, not {[*shape]}"
@@ -138,3 +162,59 @@ def make_sharded_array(abstract: jax.ShapeDtypeStruct, read: Callable[[Index], n
         value = read(index)
         shards += [jax.device_put(value, device) for device in devices]
     return jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, shards)
+
+
+def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int) -> dict[str, Any]:
+    """Creates `target`, with a run's newest parameters in `dtype`.
+
+    Raises ConfigError if `target` is not empty or cannot be written, or if no Hugging Face architecture matches the
+    model; CheckpointError if there is no checkpoint, or one of another model."""
+    require_single_process("export")
+    require_absent_or_empty(target)
+    architecture, hf_config = build_config(config.model, config.objective)
+    _, params, step = restore_run(config)
+    leaves = leaves_by_path(params)
+    tensors = hf_tensors(architecture, {path: leaf.shape for path, leaf in leaves.items()})
+    tokenizer_dir = config.run.directory / TOKENIZER_DIR
+    if (tokenizer_dir / CONFIG_FILE).exists():  # the run was imported
+        source = read_json(tokenizer_dir / CONFIG_FILE)
+        hf_config |= {key: value for key, value in source.items() if key in architectures.SPECIAL_TOKEN_KEYS}
+    copied = tokenizer_files(tokenizer_dir)
+    with atomic_directory(target) as directory:
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        values = (gather_tensor(tensor, leaves).astype(dtype) for tensor in tensors)
+        written = write_tensors(directory, shapes, np.dtype(dtype), values, max_shard_bytes)
+        write_json(directory / CONFIG_FILE, hf_config | {"torch_dtype": dtype})
+        for file in copied:
+            shutil.copyfile(file, directory / file.name)
+    return {
+        "directory": str(target),
+        "architecture": architecture.model_type,
+        "step": step,
+        "parameters": sum(leaf.size for leaf in leaves.values()),
+        "files": [path.name for path in (*written, *copied)],
+        "dtype": dtype,
+    }
+
+
+def gather_tensor(tensor: HFTensor, params: Mapping[str, jax.Array]) -> np.ndarray:
+    """A tensor on the host, from the parameters that it concatenates."""
+    gathered = ((gather_param(params[each.param], tensor.layer), each.transposed) for each in tensor.mappings)
+    values = [value.T if transposed else value for value, transposed in gathered]
+    return values[0] if len(values) == 1 else np.concatenate(values, axis=-1)
+
+
+def gather_param(param: jax.Array, layer: int | None) -> np.ndarray:
+    """A parameter, or one layer of a stacked one, on the host, from its shards on all devices."""
+    gathered = np.empty(param.shape if layer is None else param.shape[1:], param.dtype)
+    for shard in param.addressable_shards:
+        if shard.replica_id:
+            continue
+        if layer is None:
+            gathered[shard.index] = np.asarray(shard.data)
+            continue
+        start, stop, _ = shard.index[0].indices(param.shape[0])
+        if start <= layer < stop:
+            value = jax.lax.dynamic_index_in_dim(shard.data, np.int32(layer - start), keepdims=False)
+            gathered[shard.index[1:]] = np.asarray(value)
+    return gathered
