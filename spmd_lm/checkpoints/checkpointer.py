@@ -18,9 +18,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import v1 as ocp
 
 import spmd_lm
-from spmd_lm.checkpoints.compatibility import Config
 from spmd_lm.errors import CheckpointError
 
+Config = dict[str, Any]  # a RunConfig as JSON
 Tree = Any  # a pytree, here a TrainState or a dict of its fields: canonical shapes, any sharding
 Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.query'
 Meta = dict[str, Any]  # JSON: config, data, versions
@@ -100,7 +100,7 @@ class Checkpointer:
                     self.directory, preservation_policy=self, cleanup_tmp_directories=True
                 )
             # A directory of this name that is not a checkpoint, or no longer one, is replaced.
-            overwrite = self._path(step).exists() and step not in self.steps()
+            overwrite = (self.directory / str(step)).exists() and step not in self.steps()
             # force: orbax otherwise skips, silently, a step that is older than its newest.
             parts = {"state": _present_fields(state), "meta": meta}
             self._writer.save_checkpointables_async(step, parts, force=True, overwrite=overwrite)
@@ -134,7 +134,7 @@ class Checkpointer:
         ignored = {name for name in saved if name not in fields and (partial or name in OPTIONAL_FIELDS)}
         expected = {name: field for name, field in saved.items() if name not in ignored}
         if differences := _differences(_shapes(expected), _shapes(present)):
-            header = f"{self._path(step)} holds a different state than this configuration expects:"
+            header = f"{self.directory / str(step)} holds a different state than this configuration expects:"
             raise CheckpointError("\n".join([header, *differences]))
         return dict.fromkeys(fields) | self._load(step, present, partial=bool(ignored))
 
@@ -152,12 +152,9 @@ class Checkpointer:
                 raise ValueError("the metadata of its arrays is missing or damaged")
         return saved
 
-    def _path(self, step: int) -> Path:
-        return self.directory / str(step)
-
     @contextmanager
     def _reading(self, step: int) -> Iterator[Path]:
-        path = self._path(step)
+        path = self.directory / str(step)
         try:
             yield path
         except Exception as error:
@@ -174,7 +171,7 @@ class Checkpointer:
         except Exception as error:
             existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
             raise CheckpointError(
-                f"{self._path(self._saving)} was not saved: {_reason(error)}\n"
+                f"{self.directory / str(self._saving)} was not saved: {_reason(error)}\n"
                 f"{shutil.disk_usage(existing).free:,} bytes are free in {existing}. "
                 f"Intact steps: {self.steps() or 'none'}."
             ) from error
@@ -203,10 +200,7 @@ def _shapes(tree: Tree) -> Shapes:
 
 def _differences(saved: Shapes, expected: Shapes) -> list[str]:
     def show(leaf: jax.ShapeDtypeStruct | None) -> str:
-        return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+        return "nothing" if leaf is None else f"{leaf.dtype}{[*leaf.shape]}"
 
-    return [
-        f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}"
-        for name in sorted(saved.keys() | expected.keys())
-        if saved.get(name) != expected.get(name)
-    ]
+    names = sorted({name for name, _ in saved.items() ^ expected.items()})
+    return [f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}" for name in names]

@@ -53,6 +53,16 @@ class WeightMapping:
 
 
 @dataclass(frozen=True)
+class HFTensor:
+    """A tensor, and the parameters that it concatenates; only their layer `layer` if they stack all layers."""
+
+    name: str
+    shape: Shape
+    mappings: tuple[WeightMapping, ...]
+    layer: int | None
+
+
+@dataclass(frozen=True)
 class ConfigKey:
     """A key of config.json and the key of our section `model` that means the same.
 
@@ -88,48 +98,35 @@ class Architecture:
         """A tensor's name, then its older spellings."""
         return [name, *(name.replace(new, old) for new, old in self.legacy_names.items() if new in name)]
 
+    def tensors(self, param_shapes: Mapping[str, Shape]) -> list[HFTensor]:
+        """The tensors of a model with these canonical parameters: embeddings, then layer by layer, then the head."""
+        by_name: dict[str, list[WeightMapping]] = {}
+        for mapping in self.weights:
+            if mapping.param in param_shapes:
+                by_name.setdefault(mapping.tensor, []).append(mapping)
+        covered = {mapping.param for mappings in by_name.values() for mapping in mappings}
+        assert covered == param_shapes.keys(), covered ^ param_shapes.keys()
+        num_layers = next(shape[0] for param, shape in param_shapes.items() if param.startswith("blocks."))
+        result = []
+        for stacked, names in itertools.groupby(by_name, lambda name: LAYER in name):
+            for layer, name in itertools.product(range(num_layers) if stacked else [None], names):
+                first = by_name[name][0]
+                shape = first.tensor_shape(first.layer_shape(param_shapes[first.param]))
+                result.append(HFTensor(name.format(layer=layer), shape, tuple(by_name[name]), layer))
+        return result
 
-@dataclass(frozen=True)
-class HFTensor:
-    """A tensor, and the parameters that it concatenates; only their layer `layer` if they stack all layers."""
+    def buffer_names(self, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
+        """Those of these tensor names that hold no parameter, or one that another tensor holds as well."""
+        output = {mapping.tensor for mapping in self.weights if mapping.param == OUTPUT_EMBEDDING}
+        templates = (*self.buffers, *(output if OUTPUT_EMBEDDING not in param_shapes else ()))
+        spellings = (spelling for template in templates for spelling in self.spellings(template))
+        pattern = re.compile("|".join(re.escape(each).replace(re.escape(LAYER), r"\d+") for each in spellings))
+        return {name for name in names if pattern.fullmatch(name)}
 
-    name: str
-    shape: Shape
-    mappings: tuple[WeightMapping, ...]
-    layer: int | None
-
-
-def hf_tensors(architecture: Architecture, param_shapes: Mapping[str, Shape]) -> list[HFTensor]:
-    """The tensors of a model with these canonical parameters: embeddings, then layer by layer, then the head."""
-    by_name: dict[str, list[WeightMapping]] = {}
-    for mapping in architecture.weights:
-        if mapping.param in param_shapes:
-            by_name.setdefault(mapping.tensor, []).append(mapping)
-    covered = {mapping.param for mappings in by_name.values() for mapping in mappings}
-    assert covered == param_shapes.keys(), covered ^ param_shapes.keys()
-    num_layers = next(shape[0] for param, shape in param_shapes.items() if param.startswith("blocks."))
-    tensors = []
-    for stacked, names in itertools.groupby(by_name, lambda name: LAYER in name):
-        for layer, name in itertools.product(range(num_layers) if stacked else [None], names):
-            first = by_name[name][0]
-            shape = first.tensor_shape(first.layer_shape(param_shapes[first.param]))
-            tensors.append(HFTensor(name.format(layer=layer), shape, tuple(by_name[name]), layer))
-    return tensors
-
-
-def buffer_names(architecture: Architecture, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
-    """Those of these tensor names that hold no parameter, or one that another tensor holds as well."""
-    output = {mapping.tensor for mapping in architecture.weights if mapping.param == OUTPUT_EMBEDDING}
-    templates = (*architecture.buffers, *(output if OUTPUT_EMBEDDING not in param_shapes else ()))
-    spellings = (spelling for template in templates for spelling in architecture.spellings(template))
-    pattern = re.compile("|".join(re.escape(each).replace(re.escape(LAYER), r"\d+") for each in spellings))
-    return {name for name in names if pattern.fullmatch(name)}
-
-
-def unused_head_names(architecture: Architecture, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
-    """Those of these tensor names that hold heads of this architecture which this model, by its objective, lacks."""
-    present = {*param_shapes, OUTPUT_EMBEDDING}
-    return {mapping.tensor for mapping in architecture.weights if mapping.param not in present}.intersection(names)
+    def unused_head_names(self, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
+        """Those of these tensor names that hold heads which this model, by its objective, lacks."""
+        present = {*param_shapes, OUTPUT_EMBEDDING}
+        return {mapping.tensor for mapping in self.weights if mapping.param not in present}.intersection(names)
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -147,13 +144,7 @@ def norm(param: str, module: str) -> tuple[WeightMapping, WeightMapping]:
 
 
 DECODER = {"kind": "gpt", "token_types": 0, "norm": "pre"}
-GPT2_AND_BERT = {
-    "kv_heads": None,
-    "norm_type": "layer",
-    "positions": "learned",
-    "use_bias": True,
-    "share_layers": False,
-}
+GPT2_BERT = {"kv_heads": None, "norm_type": "layer", "positions": "learned", "use_bias": True, "share_layers": False}
 GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 GPT2_LAYER = "transformer.h.{layer}"
@@ -188,7 +179,7 @@ GPT2 = Architecture(
         ConfigKey("layer_norm_epsilon", "norm_eps", 1e-5),
         ConfigKey("tie_word_embeddings", "tie_embeddings", True),
     ),
-    fixed=DECODER | GPT2_AND_BERT,
+    fixed=DECODER | GPT2_BERT,
     required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False}
     | {"add_cross_attention": False, "quantization_config": None},
     legacy_names={"transformer.": ""},
@@ -238,7 +229,7 @@ BERT = Architecture(
         ConfigKey("attention_probs_dropout_prob", "attention_dropout", 0.1),
         ConfigKey("layer_norm_eps", "norm_eps", 1e-12),
     ),
-    fixed={"kind": "bert", "norm": "post", "tie_embeddings": True} | GPT2_AND_BERT,
+    fixed={"kind": "bert", "norm": "post", "tie_embeddings": True} | GPT2_BERT,
     # An untied model has a second bias in place of cls.predictions.bias.
     required={"tie_word_embeddings": True, "position_embedding_type": "absolute", "is_decoder": False}
     | {"add_cross_attention": False, "quantization_config": None},

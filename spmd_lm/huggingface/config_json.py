@@ -144,12 +144,10 @@ def build_config(model: Model, objective: Objective) -> tuple[Architecture, dict
 
 def _mismatches(architecture: Architecture, model: Model, objective: Objective) -> list[str]:
     """The settings that no model of this architecture has."""
-    equivalent = {"kv_heads": (None, model.heads)}
-    mismatches = [
-        f"model.{key}={getattr(model, key)}"
-        for key, value in architecture.fixed.items()
-        if getattr(model, key) not in equivalent.get(key, (value,))
-    ]
+    settings = model.model_dump()
+    if model.kv_heads == model.heads:
+        settings["kv_heads"] = None  # which means the same
+    mismatches = [f"model.{key}={settings[key]}" for key, value in architecture.fixed.items() if settings[key] != value]
     if architecture.fixed["kind"] == "bert" and not model.token_types:
         mismatches.append("model.token_types=0")
     (activations,) = (key.choices for key in architecture.config_keys if key.model_key == "activation")

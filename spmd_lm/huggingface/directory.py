@@ -78,8 +78,10 @@ def _vocabulary_errors(directory: Path, vocab_size: int) -> Iterator[str]:
     """Tokenizer files with ids that the model lacks.  Fewer ids than the model has are common: room to grow."""
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json", "vocab.txt"):
         path = directory / name
+        if not path.is_file():
+            continue
         try:
-            highest = _highest_id(path) if path.is_file() else -1
+            highest = _highest_id(path)
         except ConfigError as error:
             yield from error.problems
         except (AttributeError, KeyError, TypeError):

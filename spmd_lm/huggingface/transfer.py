@@ -18,8 +18,7 @@ from spmd_lm.checkpoints.saved_run import restore_run
 from spmd_lm.config.load import TOKENIZER_DIR, dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, NonFiniteError
-from spmd_lm.huggingface import architectures
-from spmd_lm.huggingface.architectures import HFTensor, Index, Shape, WeightMapping, hf_tensors
+from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS, HFTensor, Index, Shape, WeightMapping
 from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.directory import CONFIG_FILE, ModelDirectory, tokenizer_files
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, read_json, write_json, write_tensors
@@ -68,7 +67,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
             shutil.copyfile(file, run_dir / TOKENIZER_DIR / file.name)
         (run_dir / "config.yaml").write_text(dump(config), "utf-8")
     architecture = model_dir.config.architecture
-    unused = architectures.unused_head_names(architecture, model_dir.reader.tensors, shapes)
+    unused = architecture.unused_head_names(model_dir.reader.tensors, shapes)
     return {
         "directory": str(config.run.directory),
         "architecture": architecture.model_type,
@@ -86,13 +85,11 @@ def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dic
     architecture, stored = model_dir.config.architecture, model_dir.reader.tensors
     file_names: dict[str, str] = {}
     expected: dict[str, Shape] = {}
-    for tensor in hf_tensors(architecture, shapes):
+    for tensor in architecture.tensors(shapes):
         spelling = next((name for name in architecture.spellings(tensor.name) if name in stored), tensor.name)
         file_names[tensor.name] = spelling
         expected[spelling] = tensor.shape
-    ignored = architectures.buffer_names(architecture, stored, shapes) | architectures.unused_head_names(
-        architecture, stored, shapes
-    )
+    ignored = architecture.buffer_names(stored, shapes) | architecture.unused_head_names(stored, shapes)
     found = {name: tuple(stored[name].get_shape()) for name in stored if name in expected or name not in ignored}
     misshapen = [
         f"{name} is {[*found[name]]}, not {[*shape]}"
@@ -174,11 +171,11 @@ def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int)
     architecture, hf_config = build_config(config.model, config.objective)
     _, params, step = restore_run(config)
     leaves = leaves_by_path(params)
-    tensors = hf_tensors(architecture, {path: leaf.shape for path, leaf in leaves.items()})
+    tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()})
     tokenizer_dir = config.run.directory / TOKENIZER_DIR
     if (tokenizer_dir / CONFIG_FILE).exists():  # the run was imported
         source = read_json(tokenizer_dir / CONFIG_FILE)
-        hf_config |= {key: value for key, value in source.items() if key in architectures.SPECIAL_TOKEN_KEYS}
+        hf_config |= {key: value for key, value in source.items() if key in SPECIAL_TOKEN_KEYS}
     copied = tokenizer_files(tokenizer_dir)
     with atomic_directory(target) as directory:
         shapes = {tensor.name: tensor.shape for tensor in tensors}
