@@ -6,7 +6,7 @@ silently on restore, so shapes and dtypes are compared before any array is read.
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -18,9 +18,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import v1 as ocp
 
 import spmd_lm
-from spmd_lm.checkpoints.compatibility import Config
 from spmd_lm.errors import CheckpointError
 
+Config = dict[str, Any]  # a RunConfig as JSON
 Tree = Any  # a pytree, here a TrainState or a dict of its fields: canonical shapes, any sharding
 Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.query'
 Meta = dict[str, Any]  # JSON: config, data, versions
@@ -28,8 +28,7 @@ Meta = dict[str, Any]  # JSON: config, data, versions
 # Orbax writes this file last: before the rename, or instead of it on a file system without renames.
 COMMITTED = "commit_success.txt"
 
-# Fields of a state that a run may gain or lose between restarts.
-OPTIONAL_FIELDS = ("loss_scale",)
+OPTIONAL_FIELDS = ("loss_scale",)  # fields of a state that a run may gain or lose between restarts
 
 
 def leaves_by_path(tree: Tree) -> dict[str, Any]:
@@ -97,12 +96,11 @@ class Checkpointer:
         self._saving = step
         with self._writing():
             if self._writer is None:
-                keep = KeepNewest(self._keep, lambda: {*self.steps(), self._saving})
                 self._writer = ocp.training.Checkpointer(
-                    self.directory, preservation_policy=keep, cleanup_tmp_directories=True
+                    self.directory, preservation_policy=self, cleanup_tmp_directories=True
                 )
             # A directory of this name that is not a checkpoint, or no longer one, is replaced.
-            overwrite = self._path(step).exists() and step not in self.steps()
+            overwrite = (self.directory / str(step)).exists() and step not in self.steps()
             # force: orbax otherwise skips, silently, a step that is older than its newest.
             parts = {"state": _present_fields(state), "meta": meta}
             self._writer.save_checkpointables_async(step, parts, force=True, overwrite=overwrite)
@@ -121,6 +119,14 @@ class Checkpointer:
             with self._writing():
                 writer.close()
 
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        """Orbax's LatestN, but a foreign directory with a number for a name neither counts nor is deleted.
+
+        Orbax asks while a save is in progress and deletes once it is committed."""
+        ours = {*self.steps(), self._saving}
+        newest = sorted(ours)[-self._keep :]
+        return [info.step in newest or info.step not in ours for info in checkpoints]
+
     def _restore_fields(self, step: int, fields: dict[str, Tree], partial: bool = False) -> dict[str, Tree]:
         """These fields of a saved state; None for OPTIONAL_FIELDS that it lacks.  partial: ignore all its others."""
         saved = self._saved_fields(step)
@@ -128,7 +134,7 @@ class Checkpointer:
         ignored = {name for name in saved if name not in fields and (partial or name in OPTIONAL_FIELDS)}
         expected = {name: field for name, field in saved.items() if name not in ignored}
         if differences := _differences(_shapes(expected), _shapes(present)):
-            header = f"{self._path(step)} holds a different state than this configuration expects:"
+            header = f"{self.directory / str(step)} holds a different state than this configuration expects:"
             raise CheckpointError("\n".join([header, *differences]))
         return dict.fromkeys(fields) | self._load(step, present, partial=bool(ignored))
 
@@ -146,12 +152,9 @@ class Checkpointer:
                 raise ValueError("the metadata of its arrays is missing or damaged")
         return saved
 
-    def _path(self, step: int) -> Path:
-        return self.directory / str(step)
-
     @contextmanager
     def _reading(self, step: int) -> Iterator[Path]:
-        path = self._path(step)
+        path = self.directory / str(step)
         try:
             yield path
         except Exception as error:
@@ -168,25 +171,10 @@ class Checkpointer:
         except Exception as error:
             existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
             raise CheckpointError(
-                f"{self._path(self._saving)} was not saved: {_reason(error)}\n"
+                f"{self.directory / str(self._saving)} was not saved: {_reason(error)}\n"
                 f"{shutil.disk_usage(existing).free:,} bytes are free in {existing}. "
                 f"Intact steps: {self.steps() or 'none'}."
             ) from error
-
-
-@dataclasses.dataclass
-class KeepNewest:
-    """Orbax's LatestN, but a foreign directory with a number for a name neither counts nor is deleted.
-
-    Orbax asks while a save is in progress and deletes once it is committed."""
-
-    keep: int
-    our_steps: Callable[[], set[int]]  # committed, and the one in progress
-
-    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        ours = self.our_steps()
-        newest = sorted(ours)[-self.keep :]
-        return [info.step in newest or info.step not in ours for info in checkpoints]
 
 
 def _reason(error: BaseException) -> str:
@@ -206,18 +194,13 @@ def _present_fields(state: Tree) -> dict[str, Tree]:
 
 def _shapes(tree: Tree) -> Shapes:
     """Shapes and dtypes by path.  Orbax returns a dataclass as a dict; the paths are the same."""
-    return {
-        name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
-        for name, leaf in leaves_by_path(tree).items()
-    }
+    leaves = leaves_by_path(tree).items()
+    return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in leaves}
 
 
 def _differences(saved: Shapes, expected: Shapes) -> list[str]:
     def show(leaf: jax.ShapeDtypeStruct | None) -> str:
-        return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+        return "nothing" if leaf is None else f"{leaf.dtype}{[*leaf.shape]}"
 
-    return [
-        f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}"
-        for name in sorted(saved.keys() | expected.keys())
-        if saved.get(name) != expected.get(name)
-    ]
+    names = sorted({name for name, _ in saved.items() ^ expected.items()})
+    return [f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}" for name in names]

@@ -13,8 +13,7 @@ def run(arguments: Arguments) -> int:
 
     require_absent_or_empty(Path(arguments.DIR))
     config = set_up_devices(load_configuration(arguments, "RUN_DIR"))
-    from spmd_lm.huggingface.common import format_result
-    from spmd_lm.huggingface.export_hf import export_hf
+    from spmd_lm.huggingface.transfer import export_hf, format_result
 
     result = export_hf(config, Path(arguments.DIR), arguments.dtype, arguments.shard)
     return write_result(arguments, result, format_result(result))

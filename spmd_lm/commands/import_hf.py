@@ -16,8 +16,7 @@ def run(arguments: Arguments) -> int:
     config = make_run_config(model_dir, arguments.RUN_DIR, arguments.config, overrides)
     check_json(arguments)
     config = set_up_devices(config)
-    from spmd_lm.huggingface.common import format_result
-    from spmd_lm.huggingface.import_hf import import_hf
+    from spmd_lm.huggingface.transfer import format_result, import_hf
 
     result = import_hf(model_dir, config)
     return write_result(arguments, result, format_result(result))

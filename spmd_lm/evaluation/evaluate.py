@@ -2,28 +2,17 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.compatibility import check_compatible
+from spmd_lm.checkpoints.saved_run import open_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.loader import TaskLoader
-from spmd_lm.errors import CheckpointError
 from spmd_lm.evaluation.task_metrics import task_metrics
 from spmd_lm.parallel.plan import Tree
 from spmd_lm.step.program import Program
-
-
-class LossTotals(NamedTuple):
-    """Sums over the targets of one loss."""
-
-    loss: float  # weighted, in nats
-    correct: float  # weight of the targets predicted correctly
-    weight: float
 
 
 def validation_metrics(program: Program, params: Tree, loader: Loader) -> tuple[dict[str, float], float]:
@@ -36,48 +25,24 @@ def validation_metrics(program: Program, params: Tree, loader: Loader) -> tuple[
 
 
 def text_metrics(outputs: Sequence[Mapping[str, tuple]]) -> tuple[dict[str, float], float]:
-    """Metrics of text, and the weight of its tokens.  outputs: `LossTotals` of each step, by loss; the first loss is
-    that of the tokens.
+    """Metrics of text, and the weight of its tokens.  outputs: of each step by loss, the first of them that of the
+    tokens, sums over its targets: the weighted loss in nats, the weight of those predicted correctly, the weight.
 
     eval_loss is the sum of the losses, each a mean in nats.  eval_perplexity is that of the tokens.  eval_accuracy is
     the share of targets predicted correctly; several losses have eval_NAME_loss and eval_NAME_accuracy instead."""
-    totals = {}
+    losses, accuracies, weights = {}, {}, {}
     for name in outputs[0]:
         columns = zip(*(output[name] for output in outputs), strict=True)
-        totals[name] = LossTotals(*(math.fsum(column) for column in columns))
-    losses = {name: each.loss / each.weight for name, each in totals.items()}
-    accuracies = {name: each.correct / each.weight for name, each in totals.items()}
-    tokens = next(iter(totals))
-    metrics = {"eval_loss": math.fsum(losses.values()), "eval_perplexity": perplexity(losses[tokens])}
-    if len(totals) == 1:
-        metrics["eval_accuracy"] = accuracies[tokens]
-    else:
-        for name in totals:
-            metrics[f"eval_{name}_loss"] = losses[name]
-            metrics[f"eval_{name}_accuracy"] = accuracies[name]
-    return metrics, totals[tokens].weight
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf  # float64 overflows above exp(709.8)
-
-
-def restore_run(config: RunConfig) -> tuple[Program, Tree, int]:
-    """A run's newest parameters, canonical, in the shardings of `config`'s layout, and their step.  CheckpointError if
-    there are none, or they are of another model."""
-    saves = Checkpointer(config.run.directory / "checkpoints")
-    newest = saves.latest_step()
-    if newest is None:
-        raise CheckpointError(f"{saves.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
-    check_compatible(saves.meta(newest)["config"], config.model_dump(by_alias=True), saves.directory)
-    program = Program(config)
-    return program, saves.restore_params(newest, program.abstract_canonical().params), newest
-
-
-def open_run(config: RunConfig) -> tuple[Program, Tree, int]:
-    """The same, laid out for the step."""
-    program, params, newest = restore_run(config)
-    return program, program.place_params(params), newest
+        loss, correct, weights[name] = map(math.fsum, columns)
+        losses[name], accuracies[name] = loss / weights[name], correct / weights[name]
+    tokens = next(iter(losses))
+    perplexity = math.exp(losses[tokens]) if losses[tokens] < 700 else math.inf  # float64 overflows above exp(709.8)
+    metrics = {"eval_loss": math.fsum(losses.values()), "eval_perplexity": perplexity}
+    if len(losses) == 1:
+        return metrics | {"eval_accuracy": accuracies[tokens]}, weights[tokens]
+    for name in losses:
+        metrics |= {f"eval_{name}_loss": losses[name], f"eval_{name}_accuracy": accuracies[name]}
+    return metrics, weights[tokens]
 
 
 def evaluate_run(config: RunConfig) -> dict:

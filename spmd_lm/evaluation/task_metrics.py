@@ -1,12 +1,15 @@
-"""Metrics of a task's validation split, from a model's logits.  E examples, N features, T the context."""
+"""Metrics of a task's validation split, from a model's logits; float64 on the host.  E examples, N features or rows, T
+the context, K classes or positions."""
 
+import re
+import string
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from spmd_lm.config.schema import ExtractiveQA, MultipleChoice
 from spmd_lm.data.tasks.loader import TaskLoader
-from spmd_lm.evaluation import metrics
 
 
 def task_metrics(loader: TaskLoader, outputs: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
@@ -17,33 +20,25 @@ def task_metrics(loader: TaskLoader, outputs: Sequence[Mapping[str, np.ndarray]]
     span              {"spans": [R, T, 2]}, start and end logits: eval_loss, eval_exact_match, eval_f1
 
     Losses are means in nats.  A span's is the mean of its start's and its end's, over features."""
-    if isinstance(loader.objective, ExtractiveQA):
-        return _span_metrics(loader, _concatenate(loader, outputs, "spans"), loader.objective.max_answer_length)
-    labels_E = loader.task_split.labels
-    if isinstance(loader.objective, MultipleChoice):
-        logits_EC = _concatenate(loader, outputs, "choices").reshape(-1, loader.objective.choices)
-        return _label_metrics(logits_EC, labels_E)
-    logits_EK = _concatenate(loader, outputs, "classes")
-    predictions_E = logits_EK.argmax(axis=1)
-    result = _label_metrics(logits_EK, labels_E)
-    result["eval_matthews"] = metrics.matthews_correlation(labels_E, predictions_E)
-    if logits_EK.shape[1] == 2:
-        result["eval_f1"] = metrics.binary_f1(labels_E, predictions_E)
-    return result
-
-
-def _concatenate(loader: TaskLoader, outputs: Sequence[Mapping[str, np.ndarray]], name: str) -> np.ndarray:
-    """The logits of all features, float64 [N, ...], without the rows that pad the last batch."""
     assert len(outputs) == len(loader)
+    (name,) = outputs[0]
     logits = np.concatenate([np.asarray(output[name], np.float64) for output in outputs])
-    return logits[: len(loader.features.example)]
-
-
-def _label_metrics(logits_EK: np.ndarray, labels_E: np.ndarray) -> dict[str, float]:
-    return {
-        "eval_loss": float(metrics.negative_log_likelihood(logits_EK, labels_E).mean()),
-        "eval_accuracy": metrics.accuracy(labels_E, logits_EK.argmax(axis=1)),
+    logits = logits[: len(loader.features.example)]  # the other rows pad the last batch
+    if isinstance(loader.objective, ExtractiveQA):
+        return _span_metrics(loader, logits, loader.objective.max_answer_length)
+    if isinstance(loader.objective, MultipleChoice):
+        logits = logits.reshape(-1, loader.objective.choices)
+    labels_E, predictions_E = loader.task_split.labels, logits.argmax(axis=1)
+    result = {
+        "eval_loss": float(negative_log_likelihood(logits, labels_E).mean()),
+        "eval_accuracy": accuracy(labels_E, predictions_E),
     }
+    if isinstance(loader.objective, MultipleChoice):
+        return result
+    result["eval_matthews"] = matthews_correlation(labels_E, predictions_E)
+    if logits.shape[1] == 2:
+        result["eval_f1"] = binary_f1(labels_E, predictions_E)
+    return result
 
 
 def _span_metrics(loader: TaskLoader, logits_NT2: np.ndarray, max_answer_length: int) -> dict[str, float]:
@@ -51,14 +46,15 @@ def _span_metrics(loader: TaskLoader, logits_NT2: np.ndarray, max_answer_length:
     assert features.end_positions is not None
     not_padding_NT = np.arange(loader.context) < features.length.sum(axis=1, keepdims=True) + 3  # [CLS], two [SEP]
     start_logits_NT, end_logits_NT = np.where(not_padding_NT, np.moveaxis(logits_NT2, 2, 0), -np.inf)
-    loss_N = metrics.negative_log_likelihood(start_logits_NT, features.labels)
-    loss_N = (loss_N + metrics.negative_log_likelihood(end_logits_NT, features.end_positions)) / 2
+    loss_N = negative_log_likelihood(start_logits_NT, features.labels)
+    loss_N = (loss_N + negative_log_likelihood(end_logits_NT, features.end_positions)) / 2
     predictions = predict_answers(loader, logits_NT2, max_answer_length)
     answers = [[answer.text for answer in question.answers] for question in loader.task_split.questions]
+    exact_matches, f1s = zip(*map(answer_scores, predictions, answers), strict=True)
     return {
         "eval_loss": float(loss_N.mean()),
-        "eval_exact_match": float(np.mean([*map(metrics.exact_match, predictions, answers)])),
-        "eval_f1": float(np.mean([*map(metrics.answer_f1, predictions, answers)])),
+        "eval_exact_match": float(np.mean(exact_matches)),
+        "eval_f1": float(np.mean(f1s)),
     }
 
 
@@ -67,11 +63,8 @@ def predict_answers(loader: TaskLoader, logits_NT2: np.ndarray, max_answer_lengt
 
     The answer is empty where every window scores its [CLS], start and end together, above that span (the lowest null
     score is compared, as by SQuAD 2.0's baselines).  Files without is_impossible (SQuAD 1.1) have no empty answers."""
-    features, questions, offset_mapping = (
-        loader.features,
-        loader.task_split.questions,
-        loader.task_split.offset_mapping,
-    )
+    features, questions = loader.features, loader.task_split.questions
+    offset_mapping = loader.task_split.offset_mapping
     assert offset_mapping is not None
     best_scores, best_texts = [-np.inf] * len(questions), [""] * len(questions)
     for row, example in enumerate(features.example):
@@ -80,7 +73,7 @@ def predict_answers(loader: TaskLoader, logits_NT2: np.ndarray, max_answer_lengt
             continue
         first = question_length + 2  # after [CLS] and [SEP]
         start_logits, end_logits = logits_NT2[row, first : first + context_length].T
-        score, start, end = metrics.best_span(start_logits, end_logits, max_answer_length)
+        score, start, end = best_span(start_logits, end_logits, max_answer_length)
         if score > best_scores[example]:
             characters = offset_mapping[features.start[row, 1] :]
             best_scores[example] = score
@@ -90,3 +83,71 @@ def predict_answers(loader: TaskLoader, logits_NT2: np.ndarray, max_answer_lengt
     null_scores = np.full(len(questions), np.inf)
     np.minimum.at(null_scores, features.example, logits_NT2[:, 0].sum(axis=1))
     return ["" if null > best else text for null, best, text in zip(null_scores, best_scores, best_texts, strict=True)]
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+
+def negative_log_likelihood(logits_NK: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
+    """-log softmax(logits)[label] of each row [N], in nats; logits of -inf are masked out."""
+    max_N1 = logits_NK.max(axis=1, keepdims=True)
+    logsumexp_N = np.log(np.exp(logits_NK - max_N1).sum(axis=1)) + max_N1[:, 0]
+    return logsumexp_N - logits_NK[np.arange(len(labels_N)), labels_N]
+
+
+def accuracy(labels_N: np.ndarray, predictions_N: np.ndarray) -> float:
+    return float(np.mean(labels_N == predictions_N))
+
+
+def matthews_correlation(labels_N: np.ndarray, predictions_N: np.ndarray) -> float:
+    """Matthews correlation (B. W. Matthews, Biochim. Biophys. Acta 405, 1975); of more than two classes R_K
+    (J. Gorodkin, Comput. Biol. Chem. 28, 2004).  0 where labels or predictions are all of one class."""
+    n, correct = len(labels_N), int(np.sum(labels_N == predictions_N))
+    classes = 1 + max(labels_N.max(), predictions_N.max())
+    # Python's integers, so that a zero denominator is exactly 0.
+    true, predicted = (np.bincount(each, minlength=classes).tolist() for each in (labels_N, predictions_N))
+    true_predicted = sum(t * p for t, p in zip(true, predicted, strict=True))
+    denominator = (n * n - sum(t * t for t in true)) * (n * n - sum(p * p for p in predicted))
+    return (n * correct - true_predicted) / denominator**0.5 if denominator else 0.0
+
+
+def binary_f1(labels_N: np.ndarray, predictions_N: np.ndarray) -> float:
+    """The harmonic mean of precision and recall of class 1; 0 where it neither occurs nor is predicted."""
+    true_positives = int(np.sum((labels_N == 1) & (predictions_N == 1)))
+    positives = int(np.sum(labels_N == 1) + np.sum(predictions_N == 1))
+    return 2 * true_positives / positives if positives else 0.0
+
+
+def best_span(start_logits_N: np.ndarray, end_logits_N: np.ndarray, max_answer_length: int) -> tuple[float, int, int]:
+    """The highest start_logits[i] + end_logits[j] with i <= j < i + max_answer_length, and its i and j; of equal ones
+    the first, then the shortest."""
+    n = len(start_logits_N)
+    max_answer_length = min(max_answer_length, n)
+    padded = np.concatenate([end_logits_N, np.full(max_answer_length - 1, -np.inf)])
+    end_logits_NL = np.lib.stride_tricks.sliding_window_view(padded, max_answer_length)
+    length_N = end_logits_NL.argmax(axis=1)  # of the best span from each start, minus 1
+    scores_N = start_logits_N + end_logits_NL[np.arange(n), length_N]
+    start = int(scores_N.argmax())
+    return float(scores_N[start]), start, start + int(length_N[start])
+
+
+def normalize_answer(text: str) -> str:
+    """An answer as SQuAD's evaluation script compares it: without case, punctuation, articles and extra white space."""
+    no_punctuation = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", no_punctuation).split())
+
+
+def answer_scores(prediction: str, answers: Sequence[str]) -> tuple[float, float]:
+    """Whether the normalized prediction equals one of the answers, 1 or 0, and the highest F1 of it and one of them, as
+    bags of words (arXiv:1606.05250).  Without answers the empty prediction is right (arXiv:1806.03822); answers that
+    normalization leaves empty do not count, as in SQuAD 2.0's evaluation script."""
+    prediction = normalize_answer(prediction)
+    gold = [*filter(None, map(normalize_answer, answers))] or [""]
+    return float(prediction in gold), max(_bag_of_words_f1(prediction.split(), answer.split()) for answer in gold)
+
+
+def _bag_of_words_f1(prediction: list[str], answer: list[str]) -> float:
+    if not (prediction and answer):
+        return float(prediction == answer)
+    common = sum((Counter(prediction) & Counter(answer)).values())
+    return 2 * common / (len(prediction) + len(answer))

@@ -1,18 +1,23 @@
-"""Text generation: prompts are tokenized, continued by the `Generator`, and decoded.
+"""Text generation: prompts are tokenized, continued by a KV cache in batches sharded as the model is, and decoded.
 
-`spmd-lm generate` does so with a run's newest checkpoint."""
+The text of a row depends on (prompt, seed, row) alone, not on the layout or on the other rows of the batch.
+The batch dimension is that of prompts, padded to a multiple of the layout's batch shards."""
 
+import functools
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from spmd_lm.checkpoints.saved_run import open_run
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
-from spmd_lm.generation.generator import Generator
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.parallel.plan import Tree
+from spmd_lm.step.eval_step import inference_params
 from spmd_lm.step.program import Program
 
 
@@ -32,18 +37,9 @@ def generate_text(program: Program, params: Tree, prompts: Sequence[str], sampli
 
     Raises DataError for a prompt with a token outside the vocabulary; and for an empty one, if the tokenizer has no
     token to start a document with."""
-    tokenizer = make_tokenizer(program.config.data)
+    tokenizer, vocab = make_tokenizer(program.config.data), program.config.model.vocab
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     prompt_ids = [np.array([*start, *tokenizer.encode(prompt)], np.int64) for prompt in prompts]
-    _check_prompts(prompts, prompt_ids, program.config.model.vocab)
-    generated = Generator(program, len(prompt_ids), sampling).generate(params, prompt_ids)
-    return [
-        tokenizer.decode(_until_end(ids, len(prompt), tokenizer)[len(start) :])
-        for ids, prompt in zip(generated, prompt_ids, strict=True)
-    ]
-
-
-def _check_prompts(prompts: Sequence[str], prompt_ids: list[np.ndarray], vocab: int) -> None:
     for prompt, ids in zip(prompts, prompt_ids, strict=True):
         if not ids.size:
             raise DataError(
@@ -52,9 +48,123 @@ def _check_prompts(prompts: Sequence[str], prompt_ids: list[np.ndarray], vocab: 
             )
         if ids.max() >= vocab:
             raise DataError(f"prompt {prompt!r:.60}: token {ids.max()} is not below model.vocab={vocab}.")
+    texts = []
+    generated = Generator(program, len(prompts), sampling).generate(params, prompt_ids)
+    for ids, prompt_length in zip(generated, map(len, prompt_ids), strict=True):
+        ends = np.flatnonzero(ids[prompt_length:] == tokenizer.eos_token_id)
+        stop = prompt_length + ends[0] if len(ends) else len(ids)
+        texts.append(tokenizer.decode(ids[len(start) : stop]))
+    return texts
 
 
-def _until_end(ids: np.ndarray, prompt_length: int, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids before the first end-of-document token that follows the prompt."""
-    ends = np.flatnonzero(ids[prompt_length:] == tokenizer.eos_token_id)
-    return ids[: prompt_length + ends[0]] if len(ends) else ids
+def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
+    """logits [batch, vocab], with -inf for all but the `top_k` likeliest tokens, and of these all but the likeliest
+    whose probabilities sum to `top_p`.  Ties with the last token that is kept are kept as well."""
+    if not top_k and top_p >= 1:
+        return logits
+    sorted_logits = jnp.sort(logits, axis=-1, descending=True)
+    vocab = logits.shape[-1]
+    threshold = sorted_logits[:, min(top_k or vocab, vocab) - 1, None]
+    if top_p < 1:
+        probs = jax.nn.softmax(jnp.where(sorted_logits >= threshold, sorted_logits, -jnp.inf), axis=-1)
+        in_nucleus = jnp.cumsum(probs, axis=-1) - probs < top_p
+        # The likeliest token is always kept, also where top_p is 0 in float32.
+        threshold = jnp.min(jnp.where(in_nucleus, sorted_logits, sorted_logits[:, :1]), axis=-1, keepdims=True)
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
+
+
+def sample_token(logits: jax.Array, rows: jax.Array, index: jax.Array, sampling: Sampling) -> jax.Array:
+    """The next token of each row, int32 [batch].
+
+    logits: [batch, vocab].  rows: the rows' numbers in the global batch, int32 [batch].  index: of the new token, from
+    0 after the prompt; with the seed and the row it keys the random draw."""
+    if sampling.greedy or sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = filter_logits(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+    key = jax.random.fold_in(jax.random.key(sampling.seed), index)
+
+    def sample_row(logits: jax.Array, row: jax.Array) -> jax.Array:
+        return jax.random.categorical(jax.random.fold_in(key, row), logits)
+
+    return jax.vmap(sample_row)(logits, rows).astype(jnp.int32)
+
+
+def window_length(length: int, context: int) -> int:
+    """How many of the last tokens of a text of `length` tokens the model reads.
+
+    All of them, up to `context`.  A longer text starts again from its last half context, and the window grows to
+    `context` again: a KV cache cannot slide, because positions are learned."""
+    shortest = context // 2 or 1
+    return length if length <= context else shortest + (length - context - 1) % (context + 1 - shortest)
+
+
+class Generator:
+    """A model and its sampling options, compiled for batches of `rows` prompts."""
+
+    def __init__(self, program: Program, rows: int, sampling: Sampling):
+        shards = program.plan.layout.batch_shards
+        self.program, self.sampling = program, sampling
+        self.rows = -(-rows // shards) * shards
+
+    def generate(self, params: Tree, prompts: list[np.ndarray]) -> list[np.ndarray]:
+        """Each prompt (at least one token id) followed by `sampling.tokens` new ones, int32."""
+        context = self.program.config.model.context
+        texts = [np.asarray(prompt, np.int32) for prompt in prompts]
+        generated = 0
+        while generated < self.sampling.tokens:
+            windows = [text[-window_length(len(text), context) :] for text in texts]
+            # The longest window fills the cache, which the last token generated need not enter.
+            count = min(self.sampling.tokens - generated, context + 1 - max(map(len, windows)))
+            new_tokens = self._extend_windows(params, windows, generated, count)
+            texts = [np.concatenate([text, new]) for text, new in zip(texts, new_tokens, strict=True)]
+            generated += count
+        return texts
+
+    def _extend_windows(self, params: Tree, windows: list[np.ndarray], generated: int, count: int) -> list[np.ndarray]:
+        """`count` new tokens of each window, after `generated` ones; one prefill."""
+        plan = self.program.plan
+        tokens = np.zeros((self.rows, self.program.config.model.context + 1), np.int32)
+        lengths = np.ones(self.rows, np.int32)
+        for i, window in enumerate(windows):
+            tokens[i, : len(window)], lengths[i] = window, len(window)
+        rows = np.arange(self.rows, dtype=np.int32)
+        by_row = jax.device_put((tokens, lengths, rows), plan.sharding(self._batch_spec))
+        replicated = jax.device_put((np.int32(generated), np.int32(count)), plan.sharding(P()))
+        tokens = np.asarray(self._prefill_and_decode(params, *by_row, *replicated))
+        return [tokens[i, len(window) : len(window) + count] for i, window in enumerate(windows)]
+
+    @functools.cached_property
+    def _prefill_and_decode(self):
+        """(params, tokens [batch, context + 1], lengths [batch], rows [batch], generated, count) -> tokens with `count`
+        more in each row."""
+        program, sampling = self.program, self.sampling
+        plan, model, dtype = program.plan, program.model, jnp.dtype(program.config.precision.compute)
+
+        def body(params: Tree, tokens, lengths, rows, generated, count):
+            weights, gather_layer = inference_params(model, plan, params, dtype)
+            read = functools.partial(model.extend, weights, gather_layer)
+            local_rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+            prompts = tokens[:, :-1]
+            positions = jnp.broadcast_to(jnp.arange(prompts.shape[1], dtype=jnp.int32), prompts.shape)
+            logits, cache = read(model.empty_cache(prompts.shape[0], dtype), prompts, positions, lengths - 1)
+
+            def decode_step(i, carry):
+                tokens, logits, cache = carry
+                new = sample_token(logits, rows, generated + i, sampling)
+                position = lengths + i
+                tokens = tokens.at[local_rows, position].set(new)
+                logits, cache = read(cache, new[:, None], position[:, None], jnp.zeros_like(position))
+                return tokens, logits, cache
+
+            # The last token is sampled outside the loop: the model need not read it.
+            tokens, logits, _ = jax.lax.fori_loop(0, count - 1, decode_step, (tokens, logits, cache))
+            last = sample_token(logits, rows, generated + count - 1, sampling)
+            return tokens.at[local_rows, lengths + count - 1].set(last)
+
+        batch = self._batch_spec
+        sharded = plan.shard_map(body, (plan.param_specs, batch, batch, batch, P(), P()), batch, whole_sequence=True)
+        return jax.jit(sharded, out_shardings=plan.sharding(P()))  # replicated, so that every process can read it
+
+    @property
+    def _batch_spec(self) -> P:
+        return P(self.program.plan.activation_rules.axes("batch"))

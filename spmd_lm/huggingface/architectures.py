@@ -5,17 +5,17 @@ Our matrices are [width, other], whichever of the two is the input, with all lay
 one tensor per layer: torch's Linear is [out, in], GPT-2's Conv1D is [in, out].  Nothing here reads a file or touches an
 array.  Names follow transformers 5.23: modeling_gpt2.py, modeling_bert.py, modeling_llama.py and configuration_*.py."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 Shape = tuple[int, ...]
+Index = tuple[tuple[int, int], ...]  # [start, stop) along each dimension
 
-DimRange = tuple[int, int]
-"""[start, stop) along one dimension."""
-
-LAYER = "{layer}"
-"""Stands for the layer's number in the names of tensors."""
+LAYER = "{layer}"  # stands for the layer's number in the names of tensors
+OUTPUT_EMBEDDING = "head.tokens"  # a model with tied embeddings does not have it, although its files may
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class WeightMapping:
         *leading, last = layer_shape[::-1] if self.transposed else layer_shape
         return (*leading, self.fused_count * last)
 
-    def tensor_index(self, index: Sequence[DimRange], layer_shape: Shape) -> tuple[DimRange, ...]:
+    def tensor_index(self, index: Index, layer_shape: Shape) -> Index:
         """The slice of the tensor that stores the slice `index` of one layer of the parameter."""
         *leading, (start, stop) = index[::-1] if self.transposed else index
         offset = self.fused_index * layer_shape[0 if self.transposed else -1]
@@ -53,11 +53,21 @@ class WeightMapping:
 
 
 @dataclass(frozen=True)
+class HFTensor:
+    """A tensor, and the parameters that it concatenates; only their layer `layer` if they stack all layers."""
+
+    name: str
+    shape: Shape
+    mappings: tuple[WeightMapping, ...]
+    layer: int | None
+
+
+@dataclass(frozen=True)
 class ConfigKey:
     """A key of config.json and the key of our section `model` that means the same.
 
-    default: what a config.json without the key means; its type is the key's type.  choices: for keys with named values,
-    each of Hugging Face's names and ours."""
+    default: what a config.json without the key means; its type is the key's, and None stands for an integer.  choices:
+    for keys with named values, each of Hugging Face's names and ours."""
 
     hf_key: str
     model_key: str
@@ -69,10 +79,11 @@ class ConfigKey:
 class Architecture:
     """Model classes whose weights and configuration read alike.
 
-    model_type: as in config.json.  classes: most common first, each with the objective whose heads it has.  fixed: keys
-    of our section `model` that are the same for all such models.  required: keys of config.json that change what they
-    compute, each with the only value that we support, which is also the default.  legacy_names: parts of tensor names,
-    each with an older spelling that is read too.  buffers: tensors that are not parameters, or duplicate one."""
+    model_type: as in config.json.  classes: most common first, each with the objective whose heads it has.  weights:
+    the embedding's, then the layers', then the head's.  fixed: keys of our section `model` that are the same for all
+    such models.  required: keys of config.json that change what they compute, each with the only value that we support,
+    which is also the default.  legacy_names: parts of tensor names, each with an older spelling that is read too.
+    buffers: tensors that are not parameters, or duplicate one."""
 
     model_type: str
     classes: Mapping[str, Mapping[str, Any]]
@@ -87,16 +98,44 @@ class Architecture:
         """A tensor's name, then its older spellings."""
         return [name, *(name.replace(new, old) for new, old in self.legacy_names.items() if new in name)]
 
+    def tensors(self, param_shapes: Mapping[str, Shape]) -> list[HFTensor]:
+        """The tensors of a model with these canonical parameters: embeddings, then layer by layer, then the head."""
+        by_name: dict[str, list[WeightMapping]] = {}
+        for mapping in self.weights:
+            if mapping.param in param_shapes:
+                by_name.setdefault(mapping.tensor, []).append(mapping)
+        covered = {mapping.param for mappings in by_name.values() for mapping in mappings}
+        assert covered == param_shapes.keys(), covered ^ param_shapes.keys()
+        num_layers = next(shape[0] for param, shape in param_shapes.items() if param.startswith("blocks."))
+        result = []
+        for stacked, names in itertools.groupby(by_name, lambda name: LAYER in name):
+            for layer, name in itertools.product(range(num_layers) if stacked else [None], names):
+                first = by_name[name][0]
+                shape = first.tensor_shape(first.layer_shape(param_shapes[first.param]))
+                result.append(HFTensor(name.format(layer=layer), shape, tuple(by_name[name]), layer))
+        return result
+
+    def buffer_names(self, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
+        """Those of these tensor names that hold no parameter, or one that another tensor holds as well."""
+        output = {mapping.tensor for mapping in self.weights if mapping.param == OUTPUT_EMBEDDING}
+        templates = (*self.buffers, *(output if OUTPUT_EMBEDDING not in param_shapes else ()))
+        spellings = (spelling for template in templates for spelling in self.spellings(template))
+        pattern = re.compile("|".join(re.escape(each).replace(re.escape(LAYER), r"\d+") for each in spellings))
+        return {name for name in names if pattern.fullmatch(name)}
+
+    def unused_head_names(self, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
+        """Those of these tensor names that hold heads which this model, by its objective, lacks."""
+        present = {*param_shapes, OUTPUT_EMBEDDING}
+        return {mapping.tensor for mapping in self.weights if mapping.param not in present}.intersection(names)
+
 
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
 def linear(param: str, module: str, **storage: Any) -> tuple[WeightMapping, WeightMapping]:
     """A matrix and its bias.  storage: how the tensors store them; transposing a bias does nothing."""
-    return (
-        WeightMapping(param, f"{module}.weight", **storage),
-        WeightMapping(f"{param}_bias", f"{module}.bias", **storage),
-    )
+    matrix = WeightMapping(param, f"{module}.weight", **storage)
+    return matrix, WeightMapping(f"{param}_bias", f"{module}.bias", **storage)
 
 
 def norm(param: str, module: str) -> tuple[WeightMapping, WeightMapping]:
@@ -104,13 +143,8 @@ def norm(param: str, module: str) -> tuple[WeightMapping, WeightMapping]:
     return WeightMapping(f"{param}.scale", f"{module}.weight"), WeightMapping(f"{param}.bias", f"{module}.bias")
 
 
-GPT2_AND_BERT = {
-    "kv_heads": None,
-    "norm_type": "layer",
-    "positions": "learned",
-    "use_bias": True,
-    "share_layers": False,
-}
+DECODER = {"kind": "gpt", "token_types": 0, "norm": "pre"}
+GPT2_BERT = {"kv_heads": None, "norm_type": "layer", "positions": "learned", "use_bias": True, "share_layers": False}
 GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 GPT2_LAYER = "transformer.h.{layer}"
@@ -145,14 +179,9 @@ GPT2 = Architecture(
         ConfigKey("layer_norm_epsilon", "norm_eps", 1e-5),
         ConfigKey("tie_word_embeddings", "tie_embeddings", True),
     ),
-    fixed={"kind": "gpt", "token_types": 0, "norm": "pre"} | GPT2_AND_BERT,
-    required={
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
-        "quantization_config": None,
-    },
+    fixed=DECODER | GPT2_BERT,
+    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False}
+    | {"add_cross_attention": False, "quantization_config": None},
     legacy_names={"transformer.": ""},
     buffers=(f"{GPT2_LAYER}.attn.bias", f"{GPT2_LAYER}.attn.masked_bias"),
 )
@@ -172,6 +201,7 @@ BERT_ENCODER = (
     *linear("blocks.mlp.down", f"{BERT_LAYER}.output.dense"),
     *norm("blocks.norm2", f"{BERT_LAYER}.output.LayerNorm"),
 )
+BERT_POOLER = linear("head.pooler", "bert.pooler.dense", transposed=True)
 BERT = Architecture(
     model_type="bert",
     classes={
@@ -180,7 +210,7 @@ BERT = Architecture(
     },
     weights=(
         *BERT_ENCODER,
-        *linear("head.pooler", "bert.pooler.dense", transposed=True),
+        *BERT_POOLER,
         *linear("head.transform", "cls.predictions.transform.dense", transposed=True),
         *norm("head.transform_norm", "cls.predictions.transform.LayerNorm"),
         WeightMapping("head.output_bias", "cls.predictions.bias"),
@@ -199,32 +229,19 @@ BERT = Architecture(
         ConfigKey("attention_probs_dropout_prob", "attention_dropout", 0.1),
         ConfigKey("layer_norm_eps", "norm_eps", 1e-12),
     ),
-    fixed={"kind": "bert", "norm": "post", "tie_embeddings": True} | GPT2_AND_BERT,
-    required={
-        "tie_word_embeddings": True,  # an untied model has a second bias in place of cls.predictions.bias
-        "position_embedding_type": "absolute",
-        "is_decoder": False,
-        "add_cross_attention": False,
-        "quantization_config": None,
-    },
-    legacy_names={
-        "LayerNorm.weight": "LayerNorm.gamma",
-        "LayerNorm.bias": "LayerNorm.beta",
-        "cls.predictions.bias": "cls.predictions.decoder.bias",
-    },
+    fixed={"kind": "bert", "norm": "post", "tie_embeddings": True} | GPT2_BERT,
+    # An untied model has a second bias in place of cls.predictions.bias.
+    required={"tie_word_embeddings": True, "position_embedding_type": "absolute", "is_decoder": False}
+    | {"add_cross_attention": False, "quantization_config": None},
+    legacy_names={"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    | {"cls.predictions.bias": "cls.predictions.decoder.bias"},
     buffers=("bert.embeddings.position_ids", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
 )
 BERT_POOLED = replace(
     BERT,
-    classes={
-        "BertForSequenceClassification": {"kind": "classification"},
-        "BertForMultipleChoice": {"kind": "multiple_choice"},
-    },
-    weights=(
-        *BERT_ENCODER,
-        *linear("head.pooler", "bert.pooler.dense", transposed=True),
-        *linear("head.output", "classifier", transposed=True),
-    ),
+    classes={"BertForSequenceClassification": {"kind": "classification"}}
+    | {"BertForMultipleChoice": {"kind": "multiple_choice"}},
+    weights=(*BERT_ENCODER, *BERT_POOLER, *linear("head.output", "classifier", transposed=True)),
 )
 BERT_SPAN = replace(
     BERT,
@@ -264,32 +281,20 @@ LLAMA = Architecture(
         ConfigKey("rope_theta", "rope_theta", 10_000.0),
         ConfigKey("tie_word_embeddings", "tie_embeddings", False),
     ),
-    fixed={
-        "kind": "gpt",
-        "token_types": 0,
-        "norm": "pre",
-        "norm_type": "rms",
-        "positions": "rotary",
-        "use_bias": False,
-        "share_layers": False,
-    },
-    required={
-        "rope_type": "default",
-        "partial_rotary_factor": 1.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "sliding_window": None,
-        "quantization_config": None,
-    },
+    fixed=DECODER | {"norm_type": "rms", "positions": "rotary", "use_bias": False, "share_layers": False},
+    required={"rope_type": "default", "partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False}
+    | {"sliding_window": None, "quantization_config": None},
     buffers=(f"{LLAMA_LAYER}.self_attn.rotary_emb.inv_freq",),
 )
 
 ARCHITECTURES = (GPT2, BERT, BERT_POOLED, BERT_SPAN, LLAMA)
+MODEL_TYPES = {architecture.model_type: architecture for architecture in (GPT2, BERT, LLAMA)}
 CLASSES = {name: architecture for architecture in ARCHITECTURES for name in architecture.classes}
 
+# Keys of config.json that generation needs.
 SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of config.json that do not change the model, but that generation needs."""
 
+# Keys of config.json that do not change what a model computes from its parameters.
 IGNORED_KEYS = {
     *SPECIAL_TOKEN_KEYS,
     *("_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "id2label"),
@@ -299,4 +304,3 @@ IGNORED_KEYS = {
     *("summary_first_dropout", "n_ctx", "pretraining_tp", "_attn_implementation", "directionality"),
     *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
 }
-"""Keys of config.json that do not change what a model computes from its parameters."""

@@ -7,17 +7,10 @@ from typing import Any
 
 from spmd_lm.config.schema import Classification, Model, Objective
 from spmd_lm.errors import ConfigError
-from spmd_lm.huggingface.architectures import (
-    ARCHITECTURES,
-    CLASSES,
-    IGNORED_KEYS,
-    LLAMA,
-    SPECIAL_TOKEN_KEYS,
-    Architecture,
-    ConfigKey,
-)
+from spmd_lm.huggingface import architectures
+from spmd_lm.huggingface.architectures import ARCHITECTURES, CLASSES, LLAMA, MODEL_TYPES, Architecture, ConfigKey
 
-# --- import -----------------------------------------------------------------------------------------------------------
+EXPECTED = {bool: "true or false", float: "a number", int: "an integer"}
 
 
 @dataclass(frozen=True)
@@ -36,30 +29,39 @@ def parse_config(hf_config: Mapping[str, Any]) -> ParsedConfig:
     if architecture is LLAMA:
         hf_config = _flatten_rope(hf_config)
     errors: list[str] = []
-    model = _parse_model(architecture, hf_config, errors)
-    errors += _unsupported_variants(architecture, hf_config)
+    model = {**architecture.fixed}
+    for key in architecture.config_keys:
+        value = _parse_value(key, hf_config.get(key.hf_key, key.default), errors)
+        if model.setdefault(key.model_key, value) != value:
+            hf_keys = [other.hf_key for other in architecture.config_keys if other.model_key == key.model_key]
+            errors.append(f"{' and '.join(hf_keys)} differ, but here both are model.{key.model_key}. Make them equal.")
+    for name, supported in architecture.required.items():
+        value = hf_config.get(name, supported)
+        if value != supported and (supported or value is not None):  # null is as good as false
+            errors.append(
+                f"{name}={json.dumps(value)} is not supported for {architecture.model_type}, only "
+                f"{json.dumps(supported)}. Such a model cannot be imported."
+            )
     head_dim = hf_config.get("head_dim")
-    if not errors and head_dim is not None and head_dim * model["heads"] != model["width"]:
+    if not errors and head_dim not in (None, model["width"] / max(model["heads"], 1)):
         errors.append(
             f"head_dim={json.dumps(head_dim)} is not hidden_size / num_attention_heads = {model['width']} / "
             f"{model['heads']}. Such a model cannot be imported."
         )
     if errors:
         raise ConfigError(*errors)
-    objective = dict(architecture.classes[class_name])
+    model = {"dropout": 0.0, "rope_theta": Model.model_fields["rope_theta"].default} | model
+    objective = {**architecture.classes[class_name]}
     if objective["kind"] == "classification":
         labels = hf_config.get("id2label")
         objective["classes"] = len(labels) if isinstance(labels, dict) else hf_config.get("num_labels", 2)
-    mapped_keys = {key.hf_key for key in architecture.config_keys}
-    known_keys = IGNORED_KEYS | architecture.required.keys() | mapped_keys | {"head_dim"}
+    known_keys = {*architectures.IGNORED_KEYS, *architecture.required, "head_dim"}
+    known_keys |= {key.hf_key for key in architecture.config_keys}
     return ParsedConfig(architecture, model, objective, sorted(hf_config.keys() - known_keys))
 
 
 def _find_architecture(hf_config: Mapping[str, Any]) -> tuple[Architecture, str]:
     """The architecture and the name of its model class."""
-    by_model_type: dict[str, Architecture] = {}
-    for architecture in ARCHITECTURES:
-        by_model_type.setdefault(architecture.model_type, architecture)
     names, model_type = hf_config.get("architectures") or [], hf_config.get("model_type")
     supported = f"Supported: {', '.join(CLASSES)}."
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -74,12 +76,9 @@ def _find_architecture(hf_config: Mapping[str, Any]) -> tuple[Architecture, str]
             return CLASSES[name], name
     if names:
         raise ConfigError(f"architectures: {', '.join(names)} is not supported. {supported}")
-    if not isinstance(model_type, str) or model_type not in by_model_type:
-        raise ConfigError(
-            f"model_type={json.dumps(model_type)} is not supported. Supported: {', '.join(by_model_type)}."
-        )
-    architecture = by_model_type[model_type]
-    return architecture, next(iter(architecture.classes))
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise ConfigError(f"model_type={json.dumps(model_type)} is not supported. Supported: {', '.join(MODEL_TYPES)}.")
+    return MODEL_TYPES[model_type], next(iter(MODEL_TYPES[model_type].classes))
 
 
 def _flatten_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,55 +93,22 @@ def _flatten_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _parse_model(architecture: Architecture, hf_config: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    """Section `model`; adds to `errors`."""
-    model = dict(architecture.fixed)
-    for key in architecture.config_keys:
-        value = _parse_value(key, hf_config.get(key.hf_key, key.default), errors)
-        if model.setdefault(key.model_key, value) != value:
-            hf_keys = [other.hf_key for other in architecture.config_keys if other.model_key == key.model_key]
-            errors.append(f"{' and '.join(hf_keys)} differ, but here both are model.{key.model_key}. Make them equal.")
-    return {"dropout": 0.0, "rope_theta": Model.model_fields["rope_theta"].default} | model
-
-
 def _parse_value(key: ConfigKey, value: Any, errors: list[str]) -> Any:
     """A value of config.json as our `model` has it; adds to `errors` if it is not of the key's type."""
     if key.choices:
-        if not isinstance(value, str) or value not in key.choices:
-            supported = ", ".join(key.choices)
-            errors.append(f"{key.hf_key}={json.dumps(value):.40} is not supported. Supported: {supported}.")
-            return None
-        return key.choices[value]
+        if isinstance(value, str) and value in key.choices:
+            return key.choices[value]
+        supported = ", ".join(key.choices)
+        errors.append(f"{key.hf_key}={json.dumps(value):.40} is not supported. Supported: {supported}.")
+        return None
     if value is None and key.default is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**31
-    if isinstance(key.default, bool):
-        expected, valid = "true or false", isinstance(value, bool)
-    elif isinstance(key.default, float):
-        expected, valid = "a number", is_number
-        value = float(value) if is_number else value
-    else:
-        expected, valid = "an integer", is_number and isinstance(value, int)
-    if not valid:
-        errors.append(f"{key.hf_key}: expected {expected}, got {json.dumps(value):.40}.")
+    kind = int if key.default is None else type(key.default)
+    types = (int, float) if kind is float else (kind,)
+    if type(value) in types and abs(value) < 2**31:
+        return kind(value)
+    errors.append(f"{key.hf_key}: expected {EXPECTED[kind]}, got {json.dumps(value):.40}.")
     return value
-
-
-def _unsupported_variants(architecture: Architecture, hf_config: Mapping[str, Any]) -> list[str]:
-    """Error messages for keys whose value makes the model compute something that we do not."""
-    errors = []
-    for key, supported in architecture.required.items():
-        value = hf_config.get(key, supported)
-        absent = value is None and not supported  # null is as good as false
-        if value != supported and not absent:
-            errors.append(
-                f"{key}={json.dumps(value)} is not supported for {architecture.model_type}, only "
-                f"{json.dumps(supported)}. Such a model cannot be imported."
-            )
-    return errors
-
-
-# --- export -----------------------------------------------------------------------------------------------------------
 
 
 def build_config(model: Model, objective: Objective) -> tuple[Architecture, dict[str, Any]]:
@@ -150,13 +116,11 @@ def build_config(model: Model, objective: Objective) -> tuple[Architecture, dict
 
     Raises ConfigError if Hugging Face has none like it, with what differs from the nearest one."""
 
-    def distance(candidate: tuple[Architecture, list[str]]) -> tuple[bool, int]:
-        architecture, mismatches = candidate
-        return architecture.fixed["kind"] != model.kind, len(mismatches)
+    def distance(architecture: Architecture) -> tuple[bool, int]:
+        return architecture.fixed["kind"] != model.kind, len(_mismatches(architecture, model, objective))
 
-    candidates = [(architecture, _mismatches(architecture, model, objective)) for architecture in ARCHITECTURES]
-    architecture, mismatches = min(candidates, key=distance)
-    if mismatches:
+    architecture = min(ARCHITECTURES, key=distance)
+    if mismatches := _mismatches(architecture, model, objective):
         raise ConfigError(
             f"no Hugging Face architecture matches this model. The nearest is {architecture.model_type}, except for "
             f"{', '.join(mismatches)}. Supported: {', '.join(CLASSES)}."
@@ -164,8 +128,11 @@ def build_config(model: Model, objective: Objective) -> tuple[Architecture, dict
     settings = objective.model_dump().items()
     (class_name,) = (name for name, heads in architecture.classes.items() if heads.items() <= settings)
     hf_config: dict[str, Any] = {"architectures": [class_name], "model_type": architecture.model_type}
-    hf_config |= {key.hf_key: _hf_value(key, model) for key in architecture.config_keys}
-    hf_config |= dict.fromkeys(SPECIAL_TOKEN_KEYS)
+    values = model.model_dump() | {"mlp_width": model.mlp_dim, "kv_heads": model.kv_heads or model.heads}
+    for key in architecture.config_keys:
+        value = values[key.model_key]
+        hf_config[key.hf_key] = next((theirs for theirs, ours in key.choices.items() if ours == value), value)
+    hf_config |= dict.fromkeys(architectures.SPECIAL_TOKEN_KEYS)
     if isinstance(objective, Classification):
         hf_config["id2label"] = {str(label): f"LABEL_{label}" for label in range(objective.classes)}
         hf_config["label2id"] = {f"LABEL_{label}": label for label in range(objective.classes)}
@@ -177,12 +144,10 @@ def build_config(model: Model, objective: Objective) -> tuple[Architecture, dict
 
 def _mismatches(architecture: Architecture, model: Model, objective: Objective) -> list[str]:
     """The settings that no model of this architecture has."""
-    equivalent = {"kv_heads": (None, model.heads)}
-    mismatches = [
-        f"model.{key}={getattr(model, key)}"
-        for key, value in architecture.fixed.items()
-        if getattr(model, key) not in equivalent.get(key, (value,))
-    ]
+    settings = model.model_dump()
+    if model.kv_heads == model.heads:
+        settings["kv_heads"] = None  # which means the same
+    mismatches = [f"model.{key}={settings[key]}" for key, value in architecture.fixed.items() if settings[key] != value]
     if architecture.fixed["kind"] == "bert" and not model.token_types:
         mismatches.append("model.token_types=0")
     (activations,) = (key.choices for key in architecture.config_keys if key.model_key == "activation")
@@ -191,12 +156,3 @@ def _mismatches(architecture: Architecture, model: Model, objective: Objective) 
     if objective.kind not in {heads["kind"] for heads in architecture.classes.values()}:
         mismatches.append(f"objective.kind={objective.kind}")
     return mismatches
-
-
-def _hf_value(key: ConfigKey, model: Model) -> Any:
-    """The value of a key in config.json."""
-    value = getattr(model, key.model_key)
-    if key.choices:
-        return next(theirs for theirs, ours in key.choices.items() if ours == value)
-    derived = {"mlp_width": model.mlp_dim, "kv_heads": model.kv_heads or model.heads}
-    return derived.get(key.model_key, value)

@@ -9,69 +9,61 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.huggingface.architectures import DimRange, Shape
-from spmd_lm.huggingface.json_files import read_json, write_json
+from spmd_lm.huggingface.architectures import Index, Shape
 from spmd_lm.runtime.formatting import abbreviate
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
-FLOAT_DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-"""The dtypes that weights may have, by the format's names."""
-
-DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
-
-# --- reading ----------------------------------------------------------------------------------------------------------
+# The dtypes that weights may have: the format's names by numpy's.
+FLOAT_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file, not read yet."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.  Raises ConfigError if there is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON: {error}. Download it again.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected an object, got {value!r:.40}. Download it again.")
+    return value
 
-    data: Any  # the library's PySafeSlice: an index into it reads that part
-    dtype: str
-    shape: Shape
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
 class SafetensorsReader:
     """All tensors of a model's directory: of the files that model.safetensors.index.json lists, or of the only
-    .safetensors file.
+    .safetensors file.  `tensors` has the library's slices by name: get_dtype() and get_shape() read no data, an index
+    reads that part.
 
     Raises ConfigError, one line per problem, if files are missing, damaged, or pickles."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, Any] = {}
         self.files: list[Path] = []
         files = self._read_index() if (directory / INDEX_FILE).exists() else {self._find_single_file(): []}
-        problems: list[str] = []
-        for path, names in files.items():
-            try:
-                self._open(path, names)
-            except ConfigError as error:
-                problems += error.problems
+        problems = [problem for path, listed in files.items() if (problem := self._open(path, listed))]
         if problems:
             raise ConfigError(*problems)
 
-    def read(self, name: str, index: Sequence[DimRange]) -> np.ndarray:
+    def read(self, name: str, index: Index) -> np.ndarray:
         """A slice of a tensor, in the file's dtype; nothing else is read."""
         try:
-            return self.tensors[name].data[tuple(slice(*bounds) for bounds in index)]
+            return self.tensors[name][tuple(slice(*bounds) for bounds in index)]
         except Exception as error:  # the library raises a class of its own, derived from Exception alone
             reason = _first_line(error)
             raise ConfigError(f"{self.directory}: {name} cannot be read: {reason}. Download it again.") from error
@@ -107,8 +99,7 @@ class SafetensorsReader:
                 f"{self.directory} has {len(files)} .safetensors files, {abbreviate(path.name for path in files)}, and "
                 f"no {INDEX_FILE} that lists the model's. Download the index too, or leave one file."
             )
-        pickles = sorted(path.name for path in self.directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
-        if pickles:
+        if pickles := sorted(path.name for path in self.directory.iterdir() if path.suffix in PICKLE_SUFFIXES):
             raise ConfigError(
                 f"{self.directory} has its weights only as pickles ({abbreviate(pickles)}). Loading a pickle runs the "
                 f"code in it, so pickles are not read. If you trust them, load them with their own library and save "
@@ -116,87 +107,66 @@ class SafetensorsReader:
             )
         raise ConfigError(f"{self.directory} has no weights: no {SINGLE_FILE}. Give a directory with one.")
 
-    def _open(self, path: Path, listed: Sequence[str]) -> None:
-        """Adds the tensors of a file.  listed: those that the index says are in it."""
+    def _open(self, path: Path, listed: Sequence[str]) -> str | None:
+        """Adds the tensors of a file; returns what is wrong with it.  listed: those that the index says are in it."""
         from safetensors import safe_open
 
-        tensors: dict[str, StoredTensor] = {}
         try:
             file = safe_open(path, framework="np")
-            for name in file.offset_keys():
-                data = file.get_slice(name)
-                tensors[name] = StoredTensor(data, data.get_dtype(), tuple(data.get_shape()))
+            tensors = {name: file.get_slice(name) for name in file.offset_keys()}
         except Exception as error:  # as in `read`
-            reason = _first_line(error)
-            raise ConfigError(f"{path}: damaged, or not safetensors: {reason}. Download it again.") from error
+            return f"{path}: damaged, or not safetensors: {_first_line(error)}. Download it again."
         if missing := [name for name in listed if name not in tensors]:
-            raise ConfigError(f"{path}: without {abbreviate(missing)}, which {INDEX_FILE} lists. Download both again.")
+            return f"{path}: without {abbreviate(missing)}, which {INDEX_FILE} lists. Download both again."
         if duplicates := [name for name in tensors if name in self.tensors]:
-            raise ConfigError(f"{path}: {abbreviate(duplicates)}: also in another file. Download the files again.")
+            return f"{path}: {abbreviate(duplicates)}: also in another file. Download the files again."
         self.files.append(path)
         self.tensors |= tensors
+        return None
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor to be written."""
-
-    name: str
-    shape: Shape
-    dtype: np.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def write_tensors(
-    directory: Path, specs: Sequence[TensorSpec], values: Iterator[np.ndarray], max_shard_bytes: int
+    directory: Path, shapes: Mapping[str, Shape], dtype: np.dtype, values: Iterator[np.ndarray], max_shard_bytes: int
 ) -> list[Path]:
     """Writes model.safetensors; or, if that would exceed `max_shard_bytes`, several files and an index.
 
-    values: in the order of `specs`; one is in memory at a time.  A file exceeds the limit only if one tensor does."""
-    shards: list[list[TensorSpec]] = [[]]
-    available = max_shard_bytes
-    for spec in specs:
-        if shards[-1] and spec.num_bytes > available:
-            shards.append([])
-            available = max_shard_bytes
-        shards[-1].append(spec)
-        available -= spec.num_bytes
-    n = len(shards)
+    values: in the order of `shapes`; one is in memory at a time.  A file exceeds the limit only if one tensor does."""
+    headers: list[dict[str, Any]] = [{}]
+    end = total_size = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * dtype.itemsize
+        if headers[-1] and end + size > max_shard_bytes:
+            headers.append({})
+            end = 0
+        offsets = [end, end + size]
+        headers[-1][name] = {"dtype": FLOAT_DTYPES[dtype.name], "shape": list(shape), "data_offsets": offsets}
+        end += size
+        total_size += size
+    n = len(headers)
     files = [SINGLE_FILE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
-    weight_map: dict[str, str] = {}
-    for file, shard in zip(files, shards, strict=True):
-        _write_file(directory / file, shard, values)
-        weight_map |= {spec.name: file for spec in shard}
+    for file, header in zip(files, headers, strict=True):
+        _write_file(directory / file, header, values)
     if n > 1:
-        total_size = sum(spec.num_bytes for spec in specs)
+        weight_map = {name: file for file, header in zip(files, headers, strict=True) for name in header}
         write_json(directory / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
         files.append(INDEX_FILE)
     return [directory / file for file in files]
 
 
-def _write_file(path: Path, specs: Sequence[TensorSpec], values: Iterator[np.ndarray]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # readers want the framework of the names and shapes
-    end = 0
-    for spec in specs:
-        start, end = end, end + spec.num_bytes
-        header[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+def _write_file(path: Path, header: dict[str, Any], values: Iterator[np.ndarray]) -> None:
+    metadata = {"__metadata__": {"format": "pt"}}  # readers want the framework of the names and shapes
+    text = json.dumps(metadata | header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns tensors to eight bytes
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for spec in specs:
+        for name, entry in header.items():
             value = next(values)
-            assert (value.shape, value.dtype) == (spec.shape, spec.dtype), (spec, value.shape, value.dtype)
+            stored = [FLOAT_DTYPES[value.dtype.name], [*value.shape]]
+            assert stored == [entry["dtype"], entry["shape"]], (name, entry, stored)
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())

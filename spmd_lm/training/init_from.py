@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path
-from spmd_lm.checkpoints.compatibility import check_warm_start
+from spmd_lm.checkpoints.saved_run import check_warm_start
 from spmd_lm.errors import CheckpointError
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Meta
-from spmd_lm.checkpoints.compatibility import check_compatible
+from spmd_lm.checkpoints.saved_run import check_compatible
 from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spmd_lm.checkpoints.compatibility import check_compatible
+from spmd_lm.checkpoints.saved_run import check_compatible
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, DataError, Exit
 from spmd_lm.runtime.metrics import Record, Status, read_records

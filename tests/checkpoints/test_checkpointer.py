@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
-from spmd_lm.checkpoints.compatibility import check_compatible, check_warm_start
+from spmd_lm.checkpoints.saved_run import check_compatible, check_warm_start
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_lm.evaluation import metrics
+from spmd_lm.evaluation import task_metrics as metrics
 
 LABELS_AND_PREDICTIONS = st.integers(1, 40).flatmap(
     lambda n: st.tuples(*[st.lists(st.integers(0, 3), min_size=n, max_size=n)] * 2)
@@ -111,5 +111,4 @@ def test_normalized_answers(text, normal):
     ],
 )
 def test_answers_are_scored_as_squad_scores_them(predictions, answers, exact, f1):
-    assert metrics.exact_match(predictions, answers) == exact
-    assert metrics.answer_f1(predictions, answers) == pytest.approx(f1)
+    assert metrics.answer_scores(predictions, answers) == (exact, pytest.approx(f1))

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.generation.generate import generate_run, generate_text
-from spmd_lm.generation.generator import Generator, filter_logits, sample_token, window_length
+from spmd_lm.generation.generate import (
+    Generator,
+    filter_logits,
+    generate_run,
+    generate_text,
+    sample_token,
+    window_length,
+)
 from spmd_lm.generation.sampling import Sampling
 from tests import reference
 from tests.helpers import FLOAT32, canonical, make_config, program, run_of

@@ -7,8 +7,8 @@ import numpy as np
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.huggingface.directory import make_run_config, open_directory
-from spmd_lm.huggingface.import_hf import import_hf
-from spmd_lm.huggingface.safetensors_io import TensorSpec, write_tensors
+from spmd_lm.huggingface.safetensors_io import write_tensors
+from spmd_lm.huggingface.transfer import import_hf
 
 FLOAT32 = [f"precision.{key}=float32" for key in ("params", "compute", "reduce")]
 FLOAT64 = [f"precision.{key}=float64" for key in ("params", "compute", "reduce")]
@@ -71,6 +71,6 @@ def make_tensors(hf_config: dict = HF_CONFIG, dtype=np.float32) -> dict[str, np.
 def make_directory(path: Path, tensors: dict[str, np.ndarray], hf_config: dict = HF_CONFIG, most: int = 10**9) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(hf_config))
-    specs = [TensorSpec(n, x.shape, x.dtype) for n, x in tensors.items()]
-    write_tensors(path, specs, iter(tensors.values()), most)
+    (dtype,) = {x.dtype for x in tensors.values()}
+    write_tensors(path, {name: x.shape for name, x in tensors.items()}, dtype, iter(tensors.values()), most)
     return path

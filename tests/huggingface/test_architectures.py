@@ -11,7 +11,6 @@ from spmd_lm.config.schema import MaskedLM, Model, Objective, variants
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.architectures import ARCHITECTURES, BERT, CLASSES, GPT2, LLAMA
 from spmd_lm.huggingface.config_json import build_config, parse_config
-from spmd_lm.huggingface.weights import buffer_names, hf_tensors
 
 SIZES = {"vocab_size": 64, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "intermediate_size": 48}
@@ -88,7 +87,7 @@ def test_every_tensor_entry_is_one_parameter_entry(name, tied):
     m, objective = ours(name, tie_word_embeddings=tied)
     shapes, r = leaves(m, objective), np.random.default_rng(0)
     values = {path: r.normal(size=shape) for path, shape in shapes.items()}
-    tensors = hf_tensors(CLASSES[name], shapes)
+    tensors = CLASSES[name].tensors(shapes)
     assert len({tensor.name for tensor in tensors}) == len(tensors)
     assert sum(math.prod(tensor.shape) for tensor in tensors) == sum(math.prod(shape) for shape in shapes.values())
     for tensor in tensors:
@@ -116,8 +115,8 @@ def test_names_and_shapes_are_those_of_transformers(name, tied):
         model = getattr(transformers, name)(kind)
     stored = {n: tuple(p.shape) for n, p in model.named_parameters()}  # once each, tied or not
     shapes = leaves(*ours(name, tie_word_embeddings=tied))
-    assert {tensor.name: tensor.shape for tensor in hf_tensors(CLASSES[name], shapes)} == stored
-    assert buffer_names(CLASSES[name], model.state_dict(), shapes) >= model.state_dict().keys() - stored.keys()
+    assert {tensor.name: tensor.shape for tensor in CLASSES[name].tensors(shapes)} == stored
+    assert CLASSES[name].buffer_names(model.state_dict(), shapes) >= model.state_dict().keys() - stored.keys()
 
 
 @pytest.mark.parametrize(("name", "tied"), EVERY)
@@ -192,6 +191,7 @@ REFUSED = [
     ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias=true is not supported"),
     ("LlamaForCausalLM", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
     ("LlamaForCausalLM", {"head_dim": 16}, "head_dim=16 is not hidden_size / num_attention_heads = 32 / 4"),
+    ("LlamaForCausalLM", {"head_dim": {}}, "head_dim={} is not hidden_size / num_attention_heads"),
     ("LlamaForCausalLM", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported. Supported: silu'),
     ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type="linear" is not supported'),
     (
@@ -261,8 +261,8 @@ def test_legacy_names_and_buffers():
     assert GPT2.spellings("transformer.wte.weight") == ["transformer.wte.weight", "wte.weight"]
     assert BERT.spellings("bert.embeddings.LayerNorm.bias")[1] == "bert.embeddings.LayerNorm.beta"
     names = ["h.0.attn.bias", "transformer.h.11.attn.masked_bias", "h.0.attn.c_attn.bias", "lm_head.weight"]
-    assert buffer_names(GPT2, names, {}) == {names[0], names[1], names[3]}
-    assert buffer_names(GPT2, names, {"head.tokens": (1, 1)}) == {names[0], names[1]}
+    assert GPT2.buffer_names(names, {}) == {names[0], names[1], names[3]}
+    assert GPT2.buffer_names(names, {"head.tokens": (1, 1)}) == {names[0], names[1]}
 
 
 def test_every_config_is_valid_json():

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spmd_lm.checkpoints.checkpointer import leaves_by_path
 from spmd_lm.cli import main
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.huggingface.directory import make_run_config, open_directory
-from spmd_lm.huggingface.export_hf import export_hf
-from spmd_lm.huggingface.import_hf import match_tensors, param_shapes, read_params
+from spmd_lm.huggingface.transfer import export_hf, match_tensors, read_params
 from spmd_lm.step.program import Program
 from tests.huggingface.small_models import (
     GPT2,
@@ -230,10 +230,10 @@ def test_an_interrupted_import_leaves_nothing_behind(directory, tmp_path, number
     program = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from spmd_lm.huggingface import import_hf\n"
+        "from spmd_lm.huggingface import transfer\n"
         "from spmd_lm.cli import main\n"
         "def save(*_): os.kill(os.getpid(), int(sys.argv[1])); time.sleep(60)\n"
-        "import_hf.Checkpointer.save = save\n"
+        "transfer.Checkpointer.save = save\n"
         "sys.exit(main(sys.argv[2:]))"
     )
     line = [sys.executable, "-c", program, str(int(number)), "import", str(directory), str(tmp_path / "a" / "run")]
@@ -323,7 +323,7 @@ def expected(tmp_path_factory):
     """The program of HF_CONFIG's model, compiled once, and its parameters' shapes."""
     path = make_directory(tmp_path_factory.mktemp("whole") / "model", make_tensors())
     program = Program(make_run_config(open_directory(path), "run", None, SMALL))
-    return program, param_shapes(program)
+    return program, {path: leaf.shape for path, leaf in leaves_by_path(program.plan.shapes).items()}
 
 
 def test_a_damaged_file_is_read_or_refused(directory, expected):

@@ -13,16 +13,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path
+from spmd_lm.checkpoints.saved_run import open_run, restore_run
 from spmd_lm.cli import main
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.errors import Exit
-from spmd_lm.evaluation.evaluate import evaluate_run, open_run, restore_run
+from spmd_lm.evaluation.evaluate import evaluate_run
 from spmd_lm.huggingface.directory import make_run_config, open_directory
-from spmd_lm.huggingface.export_hf import export_hf
-from spmd_lm.huggingface.import_hf import import_hf, make_sharded_array
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader
+from spmd_lm.huggingface.transfer import export_hf, import_hf, make_sharded_array
 from spmd_lm.step.program import Program
 from spmd_lm.training.loop import train
 from tests.huggingface.small_models import (
@@ -170,7 +170,7 @@ def test_each_layout_reads_only_its_shards_and_computes_the_same(hf, tmp_path, m
     for path, leaf in leaves_by_path(program.abstract_canonical().params).items():
         mapping, shard = mappings[path], leaf.sharding.shard_shape(leaf.shape)
         name = mapping.tensor.format(layer=0)
-        tensor_size = math.prod(model_dir.reader.tensors[name].shape)
+        tensor_size = math.prod(model_dir.reader.tensors[name].get_shape())
         shard_size = math.prod(mapping.layer_shape(shard))
         assert shard_size in parts[name] and max(parts[name]) <= tensor_size // mapping.fused_count, path
         if (mapping.stacked and len(shard) == 3) or path.endswith(

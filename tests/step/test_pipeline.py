@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.generation.generator import Generator
+from spmd_lm.generation.generate import Generator
 from spmd_lm.generation.sampling import Sampling
 from tests.helpers import (
     assert_close,

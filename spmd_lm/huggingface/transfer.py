@@ -1,0 +1,217 @@
+"""`spmd-lm import`: a Hugging Face directory to a run with a checkpoint at step 0.  `spmd-lm export`: a run's newest
+checkpoint to a Hugging Face directory.
+
+The host never has a second copy of the model.  Of each tensor, import reads only the slices that the layout's devices
+hold, one at a time; export gathers one tensor at a time."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path, make_meta
+from spmd_lm.checkpoints.saved_run import restore_run
+from spmd_lm.config.load import TOKENIZER_DIR, dump
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import ConfigError, NonFiniteError
+from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS, HFTensor, Index, Shape, WeightMapping
+from spmd_lm.huggingface.config_json import build_config
+from spmd_lm.huggingface.directory import CONFIG_FILE, ModelDirectory, tokenizer_files
+from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, read_json, write_json, write_tensors
+from spmd_lm.parallel.plan import Tree
+from spmd_lm.runtime.atomic_dir import atomic_directory, require_absent_or_empty
+from spmd_lm.runtime.formatting import abbreviate
+from spmd_lm.step.program import Program
+
+
+def require_single_process(verb: str) -> None:
+    """Any number of processes can restore a checkpoint; only a single one can import or export it."""
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"spmd-lm {verb} runs in one process; its checkpoint works with any number. Unset JAX_COORDINATOR_ADDRESS; "
+            f"--devices N simulates the devices of a layout."
+        )
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """The result of an import or an export, as text."""
+    model = f"{result['architecture']} of {result['parameters']:,} parameters, step {result['step']}"
+    lines = [f"{result['directory']}: {model}", f"files: {', '.join(result['files'])}"]
+    if unread := result.get("unread"):
+        lines.append(f"not read: {', '.join(unread)}")
+    return "\n".join(lines)
+
+
+def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
+    """Creates run.dir, with this model as its checkpoint at step 0.
+
+    Raises ConfigError if run.dir is not empty or cannot be written, or if the tensors are not the model's;
+    NonFiniteError for NaN or infinite weights."""
+    require_single_process("import")
+    with atomic_directory(config.run.directory) as run_dir:
+        program = Program(config)
+        shapes = {path: leaf.shape for path, leaf in leaves_by_path(program.plan.shapes).items()}
+        file_names = match_tensors(model_dir, shapes)
+        params = read_params(model_dir, file_names, program.abstract_canonical().params)
+        state = program.initial_canonical(params)
+        meta = make_meta(config.model_dump(by_alias=True), num_samples=0, fingerprint="")
+        keep = config.checkpoint.keep
+        with closing(Checkpointer(run_dir / "checkpoints", keep, asynchronous=False)) as checkpointer:
+            checkpointer.save(0, state, meta)
+        (run_dir / TOKENIZER_DIR).mkdir()
+        for file in (model_dir.path / CONFIG_FILE, *model_dir.tokenizer_files):
+            shutil.copyfile(file, run_dir / TOKENIZER_DIR / file.name)
+        (run_dir / "config.yaml").write_text(dump(config), "utf-8")
+    architecture = model_dir.config.architecture
+    unused = architecture.unused_head_names(model_dir.reader.tensors, shapes)
+    return {
+        "directory": str(config.run.directory),
+        "architecture": architecture.model_type,
+        "step": 0,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "files": [path.name for path in (*model_dir.reader.files, *model_dir.tokenizer_files)],
+        "unread": [*model_dir.config.unknown_keys, *sorted(unused)],
+    }
+
+
+def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dict[str, str]:
+    """The name in the files of each tensor of a model with these parameters.
+
+    Raises ConfigError for tensors that are missing, unexpected, of another shape, or not of a floating-point dtype."""
+    architecture, stored = model_dir.config.architecture, model_dir.reader.tensors
+    file_names: dict[str, str] = {}
+    expected: dict[str, Shape] = {}
+    for tensor in architecture.tensors(shapes):
+        spelling = next((name for name in architecture.spellings(tensor.name) if name in stored), tensor.name)
+        file_names[tensor.name] = spelling
+        expected[spelling] = tensor.shape
+    ignored = architecture.buffer_names(stored, shapes) | architecture.unused_head_names(stored, shapes)
+    found = {name: tuple(stored[name].get_shape()) for name in stored if name in expected or name not in ignored}
+    misshapen = [
+        f"{name} is {[*found[name]]}, not {[*shape]}"
+        for name, shape in expected.items()
+        if found.get(name, shape) != shape
+    ]
+    dtypes = {name: stored[name].get_dtype() for name in found}
+    names_by_problem = {
+        "missing": [name for name in expected if name not in found],
+        "unexpected": [name for name in found if name not in expected],
+        "of another shape": misshapen,
+        f"of a dtype other than {', '.join(FLOAT_DTYPES.values())}": [
+            f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOAT_DTYPES.values()
+        ],
+    }
+    counted = [f"{len(names)} {problem}: {abbreviate(names)}" for problem, names in names_by_problem.items() if names]
+    if counted:
+        where = f"{model_dir.path}: the tensors do not match {CONFIG_FILE}"
+        raise ConfigError(*(f"{where}: {problem}. Download both again." for problem in counted))
+    return file_names
+
+
+def read_params(model_dir: ModelDirectory, file_names: Mapping[str, str], abstract: Tree) -> Tree:
+    """The canonical parameters, in the dtypes and shardings of `abstract`."""
+    mappings = {mapping.param: mapping for mapping in model_dir.config.architecture.weights}
+    leaves = leaves_by_path(abstract).items()
+    params = [read_param(model_dir, file_names, mappings[path], leaf) for path, leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(abstract), params)
+
+
+def read_param(
+    model_dir: ModelDirectory, file_names: Mapping[str, str], mapping: WeightMapping, abstract: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """A parameter, from the slices of tensors that store it."""
+
+    def read_tensor(tensor: str, index: Index) -> np.ndarray:
+        name = file_names[tensor]
+        stored = model_dir.reader.read(name, mapping.tensor_index(index, mapping.layer_shape(abstract.shape)))
+        value = (stored.T if mapping.transposed else stored).astype(abstract.dtype)
+        if not np.isfinite(value).all():
+            raise NonFiniteError(f"{model_dir.path}: {name} has values that are not finite in {abstract.dtype}.")
+        return value
+
+    def read_slice(index: Index) -> np.ndarray:
+        if not mapping.stacked:
+            return read_tensor(mapping.tensor, index)
+        (first, end), *layer_index = index
+        layers = np.empty([stop - start for start, stop in index], abstract.dtype)
+        for layer in range(first, end):
+            layers[layer - first] = read_tensor(mapping.tensor.format(layer=layer), tuple(layer_index))
+        return layers
+
+    return make_sharded_array(abstract, read_slice)
+
+
+def make_sharded_array(abstract: jax.ShapeDtypeStruct, read: Callable[[Index], np.ndarray]) -> jax.Array:
+    """An array of this shape, dtype and sharding, from a function that reads any slice of it.
+
+    Each slice is read once, and one is on the host at a time.  jax.make_array_from_callback would read a slice once per
+    device that holds it, and keep all slices until the last one is read."""
+    devices_by_index: dict[Index, list[jax.Device]] = {}
+    for device, slices in abstract.sharding.addressable_devices_indices_map(abstract.shape).items():
+        index = tuple(each.indices(size)[:2] for each, size in zip(slices, abstract.shape, strict=True))
+        devices_by_index.setdefault(index, []).append(device)
+    shards = []
+    for index, devices in devices_by_index.items():
+        value = read(index)
+        shards += [jax.device_put(value, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, shards)
+
+
+def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int) -> dict[str, Any]:
+    """Creates `target`, with a run's newest parameters in `dtype`.
+
+    Raises ConfigError if `target` is not empty or cannot be written, or if no Hugging Face architecture matches the
+    model; CheckpointError if there is no checkpoint, or one of another model."""
+    require_single_process("export")
+    require_absent_or_empty(target)
+    architecture, hf_config = build_config(config.model, config.objective)
+    _, params, step = restore_run(config)
+    leaves = leaves_by_path(params)
+    tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()})
+    tokenizer_dir = config.run.directory / TOKENIZER_DIR
+    if (tokenizer_dir / CONFIG_FILE).exists():  # the run was imported
+        source = read_json(tokenizer_dir / CONFIG_FILE)
+        hf_config |= {key: value for key, value in source.items() if key in SPECIAL_TOKEN_KEYS}
+    copied = tokenizer_files(tokenizer_dir)
+    with atomic_directory(target) as directory:
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        values = (gather_tensor(tensor, leaves).astype(dtype) for tensor in tensors)
+        written = write_tensors(directory, shapes, np.dtype(dtype), values, max_shard_bytes)
+        write_json(directory / CONFIG_FILE, hf_config | {"torch_dtype": dtype})
+        for file in copied:
+            shutil.copyfile(file, directory / file.name)
+    return {
+        "directory": str(target),
+        "architecture": architecture.model_type,
+        "step": step,
+        "parameters": sum(leaf.size for leaf in leaves.values()),
+        "files": [path.name for path in (*written, *copied)],
+        "dtype": dtype,
+    }
+
+
+def gather_tensor(tensor: HFTensor, params: Mapping[str, jax.Array]) -> np.ndarray:
+    """A tensor on the host, from the parameters that it concatenates."""
+    gathered = ((gather_param(params[each.param], tensor.layer), each.transposed) for each in tensor.mappings)
+    values = [value.T if transposed else value for value, transposed in gathered]
+    return values[0] if len(values) == 1 else np.concatenate(values, axis=-1)
+
+
+def gather_param(param: jax.Array, layer: int | None) -> np.ndarray:
+    """A parameter, or one layer of a stacked one, on the host, from its shards on all devices."""
+    gathered = np.empty(param.shape if layer is None else param.shape[1:], param.dtype)
+    for shard in param.addressable_shards:
+        if shard.replica_id:
+            continue
+        if layer is None:
+            gathered[shard.index] = np.asarray(shard.data)
+            continue
+        start, stop, _ = shard.index[0].indices(param.shape[0])
+        if start <= layer < stop:
+            value = jax.lax.dynamic_index_in_dim(shard.data, np.int32(layer - start), keepdims=False)
+            gathered[shard.index[1:]] = np.asarray(value)
+    return gathered
