@@ -2,9 +2,9 @@
 
 A step runs on every device on its own shard of each array, and a model is written for one such shard.  A function here
 takes the name of a dimension and runs over the mesh axes that shard it; where none does, it returns its argument
-unchanged.  Only functions whose docstring gives a gradient may be differentiated through."""
+unchanged.  Only functions decorated `with_gradient` may be differentiated through."""
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,84 +87,39 @@ def reduce_scatter_or_psum(x: jax.Array, name: str) -> jax.Array:
     return reduce_scatter(x, axes, 1)
 
 
-# --- f and g ----------------------------------------------------------------------------------------------------------
+def with_gradient(backward: Callable[[jax.Array, str], jax.Array]) -> Callable[[Callable], Callable[..., jax.Array]]:
+    """Gives a linear f(x, name) the gradient backward(g, name), where g is that of its result."""
+
+    def decorate(f: Callable) -> Callable[..., jax.Array]:
+        linear = jax.custom_vjp(f, nondiff_argnums=(1,))
+        linear.defvjp(lambda x, name: (f(x, name), None), lambda name, _, g: (backward(g, name),))
+        return linear
+
+    return decorate
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@with_gradient(lambda g, name: reduce_scatter_or_psum(g, name))
 def copy_to_region(x: jax.Array, name: str) -> jax.Array:
     """The residual stream x [batch, sequence, width] with its whole sequence, where it enters matrices that are sharded
-    along `name`.
-
-    Megatron's f (arXiv:1909.08053, section 3): its gradient is the sum of the shards' gradients."""
+    along `name`: Megatron's f (arXiv:1909.08053, section 3).  The shards' gradients are summed."""
     return gather_sequence(x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@with_gradient(lambda g, name: gather_sequence(g))
 def reduce_from_region(x: jax.Array, name: str) -> jax.Array:
-    """The sum of x [batch, whole sequence, width] over the shards of `name`, as the residual stream holds it.
-
-    Megatron's g (arXiv:1909.08053, section 3): every shard receives the same gradient."""
+    """The sum of x [batch, whole sequence, width] over the shards of `name`, as the residual stream holds it:
+    Megatron's g (arXiv:1909.08053, section 3).  Every shard receives the same gradient."""
     return reduce_scatter_or_psum(x, name)
 
 
-def _copy_forward(x, name):
-    return gather_sequence(x), None
-
-
-def _copy_backward(name, _, g):
-    return (reduce_scatter_or_psum(g, name),)
-
-
-def _reduce_forward(x, name):
-    return reduce_scatter_or_psum(x, name), None
-
-
-def _reduce_backward(name, _, g):
-    return (gather_sequence(g),)
-
-
-copy_to_region.defvjp(_copy_forward, _copy_backward)
-reduce_from_region.defvjp(_reduce_forward, _reduce_backward)
-
-
-# --- for heads that predict one thing per row -------------------------------------------------------------------------
-
-
-@jax.custom_vjp
-def from_first_shard(x: jax.Array) -> jax.Array:
+@with_gradient(lambda g, name: jnp.where(shard_index(name) == 0, g, 0))
+def from_first_shard(x: jax.Array, name: str = SEQUENCE) -> jax.Array:
     """The value of x on the device that holds the beginning of the sequence; gradients reach that device alone."""
-    return _from_first(x)
+    return psum(jnp.where(shard_index(name) == 0, x, 0), name)
 
 
-def _from_first(x: jax.Array) -> jax.Array:
-    return psum(jnp.where(shard_index(SEQUENCE) == 0, x, 0), SEQUENCE)
-
-
-def _from_first_forward(x):
-    return _from_first(x), None
-
-
-def _from_first_backward(_, g):
-    return (jnp.where(shard_index(SEQUENCE) == 0, g, 0),)
-
-
-from_first_shard.defvjp(_from_first_forward, _from_first_backward)
-
-
-@jax.custom_vjp
-def gather_replicated_grad(x: jax.Array) -> jax.Array:
-    """x [batch, sequence, ...] with the whole sequence, for a computation that every device repeats.
-
-    So the gradient is the same on every device: it is sliced, not summed."""
-    return gather_sequence(x)
-
-
-def _gather_forward(x):
-    return gather_sequence(x), None
-
-
-def _gather_backward(_, g):
-    return (local_slice(g, SEQUENCE, 1),)
-
-
-gather_replicated_grad.defvjp(_gather_forward, _gather_backward)
+@with_gradient(lambda g, name: local_slice(g, name, 1))
+def gather_replicated_grad(x: jax.Array, name: str = SEQUENCE) -> jax.Array:
+    """x [batch, sequence, ...] with the whole sequence, for a computation that every device repeats: the gradient is
+    the same on every device, so it is sliced, not summed."""
+    return all_gather(x, name, 1)

@@ -9,7 +9,6 @@ Shapes: N tokens of one chunk, V local rows of the table, W width."""
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,21 +34,9 @@ def _wide(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-class _Chunk(NamedTuple):
-    """Of one chunk: inputs [N, W], targets and weights [N], each token's negative log-likelihood [N], the exponentials
-    [N, V] and their sum over the vocabulary [N], and whether the target is the likeliest token [N]."""
-
-    x: jax.Array
-    targets: jax.Array
-    weights: jax.Array
-    nll: jax.Array
-    exponentials: jax.Array
-    normalizer: jax.Array
-    correct: jax.Array
-
-
-def _forward_chunk(part, table: jax.Array, bias: jax.Array | None, vocab: int) -> _Chunk:
-    x, targets, weights = part
+def _forward_chunk(x, targets, table: jax.Array, bias: jax.Array | None, vocab: int) -> tuple[jax.Array, ...]:
+    """For inputs [N, W] and targets [N]: each token's negative log-likelihood [N], whether its target is the likeliest
+    [N], and the exponentials [N, V] with their sum over the vocabulary [N]."""
     rows, wide = table.shape[0], _wide(x)
     logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=wide)
     if bias is not None:
@@ -61,8 +48,7 @@ def _forward_chunk(part, table: jax.Array, bias: jax.Array | None, vocab: int) -
     target_logit = jnp.where(in_shard, jnp.take_along_axis(logits, target_row[:, None], 1)[:, 0], 0)
     exponentials = jnp.exp(logits - largest[:, None])
     normalizer, target_logit = psum((exponentials.sum(-1), target_logit), "vocab")
-    nll = jnp.log(normalizer) + largest - target_logit
-    return _Chunk(x, targets, weights, nll, exponentials, normalizer, target_logit >= largest)
+    return jnp.log(normalizer) + largest - target_logit, target_logit >= largest, exponentials, normalizer
 
 
 def _in_chunks(h: jax.Array, targets: jax.Array, weights: jax.Array, rows: int) -> tuple[jax.Array, ...]:
@@ -79,12 +65,12 @@ def _in_chunks(h: jax.Array, targets: jax.Array, weights: jax.Array, rows: int) 
 
 
 def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """As `cross_entropy`, and the sum of the weights of the tokens whose target is the likeliest.  Not
-    differentiable."""
+    """As `cross_entropy`, and the sum of the weights of tokens whose target is the likeliest; not differentiable."""
 
     def add_chunk(total, part):
-        c = _forward_chunk(part, table, bias, vocab)
-        return (total[0] + (c.nll * c.weights).sum(), total[1] + jnp.where(c.correct, c.weights, 0).sum()), None
+        x, targets, weights = part
+        nll, correct, *_ = _forward_chunk(x, targets, table, bias, vocab)
+        return (total[0] + (nll * weights).sum(), total[1] + jnp.where(correct, weights, 0).sum()), None
 
     h = gather_sequence(h)
     parts = _in_chunks(h, targets, weights, table.shape[0])
@@ -116,14 +102,14 @@ def _forward(h, table, bias, targets, weights, vocab, accum_dtype):
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, accum_dtype))
 
     def add_chunk(total, part):
-        loss, d_table, d_bias = total
-        c = _forward_chunk(part, table, bias, vocab)
-        is_target = global_indices("vocab", table.shape[0]) == c.targets[:, None]
-        d_logits = c.exponentials * (c.weights / c.normalizer)[:, None] - jnp.where(is_target, c.weights[:, None], 0)
-        g = d_logits.astype(c.x.dtype)
-        d_table = d_table + jnp.einsum("nv,nd->vd", g, c.x, preferred_element_type=d_table.dtype)
+        (loss, d_table, d_bias), (x, targets, weights) = total, part
+        nll, _, exponentials, normalizer = _forward_chunk(x, targets, table, bias, vocab)
+        is_target = global_indices("vocab", table.shape[0]) == targets[:, None]
+        d_logits = exponentials * (weights / normalizer)[:, None] - jnp.where(is_target, weights[:, None], 0)
+        g = d_logits.astype(x.dtype)
+        d_table = d_table + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=d_table.dtype)
         d_bias = None if d_bias is None else d_bias + d_logits.sum(0, dtype=d_bias.dtype)
-        return (loss + (c.nll * c.weights).sum(), d_table, d_bias), jnp.einsum("nv,vd->nd", g, table)
+        return (loss + (nll * weights).sum(), d_table, d_bias), jnp.einsum("nv,vd->nd", g, table)
 
     h = gather_sequence(h)
     batch, time, width = h.shape

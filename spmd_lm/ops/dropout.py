@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-KeyWords = tuple[jax.Array, jax.Array]
-"""A threefry key: two uint32 words."""
+KeyWords = tuple[jax.Array, jax.Array]  # a threefry key: two uint32 words
 
 
 def threefry(key: KeyWords, x0: jax.Array, x1: jax.Array) -> KeyWords:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"); uint32 in,
-    uint32 out."""
+    """Threefry-2x32 of uint32, 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for i in range(5):
@@ -35,9 +33,8 @@ def _uint32(x) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DropoutKey:
-    """Everything that a dropout mask depends on, besides its site and coordinates.
-
-    seed, step, layer: integer scalars.  sample_ids: [batch], the index of each row within the global batch."""
+    """What a dropout mask depends on besides its site and coordinates.  seed, step, layer: integer scalars.
+    sample_ids: [batch], the index of each row within the global batch."""
 
     seed: jax.Array
     step: jax.Array
@@ -48,8 +45,7 @@ class DropoutKey:
         return dataclasses.replace(self, layer=layer)
 
     def words(self, site: int, lane: jax.Array | int = 0) -> KeyWords:
-        """Threefry keys [batch, *lane.shape]: one for each sample and lane (an attention head, say) of a site in a
-        layer."""
+        """Threefry keys [batch, *lane.shape]: one for each sample and lane (an attention head, say) of a site."""
         run = threefry((_uint32(self.seed), _uint32(self.step)), _uint32(self.layer), _uint32(site))
         lane = _uint32(lane)
         # A barrier, so that keys are computed before they are used: fused into the loops over entries, their rounds
