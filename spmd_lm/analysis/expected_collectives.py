@@ -21,8 +21,7 @@ from spmd_lm.analysis.memory import activation_bytes, at_least_float32, dtype_by
 from spmd_lm.analysis.ring import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames, is_dim_names
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
-from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.parallel.pipeline.schedule_table import schedule_table
+from spmd_lm.parallel.pipeline.schedule import make_schedule, schedule_table
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import SHARD
 

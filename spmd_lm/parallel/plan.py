@@ -71,13 +71,12 @@ class Plan:
 
     def __post_init__(self):
         problems = []
-        for path, names in jax.tree_util.tree_leaves_with_path(self.sharded_names, is_leaf=is_dim_names):
-            leaf = functools.reduce(lambda tree, key: tree[key.key], path, self.placed_shapes)
+        leaves = jax.tree_util.tree_leaves_with_path(self.sharded_names, is_leaf=is_dim_names)
+        for (path, names), leaf in zip(leaves, jax.tree.leaves(self.placed_shapes), strict=True):
+            where = ".".join(key.key for key in path)
             for name, size in zip(names, leaf.shape, strict=True):
                 chunks = self.chunks if name == "layers" else 1
-                parts = self._num_shards(name) * chunks
-                if size % parts:
-                    where = ".".join(k.key for k in path)
+                if size % (parts := self._num_shards(name) * chunks):
                     on = " x ".join(self.param_rules.axes(name)) + " x chunks" * (chunks > 1)
                     problems.append(f"{where}: dimension '{name}' of size {size} is not divisible by {on} = {parts}")
         if problems:
@@ -132,11 +131,9 @@ class Plan:
     def canonical_specs(self) -> Tree:
         """PartitionSpecs of the unpadded parameters: `param_specs` without axes that do not divide a canonical size."""
 
-        def divisible_name(name: str | None, size: int) -> str | None:
-            return None if size % self._num_shards(name) else name
-
         def spec(names: DimNames, leaf: jax.ShapeDtypeStruct) -> P:
-            return self.param_rules.spec(tuple(map(divisible_name, names, leaf.shape)))
+            sizes = zip(names, leaf.shape, strict=True)
+            return self.param_rules.spec(tuple(None if size % self._num_shards(name) else name for name, size in sizes))
 
         return jax.tree.map(spec, self.sharded_names, self.shapes, is_leaf=is_dim_names)
 
@@ -205,10 +202,12 @@ class Plan:
         """`body` as a function of global arrays; every device runs it on its own shards, and it issues all collectives
         itself.  in_specs, out_specs: trees of PartitionSpecs.  whole_sequence: for bodies whose sequences are too short
         to shard."""
-        unsplit = Placement(activation_rules(False).with_data_axes(self.data_axes).table, self.sizes)
+        placement = self.placement
+        if whole_sequence:
+            placement = Placement(activation_rules(False).with_data_axes(self.data_axes).table, self.sizes)
 
         def placed_body(*args):
-            with use_placement(unsplit if whole_sequence else self.placement):
+            with use_placement(placement):
                 return body(*args)
 
         return jax.shard_map(placed_body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -6,7 +6,7 @@ replicated, and their gradients are all-reduced once per step: the same bytes as
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ from jax import lax
 
 from spmd_lm.axes import DimNames, is_dim_names
 from spmd_lm.ops.collectives import reduce_scatter
-from spmd_lm.parallel.residuals import drop_residuals
-
-Tree = Any
+from spmd_lm.parallel.trees import Tree, drop_residuals
 
 SHARDED_DIM, SHARD = "width", "shard"
 """The dimension that ZeRO shards, and its name where it is sharded."""
@@ -75,12 +73,8 @@ def sharded_names(names: DimNames) -> DimNames:
     return tuple(SHARD if name == SHARDED_DIM else name for name in names) if matrix else names
 
 
-def _sharded_dim(names: DimNames) -> int | None:
-    return names.index(SHARD) if SHARD in names else None
-
-
 def _off_minor_dim(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
-    """`x` with `dim` first if it was last, and where it is now."""
+    """x with `dim` first if it was last, and where it is now."""
     return (jnp.moveaxis(x, dim, 0), 0) if dim == x.ndim - 1 else (x, dim)
 
 
@@ -91,9 +85,9 @@ def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int) -> T
     names: the sharded dimension names of each leaf.  width: unpadded size of the sharded dimension."""
 
     def gather_leaf(names: DimNames, x: jax.Array) -> jax.Array:
-        if (dim := _sharded_dim(names)) is None:
+        if SHARD not in names:
             return x
-        x, at = _off_minor_dim(x, dim)
+        x, at = _off_minor_dim(x, dim := names.index(SHARD))
         for axis in reversed(data_axes):
             x = lax.all_gather(x, axis, axis=at, tiled=True)
         return jnp.moveaxis(lax.slice_in_dim(x, 0, width, axis=at), at, dim)
@@ -110,11 +104,11 @@ def scatter(tree: Tree, names: Tree, data_axes: tuple[str, ...], padded_width: i
     layer by layer."""
 
     def scatter_leaf(names: DimNames, g: jax.Array) -> jax.Array:
-        if (dim := _sharded_dim(names)) is None:
+        if SHARD not in names:
             return g
         if names[0] == "layers":
             return lax.map(lambda layer: scatter_leaf(names[1:], layer), g)
-        g, at = _off_minor_dim(g, dim)
+        g, at = _off_minor_dim(g, dim := names.index(SHARD))
         g = jnp.pad(g, [(0, padded_width - g.shape[d] if d == at else 0) for d in range(g.ndim)])
         for axis in data_axes:
             g = reduce_scatter(g, axis, at, row_major=True)

@@ -9,9 +9,8 @@ gathered once per chunk and direction, and gradients scattered once per chunk.  
 begins: in between the last stage runs the head, and afterwards the first one the embedding's backward, each for all
 microbatches."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +18,18 @@ import numpy as np
 from jax import lax
 
 from spmd_lm.axes import PIPE
-from spmd_lm.parallel.layers_loop import Losses, Tree, num_layers
-from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule
-from spmd_lm.parallel.pipeline.schedule_table import Ticks, schedule_table
+from spmd_lm.parallel.layers_loop import Losses, num_layers
+from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, Ticks, schedule_table
 from spmd_lm.parallel.pipeline.transfer import StageTransfer
 from spmd_lm.parallel.sharded_model import Parts, ShardedModel
-from spmd_lm.parallel.trees import tree_add, tree_add_subset, zeros_like
+from spmd_lm.parallel.trees import Tree, tree_add, tree_add_subset
 
 T = TypeVar("T")
-
-Half = Ticks[np.ndarray]
-"""One half of a range of ticks, of all stages."""
-
-Task = Ticks[jax.Array]
-"""One half of one tick, of this stage: scalars."""
+Half = Ticks[np.ndarray]  # one half of a range of ticks, of all stages
+Task = Ticks[jax.Array]  # one half of one tick, of this stage: scalars
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Carry:
+class Carry(NamedTuple):
     """What a stage carries from tick to tick.  activation, gradient: messages in flight.  inputs, grad_slots: slots of
     activations and of gradients that wait for their task.  losses, grads: the sums so far.
 
@@ -60,9 +52,7 @@ FORWARD_ONLY, BACKWARD_ONLY = ("activation", "inputs"), ("gradient", "grad_slots
 """Fields that only one half of a tick changes."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ForwardResult:
+class ForwardResult(NamedTuple):
     """activation: the message to the next stage.  embedded: the task's input, if it came from the embedding.  output:
     of the chunk, for the head of a breadth-first schedule."""
 
@@ -72,17 +62,15 @@ class ForwardResult:
     output: Any = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BackwardResult:
+class BackwardResult(NamedTuple):
     """gradient: the message to the previous stage.  d_input: gradient of the task's input, for the embedding of a
     breadth-first schedule."""
 
     gradient: jax.Array
     losses: Losses
-    grads: Parts | None
-    chunk_grads: Tree | None = None
-    d_input: Any = None
+    grads: Any
+    chunk_grads: Any
+    d_input: Any
 
 
 class Pipeline:
@@ -115,72 +103,56 @@ class Pipeline:
         backward.  zeros: of its structure."""
         carry = Carry(activation=self.transfer.zeros(), inputs=self.slots(self.table.input_slots), losses=zeros)
         busy = self.table.forward.active.any(1)
-
-        def tick(carry: Carry, tasks: Half) -> tuple[Carry, None]:
-            carry = self.forward_half(self.at_stage(tasks), carry, self.evaluate_task)
-            return dataclasses.replace(carry, activation=self.transfer.send(carry.activation, 1)), None
-
-        return lax.scan(tick, carry, self.table.forward.at_ticks(busy))[0].losses
+        return self.run_ticks(carry, self.table.forward.at_ticks(busy), None, self.evaluate_task).losses
 
     def start(self, losses: Losses, grads: Parts) -> Carry:
-        carry = Carry(
-            activation=self.transfer.zeros(),
-            gradient=self.transfer.zeros(),
-            inputs=self.slots(self.table.input_slots),
-            grad_slots=self.slots(self.table.grad_slots),
-            losses=losses,
-            grads=grads,
-        )
+        messages = self.transfer.zeros(), self.transfer.zeros()
+        carry = Carry(*messages, self.slots(self.table.input_slots), self.slots(self.table.grad_slots), losses, grads)
         if self.breadth_first:
-            microbatches = jax.tree.leaves(self.batch)[0].shape[0]
-            carry = dataclasses.replace(carry, boundary=self.slots(microbatches))
+            carry = carry._replace(boundary=self.slots(jax.tree.leaves(self.batch)[0].shape[0]))
         if self.per_chunk:
-            params = zeros_like(jax.eval_shape(self.gather_chunk, jnp.int32(0)))
+            params = jax.tree.map(jnp.zeros_like, jax.eval_shape(self.gather_chunk, jnp.int32(0)))
             chunk_grads = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, grads.blocks)
-            carry = dataclasses.replace(carry, chunk_params=params, chunk_grads=chunk_grads)
+            carry = carry._replace(chunk_params=params, chunk_grads=chunk_grads)
         return carry
 
-    def run_ticks(self, carry: Carry, forward: Half | None, backward: Half | None) -> Carry:
+    def run_ticks(
+        self, carry: Carry, forward: Half | None, backward: Half | None, forward_task: Callable | None = None
+    ) -> Carry:
         """Runs the ticks of a phase.  A field that none of them changes stays out of the loop, which would copy it."""
         unchanged = () if forward and backward else BACKWARD_ONLY if forward else FORWARD_ONLY
         fixed = {name: getattr(carry, name) for name in unchanged}
         absent = dict.fromkeys(unchanged)
 
         def tick(looping: Carry, tasks: tuple[Half | None, Half | None]) -> tuple[Carry, None]:
-            carry = self.run_tick(dataclasses.replace(looping, **fixed), *tasks)
-            return dataclasses.replace(carry, **absent), None
+            carry, (forward, backward) = looping._replace(**fixed), tasks
+            if forward:
+                carry = self.forward_half(self.at_stage(forward), carry, forward_task or self.forward_task)
+            if backward:
+                carry = self.backward_half(self.at_stage(backward), carry)
+            if forward:
+                carry = carry._replace(activation=self.transfer.send(carry.activation, 1))
+            if backward:
+                carry = carry._replace(gradient=self.transfer.send(carry.gradient, -1))
+            return carry._replace(**absent), None
 
-        looping, _ = lax.scan(tick, dataclasses.replace(carry, **absent), (forward, backward))
-        return dataclasses.replace(looping, **fixed)
-
-    def run_tick(self, carry: Carry, forward: Half | None, backward: Half | None) -> Carry:
-        if forward:
-            carry = self.forward_half(self.at_stage(forward), carry, self.forward_task)
-        if backward:
-            carry = self.backward_half(self.at_stage(backward), carry)
-        if forward:
-            carry = dataclasses.replace(carry, activation=self.transfer.send(carry.activation, 1))
-        if backward:
-            carry = dataclasses.replace(carry, gradient=self.transfer.send(carry.gradient, -1))
-        return carry
+        looping, _ = lax.scan(tick, carry._replace(**absent), (forward, backward))
+        return looping._replace(**fixed)
 
     # ---- forward
 
-    def forward_half(
-        self, task: Task, carry: Carry, run: Callable[[Task, Carry, jax.Array, ForwardResult], ForwardResult]
-    ) -> Carry:
+    def forward_half(self, task: Task, carry: Carry, run: Callable[..., ForwardResult]) -> Carry:
         carry = self.load_chunk("forward", task, carry)
         inputs = self.receive("forward", carry.inputs, task.receive_slot, carry.activation)
         x = inputs[task.slot]
-        boundary = self.zeros() if carry.boundary is not None else None
-        idle = ForwardResult(self.transfer.zeros(), self.zeros(), carry.losses, boundary)
+        output = None if carry.boundary is None else self.zeros()
+        idle = ForwardResult(self.transfer.zeros(), self.zeros(), carry.losses, output)
         result = self.cond_update("forward_active", task.active, lambda idle: run(task, carry, x, idle), idle)
         inputs = self.write(inputs, task.slot, result.embedded, task.active & task.from_embedding)
-        if carry.boundary is not None:
-            boundary = self.write(carry.boundary, task.microbatch, result.output, task.active & task.to_head)
-        return dataclasses.replace(
-            carry, activation=result.activation, inputs=inputs, losses=result.losses, boundary=boundary
-        )
+        boundary = carry.boundary
+        if boundary is not None:
+            boundary = self.write(boundary, task.microbatch, result.output, task.active & task.to_head)
+        return carry._replace(activation=result.activation, inputs=inputs, losses=result.losses, boundary=boundary)
 
     def forward_task(self, task: Task, carry: Carry, x: jax.Array, idle: ForwardResult) -> ForwardResult:
         """Unless the schedule is breadth-first, the last chunk is not run ahead: its backward starts with its
@@ -188,13 +160,13 @@ class Pipeline:
         x = self.task_input(task, x)
         if self.breadth_first:
             y, _ = self.chunk_forward(task, carry, x)
-            return dataclasses.replace(idle, activation=self.transfer.pack(y), embedded=x, output=y)
+            return idle._replace(activation=self.transfer.pack(y), embedded=x, output=y)
 
         def run() -> jax.Array:
             return self.transfer.pack(self.chunk_forward(task, carry, x)[0])
 
         activation = self.cond("forward_to_head", task.to_head, self.transfer.zeros, run)
-        return dataclasses.replace(idle, activation=activation, embedded=x)
+        return idle._replace(activation=activation, embedded=x)
 
     def evaluate_task(self, task: Task, carry: Carry, x: jax.Array, idle: ForwardResult) -> ForwardResult:
         x = self.task_input(task, x)
@@ -205,7 +177,7 @@ class Pipeline:
             return tree_add_subset(losses, self.model.head(y, self.microbatch(task.microbatch)))
 
         losses = self.cond("forward_to_head", task.to_head, with_head, lambda: losses)
-        return dataclasses.replace(idle, activation=self.transfer.pack(y), embedded=x, losses=losses)
+        return idle._replace(activation=self.transfer.pack(y), embedded=x, losses=losses)
 
     def task_input(self, task: Task, x: jax.Array) -> jax.Array:
         """The embedding's output where the task starts there, otherwise x."""
@@ -223,7 +195,7 @@ class Pipeline:
     def backward_half(self, task: Task, carry: Carry) -> Carry:
         carry = self.load_chunk("backward", task, carry)
         grad_slots = self.receive("backward", carry.grad_slots, task.receive_slot, carry.gradient)
-        carry = dataclasses.replace(carry, grad_slots=grad_slots)
+        carry = carry._replace(grad_slots=grad_slots)
         idle = BackwardResult(
             gradient=self.transfer.zeros(),
             losses=carry.losses,
@@ -234,38 +206,31 @@ class Pipeline:
         result = self.cond_update(
             "backward_active", task.active, lambda idle: self.backward_task(task, carry, idle), idle
         )
-        carry = dataclasses.replace(carry, gradient=result.gradient, losses=result.losses)
+        carry = carry._replace(gradient=result.gradient, losses=result.losses, chunk_grads=result.chunk_grads)
         if self.breadth_first:
             starts = task.active & task.from_embedding
-            boundary = self.write(carry.boundary, task.microbatch, result.d_input, starts)
-            carry = dataclasses.replace(carry, boundary=boundary)
-        if not self.per_chunk:
-            return dataclasses.replace(carry, grads=result.grads)
-        return self.scatter_chunk(task, dataclasses.replace(carry, chunk_grads=result.chunk_grads))
+            carry = carry._replace(boundary=self.write(carry.boundary, task.microbatch, result.d_input, starts))
+        return self.scatter_chunk(task, carry) if self.per_chunk else carry._replace(grads=result.grads)
 
     def backward_task(self, task: Task, carry: Carry, idle: BackwardResult) -> BackwardResult:
         x, d_y = carry.inputs[task.slot], carry.grad_slots[task.grad_slot]
-        microbatch, model, ends = self.microbatch(task.microbatch), self.chunk_model(task, carry), None
+        microbatch, model = self.microbatch(task.microbatch), self.chunk_model(task, carry)
         if self.layers == 1 and not self.per_chunk:  # nothing runs between its forward and backward that needs the room
             model = model.with_gathered_blocks()
-        y, losses, vjp = model.vjp_layers(x, microbatch, self.first_layer(task))
-        total = idle.losses
+        y, layer_losses, vjp = model.vjp_layers(x, microbatch, self.first_layer(task))
+        losses, grads, chunk_grads = idle.losses, idle.grads, idle.chunk_grads
         if self.breadth_first:
             d_y = jnp.where(task.to_head, carry.boundary[task.microbatch], d_y)
         else:
-            assert idle.grads is not None
-            total, d_y, ends = self.head_vjp(task, y, d_y, total, idle.grads.ends)
-        result = dataclasses.replace(idle, losses=tree_add_subset(total, losses))
+            losses, d_y, ends = self.head_vjp(task, y, d_y, losses, grads.ends)
+        losses = tree_add_subset(losses, layer_losses)
         if self.per_chunk:
-            chunk_grads, d_x = vjp(d_y, idle.chunk_grads, 0, overwrite=task.first_of_chunk)
-            result = dataclasses.replace(result, chunk_grads=chunk_grads)
+            chunk_grads, d_x = vjp(d_y, chunk_grads, 0, overwrite=task.first_of_chunk)
         else:
-            assert idle.grads is not None
-            blocks, d_x = vjp(d_y, idle.grads.blocks, task.chunk * self.layers)
-            ends = idle.grads.ends if ends is None else self.embedding_vjp(task, d_x, ends)
-            result = dataclasses.replace(result, grads=Parts(blocks, ends))
+            blocks, d_x = vjp(d_y, grads.blocks, task.chunk * self.layers)
+            grads = Parts(blocks, grads.ends if self.breadth_first else self.embedding_vjp(task, d_x, ends))
         d_input = d_x if self.breadth_first else None
-        return dataclasses.replace(result, gradient=self.transfer.pack(d_x), d_input=d_input)
+        return BackwardResult(self.transfer.pack(d_x), losses, grads, chunk_grads, d_input)
 
     def head_vjp(
         self, task: Task, y: jax.Array, d_y: jax.Array, losses: Losses, ends: Tree
@@ -315,28 +280,23 @@ class Pipeline:
 
     def load_chunk(self, half: str, task: Task, carry: Carry) -> Carry:
         """`carry` with the weights of the task's chunk gathered, where that is done per chunk."""
-        if carry.chunk_params is None:
+        if (params := carry.chunk_params) is None:
             return carry
-
-        def gather(_: Tree) -> Tree:
-            return self.gather_chunk(task.chunk)
-
-        params = self.cond_update(f"{half}_loads_chunk", task.loads_chunk, gather, carry.chunk_params)
-        return dataclasses.replace(carry, chunk_params=params)
+        name = f"{half}_loads_chunk"
+        params = self.cond_update(name, task.loads_chunk, lambda _: self.gather_chunk(task.chunk), params)
+        return carry._replace(chunk_params=params)
 
     def scatter_chunk(self, task: Task, carry: Carry) -> Carry:
         """`carry` with the gradients of a chunk scattered into `grads`, once they are summed over all microbatches."""
 
+        def write_leaf(total: jax.Array, shard: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(total, shard.astype(total.dtype), task.chunk * self.layers, 0)
+
         def write(blocks: Tree) -> Tree:
-            shards = self.model.scatter(carry.chunk_grads, self.model.names.blocks)
-
-            def write_leaf(total: jax.Array, shard: jax.Array) -> jax.Array:
-                return lax.dynamic_update_slice_in_dim(total, shard.astype(total.dtype), task.chunk * self.layers, 0)
-
-            return jax.tree.map(write_leaf, blocks, shards)
+            return jax.tree.map(write_leaf, blocks, self.model.scatter(carry.chunk_grads, self.model.names.blocks))
 
         blocks = self.cond_update("backward_last_of_chunk", task.last_of_chunk, write, carry.grads.blocks)
-        return dataclasses.replace(carry, grads=carry.grads._replace(blocks=blocks))
+        return carry._replace(grads=carry.grads._replace(blocks=blocks))
 
     # ---- head and embedding of a breadth-first schedule
 
@@ -367,6 +327,7 @@ class Pipeline:
         gradients of its params, gradient for the boundary)."""
         params = select(self.model.gathered.ends)
         zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, select(carry.grads.ends))
+        unchanged = carry.losses, carry.boundary, carry.grads.ends
 
         def add_microbatch(total: tuple[Losses, Tree], inputs: tuple) -> tuple[tuple[Losses, Tree], jax.Array]:
             losses, grads, d_boundary = run(params, *inputs)
@@ -380,11 +341,8 @@ class Pipeline:
             ends = tree_add_subset(carry.grads.ends, grads)
             return losses, carry.boundary.at[:-1].set(d_boundary), ends
 
-        def skip() -> tuple[Losses, jax.Array, Tree]:
-            return carry.losses, carry.boundary, carry.grads.ends
-
-        losses, boundary, ends = self.cond(name, self.stage == stage, run_all, skip)
-        return dataclasses.replace(carry, losses=losses, boundary=boundary, grads=carry.grads._replace(ends=ends))
+        losses, boundary, ends = self.cond(name, self.stage == stage, run_all, lambda: unchanged)
+        return carry._replace(losses=losses, boundary=boundary, grads=carry.grads._replace(ends=ends))
 
     # ---- conditions
 
@@ -417,9 +375,7 @@ class Pipeline:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.batch)
 
     def at_stage(self, tasks: Half) -> Task:
-        """This stage's entry of one tick."""
-        columns = cast(Task, tasks)
-        return jax.tree.map(lambda column: column[self.stage], columns)
+        return cast(Task, jax.tree.map(lambda column: column[self.stage], tasks))
 
     def zeros(self) -> jax.Array:
         """Of an activation's shape."""
@@ -437,10 +393,6 @@ class Pipeline:
 
     def receive(self, half: str, slots: jax.Array, slot: jax.Array, message: jax.Array) -> jax.Array:
         """`slots` with what has arrived from a neighbour, if anything has."""
-        if self.transfer.sends_all:
-            return self.write(slots, slot, message)
-
-        def unpack() -> jax.Array:
-            return self.transfer.unpack(message)
-
-        return self.write(slots, slot, self.cond(f"{half}_receives", slot != IDLE, unpack, self.zeros))
+        if not self.transfer.sends_all:
+            message = self.cond(f"{half}_receives", slot != IDLE, lambda: self.transfer.unpack(message), self.zeros)
+        return self.write(slots, slot, message)

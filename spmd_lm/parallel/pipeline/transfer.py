@@ -13,19 +13,14 @@ class StageTransfer:
     """Sends activations and their gradients from stage to stage; where `model` is n, an n-th of each per device.
 
     Where the sequence is not sharded every device of `model` has the whole activation, and it is enough that each sends
-    one part (arXiv:2104.04473, section 4.1).  wraps: whether the last stage sends to the first."""
+    one part (arXiv:2104.04473, section 4.1).  wraps: whether the last stage sends to the first.  sends_all: whether a
+    message is all that a device holds."""
 
     def __init__(self, plan: Plan, activation: jax.ShapeDtypeStruct, wraps: bool):
-        n = plan.layout.model
-        self.parts = 1 if plan.sequence or activation.shape[1] % n else n
+        (rows, time, width), n = activation.shape, plan.layout.model
+        self.sends_all = n == 1 or plan.sequence or time % n > 0
+        self.shape, self.dtype = (rows, time if self.sends_all else time // n, width), activation.dtype
         self.stages, self.wraps = plan.layout.pipe, wraps
-        self.shape = (activation.shape[0], activation.shape[1] // self.parts, *activation.shape[2:])
-        self.dtype = activation.dtype
-
-    @property
-    def sends_all(self) -> bool:
-        """Whether a message is all that a device holds."""
-        return self.parts == 1
 
     def zeros(self) -> jax.Array:
         return jnp.zeros(self.shape, self.dtype)
