@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from spmd_lm.axes import num_shards
 from spmd_lm.ops.collectives import global_indices
@@ -18,11 +19,11 @@ SITE = 0
 """The dropout site of attention probabilities."""
 
 
-Dropout = Callable[..., jax.Array] | None
+Dropout = Callable[..., Array] | None
 """drop(probabilities [B, H, T, S], row=, column=), with positions of queries, uint32 [T, 1], and keys, uint32 [S]."""
 
 
-def apply_rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+def apply_rotary(x: Array, positions: Array, theta: float) -> Array:
     """Rotary position embeddings (arXiv:2104.09864): feature i of x [B, T, H, K] is rotated with feature i + K/2, by
     position x theta^(-2i/K), so that products of queries and keys depend on their distance.  positions: int32 [B, T].
 
@@ -36,7 +37,7 @@ def apply_rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _softmax_attention(q, k, v, mask, drop: Dropout, row) -> jax.Array:
+def _softmax_attention(q, k, v, mask, drop: Dropout, row) -> Array:
     """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; row: as Dropout's."""
     k, v = (x if x.shape[2] == q.shape[2] else jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -48,7 +49,7 @@ def _softmax_attention(q, k, v, mask, drop: Dropout, row) -> jax.Array:
     return jnp.einsum("bhts,bshk->bthk", probabilities, v)
 
 
-def _xla(q, k, v, segment_ids, causal: bool, drop: Dropout) -> jax.Array:
+def _xla(q, k, v, segment_ids, causal: bool, drop: Dropout) -> Array:
     # Two causal blocks of queries: the first skips the second half of the keys (-4% of a step on a CPU).
     time = q.shape[1]
     blocks = 2 if causal and time % 2 == 0 and time >= 128 else 1
@@ -64,7 +65,7 @@ def _xla(q, k, v, segment_ids, causal: bool, drop: Dropout) -> jax.Array:
     return jnp.concatenate(out, axis=1)
 
 
-def _cudnn(q, k, v, segment_ids, causal: bool, drop: None) -> jax.Array:
+def _cudnn(q, k, v, segment_ids, causal: bool, drop: None) -> Array:
     """segment_ids, of bidirectional rows: 1 for the tokens of a row, 0 for the padding after them."""
     assert not drop and not (causal and segment_ids is not None)
     n = None if segment_ids is None else segment_ids.sum(1, dtype=jnp.int32)
@@ -72,7 +73,7 @@ def _cudnn(q, k, v, segment_ids, causal: bool, drop: None) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn", **lengths)
 
 
-def _splash(q, k, v, segment_ids, causal: bool, drop: None, interpret: bool = False) -> jax.Array:
+def _splash(q, k, v, segment_ids, causal: bool, drop: None, interpret: bool = False) -> Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -107,7 +108,7 @@ class AttentionSpec:
     kernel: str = "xla"
     dropout: float = 0.0
 
-    def split_heads(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array | None):
+    def split_heads(self, q: Array, k: Array, v: Array, positions: Array | None):
         """This device's heads of each, [B, T, H or G, K], with rotary embeddings applied."""
         shards = num_shards("heads")
         q = q.reshape(*q.shape[:-1], self.heads // shards, -1)
@@ -125,14 +126,14 @@ class AttentionSpec:
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     spec: AttentionSpec,
-    positions: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
+    positions: Array | None = None,
+    segment_ids: Array | None = None,
     key: DropoutKey | None = None,
-) -> jax.Array:
+) -> Array:
     """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  positions: int32 [B, T], for rotary
     embeddings.  segment_ids: int32 [B, T]; tokens attend within their segment.  key: None for no dropout."""
     drop = spec.probability_dropout(key)
@@ -140,12 +141,12 @@ def attention(
     return KERNELS[spec.kernel](*heads, segment_ids, spec.causal, drop).reshape(q.shape)
 
 
-KVCache = tuple[jax.Array, jax.Array]  # keys and values, [B, S, G, K] each, by position
+KVCache = tuple[Array, Array]  # keys and values, [B, S, G, K] each, by position
 
 
 def attention_with_cache(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: KVCache, positions: jax.Array
-) -> tuple[jax.Array, KVCache]:
+    q: Array, k: Array, v: Array, spec: AttentionSpec, cache: KVCache, positions: Array
+) -> tuple[Array, KVCache]:
     """Causal attention of tokens at `positions` (int32 [B, T]) to all earlier ones, through a cache to which their keys
     and values are added first.  Entries of the cache beyond a row's last position are masked."""
     shape, row = q.shape, jnp.arange(q.shape[0], dtype=jnp.int32)[:, None]

@@ -12,7 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from spmd_lm.axes import num_shards
 from spmd_lm.ops.collectives import gather_sequence, global_indices, pmax, psum, reduce_scatter_or_psum
@@ -30,11 +30,11 @@ def chunks(tokens: int, row_bytes: int) -> tuple[int, int]:
     return number, -(-tokens // number)
 
 
-def _wide(x: jax.Array) -> jnp.dtype:
+def _wide(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _forward_chunk(x, targets, table: jax.Array, bias: jax.Array | None, vocab: int) -> tuple[jax.Array, ...]:
+def _forward_chunk(x, targets, table: Array, bias: Array | None, vocab: int) -> tuple[Array, ...]:
     """For inputs [N, W] and targets [N]: each token's negative log-likelihood [N], whether its target is the likeliest
     [N], and the exponentials [N, V] with their sum over the vocabulary [N]."""
     rows, wide = table.shape[0], _wide(x)
@@ -51,12 +51,12 @@ def _forward_chunk(x, targets, table: jax.Array, bias: jax.Array | None, vocab: 
     return jnp.log(normalizer) + largest - target_logit, target_logit >= largest, exponentials, normalizer
 
 
-def _in_chunks(h: jax.Array, targets: jax.Array, weights: jax.Array, rows: int) -> tuple[jax.Array, ...]:
+def _in_chunks(h: Array, targets: Array, weights: Array, rows: int) -> tuple[Array, ...]:
     """h [batch, time, W], targets and weights [batch, time] as [chunks, N, ...], padded with weight 0."""
     tokens, wide = math.prod(h.shape[:2]), _wide(h)
     number, size = chunks(tokens, rows * wide.itemsize)
 
-    def split(a: jax.Array) -> jax.Array:
+    def split(a: Array) -> Array:
         flat = a.reshape(tokens, *a.shape[2:])
         padding = [(0, number * size - tokens)] + [(0, 0)] * (flat.ndim - 1)
         return jnp.pad(flat, padding).reshape(number, size, *a.shape[2:])
@@ -64,7 +64,7 @@ def _in_chunks(h: jax.Array, targets: jax.Array, weights: jax.Array, rows: int) 
     return split(h), split(targets), split(weights.astype(wide))
 
 
-def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tuple[jax.Array, jax.Array]:
+def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tuple[Array, Array]:
     """As `cross_entropy`, and the sum of the weights of tokens whose target is the likeliest; not differentiable."""
 
     def add_chunk(total, part):
@@ -79,14 +79,8 @@ def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tupl
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def cross_entropy(
-    h: jax.Array,
-    table: jax.Array,
-    bias: jax.Array | None,
-    targets: jax.Array,
-    weights: jax.Array,
-    vocab: int,
-    accum_dtype: str = "float32",
-) -> jax.Array:
+    h: Array, table: Array, bias: Array | None, targets: Array, weights: Array, vocab: int, accum_dtype: str = "float32"
+) -> Array:
     """Sum over tokens of weight x negative log-likelihood, in nats, float32 or wider.
 
     h: [batch, sequence, width]; table: [local rows of the padded vocabulary, width]; bias: [local rows]; targets: int32
@@ -98,7 +92,7 @@ def cross_entropy(
 def _forward(h, table, bias, targets, weights, vocab, accum_dtype):
     """Loss, and the gradients of h, table and bias for a loss gradient of 1."""
 
-    def accumulator(x: jax.Array) -> jax.Array:
+    def accumulator(x: Array) -> Array:
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, accum_dtype))
 
     def add_chunk(total, part):

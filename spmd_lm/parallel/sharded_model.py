@@ -6,11 +6,11 @@ weights are gathered and gradients scattered: around everything, or layer by lay
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from spmd_lm.axes import is_dim_names
 from spmd_lm.parallel.layers_loop import Block, LayersLoop, Losses, Stacks
@@ -29,9 +29,9 @@ class ModelFns:
     embed_params, head_params: the subtrees of a tree of parameters that embed and head read; a tied table is in both.
     loop: how layers run."""
 
-    embed: Callable[[Tree, Tree], jax.Array]
+    embed: Callable[[Tree, Tree], Array]
     block: Block
-    head: Callable[[Tree, jax.Array, Tree], Losses]
+    head: Callable[[Tree, Array, Tree], Losses]
     embed_params: Callable[[Tree], Tree]
     head_params: Callable[[Tree], Tree]
     loop: LayersLoop = LayersLoop()  # noqa: RUF009 - frozen
@@ -68,9 +68,7 @@ class ShardedModel:
     scatter_in_loop: bool
 
     @classmethod
-    def from_params(
-        cls, fns: ModelFns, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype
-    ) -> "ShardedModel":
+    def from_params(cls, fns: ModelFns, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype) -> Self:
         """Casts, and gathers what the policy gathers once per step."""
         low, names = split_params(cast(params, compute)), split_params(plan.sharded_names)
         if plan.zero.stage == 0:
@@ -82,12 +80,10 @@ class ShardedModel:
         diff = split_params(slots) if in_loop else gathered
         return cls(fns, plan, compute, reduce, diff, split_params(params), gathered, in_loop)
 
-    # ---- other weights
-
-    def with_diff(self, diff: Parts) -> "ShardedModel":
+    def with_diff(self, diff: Parts) -> Self:
         return dataclasses.replace(self, diff=diff)
 
-    def chunk(self, first: jax.Array, layers: int) -> "ShardedModel":
+    def chunk(self, first: Array, layers: int) -> Self:
         """The same model with `layers` layers alone, from the one at `first` on."""
 
         def slice_blocks(parts: Parts) -> Parts:
@@ -102,29 +98,27 @@ class ShardedModel:
         blocks = self.gathered.blocks
         return self.gather(self.shards.blocks, self.names.blocks) if blocks is None else blocks
 
-    def with_gathered_blocks(self) -> "ShardedModel":
+    def with_gathered_blocks(self) -> Self:
         """The same model with its layers gathered; their gradients are scattered as before."""
         return dataclasses.replace(self, gathered=self.gathered._replace(blocks=self.gather_blocks()))
 
-    def with_whole_gradients(self, blocks: Tree) -> "ShardedModel":
+    def with_whole_gradients(self, blocks: Tree) -> Self:
         """The same model with these gathered layers, whose gradients the caller scatters."""
         return dataclasses.replace(self, diff=self.diff._replace(blocks=blocks), scatter_in_loop=False)
 
-    # ---- forward
-
-    def embed(self, microbatch: Tree) -> jax.Array:
+    def embed(self, microbatch: Tree) -> Array:
         embed, select = self.fns.embed, self.fns.embed_params
         return self._run_end(lambda params, _, microbatch: embed(params, microbatch), select, None, microbatch)
 
-    def layers(self, x: jax.Array, microbatch: Tree, first: jax.Array) -> tuple[jax.Array, Losses]:
+    def layers(self, x: Array, microbatch: Tree, first: Array) -> tuple[Array, Losses]:
         """x through all layers, and the sum of their losses.  first: the model's index of the first layer."""
         return self.fns.loop.run(*self._block_and_stacks(), x, microbatch, first)
 
-    def vjp_layers(self, x: jax.Array, microbatch: Tree, first: jax.Array) -> tuple[jax.Array, Losses, Callable]:
+    def vjp_layers(self, x: Array, microbatch: Tree, first: Array) -> tuple[Array, Losses, Callable]:
         """As `layers`, and LayersLoop.vjp's vjp for diff.blocks."""
         return self.fns.loop.vjp(*self._block_and_stacks(), x, microbatch, first)
 
-    def head(self, x: jax.Array, microbatch: Tree) -> Losses:
+    def head(self, x: Array, microbatch: Tree) -> Losses:
         return self._run_end(self.fns.head, self.fns.head_params, x, microbatch)
 
     def forward(self, microbatch: Tree) -> Losses:
@@ -164,7 +158,7 @@ class ShardedModel:
         block = self._with_gathered_weights(self.fns.block, self.layer_names, prevent_cse=not self.fns.loop.scan)
         return block, (self.diff.blocks, self.shards.blocks, self.gathered.blocks)
 
-    def _run_end(self, f: Callable, select: Callable[[Tree], Tree], x: jax.Array | None, microbatch: Tree):
+    def _run_end(self, f: Callable, select: Callable[[Tree], Tree], x: Array | None, microbatch: Tree):
         """f(params, x, microbatch) with the parameters that `select` takes of the ends."""
         if not self.scatter_in_loop:
             return f(select(self.diff.ends), x, microbatch)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 Tree = Any
 
@@ -26,7 +27,7 @@ def tree_add_subset(total: Tree, subset: Tree) -> Tree:
     return {key: tree_add_subset(value, subset[key]) if key in subset else value for key, value in total.items()}
 
 
-def drop_residuals(vjp: Callable, known: Tree) -> tuple[list[jax.Array], Callable]:
+def drop_residuals(vjp: Callable, known: Tree) -> tuple[list[Array], Callable]:
     """(residuals, rebuild) of `vjp`, a function that jax.vjp returned: its residuals minus the arrays of `known`, which
     its caller can supply again, and rebuild(residuals, known), which is `vjp` again.
 
@@ -38,6 +39,6 @@ def drop_residuals(vjp: Callable, known: Tree) -> tuple[list[jax.Array], Callabl
     return residuals, jax.tree_util.Partial(functools.partial(_rebuild, treedef, sources))
 
 
-def _rebuild(treedef, sources: tuple[int | None, ...], residuals: list[jax.Array], known: Tree) -> Callable:
+def _rebuild(treedef, sources: tuple[int | None, ...], residuals: list[Array], known: Tree) -> Callable:
     rest, known_leaves = iter(residuals), jax.tree.leaves(known)
     return jax.tree.unflatten(treedef, [next(rest) if source is None else known_leaves[source] for source in sources])

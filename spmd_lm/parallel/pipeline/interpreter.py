@@ -10,15 +10,16 @@ begins: in between the last stage runs the head, and afterwards the first one th
 microbatches."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from spmd_lm.axes import PIPE
-from spmd_lm.parallel.layers_loop import Losses, num_layers
+from spmd_lm.parallel.layers_loop import Losses
 from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, Ticks, schedule_table
 from spmd_lm.parallel.pipeline.transfer import StageTransfer
 from spmd_lm.parallel.sharded_model import Parts, ShardedModel
@@ -26,7 +27,7 @@ from spmd_lm.parallel.trees import Tree, tree_add, tree_add_subset
 
 T = TypeVar("T")
 Half = Ticks[np.ndarray]  # one half of a range of ticks, of all stages
-Task = Ticks[jax.Array]  # one half of one tick, of this stage: scalars
+Task = Ticks[Array]  # one half of one tick, of this stage: scalars
 
 
 class Carry(NamedTuple):
@@ -56,8 +57,8 @@ class ForwardResult(NamedTuple):
     """activation: the message to the next stage.  embedded: the task's input, if it came from the embedding.  output:
     of the chunk, for the head of a breadth-first schedule."""
 
-    activation: jax.Array
-    embedded: jax.Array
+    activation: Array
+    embedded: Array
     losses: Losses
     output: Any = None
 
@@ -66,11 +67,11 @@ class BackwardResult(NamedTuple):
     """gradient: the message to the previous stage.  d_input: gradient of the task's input, for the embedding of a
     breadth-first schedule."""
 
-    gradient: jax.Array
+    gradient: Array
     losses: Losses
     grads: Any
     chunk_grads: Any
-    d_input: Any
+    d_input: Any = None
 
 
 class Pipeline:
@@ -79,23 +80,19 @@ class Pipeline:
     def __init__(self, model: ShardedModel, schedule: Schedule, batch: Tree):
         self.model, self.plan, self.batch = model, model.plan, batch
         self.stages, self.table = schedule.stages, schedule_table(schedule)
-        self.layers = num_layers((model.diff.blocks,)) // schedule.chunks
-        self.breadth_first = schedule.kind == "breadth_first"
-        self.per_chunk = self.plan.zero.scatter == "chunk"
+        self.layers = jax.tree.leaves(model.diff.blocks)[0].shape[0] // schedule.chunks
+        self.breadth_first, self.per_chunk = schedule.kind == "breadth_first", self.plan.zero.scatter == "chunk"
         self.stage = lax.axis_index(PIPE)
-        self.like = jax.eval_shape(lambda: model.embed(self.microbatch(0)))
+        self.like = jax.eval_shape(lambda: model.embed(self.microbatch(0)))  # an activation
         self.transfer = StageTransfer(self.plan, self.like, wraps=schedule.chunks > 1)
 
     def gradients(self, losses: Losses, grads: Parts) -> tuple[Losses, Parts]:
         """Losses, and gradients of `model.diff`, on this stage.  losses, grads: zeros like them."""
         carry = self.start(losses, grads)
-        if not self.breadth_first:
-            for phase in self.table.phases:
-                carry = self.run_ticks(carry, *phase)
-            return carry.losses, carry.grads
-        forward, backward = self.table.phases
-        carry = self.head_of_all(self.run_ticks(carry, *forward))
-        carry = self.embedding_of_all(self.run_ticks(carry, *backward))
+        for i, phase in enumerate(self.table.phases):
+            carry = self.run_ticks(carry, *phase)
+            if self.breadth_first:
+                carry = self.embedding_of_all(carry) if i else self.head_of_all(carry)
         return carry.losses, carry.grads
 
     def evaluate(self, zeros: Losses) -> Losses:
@@ -147,28 +144,24 @@ class Pipeline:
         x = inputs[task.slot]
         output = None if carry.boundary is None else self.zeros()
         idle = ForwardResult(self.transfer.zeros(), self.zeros(), carry.losses, output)
-        result = self.cond_update("forward_active", task.active, lambda idle: run(task, carry, x, idle), idle)
+        result = self.cond_update("forward_active", task.active, partial(run, task, carry, x), idle)
         inputs = self.write(inputs, task.slot, result.embedded, task.active & task.from_embedding)
         boundary = carry.boundary
         if boundary is not None:
             boundary = self.write(boundary, task.microbatch, result.output, task.active & task.to_head)
         return carry._replace(activation=result.activation, inputs=inputs, losses=result.losses, boundary=boundary)
 
-    def forward_task(self, task: Task, carry: Carry, x: jax.Array, idle: ForwardResult) -> ForwardResult:
-        """Unless the schedule is breadth-first, the last chunk is not run ahead: its backward starts with its
-        forward."""
-        x = self.task_input(task, x)
+    def forward_task(self, task: Task, carry: Carry, x: Array, idle: ForwardResult) -> ForwardResult:
+        x, transfer = self.task_input(task, x), self.transfer
+        run = partial(self.chunk_forward, task, carry, x)
         if self.breadth_first:
-            y, _ = self.chunk_forward(task, carry, x)
-            return idle._replace(activation=self.transfer.pack(y), embedded=x, output=y)
-
-        def run() -> jax.Array:
-            return self.transfer.pack(self.chunk_forward(task, carry, x)[0])
-
-        activation = self.cond("forward_to_head", task.to_head, self.transfer.zeros, run)
+            y, _ = run()
+            return idle._replace(activation=transfer.pack(y), embedded=x, output=y)
+        # The last chunk is not run ahead: its backward starts with its forward.
+        activation = self.cond("forward_to_head", task.to_head, transfer.zeros, lambda: transfer.pack(run()[0]))
         return idle._replace(activation=activation, embedded=x)
 
-    def evaluate_task(self, task: Task, carry: Carry, x: jax.Array, idle: ForwardResult) -> ForwardResult:
+    def evaluate_task(self, task: Task, carry: Carry, x: Array, idle: ForwardResult) -> ForwardResult:
         x = self.task_input(task, x)
         y, losses = self.chunk_forward(task, carry, x)
         losses = tree_add_subset(idle.losses, losses)
@@ -176,18 +169,15 @@ class Pipeline:
         def with_head() -> Losses:
             return tree_add_subset(losses, self.model.head(y, self.microbatch(task.microbatch)))
 
-        losses = self.cond("forward_to_head", task.to_head, with_head, lambda: losses)
-        return idle._replace(activation=self.transfer.pack(y), embedded=x, losses=losses)
+        total = self.cond("forward_to_head", task.to_head, with_head, lambda: losses)
+        return idle._replace(activation=self.transfer.pack(y), embedded=x, losses=total)
 
-    def task_input(self, task: Task, x: jax.Array) -> jax.Array:
+    def task_input(self, task: Task, x: Array) -> Array:
         """The embedding's output where the task starts there, otherwise x."""
+        name, embed = "forward_from_embedding", self.model.embed
+        return self.cond(name, task.from_embedding, lambda: embed(self.microbatch(task.microbatch)), lambda: x)
 
-        def embed() -> jax.Array:
-            return self.model.embed(self.microbatch(task.microbatch))
-
-        return self.cond("forward_from_embedding", task.from_embedding, embed, lambda: x)
-
-    def chunk_forward(self, task: Task, carry: Carry, x: jax.Array) -> tuple[jax.Array, Losses]:
+    def chunk_forward(self, task: Task, carry: Carry, x: Array) -> tuple[Array, Losses]:
         return self.chunk_model(task, carry).layers(x, self.microbatch(task.microbatch), self.first_layer(task))
 
     # ---- backward
@@ -196,16 +186,10 @@ class Pipeline:
         carry = self.load_chunk("backward", task, carry)
         grad_slots = self.receive("backward", carry.grad_slots, task.receive_slot, carry.gradient)
         carry = carry._replace(grad_slots=grad_slots)
-        idle = BackwardResult(
-            gradient=self.transfer.zeros(),
-            losses=carry.losses,
-            grads=None if self.per_chunk else carry.grads,
-            chunk_grads=carry.chunk_grads,
-            d_input=self.zeros() if self.breadth_first else None,
-        )
-        result = self.cond_update(
-            "backward_active", task.active, lambda idle: self.backward_task(task, carry, idle), idle
-        )
+        grads = None if self.per_chunk else carry.grads
+        idle = BackwardResult(self.transfer.zeros(), carry.losses, grads, carry.chunk_grads)
+        idle = idle._replace(d_input=self.zeros()) if self.breadth_first else idle
+        result = self.cond_update("backward_active", task.active, partial(self.backward_task, task, carry), idle)
         carry = carry._replace(gradient=result.gradient, losses=result.losses, chunk_grads=result.chunk_grads)
         if self.breadth_first:
             starts = task.active & task.from_embedding
@@ -232,16 +216,14 @@ class Pipeline:
         d_input = d_x if self.breadth_first else None
         return BackwardResult(self.transfer.pack(d_x), losses, grads, chunk_grads, d_input)
 
-    def head_vjp(
-        self, task: Task, y: jax.Array, d_y: jax.Array, losses: Losses, ends: Tree
-    ) -> tuple[Losses, jax.Array, Tree]:
+    def head_vjp(self, task: Task, y: Array, d_y: Array, losses: Losses, ends: Tree) -> tuple[Losses, Array, Tree]:
         """(losses plus the head's, gradient of y, `ends` plus the head's gradients) where y goes to the head; otherwise
         the arguments."""
 
-        def head(ends: Tree, y: jax.Array) -> Losses:
+        def head(ends: Tree, y: Array) -> Losses:
             return self.with_ends(ends).head(y, self.microbatch(task.microbatch))
 
-        def update(old: tuple[Losses, jax.Array, Tree]) -> tuple[Losses, jax.Array, Tree]:
+        def update(old: tuple[Losses, Array, Tree]) -> tuple[Losses, Array, Tree]:
             losses, _, ends = old
             head_losses, vjp = jax.vjp(head, self.model.diff.ends, y)
             d_ends, d_y = vjp(jax.tree.map(jnp.ones_like, head_losses))
@@ -249,15 +231,14 @@ class Pipeline:
 
         return self.cond_update("backward_to_head", task.to_head, update, (losses, d_y, ends))
 
-    def embedding_vjp(self, task: Task, d_x: jax.Array, ends: Tree) -> Tree:
+    def embedding_vjp(self, task: Task, d_x: Array, ends: Tree) -> Tree:
         """`ends` plus the embedding's gradients, where the task's input came from it."""
 
-        def embed(ends: Tree) -> jax.Array:
+        def embed(ends: Tree) -> Array:
             return self.with_ends(ends).embed(self.microbatch(task.microbatch))
 
-        def update(ends: Tree) -> Tree:
-            _, vjp = jax.vjp(embed, self.model.diff.ends)
-            return tree_add(ends, *vjp(d_x))
+        def update(total: Tree) -> Tree:
+            return tree_add(total, *jax.vjp(embed, self.model.diff.ends)[1](d_x))
 
         return self.cond_update("backward_from_embedding", task.from_embedding, update, ends)
 
@@ -266,7 +247,7 @@ class Pipeline:
 
     # ---- chunks
 
-    def first_layer(self, task: Task) -> jax.Array:
+    def first_layer(self, task: Task) -> Array:
         """The model's index of the chunk's first layer."""
         return (task.chunk * self.stages + self.stage) * self.layers
 
@@ -275,7 +256,7 @@ class Pipeline:
             return self.model.with_whole_gradients(carry.chunk_params)
         return self.model.chunk(task.chunk * self.layers, self.layers)
 
-    def gather_chunk(self, chunk: jax.Array) -> Tree:
+    def gather_chunk(self, chunk: Array) -> Tree:
         return self.model.chunk(chunk * self.layers, self.layers).gather_blocks()
 
     def load_chunk(self, half: str, task: Task, carry: Carry) -> Carry:
@@ -289,7 +270,7 @@ class Pipeline:
     def scatter_chunk(self, task: Task, carry: Carry) -> Carry:
         """`carry` with the gradients of a chunk scattered into `grads`, once they are summed over all microbatches."""
 
-        def write_leaf(total: jax.Array, shard: jax.Array) -> jax.Array:
+        def write_leaf(total: Array, shard: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(total, shard.astype(total.dtype), task.chunk * self.layers, 0)
 
         def write(blocks: Tree) -> Tree:
@@ -303,7 +284,7 @@ class Pipeline:
     def head_of_all(self, carry: Carry) -> Carry:
         """`carry` with the head's losses and gradients, and the gradients of the last stage's outputs."""
 
-        def run(params: Tree, y: jax.Array, microbatch: Tree) -> tuple[Losses, Tree, jax.Array]:
+        def run(params: Tree, y: Array, microbatch: Tree) -> tuple[Losses, Tree, Array]:
             losses, vjp = jax.vjp(lambda params, y: self.model.fns.head(params, y, microbatch), params, y)
             return losses, *vjp(jax.tree.map(jnp.ones_like, losses))
 
@@ -312,7 +293,7 @@ class Pipeline:
     def embedding_of_all(self, carry: Carry) -> Carry:
         """`carry` with the embedding's gradients."""
 
-        def run(params: Tree, d_x: jax.Array, microbatch: Tree) -> tuple[Losses, Tree, jax.Array]:
+        def run(params: Tree, d_x: Array, microbatch: Tree) -> tuple[Losses, Tree, Array]:
             _, vjp = jax.vjp(lambda params: self.model.fns.embed(params, microbatch), params)
             return {}, *vjp(d_x), d_x
 
@@ -329,11 +310,11 @@ class Pipeline:
         zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, select(carry.grads.ends))
         unchanged = carry.losses, carry.boundary, carry.grads.ends
 
-        def add_microbatch(total: tuple[Losses, Tree], inputs: tuple) -> tuple[tuple[Losses, Tree], jax.Array]:
+        def add_microbatch(total: tuple[Losses, Tree], inputs: tuple) -> tuple[tuple[Losses, Tree], Array]:
             losses, grads, d_boundary = run(params, *inputs)
             return (tree_add_subset(total[0], losses), tree_add(total[1], grads)), d_boundary
 
-        def run_all() -> tuple[Losses, jax.Array, Tree]:
+        def run_all() -> tuple[Losses, Array, Tree]:
             inputs = carry.boundary[:-1], self.batch
             (losses, grads), d_boundary = lax.scan(add_microbatch, (carry.losses, zeros), inputs)
             if self.model.scatter_in_loop:
@@ -346,7 +327,7 @@ class Pipeline:
 
     # ---- conditions
 
-    def cond(self, name: str, predicate: jax.Array, true_fn: Callable[[], T], false_fn: Callable[[], T]) -> T:
+    def cond(self, name: str, predicate: Array, true_fn: Callable[[], T], false_fn: Callable[[], T]) -> T:
         """lax.cond in a named scope that audit can find (ScheduleTable.runs); a select if idle stages run, for devices
         that must not diverge."""
         with jax.named_scope(f"when_{name}"):
@@ -354,7 +335,7 @@ class Pipeline:
                 return lax.cond(predicate, true_fn, false_fn)
             return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), true_fn(), false_fn())
 
-    def cond_update(self, name: str, predicate: jax.Array, update: Callable[[T], T], value: T) -> T:
+    def cond_update(self, name: str, predicate: Array, update: Callable[[T], T], value: T) -> T:
         """update(value) if `predicate` holds, otherwise `value`; for large values.
 
         A GPU's compiler copies what goes through a conditional, in both branches and once more after it, but updates a
@@ -363,7 +344,7 @@ class Pipeline:
         if self.plan.run_idle_stages or self.plan.platform == "tpu":
             return self.cond(name, predicate, lambda: update(value), lambda: value)
 
-        def once(carry: tuple[jax.Array, T]) -> tuple[jax.Array, T]:
+        def once(carry: tuple[Array, T]) -> tuple[Array, T]:
             return jnp.zeros_like(predicate), update(carry[1])
 
         with jax.named_scope(f"when_{name}"):
@@ -371,27 +352,26 @@ class Pipeline:
 
     # ---- microbatches and slots
 
-    def microbatch(self, index: jax.Array | int) -> Tree:
+    def microbatch(self, index: Array | int) -> Tree:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.batch)
 
     def at_stage(self, tasks: Half) -> Task:
         return cast(Task, jax.tree.map(lambda column: column[self.stage], tasks))
 
-    def zeros(self) -> jax.Array:
-        """Of an activation's shape."""
-        return jnp.zeros(self.like.shape, self.like.dtype)
+    def zeros(self) -> Array:
+        return jnp.zeros_like(self.like)
 
     # Slots are read and written outside conditionals: inside, a GPU's compiler copies all of them in every tick.
 
-    def slots(self, number: int) -> jax.Array:
+    def slots(self, number: int) -> Array:
         """For `number` activations; and one more, which is written and never read."""
         return jnp.zeros((number + 1, *self.like.shape), self.like.dtype)
 
-    def write(self, slots: jax.Array, slot: jax.Array, x: jax.Array, predicate: jax.Array | bool = True) -> jax.Array:
+    def write(self, slots: Array, slot: Array, x: Array, predicate: Array | bool = True) -> Array:
         """`slots` with x in `slot`; unchanged where that is IDLE or the predicate is false."""
         return slots.at[jnp.where((slot != IDLE) & predicate, slot, slots.shape[0] - 1)].set(x)
 
-    def receive(self, half: str, slots: jax.Array, slot: jax.Array, message: jax.Array) -> jax.Array:
+    def receive(self, half: str, slots: Array, slot: Array, message: Array) -> Array:
         """`slots` with what has arrived from a neighbour, if anything has."""
         if not self.transfer.sends_all:
             message = self.cond(f"{half}_receives", slot != IDLE, lambda: self.transfer.unpack(message), self.zeros)

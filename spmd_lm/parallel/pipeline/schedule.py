@@ -129,23 +129,20 @@ def render(s: Schedule, width: int = 112) -> str:
     """A drawing: stages down, ticks across, forward|backward in each cell; a task is its microbatch and, if there are
     several, the letter of its chunk.  What does not fit in `width` columns is left out of the middle."""
 
-    def name(task: Task) -> str:
-        first, second = divmod(task.chunk, 26)
+    def name(order: tuple[Task, ...], i: int) -> str:
+        first, second = divmod(order[i].chunk, 26)
         letters = (chr(ord("a") + first - 1) if first else "") + chr(ord("a") + second)
-        return f"{task.microbatch}{letters if s.chunks > 1 else ''}"
+        return "." if i == IDLE else f"{order[i].microbatch}{letters if s.chunks > 1 else ''}"
 
-    names, label = [*map(name, s.forward_order)], len(f"stage {s.stages - 1}")
-    size = max(map(len, names))
+    size, label = max(len(name(s.forward_order, i)) for i in range(len(s.forward_order))), len(f"stage {s.stages - 1}")
 
     def cell(tick: int, stage: int) -> str:
-        f, b = s.forward[tick, stage], s.backward[tick, stage]
-        right = "." if b == IDLE else name(s.backward_order[b])
-        return f"{'.' if f == IDLE else names[f]:>{size}}|{right:<{size}}"
+        f, b = name(s.forward_order, s.forward[tick, stage]), name(s.backward_order, s.backward[tick, stage])
+        return f"{f:>{size}}|{b:<{size}}"
 
-    fits = max(2, (width - label) // (2 * size + 3))
     shown: list[int | None] = [*range(s.ticks)]
-    if s.ticks > fits:
-        shown = [*range(fits // 2), None, *range(s.ticks - (fits - 1) // 2, s.ticks)]
+    if s.ticks > (fits := max(2, (width - label) // (2 * size + 3))):
+        shown[fits // 2 : s.ticks - (fits - 1) // 2] = [None]
     rows = [("tick", ["..." if t is None else str(t) for t in shown])]
     for stage in range(s.stages):
         rows.append((f"stage {stage}", ["..." if t is None else cell(t, stage) for t in shown]))
