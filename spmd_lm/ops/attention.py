@@ -15,8 +15,7 @@ from spmd_lm.axes import num_shards
 from spmd_lm.ops.collectives import global_indices
 from spmd_lm.ops.dropout import DropoutKey, dropout
 
-SITE = 0
-"""The dropout site of attention probabilities."""
+SITE = 0  # the dropout site of attention probabilities
 
 
 Dropout = Callable[..., Array] | None
@@ -118,12 +117,6 @@ class AttentionSpec:
             q, k = (apply_rotary(x, positions, self.rope_theta) for x in (q, k))
         return q, k, v
 
-    def probability_dropout(self, key: DropoutKey | None) -> Dropout:
-        if key is None or not self.dropout:
-            return None
-        w0, w1 = key.words(SITE, global_indices("heads", self.heads // num_shards("heads")))
-        return functools.partial(dropout, rate=self.dropout, key=(w0[:, :, None, None], w1[:, :, None, None]))
-
 
 def attention(
     q: Array,
@@ -136,7 +129,10 @@ def attention(
 ) -> Array:
     """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  positions: int32 [B, T], for rotary
     embeddings.  segment_ids: int32 [B, T]; tokens attend within their segment.  key: None for no dropout."""
-    drop = spec.probability_dropout(key)
+    drop: Dropout = None
+    if key is not None and spec.dropout:
+        w0, w1 = key.words(SITE, global_indices("heads", spec.heads // num_shards("heads")))
+        drop = functools.partial(dropout, rate=spec.dropout, key=(w0[:, :, None, None], w1[:, :, None, None]))
     heads = spec.split_heads(q, k, v, positions)
     return KERNELS[spec.kernel](*heads, segment_ids, spec.causal, drop).reshape(q.shape)
 

@@ -83,8 +83,6 @@ class Plan:
         if problems:
             raise LayoutError(*problems)
 
-    # ---- the mesh
-
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Devices along each axis of the mesh; `data` may be several of them."""
@@ -183,8 +181,6 @@ class Plan:
     def canonical(self, params: Tree) -> Tree:
         """The inverse of `place`."""
         return jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), self.to_model_order(params), self.shapes)
-
-    # ---- running
 
     @functools.cached_property
     def placement(self) -> Placement:

@@ -53,25 +53,16 @@ FORWARD_ONLY, BACKWARD_ONLY = ("activation", "inputs"), ("gradient", "grad_slots
 """Fields that only one half of a tick changes."""
 
 
-class ForwardResult(NamedTuple):
-    """activation: the message to the next stage.  embedded: the task's input, if it came from the embedding.  output:
-    of the chunk, for the head of a breadth-first schedule."""
+class TaskResult(NamedTuple):
+    """message: to the neighbour.  embedded: of a forward task, its input if it came from the embedding.  boundary: of
+    breadth-first schedules, the output of a forward task, or the gradient of a backward task's input."""
 
-    activation: Array
-    embedded: Array
+    message: Array
+    embedded: Any
     losses: Losses
-    output: Any = None
-
-
-class BackwardResult(NamedTuple):
-    """gradient: the message to the previous stage.  d_input: gradient of the task's input, for the embedding of a
-    breadth-first schedule."""
-
-    gradient: Array
-    losses: Losses
-    grads: Any
-    chunk_grads: Any
-    d_input: Any = None
+    grads: Any = None
+    chunk_grads: Any = None
+    boundary: Any = None
 
 
 class Pipeline:
@@ -91,7 +82,7 @@ class Pipeline:
         carry = self.start(losses, grads)
         for i, phase in enumerate(self.table.phases):
             carry = self.run_ticks(carry, *phase)
-            if self.breadth_first:
+            if self.breadth_first:  # phase 0 is forward, phase 1 backward
                 carry = self.embedding_of_all(carry) if i else self.head_of_all(carry)
         return carry.losses, carry.grads
 
@@ -138,30 +129,30 @@ class Pipeline:
 
     # ---- forward
 
-    def forward_half(self, task: Task, carry: Carry, run: Callable[..., ForwardResult]) -> Carry:
+    def forward_half(self, task: Task, carry: Carry, run: Callable[..., TaskResult]) -> Carry:
         carry = self.load_chunk("forward", task, carry)
         inputs = self.receive("forward", carry.inputs, task.receive_slot, carry.activation)
         x = inputs[task.slot]
-        output = None if carry.boundary is None else self.zeros()
-        idle = ForwardResult(self.transfer.zeros(), self.zeros(), carry.losses, output)
+        output = None if carry.boundary is None else jnp.zeros_like(self.like)
+        idle = TaskResult(self.transfer.zeros(), jnp.zeros_like(self.like), carry.losses, boundary=output)
         result = self.cond_update("forward_active", task.active, partial(run, task, carry, x), idle)
         inputs = self.write(inputs, task.slot, result.embedded, task.active & task.from_embedding)
         boundary = carry.boundary
         if boundary is not None:
-            boundary = self.write(boundary, task.microbatch, result.output, task.active & task.to_head)
-        return carry._replace(activation=result.activation, inputs=inputs, losses=result.losses, boundary=boundary)
+            boundary = self.write(boundary, task.microbatch, result.boundary, task.active & task.to_head)
+        return carry._replace(activation=result.message, inputs=inputs, losses=result.losses, boundary=boundary)
 
-    def forward_task(self, task: Task, carry: Carry, x: Array, idle: ForwardResult) -> ForwardResult:
+    def forward_task(self, task: Task, carry: Carry, x: Array, idle: TaskResult) -> TaskResult:
         x, transfer = self.task_input(task, x), self.transfer
         run = partial(self.chunk_forward, task, carry, x)
         if self.breadth_first:
             y, _ = run()
-            return idle._replace(activation=transfer.pack(y), embedded=x, output=y)
+            return idle._replace(message=transfer.pack(y), embedded=x, boundary=y)
         # The last chunk is not run ahead: its backward starts with its forward.
-        activation = self.cond("forward_to_head", task.to_head, transfer.zeros, lambda: transfer.pack(run()[0]))
-        return idle._replace(activation=activation, embedded=x)
+        message = self.cond("forward_to_head", task.to_head, transfer.zeros, lambda: transfer.pack(run()[0]))
+        return idle._replace(message=message, embedded=x)
 
-    def evaluate_task(self, task: Task, carry: Carry, x: Array, idle: ForwardResult) -> ForwardResult:
+    def evaluate_task(self, task: Task, carry: Carry, x: Array, idle: TaskResult) -> TaskResult:
         x = self.task_input(task, x)
         y, losses = self.chunk_forward(task, carry, x)
         losses = tree_add_subset(idle.losses, losses)
@@ -170,7 +161,7 @@ class Pipeline:
             return tree_add_subset(losses, self.model.head(y, self.microbatch(task.microbatch)))
 
         total = self.cond("forward_to_head", task.to_head, with_head, lambda: losses)
-        return idle._replace(activation=self.transfer.pack(y), embedded=x, losses=total)
+        return idle._replace(message=self.transfer.pack(y), embedded=x, losses=total)
 
     def task_input(self, task: Task, x: Array) -> Array:
         """The embedding's output where the task starts there, otherwise x."""
@@ -187,16 +178,16 @@ class Pipeline:
         grad_slots = self.receive("backward", carry.grad_slots, task.receive_slot, carry.gradient)
         carry = carry._replace(grad_slots=grad_slots)
         grads = None if self.per_chunk else carry.grads
-        idle = BackwardResult(self.transfer.zeros(), carry.losses, grads, carry.chunk_grads)
-        idle = idle._replace(d_input=self.zeros()) if self.breadth_first else idle
+        idle = TaskResult(self.transfer.zeros(), None, carry.losses, grads, carry.chunk_grads)
+        idle = idle._replace(boundary=jnp.zeros_like(self.like)) if self.breadth_first else idle
         result = self.cond_update("backward_active", task.active, partial(self.backward_task, task, carry), idle)
-        carry = carry._replace(gradient=result.gradient, losses=result.losses, chunk_grads=result.chunk_grads)
+        carry = carry._replace(gradient=result.message, losses=result.losses, chunk_grads=result.chunk_grads)
         if self.breadth_first:
             starts = task.active & task.from_embedding
-            carry = carry._replace(boundary=self.write(carry.boundary, task.microbatch, result.d_input, starts))
+            carry = carry._replace(boundary=self.write(carry.boundary, task.microbatch, result.boundary, starts))
         return self.scatter_chunk(task, carry) if self.per_chunk else carry._replace(grads=result.grads)
 
-    def backward_task(self, task: Task, carry: Carry, idle: BackwardResult) -> BackwardResult:
+    def backward_task(self, task: Task, carry: Carry, idle: TaskResult) -> TaskResult:
         x, d_y = carry.inputs[task.slot], carry.grad_slots[task.grad_slot]
         microbatch, model = self.microbatch(task.microbatch), self.chunk_model(task, carry)
         if self.layers == 1 and not self.per_chunk:  # nothing runs between its forward and backward that needs the room
@@ -213,8 +204,8 @@ class Pipeline:
         else:
             blocks, d_x = vjp(d_y, grads.blocks, task.chunk * self.layers)
             grads = Parts(blocks, grads.ends if self.breadth_first else self.embedding_vjp(task, d_x, ends))
-        d_input = d_x if self.breadth_first else None
-        return BackwardResult(self.transfer.pack(d_x), losses, grads, chunk_grads, d_input)
+        boundary = d_x if self.breadth_first else None
+        return TaskResult(self.transfer.pack(d_x), None, losses, grads, chunk_grads, boundary)
 
     def head_vjp(self, task: Task, y: Array, d_y: Array, losses: Losses, ends: Tree) -> tuple[Losses, Array, Tree]:
         """(losses plus the head's, gradient of y, `ends` plus the head's gradients) where y goes to the head; otherwise
@@ -325,8 +316,6 @@ class Pipeline:
         losses, boundary, ends = self.cond(name, self.stage == stage, run_all, lambda: unchanged)
         return carry._replace(losses=losses, boundary=boundary, grads=carry.grads._replace(ends=ends))
 
-    # ---- conditions
-
     def cond(self, name: str, predicate: Array, true_fn: Callable[[], T], false_fn: Callable[[], T]) -> T:
         """lax.cond in a named scope that audit can find (ScheduleTable.runs); a select if idle stages run, for devices
         that must not diverge."""
@@ -358,9 +347,6 @@ class Pipeline:
     def at_stage(self, tasks: Half) -> Task:
         return cast(Task, jax.tree.map(lambda column: column[self.stage], tasks))
 
-    def zeros(self) -> Array:
-        return jnp.zeros_like(self.like)
-
     # Slots are read and written outside conditionals: inside, a GPU's compiler copies all of them in every tick.
 
     def slots(self, number: int) -> Array:
@@ -374,5 +360,6 @@ class Pipeline:
     def receive(self, half: str, slots: Array, slot: Array, message: Array) -> Array:
         """`slots` with what has arrived from a neighbour, if anything has."""
         if not self.transfer.sends_all:
-            message = self.cond(f"{half}_receives", slot != IDLE, lambda: self.transfer.unpack(message), self.zeros)
+            unpack, zeros = partial(self.transfer.unpack, message), partial(jnp.zeros_like, self.like)
+            message = self.cond(f"{half}_receives", slot != IDLE, unpack, zeros)
         return self.write(slots, slot, message)
