@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from spmd_lm.data.loader import make_validation_loader
+from spmd_lm.data.corpus import make_loader
 from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.runtime.metrics import Record
 from spmd_lm.training.run import TrainingRun
@@ -16,7 +16,7 @@ class Evaluate:
 
     def __init__(self, run: TrainingRun):
         self.every = run.config.train.eval_every
-        self.loader = make_validation_loader(run.config, run.corpus) if self.every else None
+        self.loader = make_loader(run.config, run.corpus, "validation") if self.every else None
 
     def __call__(self, run: TrainingRun) -> None:
         if self.loader is None or not run.is_due(self.every):

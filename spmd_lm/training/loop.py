@@ -10,9 +10,8 @@ from pathlib import Path
 import jax
 
 from spmd_lm.config.schema import RunConfig, Synthetic
-from spmd_lm.data.batch_source import TrainLoader
-from spmd_lm.data.corpus import Corpus, load_data
-from spmd_lm.data.loader import make_train_loader, make_validation_loader
+from spmd_lm.data.corpus import Corpus, load_data, make_loader
+from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.errors import Exit
 from spmd_lm.generation.generate import generate_text
@@ -58,9 +57,9 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
             with clock.time("init"):
                 pretrained = open_pretrained(run_dir, program)
                 corpus = load_data(config.data, config.train.seed, config.model.vocab)
-                loader = make_train_loader(config, corpus)
+                loader = make_loader(config, corpus, "training")
                 if config.train.eval_every:
-                    make_validation_loader(config, corpus)  # refuses too little text before any file is written
+                    make_loader(config, corpus, "validation")  # refuses too little text before any file is written
                 progress.log(corpus.describe(), *messages)
                 state = initial_state(run_dir, program, pretrained, corpus, progress)
             with run_dir.open_files(status, progress.log) as metrics_log:
@@ -108,7 +107,7 @@ def compile_step(run: TrainingRun) -> None:
     run.write_status()
 
 
-def train_steps(run: TrainingRun, loader: TrainLoader, hooks: list[Hook], signals: StopSignals) -> None:
+def train_steps(run: TrainingRun, loader: Loader, hooks: list[Hook], signals: StopSignals) -> None:
     """The loop: up to train.steps, or until a signal comes."""
     with run.progress.live_line():
         for step in signals.until_received(range(run.step + 1, run.config.train.steps + 1)):
