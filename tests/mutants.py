@@ -62,6 +62,10 @@ PLACED = {
     "gather",
     "psum_batch",
     "psum_stages",
+    "send",
+    "write",
+    "gather_layers",
+    "dynamic_update_slice_in_dim",
     "optimization_barrier",
 }
 FACTORS = (ast.Mult, ast.Div)
@@ -75,10 +79,8 @@ EQUIVALENT = {
     # part of a mutant's name: why nobody who watches numbers and communication can see it
     "rows * wide.itemsize": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
     "-tokens * row_bytes": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
-    "drop a factor: 8 * 128": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
-    "128 * model": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
-    "drop a factor: 8 * 16": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
-    "16 * shards": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
+    "drop a factor: 8 * tile": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
+    "tile * shards": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
     "optimization_barrier((d_slots, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; test_audit.py sees an H100's",

@@ -35,8 +35,7 @@ PRIVATE_IDENTIFIERS = {
 STANDARD = {
     # where: the names on the list that mean there what they mean everywhere
     "parallel/pipeline/interpreter.py": {"half"},  # one half of a tick
-    "parallel/pipeline/schedule_table.py": {"half"},
-    "ops/rotary.py": {"half"},  # of the features
+    "parallel/pipeline/schedule.py": {"half"},
 }
 
 

@@ -22,8 +22,7 @@ from spmd_lm.analysis.hlo import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, RED
 from spmd_lm.analysis.memory import at_least_float32, dtype_bytes, elements_per_device, tokens_per_device
 from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames, is_dim_names
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
-from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.parallel.pipeline.schedule_table import schedule_table
+from spmd_lm.parallel.pipeline.schedule import make_schedule, schedule_table
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import SHARD
 

@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import Remat, RunConfig
 from spmd_lm.ops import cross_entropy
-from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.parallel.pipeline.schedule_table import schedule_table
+from spmd_lm.parallel.pipeline.schedule import make_schedule, schedule_table
 from spmd_lm.parallel.plan import Plan, Tree, padded_vocab
 
 

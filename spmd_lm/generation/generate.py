@@ -167,4 +167,4 @@ class Generator:
 
     @property
     def _batch_spec(self) -> P:
-        return P(self.program.plan.activation_rules.axes("batch"))
+        return P(self.program.plan.placement.axes("batch"))

@@ -4,44 +4,52 @@ Each device attends with its own heads.  Shapes: B batch, T time, S time of the 
 keys and values, each of which serves H / G queries (arXiv:2305.13245), K head width.  Softmax is float32 or wider."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from spmd_lm.axes import num_shards
 from spmd_lm.ops.collectives import global_indices
-from spmd_lm.ops.dropout import DropoutKey, KeyWords, dropout
-from spmd_lm.ops.rotary import apply_rotary
+from spmd_lm.ops.dropout import DropoutKey, dropout
 
-SITE = 0
-"""The dropout site of attention probabilities."""
+SITE = 0  # the dropout site of attention probabilities
 
 
-class ProbabilityDropout(NamedTuple):
-    """Dropout of attention probabilities.  key: words of shape [B, H, 1, 1]."""
-
-    rate: float
-    key: KeyWords
+Dropout = Callable[..., Array] | None
+"""drop(probabilities [B, H, T, S], row=, column=), with positions of queries, uint32 [T, 1], and keys, uint32 [S]."""
 
 
-def _softmax_attention(q, k, v, mask, drop: ProbabilityDropout | None, row) -> jax.Array:
-    """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; row: uint32 [T, 1], positions
-    of the queries in the sequence."""
+def apply_rotary(x: Array, positions: Array, theta: float) -> Array:
+    """Rotary position embeddings (arXiv:2104.09864): feature i of x [B, T, H, K] is rotated with feature i + K/2, by
+    position x theta^(-2i/K), so that products of queries and keys depend on their distance.  positions: int32 [B, T].
+
+    Angles are float32 or wider: bfloat16 cannot tell position 257 from 256."""
+    pairs = x.shape[-1] // 2
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    frequencies = theta ** (-jnp.arange(pairs, dtype=wide) / pairs)
+    angles = positions[..., None, None].astype(wide) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    a, b = jnp.split(x.astype(wide), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _softmax_attention(q, k, v, mask, drop: Dropout, row) -> Array:
+    """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; row: as Dropout's."""
     k, v = (x if x.shape[2] == q.shape[2] else jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bthk,bshk->bhts", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide)
     scores = scores if mask is None else jnp.where(mask, scores, -1e30)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     if drop:
-        probabilities = dropout(probabilities, drop.rate, drop.key, row, jnp.arange(k.shape[1], dtype=jnp.uint32))
+        probabilities = drop(probabilities, row=row, column=jnp.arange(k.shape[1], dtype=jnp.uint32))
     return jnp.einsum("bhts,bshk->bthk", probabilities, v)
 
 
-def _xla(q, k, v, segment_ids, causal: bool, drop: ProbabilityDropout | None) -> jax.Array:
-    """Causal attention runs in two blocks of queries: the first skips the second half of the keys (-4% of a step on a
-    CPU)."""
+def _xla(q, k, v, segment_ids, causal: bool, drop: Dropout) -> Array:
+    # Two causal blocks of queries: the first skips the second half of the keys (-4% of a step on a CPU).
     time = q.shape[1]
     blocks = 2 if causal and time % 2 == 0 and time >= 128 else 1
     out = []
@@ -56,22 +64,15 @@ def _xla(q, k, v, segment_ids, causal: bool, drop: ProbabilityDropout | None) ->
     return jnp.concatenate(out, axis=1)
 
 
-def _cudnn(q, k, v, segment_ids, causal: bool, drop: None) -> jax.Array:
+def _cudnn(q, k, v, segment_ids, causal: bool, drop: None) -> Array:
     """segment_ids, of bidirectional rows: 1 for the tokens of a row, 0 for the padding after them."""
     assert not drop and not (causal and segment_ids is not None)
-    lengths = None if segment_ids is None else segment_ids.sum(1, dtype=jnp.int32)
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=causal,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        implementation="cudnn",
-    )
+    n = None if segment_ids is None else segment_ids.sum(1, dtype=jnp.int32)
+    lengths: dict = {"query_seq_lengths": n, "key_value_seq_lengths": n}
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn", **lengths)
 
 
-def _splash(q, k, v, segment_ids, causal: bool, drop: None, interpret: bool = False) -> jax.Array:
+def _splash(q, k, v, segment_ids, causal: bool, drop: None, interpret: bool = False) -> Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -106,7 +107,7 @@ class AttentionSpec:
     kernel: str = "xla"
     dropout: float = 0.0
 
-    def split_heads(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array | None):
+    def split_heads(self, q: Array, k: Array, v: Array, positions: Array | None):
         """This device's heads of each, [B, T, H or G, K], with rotary embeddings applied."""
         shards = num_shards("heads")
         q = q.reshape(*q.shape[:-1], self.heads // shards, -1)
@@ -116,40 +117,34 @@ class AttentionSpec:
             q, k = (apply_rotary(x, positions, self.rope_theta) for x in (q, k))
         return q, k, v
 
-    def probability_dropout(self, key: DropoutKey | None) -> ProbabilityDropout | None:
-        if key is None or not self.dropout:
-            return None
-        w0, w1 = key.words(SITE, global_indices("heads", self.heads // num_shards("heads")))
-        return ProbabilityDropout(self.dropout, (w0[:, :, None, None], w1[:, :, None, None]))
-
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     spec: AttentionSpec,
-    positions: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
+    positions: Array | None = None,
+    segment_ids: Array | None = None,
     key: DropoutKey | None = None,
-) -> jax.Array:
+) -> Array:
     """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  positions: int32 [B, T], for rotary
     embeddings.  segment_ids: int32 [B, T]; tokens attend within their segment.  key: None for no dropout."""
-    drop = spec.probability_dropout(key)
+    drop: Dropout = None
+    if key is not None and spec.dropout:
+        w0, w1 = key.words(SITE, global_indices("heads", spec.heads // num_shards("heads")))
+        drop = functools.partial(dropout, rate=spec.dropout, key=(w0[:, :, None, None], w1[:, :, None, None]))
     heads = spec.split_heads(q, k, v, positions)
     return KERNELS[spec.kernel](*heads, segment_ids, spec.causal, drop).reshape(q.shape)
 
 
-KVCache = tuple[jax.Array, jax.Array]
-"""Keys and values, [B, S, G, K] each, by position."""
+KVCache = tuple[Array, Array]  # keys and values, [B, S, G, K] each, by position
 
 
 def attention_with_cache(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: KVCache, positions: jax.Array
-) -> tuple[jax.Array, KVCache]:
+    q: Array, k: Array, v: Array, spec: AttentionSpec, cache: KVCache, positions: Array
+) -> tuple[Array, KVCache]:
     """Causal attention of tokens at `positions` (int32 [B, T]) to all earlier ones, through a cache to which their keys
-    and values are added first.
-
-    Entries of the cache beyond a row's last position are masked."""
+    and values are added first.  Entries of the cache beyond a row's last position are masked."""
     shape, row = q.shape, jnp.arange(q.shape[0], dtype=jnp.int32)[:, None]
     q, k, v = spec.split_heads(q, k, v, positions)
     k, v = (old.at[row, positions].set(new) for old, new in zip(cache, (k, v), strict=True))

@@ -2,32 +2,31 @@
 
 A step runs on every device on its own shard of each array, and a model is written for one such shard.  A function here
 takes the name of a dimension and runs over the mesh axes that shard it; where none does, it returns its argument
-unchanged.  Only functions whose docstring gives a gradient may be differentiated through."""
+unchanged.  Only functions decorated `with_gradient` may be differentiated through."""
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
 from spmd_lm.axes import SEQUENCE, nontrivial_axes, num_shards
 
 
-def shard_index(name: str) -> jax.Array:
+def shard_index(name: str) -> Array:
     """Which shard of the dimension `name` this device holds, int32."""
-    axes = nontrivial_axes(name)
-    return lax.axis_index(axes).astype(jnp.int32) if axes else jnp.zeros((), jnp.int32)
+    return lax.axis_index(axes).astype(jnp.int32) if (axes := nontrivial_axes(name)) else jnp.zeros((), jnp.int32)
 
 
-def global_indices(name: str, local_size: int) -> jax.Array:
+def global_indices(name: str, local_size: int) -> Array:
     """The global indices of this device's `local_size` entries of the dimension `name`, int32 [local_size]."""
     return shard_index(name) * local_size + jnp.arange(local_size, dtype=jnp.int32)
 
 
-def local_slice(x: jax.Array, name: str, dim: int) -> jax.Array:
+def local_slice(x: Array, name: str, dim: int) -> Array:
     """This device's shard of x along `dim`, a dimension called `name` that every device holds whole."""
     if not nontrivial_axes(name):
         return x
@@ -37,28 +36,25 @@ def local_slice(x: jax.Array, name: str, dim: int) -> jax.Array:
 
 def psum(x: Any, name: str) -> Any:
     """The sum of `x` over the shards of `name`."""
-    axes = nontrivial_axes(name)
-    return lax.psum(x, axes) if axes else x
+    return lax.psum(x, axes) if (axes := nontrivial_axes(name)) else x
 
 
-def pmax(x: jax.Array, name: str) -> jax.Array:
+def pmax(x: Array, name: str) -> Array:
     """The maximum of `x` over the shards of `name`."""
-    axes = nontrivial_axes(name)
-    return lax.pmax(x, axes) if axes else x
+    return lax.pmax(x, axes) if (axes := nontrivial_axes(name)) else x
 
 
-def all_gather(x: jax.Array, name: str, dim: int) -> jax.Array:
+def all_gather(x: Array, name: str, dim: int) -> Array:
     """x with all shards of the dimension `dim`, called `name`."""
-    axes = nontrivial_axes(name)
-    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if (axes := nontrivial_axes(name)) else x
 
 
-def gather_sequence(x: jax.Array) -> jax.Array:
+def gather_sequence(x: Array) -> Array:
     """x [batch, sequence, ...] with the whole sequence."""
     return all_gather(x, SEQUENCE, 1)
 
 
-def reduce_scatter(x: jax.Array, axes: str | tuple[str, ...], dim: int, *, row_major: bool = False) -> jax.Array:
+def reduce_scatter(x: Array, axes: str | tuple[str, ...], dim: int, *, row_major: bool = False) -> Array:
     """The sum of x over mesh axes, of which each device keeps its shard along `dim`.
 
     A TPU's compiler makes a full all-reduce of it where an array has dimensions of size one, which are therefore
@@ -77,7 +73,7 @@ def reduce_scatter(x: jax.Array, axes: str | tuple[str, ...], dim: int, *, row_m
     return lax.expand_dims(shard.reshape(local_shape) if leading else shard, ones)
 
 
-def reduce_scatter_or_psum(x: jax.Array, name: str) -> jax.Array:
+def reduce_scatter_or_psum(x: Array, name: str) -> Array:
     """The sum of x [batch, whole sequence, width] over the shards of `name`; this device's shard of the sequence.
 
     One reduce-scatter where the sequence is sharded, otherwise an all-reduce."""
@@ -87,84 +83,39 @@ def reduce_scatter_or_psum(x: jax.Array, name: str) -> jax.Array:
     return reduce_scatter(x, axes, 1)
 
 
-# --- f and g ----------------------------------------------------------------------------------------------------------
+def with_gradient(backward: Callable[[Array, str], Array]) -> Callable[[Callable], Callable[..., Array]]:
+    """Gives a linear f(x, name) the gradient backward(g, name), where g is that of its result."""
+
+    def decorate(f: Callable) -> Callable[..., Array]:
+        linear = jax.custom_vjp(f, nondiff_argnums=(1,))
+        linear.defvjp(lambda x, name: (f(x, name), None), lambda name, _, g: (backward(g, name),))
+        return linear
+
+    return decorate
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def copy_to_region(x: jax.Array, name: str) -> jax.Array:
+@with_gradient(lambda g, name: reduce_scatter_or_psum(g, name))
+def copy_to_region(x: Array, name: str) -> Array:
     """The residual stream x [batch, sequence, width] with its whole sequence, where it enters matrices that are sharded
-    along `name`.
-
-    Megatron's f (arXiv:1909.08053, section 3): its gradient is the sum of the shards' gradients."""
+    along `name`: Megatron's f (arXiv:1909.08053, section 3).  The shards' gradients are summed."""
     return gather_sequence(x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def reduce_from_region(x: jax.Array, name: str) -> jax.Array:
-    """The sum of x [batch, whole sequence, width] over the shards of `name`, as the residual stream holds it.
-
-    Megatron's g (arXiv:1909.08053, section 3): every shard receives the same gradient."""
+@with_gradient(lambda g, name: gather_sequence(g))
+def reduce_from_region(x: Array, name: str) -> Array:
+    """The sum of x [batch, whole sequence, width] over the shards of `name`, as the residual stream holds it:
+    Megatron's g (arXiv:1909.08053, section 3).  Every shard receives the same gradient."""
     return reduce_scatter_or_psum(x, name)
 
 
-def _copy_forward(x, name):
-    return gather_sequence(x), None
-
-
-def _copy_backward(name, _, g):
-    return (reduce_scatter_or_psum(g, name),)
-
-
-def _reduce_forward(x, name):
-    return reduce_scatter_or_psum(x, name), None
-
-
-def _reduce_backward(name, _, g):
-    return (gather_sequence(g),)
-
-
-copy_to_region.defvjp(_copy_forward, _copy_backward)
-reduce_from_region.defvjp(_reduce_forward, _reduce_backward)
-
-
-# --- for heads that predict one thing per row -------------------------------------------------------------------------
-
-
-@jax.custom_vjp
-def from_first_shard(x: jax.Array) -> jax.Array:
+@with_gradient(lambda g, name: jnp.where(shard_index(name) == 0, g, 0))
+def from_first_shard(x: Array, name: str = SEQUENCE) -> Array:
     """The value of x on the device that holds the beginning of the sequence; gradients reach that device alone."""
-    return _from_first(x)
+    return psum(jnp.where(shard_index(name) == 0, x, 0), name)
 
 
-def _from_first(x: jax.Array) -> jax.Array:
-    return psum(jnp.where(shard_index(SEQUENCE) == 0, x, 0), SEQUENCE)
-
-
-def _from_first_forward(x):
-    return _from_first(x), None
-
-
-def _from_first_backward(_, g):
-    return (jnp.where(shard_index(SEQUENCE) == 0, g, 0),)
-
-
-from_first_shard.defvjp(_from_first_forward, _from_first_backward)
-
-
-@jax.custom_vjp
-def gather_replicated_grad(x: jax.Array) -> jax.Array:
-    """x [batch, sequence, ...] with the whole sequence, for a computation that every device repeats.
-
-    So the gradient is the same on every device: it is sliced, not summed."""
-    return gather_sequence(x)
-
-
-def _gather_forward(x):
-    return gather_sequence(x), None
-
-
-def _gather_backward(_, g):
-    return (local_slice(g, SEQUENCE, 1),)
-
-
-gather_replicated_grad.defvjp(_gather_forward, _gather_backward)
+@with_gradient(lambda g, name: local_slice(g, name, 1))
+def gather_replicated_grad(x: Array, name: str = SEQUENCE) -> Array:
+    """x [batch, sequence, ...] with the whole sequence, for a computation that every device repeats: the gradient is
+    the same on every device, so it is sliced, not summed."""
+    return all_gather(x, name, 1)

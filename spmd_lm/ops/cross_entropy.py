@@ -9,11 +9,10 @@ Shapes: N tokens of one chunk, V local rows of the table, W width."""
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from spmd_lm.axes import num_shards
 from spmd_lm.ops.collectives import gather_sequence, global_indices, pmax, psum, reduce_scatter_or_psum
@@ -31,25 +30,13 @@ def chunks(tokens: int, row_bytes: int) -> tuple[int, int]:
     return number, -(-tokens // number)
 
 
-def _wide(x: jax.Array) -> jnp.dtype:
+def _wide(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-class _Chunk(NamedTuple):
-    """Of one chunk: inputs [N, W], targets and weights [N], each token's negative log-likelihood [N], the exponentials
-    [N, V] and their sum over the vocabulary [N], and whether the target is the likeliest token [N]."""
-
-    x: jax.Array
-    targets: jax.Array
-    weights: jax.Array
-    nll: jax.Array
-    exponentials: jax.Array
-    normalizer: jax.Array
-    correct: jax.Array
-
-
-def _forward_chunk(part, table: jax.Array, bias: jax.Array | None, vocab: int) -> _Chunk:
-    x, targets, weights = part
+def _forward_chunk(x, targets, table: Array, bias: Array | None, vocab: int) -> tuple[Array, ...]:
+    """For inputs [N, W] and targets [N]: each token's negative log-likelihood [N], whether its target is the likeliest
+    [N], and the exponentials [N, V] with their sum over the vocabulary [N]."""
     rows, wide = table.shape[0], _wide(x)
     logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=wide)
     if bias is not None:
@@ -61,16 +48,15 @@ def _forward_chunk(part, table: jax.Array, bias: jax.Array | None, vocab: int) -
     target_logit = jnp.where(in_shard, jnp.take_along_axis(logits, target_row[:, None], 1)[:, 0], 0)
     exponentials = jnp.exp(logits - largest[:, None])
     normalizer, target_logit = psum((exponentials.sum(-1), target_logit), "vocab")
-    nll = jnp.log(normalizer) + largest - target_logit
-    return _Chunk(x, targets, weights, nll, exponentials, normalizer, target_logit >= largest)
+    return jnp.log(normalizer) + largest - target_logit, target_logit >= largest, exponentials, normalizer
 
 
-def _in_chunks(h: jax.Array, targets: jax.Array, weights: jax.Array, rows: int) -> tuple[jax.Array, ...]:
+def _in_chunks(h: Array, targets: Array, weights: Array, rows: int) -> tuple[Array, ...]:
     """h [batch, time, W], targets and weights [batch, time] as [chunks, N, ...], padded with weight 0."""
     tokens, wide = math.prod(h.shape[:2]), _wide(h)
     number, size = chunks(tokens, rows * wide.itemsize)
 
-    def split(a: jax.Array) -> jax.Array:
+    def split(a: Array) -> Array:
         flat = a.reshape(tokens, *a.shape[2:])
         padding = [(0, number * size - tokens)] + [(0, 0)] * (flat.ndim - 1)
         return jnp.pad(flat, padding).reshape(number, size, *a.shape[2:])
@@ -78,13 +64,13 @@ def _in_chunks(h: jax.Array, targets: jax.Array, weights: jax.Array, rows: int) 
     return split(h), split(targets), split(weights.astype(wide))
 
 
-def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """As `cross_entropy`, and the sum of the weights of the tokens whose target is the likeliest.  Not
-    differentiable."""
+def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tuple[Array, Array]:
+    """As `cross_entropy`, and the sum of the weights of tokens whose target is the likeliest; not differentiable."""
 
     def add_chunk(total, part):
-        c = _forward_chunk(part, table, bias, vocab)
-        return (total[0] + (c.nll * c.weights).sum(), total[1] + jnp.where(c.correct, c.weights, 0).sum()), None
+        x, targets, weights = part
+        nll, correct, *_ = _forward_chunk(x, targets, table, bias, vocab)
+        return (total[0] + (nll * weights).sum(), total[1] + jnp.where(correct, weights, 0).sum()), None
 
     h = gather_sequence(h)
     parts = _in_chunks(h, targets, weights, table.shape[0])
@@ -93,14 +79,8 @@ def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tupl
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def cross_entropy(
-    h: jax.Array,
-    table: jax.Array,
-    bias: jax.Array | None,
-    targets: jax.Array,
-    weights: jax.Array,
-    vocab: int,
-    accum_dtype: str = "float32",
-) -> jax.Array:
+    h: Array, table: Array, bias: Array | None, targets: Array, weights: Array, vocab: int, accum_dtype: str = "float32"
+) -> Array:
     """Sum over tokens of weight x negative log-likelihood, in nats, float32 or wider.
 
     h: [batch, sequence, width]; table: [local rows of the padded vocabulary, width]; bias: [local rows]; targets: int32
@@ -112,18 +92,18 @@ def cross_entropy(
 def _forward(h, table, bias, targets, weights, vocab, accum_dtype):
     """Loss, and the gradients of h, table and bias for a loss gradient of 1."""
 
-    def accumulator(x: jax.Array) -> jax.Array:
+    def accumulator(x: Array) -> Array:
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, accum_dtype))
 
     def add_chunk(total, part):
-        loss, d_table, d_bias = total
-        c = _forward_chunk(part, table, bias, vocab)
-        is_target = global_indices("vocab", table.shape[0]) == c.targets[:, None]
-        d_logits = c.exponentials * (c.weights / c.normalizer)[:, None] - jnp.where(is_target, c.weights[:, None], 0)
-        g = d_logits.astype(c.x.dtype)
-        d_table = d_table + jnp.einsum("nv,nd->vd", g, c.x, preferred_element_type=d_table.dtype)
+        (loss, d_table, d_bias), (x, targets, weights) = total, part
+        nll, _, exponentials, normalizer = _forward_chunk(x, targets, table, bias, vocab)
+        is_target = global_indices("vocab", table.shape[0]) == targets[:, None]
+        d_logits = exponentials * (weights / normalizer)[:, None] - jnp.where(is_target, weights[:, None], 0)
+        g = d_logits.astype(x.dtype)
+        d_table = d_table + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=d_table.dtype)
         d_bias = None if d_bias is None else d_bias + d_logits.sum(0, dtype=d_bias.dtype)
-        return (loss + (c.nll * c.weights).sum(), d_table, d_bias), jnp.einsum("nv,vd->nd", g, table)
+        return (loss + (nll * weights).sum(), d_table, d_bias), jnp.einsum("nv,vd->nd", g, table)
 
     h = gather_sequence(h)
     batch, time, width = h.shape

@@ -9,15 +9,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
-KeyWords = tuple[jax.Array, jax.Array]
-"""A threefry key: two uint32 words."""
+KeyWords = tuple[Array, Array]  # a threefry key: two uint32 words
 
 
-def threefry(key: KeyWords, x0: jax.Array, x1: jax.Array) -> KeyWords:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"); uint32 in,
-    uint32 out."""
+def threefry(key: KeyWords, x0: Array, x1: Array) -> KeyWords:
+    """Threefry-2x32 of uint32, 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for i in range(5):
@@ -28,28 +26,26 @@ def threefry(key: KeyWords, x0: jax.Array, x1: jax.Array) -> KeyWords:
     return x0, x1
 
 
-def _uint32(x) -> jax.Array:
+def _uint32(x) -> Array:
     return jnp.asarray(x).astype(jnp.uint32)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DropoutKey:
-    """Everything that a dropout mask depends on, besides its site and coordinates.
+    """What a dropout mask depends on besides its site and coordinates.  seed, step, layer: integer scalars.
+    sample_ids: [batch], the index of each row within the global batch."""
 
-    seed, step, layer: integer scalars.  sample_ids: [batch], the index of each row within the global batch."""
+    seed: Array
+    step: Array
+    sample_ids: Array
+    layer: Array | int = 0
 
-    seed: jax.Array
-    step: jax.Array
-    sample_ids: jax.Array
-    layer: jax.Array | int = 0
-
-    def at_layer(self, layer: jax.Array | int) -> "DropoutKey":
+    def at_layer(self, layer: Array | int) -> "DropoutKey":
         return dataclasses.replace(self, layer=layer)
 
-    def words(self, site: int, lane: jax.Array | int = 0) -> KeyWords:
-        """Threefry keys [batch, *lane.shape]: one for each sample and lane (an attention head, say) of a site in a
-        layer."""
+    def words(self, site: int, lane: Array | int = 0) -> KeyWords:
+        """Threefry keys [batch, *lane.shape]: one for each sample and lane (an attention head, say) of a site."""
         run = threefry((_uint32(self.seed), _uint32(self.step)), _uint32(self.layer), _uint32(site))
         lane = _uint32(lane)
         # A barrier, so that keys are computed before they are used: fused into the loops over entries, their rounds
@@ -58,7 +54,7 @@ class DropoutKey:
         return lax.optimization_barrier(threefry(run, rows, lane))
 
 
-def dropout(x: jax.Array, rate: float, key: KeyWords, row: jax.Array, column: jax.Array) -> jax.Array:
+def dropout(x: Array, rate: float, key: KeyWords, row: Array, column: Array) -> Array:
     """`x` with each entry zeroed with probability `rate` and the rest scaled up.  key, row, column: uint32, broadcast
     to x."""
     bits, _ = threefry(key, *jnp.broadcast_arrays(row, column))

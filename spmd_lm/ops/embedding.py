@@ -7,31 +7,27 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from spmd_lm.axes import SEQUENCE, num_shards
 from spmd_lm.ops.collectives import gather_sequence, local_slice, reduce_scatter_or_psum, shard_index
 
 
-def local_rows(ids: jax.Array, rows: int, name: str) -> tuple[jax.Array, jax.Array]:
+def local_rows(ids: Array, rows: int, name: str) -> tuple[Array, Array]:
     """`ids` as row numbers of this device's shard of the dimension `name`, and whether they are in it."""
     local = ids - shard_index(name) * rows
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def lookup(table: jax.Array, ids: jax.Array, name: str) -> jax.Array:
-    """Embeddings [batch, sequence, width] of ids (int32 [batch, time]).  table: [local rows, width]; `name` is the name
-    of its rows.
+def lookup(table: Array, ids: Array, name: str) -> Array:
+    """Embeddings [batch, sequence, width] of ids (int32 [batch, time]).  table: [local rows, width], of `name`.
 
     If the rows are not sharded each device looks up its shard of the sequence, and its gradient is of that alone."""
     if num_shards(name) == 1:
         return table[local_slice(ids, SEQUENCE, 1)]
     rows, in_shard = local_rows(ids, table.shape[0], name)
     return reduce_scatter_or_psum(jnp.where(in_shard[..., None], table[rows], 0).astype(table.dtype), name)
-
-
-def _forward(table, ids, name):
-    return lookup(table, ids, name), (table, ids)
 
 
 def _backward(name, saved, g):
@@ -45,4 +41,4 @@ def _backward(name, saved, g):
     return jnp.zeros(table.shape, wide).at[rows].add(g.astype(wide)).astype(table.dtype), None
 
 
-lookup.defvjp(_forward, _backward)
+lookup.defvjp(lambda table, ids, name: (lookup(table, ids, name), (table, ids)), _backward)

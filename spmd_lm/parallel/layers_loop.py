@@ -6,16 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from spmd_lm.parallel.residuals import drop_residuals
+from spmd_lm.parallel.trees import Tree, drop_residuals
 
-Tree = Any
-Losses = dict[str, jax.Array]
-Stacks = tuple[Tree, ...]
-"""Trees of arrays [layers, ...]."""
+Losses = dict[str, Array]
+Stacks = tuple[Tree, ...]  # trees of arrays [layers, ...]
 
-Block = Callable[..., tuple[jax.Array, Losses]]
+Block = Callable[..., tuple[Array, Losses]]
 """block(*layer, x, microbatch, index) -> (x, auxiliary losses).  layer: one layer of each of the stacks."""
 
 
@@ -30,15 +28,15 @@ class LayersLoop:
     layers_per_block: int = 1
 
     def run(
-        self, block: Block, stacks: Stacks, x: jax.Array, microbatch: Tree, first: jax.Array | int = 0
-    ) -> tuple[jax.Array, Losses]:
+        self, block: Block, stacks: Stacks, x: Array, microbatch: Tree, first: Array | int = 0
+    ) -> tuple[Array, Losses]:
         """x through all layers, and the sum of their losses.  first: the model's index of the first layer."""
         if self.layers_per_weight > 1:
             block, stacks = self._share_weights(block, stacks)
         if self.layers_per_block > 1:
             block, stacks, first = self._remat_blocks(block, stacks, first)
 
-        def step(x: jax.Array, layer: tuple[Stacks, jax.Array]) -> tuple[jax.Array, Losses]:
+        def step(x: Array, layer: tuple[Stacks, Array]) -> tuple[Array, Losses]:
             layer_stacks, i = layer
             return block(*layer_stacks, x, microbatch, first + i)
 
@@ -46,15 +44,15 @@ class LayersLoop:
         return x, self._sum(losses)
 
     def vjp(
-        self, block: Block, stacks: Stacks, x: jax.Array, microbatch: Tree, first: jax.Array | int = 0
-    ) -> tuple[jax.Array, Losses, Callable]:
+        self, block: Block, stacks: Stacks, x: Array, microbatch: Tree, first: Array | int = 0
+    ) -> tuple[Array, Losses, Callable]:
         """As `run`, and vjp(d_y, total, at, overwrite) -> (total, d_x) for the layers of the first stack.
 
         vjp takes the gradient of the result, and 1 as that of the losses, to that of x; it adds each layer's gradients
         to `total`, from its entry `at` on, as they are computed, so that they never all exist beside it.  overwrite: if
         true, overwrite `total` instead of adding."""
         if self.layers_per_block > 1:
-            return self._vjp_of_remat_blocks(block, stacks, x, microbatch, first)
+            block, stacks, first = self._remat_blocks(block, stacks, first)
 
         def forward(x, layer):
             (diff, *rest), i = layer
@@ -75,17 +73,14 @@ class LayersLoop:
         layers = self._layers(stacks)
         y, saved = self._loop(forward, x, layers)
 
-        def vjp(
-            d_y: jax.Array, total: Tree, at: jax.Array | int, overwrite: jax.Array | None = None
-        ) -> tuple[Tree, jax.Array]:
-            entries = at + jnp.arange(num_layers(stacks), dtype=jnp.int32)
+        def vjp(d_y: Array, total: Tree, at: Array | int, overwrite: Array | None = None):
+            at = at // self.layers_per_block if self.layers_per_block > 1 else at
+            entries = at + jnp.arange(jax.tree.leaves(stacks)[0].shape[0], dtype=jnp.int32)
             inputs = (layers, saved, entries) if self.scan else list(zip(layers, saved, entries, strict=True))
-            (d_x, total, _), _ = self._loop(backward, (d_y, total, overwrite), inputs, reverse=True)
-            return total, d_x
+            (d_x, new, _), _ = self._loop(backward, (d_y, self._group(total), overwrite), inputs, reverse=True)
+            return jax.tree.map(lambda new, old: new.reshape(old.shape), new, total), d_x
 
         return y, self._sum(saved[0] if self.scan else [losses for losses, _ in saved]), vjp
-
-    # ---- shared weights and remat blocks
 
     def _share_weights(self, block: Block, stacks: Stacks) -> tuple[Block, Stacks]:
         """A stack without weights, whose layers all use those of the one layer in `stacks`."""
@@ -96,7 +91,7 @@ class LayersLoop:
 
         return shared_block, (jnp.zeros((self.layers_per_weight, 0)),)
 
-    def _remat_blocks(self, block: Block, stacks: Stacks, first: jax.Array | int) -> tuple[Block, Stacks, int]:
+    def _remat_blocks(self, block: Block, stacks: Stacks, first: Array | int) -> tuple[Block, Stacks, int]:
         """A stack of remat blocks, each of which runs its layers again in backward."""
         inner = LayersLoop(self.scan)
 
@@ -108,21 +103,10 @@ class LayersLoop:
         return jax.checkpoint(remat_block, prevent_cse=not self.scan), self._group(stacks), 0
 
     def _group(self, stacks: Tree) -> Tree:
-        """[layers, ...] as [remat blocks, layers of each, ...]."""
-        size = self.layers_per_block
+        """[layers, ...] as [remat blocks, layers of each, ...]; unchanged without remat blocks."""
+        if (size := self.layers_per_block) == 1:
+            return stacks
         return jax.tree.map(lambda w: w.reshape(w.shape[0] // size, size, *w.shape[1:]), stacks)
-
-    def _vjp_of_remat_blocks(self, block, stacks, x, microbatch, first) -> tuple[jax.Array, Losses, Callable]:
-        block, groups, start = self._remat_blocks(block, stacks, first)
-        y, losses, vjp_of_groups = LayersLoop(self.scan).vjp(block, groups, x, microbatch, start)
-
-        def vjp(d_y, total, at, overwrite=None):
-            new, d_x = vjp_of_groups(d_y, self._group(total), at // self.layers_per_block, overwrite)
-            return jax.tree.map(lambda w, t: w.reshape(t.shape), new, total), d_x
-
-        return y, losses, vjp
-
-    # ---- the loop itself, scanned or unrolled
 
     def _layers(self, stacks: Stacks) -> Any:
         """The layers of the stacks and their indices, as `_loop` takes them: stacked, or a list.
@@ -149,7 +133,3 @@ class LayersLoop:
         if self.scan:
             return jax.tree.map(lambda loss: loss.sum(0), losses)
         return jax.tree.map(lambda *losses: sum(losses), *losses)
-
-
-def num_layers(stacks: Stacks) -> int:
-    return jax.tree.leaves(stacks[0])[0].shape[0]

@@ -69,14 +69,12 @@ def make_mesh(layout: Layout, devices: list[jax.Device]) -> Mesh:
         data_shape, array = _on_torus(layout, devices)
     else:
         array = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
-    names: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in MESH_AXES}
-    if len(data_shape) > 1:
-        names[DATA] = tuple(f"{DATA}{i}" for i in range(len(data_shape)))
-    outermost_first = [name for axis in OUTERMOST_FIRST for name in names[axis]]
-    array = array.reshape(_mesh_shape(layout, data_shape))
-    order = [name for axis in MESH_AXES for name in names[axis]]
-    array = array.transpose([outermost_first.index(name) for name in order])
-    return Mesh(array, tuple(order), axis_types=(AxisType.Auto,) * len(order))
+    data = [f"{DATA}{i}" for i in range(len(data_shape))] if len(data_shape) > 1 else [DATA]
+    outermost_first, names = (
+        [name for axis in axes for name in (data if axis == DATA else [axis])] for axes in (OUTERMOST_FIRST, MESH_AXES)
+    )
+    array = array.reshape(_mesh_shape(layout, data_shape)).transpose([outermost_first.index(name) for name in names])
+    return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def _mesh_shape(layout: Layout, data_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -88,7 +86,10 @@ def _on_torus(layout: Layout, devices: list[jax.Device]) -> tuple[tuple[int, ...
     """(shape of `data`, array of devices in the order of OUTERMOST_FIRST): the first shape that fits the torus."""
     from jax.experimental import mesh_utils
 
-    slices = len({getattr(d, "slice_index", 0) or 0 for d in devices})
+    def slice_index(device: Any) -> int:
+        return getattr(device, "slice_index", 0) or 0
+
+    slices = len(set(map(slice_index, devices)))
     if layout.replica % slices:
         raise LayoutError(
             f"parallel.replica={layout.replica} is not a multiple of the {slices} slices, between which only replicas "
@@ -96,16 +97,15 @@ def _on_torus(layout: Layout, devices: list[jax.Device]) -> tuple[tuple[int, ...
         )
     for split, data_shape in itertools.product((False, True), _data_shapes(layout, devices)):
         replicas, *shape = _mesh_shape(layout, data_shape)
-        within, across = (replicas // slices, *shape), (slices, *[1] * len(shape))
         options: dict[str, Any] = {"allow_split_physical_axes": split}
         try:
             if slices == 1:
                 return data_shape, mesh_utils.create_device_mesh((replicas, *shape), devices, **options)
+            within, across = (replicas // slices, *shape), (slices, *[1] * len(shape))
             return data_shape, mesh_utils.create_hybrid_device_mesh(within, across, devices, **options)
         except (NotImplementedError, ValueError):
             continue  # no axis of this length lies along the torus
-    in_order = sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
-    return (layout.data,), np.array(in_order)
+    return (layout.data,), np.array(sorted(devices, key=lambda d: (slice_index(d), d.process_index, d.id)))
 
 
 def _data_shapes(layout: Layout, devices: list[jax.Device]) -> list[tuple[int, ...]]:
@@ -114,7 +114,6 @@ def _data_shapes(layout: Layout, devices: list[jax.Device]) -> list[tuple[int, .
     A long inner ring leaves little for the outer one to send; some compilers refuse rings of 3, 5, ... devices."""
     corner = np.array([d.coords for d in devices])
     torus = {int(n) for n in corner.max(0) - corner.min(0) + 1 if n > 1}
-    split: list[tuple[int, ...]] = [(layout.data // n, n) for n in torus if n < layout.data and layout.data % n == 0]
+    split = [(layout.data // n, n) for n in torus if n < layout.data and layout.data % n == 0]
     split.sort(key=lambda data_shape: (any(n % 2 for n in data_shape), -data_shape[1]))
-    flat: list[tuple[int, ...]] = [(layout.data,)]
-    return flat + split if layout.data <= max(torus, default=1) else split + flat
+    return [(layout.data,), *split] if layout.data <= max(torus, default=1) else [*split, (layout.data,)]

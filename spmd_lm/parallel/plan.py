@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,33 +20,34 @@ from spmd_lm.errors import LayoutError
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules
-from spmd_lm.parallel.zero import NO_ZERO, ZeroPolicy
+from spmd_lm.parallel.zero import ZeroPolicy
 
 Tree = Any
 
 
+def _padded(size: int, shards: int, tile: int) -> int:
+    """`size` rounded up to a multiple of `shards`, and to full tiles per shard where that adds less than an eighth."""
+    rows = tile * shards if 8 * tile * shards <= size else shards
+    return -(-size // rows) * rows
+
+
 def padded_vocab(vocab: int, model: int) -> int:
-    """`vocab` rounded up to a multiple of `model`, and to full tiles of 128 rows where that adds less than an
-    eighth."""
-    tile = 128 * model if 8 * 128 * model <= vocab else model
-    return -(-vocab // tile) * tile
+    return _padded(vocab, model, tile=128)
 
 
 def padded_width(width: int, shards: int) -> int:
-    """`width` rounded up to a multiple of `shards`; where that changes it, to full tiles of 16 bfloat16 rows per shard.
-
-    With shards of 4,272 rows, not 4,267, a TPU's compiler takes 26 s, not 92, for a step of 1T parameters."""
-    tile = 16 * shards if 8 * 16 * shards <= width else shards
-    return width if width % shards == 0 else -(-width // tile) * tile
+    """With shards of 4,272 rows, not 4,267, a TPU's compiler takes 26 s, not 92, for a step of 1T parameters: hence
+    tiles of 16 bfloat16 rows, where `shards` does not divide."""
+    return width if width % shards == 0 else _padded(width, shards, tile=16)
 
 
-def pad_or_crop(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def pad_or_crop(x: Array, shape: tuple[int, ...]) -> Array:
     """`x`, padded with zeros or cropped at the end of each dimension to `shape`."""
     padding = [(0, to - size, 0) for size, to in zip(x.shape, shape, strict=True)]
     return lax.pad(x, jnp.zeros((), x.dtype), padding)
 
 
-def interleave(x: jax.Array, dim: int, first: int, second: int) -> jax.Array:
+def interleave(x: Array, dim: int, first: int, second: int) -> Array:
     """The entries of `dim`, read as [first, second, rest], in the order [second, first, rest]."""
     split = x.reshape(*x.shape[:dim], first, second, -1, *x.shape[dim + 1 :])
     return split.swapaxes(dim, dim + 1).reshape(x.shape)
@@ -64,26 +65,23 @@ class Plan:
     platform: str
     names: Tree
     shapes: Tree
-    zero: ZeroPolicy = NO_ZERO
+    zero: ZeroPolicy = ZeroPolicy()  # noqa: RUF009 - frozen
     sequence: bool = False
     chunks: int = 1
     run_idle_stages: bool = False
 
     def __post_init__(self):
         problems = []
-        for path, names in jax.tree_util.tree_leaves_with_path(self.sharded_names, is_leaf=is_dim_names):
-            leaf = functools.reduce(lambda tree, key: tree[key.key], path, self.placed_shapes)
+        leaves = jax.tree_util.tree_leaves_with_path(self.sharded_names, is_leaf=is_dim_names)
+        for (path, names), leaf in zip(leaves, jax.tree.leaves(self.placed_shapes), strict=True):
+            where = ".".join(key.key for key in path)
             for name, size in zip(names, leaf.shape, strict=True):
                 chunks = self.chunks if name == "layers" else 1
-                parts = self._num_shards(name) * chunks
-                if size % parts:
-                    where = ".".join(k.key for k in path)
+                if size % (parts := self._num_shards(name) * chunks):
                     on = " x ".join(self.param_rules.axes(name)) + " x chunks" * (chunks > 1)
                     problems.append(f"{where}: dimension '{name}' of size {size} is not divisible by {on} = {parts}")
         if problems:
             raise LayoutError(*problems)
-
-    # ---- the mesh
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -99,10 +97,6 @@ class Plan:
     def param_rules(self) -> Rules:
         return PARAMETERS.with_data_axes(self.data_axes)
 
-    @functools.cached_property
-    def activation_rules(self) -> Rules:
-        return activation_rules(self.sequence).with_data_axes(self.data_axes)
-
     def nontrivial_axes(self, *names: str) -> tuple[str, ...]:
         """The mesh axes among `names` that have more than one device, in the mesh's order: a collective over one device
         is none."""
@@ -114,9 +108,7 @@ class Plan:
     @functools.cached_property
     def sharded_names(self) -> Tree:
         """Dimension names of the parameters as ZeRO shards them between steps."""
-        if not self.zero.stage:
-            return self.names
-        return jax.tree.map(zero.sharded_names, self.names, is_leaf=is_dim_names)
+        return jax.tree.map(zero.sharded_names, self.names, is_leaf=is_dim_names) if self.zero.stage else self.names
 
     @functools.cached_property
     def param_specs(self) -> Tree:
@@ -132,11 +124,9 @@ class Plan:
     def canonical_specs(self) -> Tree:
         """PartitionSpecs of the unpadded parameters: `param_specs` without axes that do not divide a canonical size."""
 
-        def divisible_name(name: str | None, size: int) -> str | None:
-            return None if size % self._num_shards(name) else name
-
         def spec(names: DimNames, leaf: jax.ShapeDtypeStruct) -> P:
-            return self.param_rules.spec(tuple(map(divisible_name, names, leaf.shape)))
+            sizes = zip(names, leaf.shape, strict=True)
+            return self.param_rules.spec(tuple(None if size % self._num_shards(name) else name for name, size in sizes))
 
         return jax.tree.map(spec, self.sharded_names, self.shapes, is_leaf=is_dim_names)
 
@@ -160,17 +150,12 @@ class Plan:
     @functools.cached_property
     def batch_spec(self) -> P:
         """PartitionSpec of every array of a batch: microbatches, then rows."""
-        return P(None, self.activation_rules.axes("batch"))
+        return P(None, self.placement.axes("batch"))
 
     def sharding(self, specs: Tree) -> Tree:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))
 
     # ---- between canonical and placed
-
-    @functools.cached_property
-    def interleaved(self) -> bool:
-        """Whether stages hold the layers in another order than the model's."""
-        return self.chunks > 1
 
     def to_stage_order(self, params: Tree) -> Tree:
         """Parameters with their layers in the order in which stages hold them, chunk by chunk."""
@@ -181,10 +166,13 @@ class Plan:
         return self._interleave_layers(params, self.layout.pipe, self.chunks)
 
     def _interleave_layers(self, params: Tree, first: int, second: int) -> Tree:
-        def interleave_leaf(names: DimNames, x: jax.Array) -> jax.Array:
+        if self.chunks == 1:
+            return params
+
+        def interleave_leaf(names: DimNames, x: Array) -> Array:
             return interleave(x, names.index("layers"), first, second) if "layers" in names else x
 
-        return jax.tree.map(interleave_leaf, self.names, params, is_leaf=is_dim_names) if self.interleaved else params
+        return jax.tree.map(interleave_leaf, self.names, params, is_leaf=is_dim_names)
 
     def place(self, params: Tree) -> Tree:
         """Canonical parameters, padded with zeros to the placed shapes, in stage order."""
@@ -194,21 +182,21 @@ class Plan:
         """The inverse of `place`."""
         return jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), self.to_model_order(params), self.shapes)
 
-    # ---- running
-
     @functools.cached_property
     def placement(self) -> Placement:
         """What a model may see inside the step."""
-        return Placement(self.activation_rules.table, self.sizes)
+        return self._placement(self.sequence)
+
+    def _placement(self, sequence: bool) -> Placement:
+        return Placement(activation_rules(sequence).with_data_axes(self.data_axes).table, self.sizes)
 
     def shard_map(self, body: Callable, in_specs: Tree, out_specs: Tree, *, whole_sequence: bool = False) -> Callable:
         """`body` as a function of global arrays; every device runs it on its own shards, and it issues all collectives
         itself.  in_specs, out_specs: trees of PartitionSpecs.  whole_sequence: for bodies whose sequences are too short
         to shard."""
-        unsplit = Placement(activation_rules(False).with_data_axes(self.data_axes).table, self.sizes)
 
         def placed_body(*args):
-            with use_placement(unsplit if whole_sequence else self.placement):
+            with use_placement(self._placement(False) if whole_sequence else self.placement):
                 return body(*args)
 
         return jax.shard_map(placed_body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -218,14 +206,12 @@ class Plan:
     @jax.named_scope("scalars")
     def psum_batch(self, x: Tree) -> Tree:
         """The sum over everything that shards the batch."""
-        axes = self.nontrivial_axes(*BATCH_AXES)
-        return lax.psum(x, axes) if axes else x
+        return lax.psum(x, axes) if (axes := self.nontrivial_axes(*BATCH_AXES)) else x
 
     @jax.named_scope("scalars")
     def psum_stages(self, x: Tree) -> Tree:
         """The sum over the stages of the pipeline."""
-        axes = self.nontrivial_axes(PIPE)
-        return lax.psum(x, axes) if axes else x
+        return lax.psum(x, PIPE) if self.layout.pipe > 1 else x
 
     @functools.cached_property
     def _width(self) -> int:
@@ -240,25 +226,20 @@ class Plan:
 
     def scatter(self, grads: Tree, names: Tree) -> Tree:
         """Gradients of matrices, summed over `data` onto their shards; those of vectors are returned unchanged."""
-        padded = self._placed_size(zero.SHARD, self._width)
-        return zero.scatter(grads, names, self.nontrivial_axes(DATA), padded)
+        return zero.scatter(grads, names, self.nontrivial_axes(DATA), self._placed_size(zero.SHARD, self._width))
 
     def gather_layers(self, stack: Tree) -> Tree:
         """The layers of all stages of this tree of stacks, in model order."""
-        if not self.nontrivial_axes(PIPE):
+        if (pipe := self.layout.pipe) == 1:
             return stack
+        stack = jax.tree.map(lambda x: lax.all_gather(x, PIPE, axis=0, tiled=True), stack)
+        return jax.tree.map(lambda x: interleave(x, 0, pipe, self.chunks), stack)
 
-        def gather_leaf(x: jax.Array) -> jax.Array:
-            return interleave(lax.all_gather(x, PIPE, axis=0, tiled=True), 0, self.layout.pipe, self.chunks)
-
-        return jax.tree.map(gather_leaf, stack)
-
-    def local_layers(self, per_layer: jax.Array) -> jax.Array:
+    def local_layers(self, per_layer: Array) -> Array:
         """The entries of `per_layer` ([layers], in model order) for this stage's layers, in stage order."""
-        per_layer = interleave(per_layer, 0, self.chunks, self.layout.pipe)
-        if not self.nontrivial_axes(PIPE):
+        per_layer, size = interleave(per_layer, 0, self.chunks, self.layout.pipe), per_layer.size // self.layout.pipe
+        if self.layout.pipe == 1:
             return per_layer
-        size = per_layer.shape[0] // self.layout.pipe
         return lax.dynamic_slice_in_dim(per_layer, lax.axis_index(PIPE) * size, size)
 
     def grad_reduce_axes(self, names: DimNames) -> tuple[str, ...]:
@@ -266,12 +247,11 @@ class Plan:
 
         Where the sequence is sharded, a device has seen only its shard of it, so that the gradient of what `model` does
         not shard is a partial sum over `model` too."""
-        batch = self.nontrivial_axes(REPLICA) if zero.SHARD in names else self.nontrivial_axes(*BATCH_AXES)
         tensor_parallel = any(MODEL in self.param_rules.axes(name) for name in names)
-        # The first and the last stage both use what is not a layer.
-        stages = () if "layers" in names else self.nontrivial_axes(PIPE)
-        partial = self.sequence and not tensor_parallel
-        return (*stages, *batch, *self.nontrivial_axes(MODEL)) if partial else (*stages, *batch)
+        stages = () if "layers" in names else (PIPE,)  # the first and the last stage both use what is not a layer
+        batch = (REPLICA,) if zero.SHARD in names else BATCH_AXES
+        partial = (MODEL,) if self.sequence and not tensor_parallel else ()
+        return self.nontrivial_axes(*stages, *batch, *partial)
 
     @jax.named_scope("gradients")
     def psum_gradients(self, grads: Tree, names: Tree) -> Tree:

@@ -4,17 +4,18 @@ The model comes as plain functions of plain dicts, so that nothing here knows wh
 weights are gathered and gradients scattered: around everything, or layer by layer."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from spmd_lm.axes import is_dim_names
-from spmd_lm.parallel.layers_loop import Block, LayersLoop, Losses, Stacks, Tree
+from spmd_lm.parallel.layers_loop import Block, LayersLoop, Losses, Stacks
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.trees import cast, zeros_like
+from spmd_lm.parallel.trees import Tree, cast
 from spmd_lm.parallel.zero import with_gathered_weights
 
 
@@ -28,17 +29,16 @@ class ModelFns:
     embed_params, head_params: the subtrees of a tree of parameters that embed and head read; a tied table is in both.
     loop: how layers run."""
 
-    embed: Callable[[Tree, Tree], jax.Array]
+    embed: Callable[[Tree, Tree], Array]
     block: Block
-    head: Callable[[Tree, jax.Array, Tree], Losses]
+    head: Callable[[Tree, Array, Tree], Losses]
     embed_params: Callable[[Tree], Tree]
     head_params: Callable[[Tree], Tree]
     loop: LayersLoop = LayersLoop()  # noqa: RUF009 - frozen
 
 
 class Parts(NamedTuple):
-    """A tree of parameters in two parts: the stack of layers, and the ends, embedding and head, that no loop runs
-    over."""
+    """A tree of parameters in two: the stack of layers; and the ends, embedding and head, that no loop runs over."""
 
     blocks: Tree
     ends: Tree
@@ -68,9 +68,7 @@ class ShardedModel:
     scatter_in_loop: bool
 
     @classmethod
-    def from_params(
-        cls, fns: ModelFns, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype
-    ) -> "ShardedModel":
+    def from_params(cls, fns: ModelFns, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype) -> Self:
         """Casts, and gathers what the policy gathers once per step."""
         low, names = split_params(cast(params, compute)), split_params(plan.sharded_names)
         if plan.zero.stage == 0:
@@ -82,59 +80,45 @@ class ShardedModel:
         diff = split_params(slots) if in_loop else gathered
         return cls(fns, plan, compute, reduce, diff, split_params(params), gathered, in_loop)
 
-    # ---- other weights
-
-    def with_diff(self, diff: Parts) -> "ShardedModel":
+    def with_diff(self, diff: Parts) -> Self:
         return dataclasses.replace(self, diff=diff)
 
-    def chunk(self, first: jax.Array, layers: int) -> "ShardedModel":
+    def chunk(self, first: Array, layers: int) -> Self:
         """The same model with `layers` layers alone, from the one at `first` on."""
 
-        def slice_layers(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, first, layers, 0)
-
         def slice_blocks(parts: Parts) -> Parts:
-            return parts._replace(blocks=jax.tree.map(slice_layers, parts.blocks))
+            chunk = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, layers, 0), parts.blocks)
+            return parts._replace(blocks=chunk)
 
         diff, shards, gathered = map(slice_blocks, (self.diff, self.shards, self.gathered))
         return dataclasses.replace(self, diff=diff, shards=shards, gathered=gathered)
 
     def gather_blocks(self) -> Tree:
         """The layers' weights, whole, in the compute dtype."""
-        if self.gathered.blocks is not None:
-            return self.gathered.blocks
-        return self.plan.gather(cast(self.shards.blocks, self.compute), self.names.blocks)
+        blocks = self.gathered.blocks
+        return self.gather(self.shards.blocks, self.names.blocks) if blocks is None else blocks
 
-    def with_gathered_blocks(self) -> "ShardedModel":
+    def with_gathered_blocks(self) -> Self:
         """The same model with its layers gathered; their gradients are scattered as before."""
         return dataclasses.replace(self, gathered=self.gathered._replace(blocks=self.gather_blocks()))
 
-    def with_whole_gradients(self, blocks: Tree) -> "ShardedModel":
+    def with_whole_gradients(self, blocks: Tree) -> Self:
         """The same model with these gathered layers, whose gradients the caller scatters."""
         return dataclasses.replace(self, diff=self.diff._replace(blocks=blocks), scatter_in_loop=False)
 
-    # ---- forward
+    def embed(self, microbatch: Tree) -> Array:
+        embed, select = self.fns.embed, self.fns.embed_params
+        return self._run_end(lambda params, _, microbatch: embed(params, microbatch), select, None, microbatch)
 
-    def embed(self, microbatch: Tree) -> jax.Array:
-        if not self.scatter_in_loop:
-            return self.fns.embed(self.fns.embed_params(self.diff.ends), microbatch)
-
-        def embed(params: Tree, _: None, microbatch: Tree) -> jax.Array:
-            return self.fns.embed(params, microbatch)
-
-        return self._run_end(embed, self.fns.embed_params, None, microbatch)
-
-    def layers(self, x: jax.Array, microbatch: Tree, first: jax.Array) -> tuple[jax.Array, Losses]:
+    def layers(self, x: Array, microbatch: Tree, first: Array) -> tuple[Array, Losses]:
         """x through all layers, and the sum of their losses.  first: the model's index of the first layer."""
         return self.fns.loop.run(*self._block_and_stacks(), x, microbatch, first)
 
-    def vjp_layers(self, x: jax.Array, microbatch: Tree, first: jax.Array) -> tuple[jax.Array, Losses, Callable]:
+    def vjp_layers(self, x: Array, microbatch: Tree, first: Array) -> tuple[Array, Losses, Callable]:
         """As `layers`, and LayersLoop.vjp's vjp for diff.blocks."""
         return self.fns.loop.vjp(*self._block_and_stacks(), x, microbatch, first)
 
-    def head(self, x: jax.Array, microbatch: Tree) -> Losses:
-        if not self.scatter_in_loop:
-            return self.fns.head(self.fns.head_params(self.diff.ends), x, microbatch)
+    def head(self, x: Array, microbatch: Tree) -> Losses:
         return self._run_end(self.fns.head, self.fns.head_params, x, microbatch)
 
     def forward(self, microbatch: Tree) -> Losses:
@@ -146,42 +130,46 @@ class ShardedModel:
     def zero_losses(self, batch: Tree) -> Losses:
         """Zeros like the losses of one microbatch of `batch`."""
         microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-        return zeros_like(jax.eval_shape(self.forward, microbatch))
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(self.forward, microbatch))
 
-    # ---- gathering
+    # ---- gathering and scattering.  names: dimension names of the shards
 
     @property
     def names(self) -> Parts:
-        """Dimension names of the shards."""
         return split_params(self.plan.sharded_names)
+
+    @property
+    def layer_names(self) -> Tree:
+        """Of one layer's shards."""
+        return jax.tree.map(lambda names: names[1:], self.names.blocks, is_leaf=is_dim_names)
+
+    def gather(self, shards: Tree, names: Tree) -> Tree:
+        """Whole weights, in the compute dtype."""
+        return self.plan.gather(cast(shards, self.compute), names)
+
+    def scatter(self, grads: Tree, names: Tree) -> Tree:
+        """Gradients of whole weights, summed over `data` onto the shards."""
+        return self.plan.scatter(cast(grads, self.reduce), names)
 
     def _block_and_stacks(self) -> tuple[Block, Stacks]:
         """The block, and the stacks of which it takes one layer each."""
         if not self.scatter_in_loop:
             return self.fns.block, (self.diff.blocks,)
-        names = jax.tree.map(lambda names: names[1:], self.names.blocks, is_leaf=is_dim_names)
-        block = self._with_gathered_weights(self.fns.block, names, prevent_cse=not self.fns.loop.scan)
+        block = self._with_gathered_weights(self.fns.block, self.layer_names, prevent_cse=not self.fns.loop.scan)
         return block, (self.diff.blocks, self.shards.blocks, self.gathered.blocks)
 
-    def _run_end(self, f: Callable, select: Callable[[Tree], Tree], x: jax.Array | None, microbatch: Tree):
+    def _run_end(self, f: Callable, select: Callable[[Tree], Tree], x: Array | None, microbatch: Tree):
         """f(params, x, microbatch) with the parameters that `select` takes of the ends."""
+        if not self.scatter_in_loop:
+            return f(select(self.diff.ends), x, microbatch)
         run = self._with_gathered_weights(f, select(self.names.ends), scatter_first=True)
         return run(*map(select, (self.diff.ends, self.shards.ends, self.gathered.ends)), x, microbatch)
 
     def _with_gathered_weights(self, f: Callable, names: Tree, **barriers: bool) -> Callable:
-        def gather(shards: Tree) -> Tree:
-            return self.plan.gather(cast(shards, self.compute), names)
-
         def scatter(grads: Tree) -> Tree:
             return cast(self.scatter(grads, names), jnp.promote_types(self.compute, self.reduce))
 
-        return with_gathered_weights(f, gather, scatter, **barriers)
-
-    def scatter(self, grads: Tree, names: Tree) -> Tree:
-        """Gradients of whole weights, summed over `data` onto the shards.  names: dimension names of the shards."""
-        return self.plan.scatter(cast(grads, self.reduce), names)
-
-    # ---- gradients
+        return with_gathered_weights(f, functools.partial(self.gather, names=names), scatter, **barriers)
 
     def reduce_gradients(self, grads: Parts) -> Tree:
         """Gradients of `diff`, summed over the batch axes and sharded as the parameters are."""
@@ -190,19 +178,9 @@ class ShardedModel:
             reduced = self.plan.scatter(reduced, names)
         return self.plan.psum_gradients(reduced, names)
 
-    # ---- inference
-
     def inference_params(self) -> tuple[Tree, Callable[[Tree], Tree]]:
         """(parameters with the layers of all stages, gather), where `gather` makes one layer of the stack whole."""
-        if self.gathered.blocks is not None:
-            return join_params(Parts(self.plan.gather_layers(self.gathered.blocks), self.gathered.ends)), _unchanged
-        names = jax.tree.map(lambda names: names[1:], self.names.blocks, is_leaf=is_dim_names)
-
-        def gather(layer: Tree) -> Tree:
-            return self.plan.gather(cast(layer, self.compute), names)
-
-        return join_params(Parts(self.plan.gather_layers(self.shards.blocks), self.gathered.ends)), gather
-
-
-def _unchanged(layer: Tree) -> Tree:
-    return layer
+        in_loop = self.gathered.blocks is None
+        blocks = self.plan.gather_layers(self.shards.blocks if in_loop else self.gathered.blocks)
+        gather = functools.partial(self.gather, names=self.layer_names) if in_loop else lambda layer: layer
+        return join_params(Parts(blocks, self.gathered.ends)), gather

@@ -1,9 +1,12 @@
-"""Arithmetic on trees of arrays."""
+"""Trees of arrays: casts, sums, and the residuals of a VJP, which is a tree as well."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 Tree = Any
 
@@ -24,6 +27,18 @@ def tree_add_subset(total: Tree, subset: Tree) -> Tree:
     return {key: tree_add_subset(value, subset[key]) if key in subset else value for key, value in total.items()}
 
 
-def zeros_like(tree: Tree) -> Tree:
-    """Zeros of the shapes and dtypes of `tree`, arrays or their descriptions."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+def drop_residuals(vjp: Callable, known: Tree) -> tuple[list[Array], Callable]:
+    """(residuals, rebuild) of `vjp`, a function that jax.vjp returned: its residuals minus the arrays of `known`, which
+    its caller can supply again, and rebuild(residuals, known), which is `vjp` again.
+
+    `rebuild` is a pytree without leaves, so that a loop can carry it beside the residuals."""
+    leaves, treedef = jax.tree.flatten(vjp)
+    known_ids = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(known))}
+    sources = tuple(known_ids.get(id(leaf)) for leaf in leaves)
+    residuals = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+    return residuals, jax.tree_util.Partial(functools.partial(_rebuild, treedef, sources))
+
+
+def _rebuild(treedef, sources: tuple[int | None, ...], residuals: list[Array], known: Tree) -> Callable:
+    rest, known_leaves = iter(residuals), jax.tree.leaves(known)
+    return jax.tree.unflatten(treedef, [next(rest) if source is None else known_leaves[source] for source in sources])

@@ -6,17 +6,15 @@ replicated, and their gradients are all-reduced once per step: the same bytes as
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from spmd_lm.axes import DimNames, is_dim_names
 from spmd_lm.ops.collectives import reduce_scatter
-from spmd_lm.parallel.residuals import drop_residuals
-
-Tree = Any
+from spmd_lm.parallel.trees import Tree, drop_residuals
 
 SHARDED_DIM, SHARD = "width", "shard"
 """The dimension that ZeRO shards, and its name where it is sharded."""
@@ -42,9 +40,7 @@ class ZeroPolicy:
     scatter: Frequency = "never"
 
     @classmethod
-    def of_stage(
-        cls, stage: int, *, reduce_once: bool = False, layers: int = 2, breadth_first: bool = False
-    ) -> "ZeroPolicy":
+    def of_stage(cls, stage: int, *, reduce_once: bool = False, layers: int = 2, breadth_first: bool = False) -> Self:
         """reduce_once: gather and scatter once per step, whatever the stage.  layers: with weights of their own.
         breadth_first: whether a pipeline runs this schedule."""
         if stage == 0:
@@ -66,34 +62,26 @@ class ZeroPolicy:
         return self.scatter in ("chunk", "layer")
 
 
-NO_ZERO = ZeroPolicy()
-
-
 def sharded_names(names: DimNames) -> DimNames:
     """The dimension names of a parameter as ZeRO shards it.  A vector's are unchanged."""
     matrix = len([name for name in names if name != "layers"]) > 1
     return tuple(SHARD if name == SHARDED_DIM else name for name in names) if matrix else names
 
 
-def _sharded_dim(names: DimNames) -> int | None:
-    return names.index(SHARD) if SHARD in names else None
-
-
-def _off_minor_dim(x: jax.Array, dim: int) -> tuple[jax.Array, int]:
-    """`x` with `dim` first if it was last, and where it is now."""
+def _off_minor_dim(x: Array, dim: int) -> tuple[Array, int]:
+    """x with `dim` first if it was last, and where it is now."""
     return (jnp.moveaxis(x, dim, 0), 0) if dim == x.ndim - 1 else (x, dim)
 
 
 @jax.named_scope("weights")
 def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int) -> Tree:
-    """Shards to whole leaves, one axis of `data` after the other, innermost first.
+    """Shards to whole leaves, one axis of `data` after the other, innermost first.  names: the sharded dimension names
+    of each leaf.  width: unpadded size of the sharded dimension."""
 
-    names: the sharded dimension names of each leaf.  width: unpadded size of the sharded dimension."""
-
-    def gather_leaf(names: DimNames, x: jax.Array) -> jax.Array:
-        if (dim := _sharded_dim(names)) is None:
+    def gather_leaf(names: DimNames, x: Array) -> Array:
+        if SHARD not in names:
             return x
-        x, at = _off_minor_dim(x, dim)
+        x, at = _off_minor_dim(x, dim := names.index(SHARD))
         for axis in reversed(data_axes):
             x = lax.all_gather(x, axis, axis=at, tiled=True)
         return jnp.moveaxis(lax.slice_in_dim(x, 0, width, axis=at), at, dim)
@@ -109,12 +97,12 @@ def scatter(tree: Tree, names: Tree, data_axes: tuple[str, ...], padded_width: i
     torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and
     layer by layer."""
 
-    def scatter_leaf(names: DimNames, g: jax.Array) -> jax.Array:
-        if (dim := _sharded_dim(names)) is None:
+    def scatter_leaf(names: DimNames, g: Array) -> Array:
+        if SHARD not in names:
             return g
         if names[0] == "layers":
             return lax.map(lambda layer: scatter_leaf(names[1:], layer), g)
-        g, at = _off_minor_dim(g, dim)
+        g, at = _off_minor_dim(g, dim := names.index(SHARD))
         g = jnp.pad(g, [(0, padded_width - g.shape[d] if d == at else 0) for d in range(g.ndim)])
         for axis in data_axes:
             g = reduce_scatter(g, axis, at, row_major=True)

@@ -18,7 +18,7 @@ from spmd_lm.axes import PIPE
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
-from spmd_lm.parallel.pipeline.schedule_table import schedule_table
+from spmd_lm.parallel.pipeline.schedule import schedule_table
 from spmd_lm.runtime.formatting import format_bytes, format_table
 from spmd_lm.step.program import Program
 

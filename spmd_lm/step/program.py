@@ -174,7 +174,7 @@ class Program:
 
     def _reorder(self, tree: Tree, reorder: Callable[[Tree], Tree]) -> Tree:
         """A state or parameters with the layers in stage order, or back in model order."""
-        if not self.plan.interleaved:
+        if self.plan.chunks == 1:
             return tree
 
         def reorder_state(x: Tree) -> Tree:

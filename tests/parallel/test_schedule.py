@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, Task, make_schedule, render
-from spmd_lm.parallel.pipeline.schedule_table import schedule_table
+from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, Task, make_schedule, render, schedule_table
 
 ONE_CHUNK = [(kind, p, m, 1) for kind in ("gpipe", "1f1b") for p in (1, 2, 3, 4, 8, 16) for m in range(1, 34)]
 CHUNKS = [

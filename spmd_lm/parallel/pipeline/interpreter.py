@@ -9,35 +9,28 @@ gathered once per chunk and direction, and gradients scattered once per chunk.  
 begins: in between the last stage runs the head, and afterwards the first one the embedding's backward, each for all
 microbatches."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from spmd_lm.axes import PIPE
-from spmd_lm.parallel.layers_loop import Losses, Tree, num_layers
-from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule
-from spmd_lm.parallel.pipeline.schedule_table import Ticks, schedule_table
+from spmd_lm.parallel.layers_loop import Losses
+from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, Ticks, schedule_table
 from spmd_lm.parallel.pipeline.transfer import StageTransfer
 from spmd_lm.parallel.sharded_model import Parts, ShardedModel
-from spmd_lm.parallel.trees import tree_add, tree_add_subset, zeros_like
+from spmd_lm.parallel.trees import Tree, tree_add, tree_add_subset
 
 T = TypeVar("T")
-
-Half = Ticks[np.ndarray]
-"""One half of a range of ticks, of all stages."""
-
-Task = Ticks[jax.Array]
-"""One half of one tick, of this stage: scalars."""
+Half = Ticks[np.ndarray]  # one half of a range of ticks, of all stages
+Task = Ticks[Array]  # one half of one tick, of this stage: scalars
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Carry:
+class Carry(NamedTuple):
     """What a stage carries from tick to tick.  activation, gradient: messages in flight.  inputs, grad_slots: slots of
     activations and of gradients that wait for their task.  losses, grads: the sums so far.
 
@@ -60,29 +53,16 @@ FORWARD_ONLY, BACKWARD_ONLY = ("activation", "inputs"), ("gradient", "grad_slots
 """Fields that only one half of a tick changes."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ForwardResult:
-    """activation: the message to the next stage.  embedded: the task's input, if it came from the embedding.  output:
-    of the chunk, for the head of a breadth-first schedule."""
+class TaskResult(NamedTuple):
+    """message: to the neighbour.  embedded: of a forward task, its input if it came from the embedding.  boundary: of
+    breadth-first schedules, the output of a forward task, or the gradient of a backward task's input."""
 
-    activation: jax.Array
-    embedded: jax.Array
+    message: Array
+    embedded: Any
     losses: Losses
-    output: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BackwardResult:
-    """gradient: the message to the previous stage.  d_input: gradient of the task's input, for the embedding of a
-    breadth-first schedule."""
-
-    gradient: jax.Array
-    losses: Losses
-    grads: Parts | None
-    chunk_grads: Tree | None = None
-    d_input: Any = None
+    grads: Any = None
+    chunk_grads: Any = None
+    boundary: Any = None
 
 
 class Pipeline:
@@ -91,23 +71,19 @@ class Pipeline:
     def __init__(self, model: ShardedModel, schedule: Schedule, batch: Tree):
         self.model, self.plan, self.batch = model, model.plan, batch
         self.stages, self.table = schedule.stages, schedule_table(schedule)
-        self.layers = num_layers((model.diff.blocks,)) // schedule.chunks
-        self.breadth_first = schedule.kind == "breadth_first"
-        self.per_chunk = self.plan.zero.scatter == "chunk"
+        self.layers = jax.tree.leaves(model.diff.blocks)[0].shape[0] // schedule.chunks
+        self.breadth_first, self.per_chunk = schedule.kind == "breadth_first", self.plan.zero.scatter == "chunk"
         self.stage = lax.axis_index(PIPE)
-        self.like = jax.eval_shape(lambda: model.embed(self.microbatch(0)))
+        self.like = jax.eval_shape(lambda: model.embed(self.microbatch(0)))  # an activation
         self.transfer = StageTransfer(self.plan, self.like, wraps=schedule.chunks > 1)
 
     def gradients(self, losses: Losses, grads: Parts) -> tuple[Losses, Parts]:
         """Losses, and gradients of `model.diff`, on this stage.  losses, grads: zeros like them."""
         carry = self.start(losses, grads)
-        if not self.breadth_first:
-            for phase in self.table.phases:
-                carry = self.run_ticks(carry, *phase)
-            return carry.losses, carry.grads
-        forward, backward = self.table.phases
-        carry = self.head_of_all(self.run_ticks(carry, *forward))
-        carry = self.embedding_of_all(self.run_ticks(carry, *backward))
+        for i, phase in enumerate(self.table.phases):
+            carry = self.run_ticks(carry, *phase)
+            if self.breadth_first:  # phase 0 is forward, phase 1 backward
+                carry = self.embedding_of_all(carry) if i else self.head_of_all(carry)
         return carry.losses, carry.grads
 
     def evaluate(self, zeros: Losses) -> Losses:
@@ -115,88 +91,68 @@ class Pipeline:
         backward.  zeros: of its structure."""
         carry = Carry(activation=self.transfer.zeros(), inputs=self.slots(self.table.input_slots), losses=zeros)
         busy = self.table.forward.active.any(1)
-
-        def tick(carry: Carry, tasks: Half) -> tuple[Carry, None]:
-            carry = self.forward_half(self.at_stage(tasks), carry, self.evaluate_task)
-            return dataclasses.replace(carry, activation=self.transfer.send(carry.activation, 1)), None
-
-        return lax.scan(tick, carry, self.table.forward.at_ticks(busy))[0].losses
+        return self.run_ticks(carry, self.table.forward.at_ticks(busy), None, self.evaluate_task).losses
 
     def start(self, losses: Losses, grads: Parts) -> Carry:
-        carry = Carry(
-            activation=self.transfer.zeros(),
-            gradient=self.transfer.zeros(),
-            inputs=self.slots(self.table.input_slots),
-            grad_slots=self.slots(self.table.grad_slots),
-            losses=losses,
-            grads=grads,
-        )
+        messages = self.transfer.zeros(), self.transfer.zeros()
+        carry = Carry(*messages, self.slots(self.table.input_slots), self.slots(self.table.grad_slots), losses, grads)
         if self.breadth_first:
-            microbatches = jax.tree.leaves(self.batch)[0].shape[0]
-            carry = dataclasses.replace(carry, boundary=self.slots(microbatches))
+            carry = carry._replace(boundary=self.slots(jax.tree.leaves(self.batch)[0].shape[0]))
         if self.per_chunk:
-            params = zeros_like(jax.eval_shape(self.gather_chunk, jnp.int32(0)))
+            params = jax.tree.map(jnp.zeros_like, jax.eval_shape(self.gather_chunk, jnp.int32(0)))
             chunk_grads = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, grads.blocks)
-            carry = dataclasses.replace(carry, chunk_params=params, chunk_grads=chunk_grads)
+            carry = carry._replace(chunk_params=params, chunk_grads=chunk_grads)
         return carry
 
-    def run_ticks(self, carry: Carry, forward: Half | None, backward: Half | None) -> Carry:
+    def run_ticks(
+        self, carry: Carry, forward: Half | None, backward: Half | None, forward_task: Callable | None = None
+    ) -> Carry:
         """Runs the ticks of a phase.  A field that none of them changes stays out of the loop, which would copy it."""
         unchanged = () if forward and backward else BACKWARD_ONLY if forward else FORWARD_ONLY
         fixed = {name: getattr(carry, name) for name in unchanged}
         absent = dict.fromkeys(unchanged)
 
         def tick(looping: Carry, tasks: tuple[Half | None, Half | None]) -> tuple[Carry, None]:
-            carry = self.run_tick(dataclasses.replace(looping, **fixed), *tasks)
-            return dataclasses.replace(carry, **absent), None
+            carry, (forward, backward) = looping._replace(**fixed), tasks
+            if forward:
+                carry = self.forward_half(self.at_stage(forward), carry, forward_task or self.forward_task)
+            if backward:
+                carry = self.backward_half(self.at_stage(backward), carry)
+            if forward:
+                carry = carry._replace(activation=self.transfer.send(carry.activation, 1))
+            if backward:
+                carry = carry._replace(gradient=self.transfer.send(carry.gradient, -1))
+            return carry._replace(**absent), None
 
-        looping, _ = lax.scan(tick, dataclasses.replace(carry, **absent), (forward, backward))
-        return dataclasses.replace(looping, **fixed)
-
-    def run_tick(self, carry: Carry, forward: Half | None, backward: Half | None) -> Carry:
-        if forward:
-            carry = self.forward_half(self.at_stage(forward), carry, self.forward_task)
-        if backward:
-            carry = self.backward_half(self.at_stage(backward), carry)
-        if forward:
-            carry = dataclasses.replace(carry, activation=self.transfer.send(carry.activation, 1))
-        if backward:
-            carry = dataclasses.replace(carry, gradient=self.transfer.send(carry.gradient, -1))
-        return carry
+        looping, _ = lax.scan(tick, carry._replace(**absent), (forward, backward))
+        return looping._replace(**fixed)
 
     # ---- forward
 
-    def forward_half(
-        self, task: Task, carry: Carry, run: Callable[[Task, Carry, jax.Array, ForwardResult], ForwardResult]
-    ) -> Carry:
+    def forward_half(self, task: Task, carry: Carry, run: Callable[..., TaskResult]) -> Carry:
         carry = self.load_chunk("forward", task, carry)
         inputs = self.receive("forward", carry.inputs, task.receive_slot, carry.activation)
         x = inputs[task.slot]
-        boundary = self.zeros() if carry.boundary is not None else None
-        idle = ForwardResult(self.transfer.zeros(), self.zeros(), carry.losses, boundary)
-        result = self.cond_update("forward_active", task.active, lambda idle: run(task, carry, x, idle), idle)
+        output = None if carry.boundary is None else jnp.zeros_like(self.like)
+        idle = TaskResult(self.transfer.zeros(), jnp.zeros_like(self.like), carry.losses, boundary=output)
+        result = self.cond_update("forward_active", task.active, partial(run, task, carry, x), idle)
         inputs = self.write(inputs, task.slot, result.embedded, task.active & task.from_embedding)
-        if carry.boundary is not None:
-            boundary = self.write(carry.boundary, task.microbatch, result.output, task.active & task.to_head)
-        return dataclasses.replace(
-            carry, activation=result.activation, inputs=inputs, losses=result.losses, boundary=boundary
-        )
+        boundary = carry.boundary
+        if boundary is not None:
+            boundary = self.write(boundary, task.microbatch, result.boundary, task.active & task.to_head)
+        return carry._replace(activation=result.message, inputs=inputs, losses=result.losses, boundary=boundary)
 
-    def forward_task(self, task: Task, carry: Carry, x: jax.Array, idle: ForwardResult) -> ForwardResult:
-        """Unless the schedule is breadth-first, the last chunk is not run ahead: its backward starts with its
-        forward."""
-        x = self.task_input(task, x)
+    def forward_task(self, task: Task, carry: Carry, x: Array, idle: TaskResult) -> TaskResult:
+        x, transfer = self.task_input(task, x), self.transfer
+        run = partial(self.chunk_forward, task, carry, x)
         if self.breadth_first:
-            y, _ = self.chunk_forward(task, carry, x)
-            return dataclasses.replace(idle, activation=self.transfer.pack(y), embedded=x, output=y)
+            y, _ = run()
+            return idle._replace(message=transfer.pack(y), embedded=x, boundary=y)
+        # The last chunk is not run ahead: its backward starts with its forward.
+        message = self.cond("forward_to_head", task.to_head, transfer.zeros, lambda: transfer.pack(run()[0]))
+        return idle._replace(message=message, embedded=x)
 
-        def run() -> jax.Array:
-            return self.transfer.pack(self.chunk_forward(task, carry, x)[0])
-
-        activation = self.cond("forward_to_head", task.to_head, self.transfer.zeros, run)
-        return dataclasses.replace(idle, activation=activation, embedded=x)
-
-    def evaluate_task(self, task: Task, carry: Carry, x: jax.Array, idle: ForwardResult) -> ForwardResult:
+    def evaluate_task(self, task: Task, carry: Carry, x: Array, idle: TaskResult) -> TaskResult:
         x = self.task_input(task, x)
         y, losses = self.chunk_forward(task, carry, x)
         losses = tree_add_subset(idle.losses, losses)
@@ -204,18 +160,15 @@ class Pipeline:
         def with_head() -> Losses:
             return tree_add_subset(losses, self.model.head(y, self.microbatch(task.microbatch)))
 
-        losses = self.cond("forward_to_head", task.to_head, with_head, lambda: losses)
-        return dataclasses.replace(idle, activation=self.transfer.pack(y), embedded=x, losses=losses)
+        total = self.cond("forward_to_head", task.to_head, with_head, lambda: losses)
+        return idle._replace(message=self.transfer.pack(y), embedded=x, losses=total)
 
-    def task_input(self, task: Task, x: jax.Array) -> jax.Array:
+    def task_input(self, task: Task, x: Array) -> Array:
         """The embedding's output where the task starts there, otherwise x."""
+        name, embed = "forward_from_embedding", self.model.embed
+        return self.cond(name, task.from_embedding, lambda: embed(self.microbatch(task.microbatch)), lambda: x)
 
-        def embed() -> jax.Array:
-            return self.model.embed(self.microbatch(task.microbatch))
-
-        return self.cond("forward_from_embedding", task.from_embedding, embed, lambda: x)
-
-    def chunk_forward(self, task: Task, carry: Carry, x: jax.Array) -> tuple[jax.Array, Losses]:
+    def chunk_forward(self, task: Task, carry: Carry, x: Array) -> tuple[Array, Losses]:
         return self.chunk_model(task, carry).layers(x, self.microbatch(task.microbatch), self.first_layer(task))
 
     # ---- backward
@@ -223,60 +176,45 @@ class Pipeline:
     def backward_half(self, task: Task, carry: Carry) -> Carry:
         carry = self.load_chunk("backward", task, carry)
         grad_slots = self.receive("backward", carry.grad_slots, task.receive_slot, carry.gradient)
-        carry = dataclasses.replace(carry, grad_slots=grad_slots)
-        idle = BackwardResult(
-            gradient=self.transfer.zeros(),
-            losses=carry.losses,
-            grads=None if self.per_chunk else carry.grads,
-            chunk_grads=carry.chunk_grads,
-            d_input=self.zeros() if self.breadth_first else None,
-        )
-        result = self.cond_update(
-            "backward_active", task.active, lambda idle: self.backward_task(task, carry, idle), idle
-        )
-        carry = dataclasses.replace(carry, gradient=result.gradient, losses=result.losses)
+        carry = carry._replace(grad_slots=grad_slots)
+        grads = None if self.per_chunk else carry.grads
+        idle = TaskResult(self.transfer.zeros(), None, carry.losses, grads, carry.chunk_grads)
+        idle = idle._replace(boundary=jnp.zeros_like(self.like)) if self.breadth_first else idle
+        result = self.cond_update("backward_active", task.active, partial(self.backward_task, task, carry), idle)
+        carry = carry._replace(gradient=result.message, losses=result.losses, chunk_grads=result.chunk_grads)
         if self.breadth_first:
             starts = task.active & task.from_embedding
-            boundary = self.write(carry.boundary, task.microbatch, result.d_input, starts)
-            carry = dataclasses.replace(carry, boundary=boundary)
-        if not self.per_chunk:
-            return dataclasses.replace(carry, grads=result.grads)
-        return self.scatter_chunk(task, dataclasses.replace(carry, chunk_grads=result.chunk_grads))
+            carry = carry._replace(boundary=self.write(carry.boundary, task.microbatch, result.boundary, starts))
+        return self.scatter_chunk(task, carry) if self.per_chunk else carry._replace(grads=result.grads)
 
-    def backward_task(self, task: Task, carry: Carry, idle: BackwardResult) -> BackwardResult:
+    def backward_task(self, task: Task, carry: Carry, idle: TaskResult) -> TaskResult:
         x, d_y = carry.inputs[task.slot], carry.grad_slots[task.grad_slot]
-        microbatch, model, ends = self.microbatch(task.microbatch), self.chunk_model(task, carry), None
+        microbatch, model = self.microbatch(task.microbatch), self.chunk_model(task, carry)
         if self.layers == 1 and not self.per_chunk:  # nothing runs between its forward and backward that needs the room
             model = model.with_gathered_blocks()
-        y, losses, vjp = model.vjp_layers(x, microbatch, self.first_layer(task))
-        total = idle.losses
+        y, layer_losses, vjp = model.vjp_layers(x, microbatch, self.first_layer(task))
+        losses, grads, chunk_grads = idle.losses, idle.grads, idle.chunk_grads
         if self.breadth_first:
             d_y = jnp.where(task.to_head, carry.boundary[task.microbatch], d_y)
         else:
-            assert idle.grads is not None
-            total, d_y, ends = self.head_vjp(task, y, d_y, total, idle.grads.ends)
-        result = dataclasses.replace(idle, losses=tree_add_subset(total, losses))
+            losses, d_y, ends = self.head_vjp(task, y, d_y, losses, grads.ends)
+        losses = tree_add_subset(losses, layer_losses)
         if self.per_chunk:
-            chunk_grads, d_x = vjp(d_y, idle.chunk_grads, 0, overwrite=task.first_of_chunk)
-            result = dataclasses.replace(result, chunk_grads=chunk_grads)
+            chunk_grads, d_x = vjp(d_y, chunk_grads, 0, overwrite=task.first_of_chunk)
         else:
-            assert idle.grads is not None
-            blocks, d_x = vjp(d_y, idle.grads.blocks, task.chunk * self.layers)
-            ends = idle.grads.ends if ends is None else self.embedding_vjp(task, d_x, ends)
-            result = dataclasses.replace(result, grads=Parts(blocks, ends))
-        d_input = d_x if self.breadth_first else None
-        return dataclasses.replace(result, gradient=self.transfer.pack(d_x), d_input=d_input)
+            blocks, d_x = vjp(d_y, grads.blocks, task.chunk * self.layers)
+            grads = Parts(blocks, grads.ends if self.breadth_first else self.embedding_vjp(task, d_x, ends))
+        boundary = d_x if self.breadth_first else None
+        return TaskResult(self.transfer.pack(d_x), None, losses, grads, chunk_grads, boundary)
 
-    def head_vjp(
-        self, task: Task, y: jax.Array, d_y: jax.Array, losses: Losses, ends: Tree
-    ) -> tuple[Losses, jax.Array, Tree]:
+    def head_vjp(self, task: Task, y: Array, d_y: Array, losses: Losses, ends: Tree) -> tuple[Losses, Array, Tree]:
         """(losses plus the head's, gradient of y, `ends` plus the head's gradients) where y goes to the head; otherwise
         the arguments."""
 
-        def head(ends: Tree, y: jax.Array) -> Losses:
+        def head(ends: Tree, y: Array) -> Losses:
             return self.with_ends(ends).head(y, self.microbatch(task.microbatch))
 
-        def update(old: tuple[Losses, jax.Array, Tree]) -> tuple[Losses, jax.Array, Tree]:
+        def update(old: tuple[Losses, Array, Tree]) -> tuple[Losses, Array, Tree]:
             losses, _, ends = old
             head_losses, vjp = jax.vjp(head, self.model.diff.ends, y)
             d_ends, d_y = vjp(jax.tree.map(jnp.ones_like, head_losses))
@@ -284,15 +222,14 @@ class Pipeline:
 
         return self.cond_update("backward_to_head", task.to_head, update, (losses, d_y, ends))
 
-    def embedding_vjp(self, task: Task, d_x: jax.Array, ends: Tree) -> Tree:
+    def embedding_vjp(self, task: Task, d_x: Array, ends: Tree) -> Tree:
         """`ends` plus the embedding's gradients, where the task's input came from it."""
 
-        def embed(ends: Tree) -> jax.Array:
+        def embed(ends: Tree) -> Array:
             return self.with_ends(ends).embed(self.microbatch(task.microbatch))
 
-        def update(ends: Tree) -> Tree:
-            _, vjp = jax.vjp(embed, self.model.diff.ends)
-            return tree_add(ends, *vjp(d_x))
+        def update(total: Tree) -> Tree:
+            return tree_add(total, *jax.vjp(embed, self.model.diff.ends)[1](d_x))
 
         return self.cond_update("backward_from_embedding", task.from_embedding, update, ends)
 
@@ -301,7 +238,7 @@ class Pipeline:
 
     # ---- chunks
 
-    def first_layer(self, task: Task) -> jax.Array:
+    def first_layer(self, task: Task) -> Array:
         """The model's index of the chunk's first layer."""
         return (task.chunk * self.stages + self.stage) * self.layers
 
@@ -310,40 +247,35 @@ class Pipeline:
             return self.model.with_whole_gradients(carry.chunk_params)
         return self.model.chunk(task.chunk * self.layers, self.layers)
 
-    def gather_chunk(self, chunk: jax.Array) -> Tree:
+    def gather_chunk(self, chunk: Array) -> Tree:
         return self.model.chunk(chunk * self.layers, self.layers).gather_blocks()
 
     def load_chunk(self, half: str, task: Task, carry: Carry) -> Carry:
         """`carry` with the weights of the task's chunk gathered, where that is done per chunk."""
-        if carry.chunk_params is None:
+        if (params := carry.chunk_params) is None:
             return carry
-
-        def gather(_: Tree) -> Tree:
-            return self.gather_chunk(task.chunk)
-
-        params = self.cond_update(f"{half}_loads_chunk", task.loads_chunk, gather, carry.chunk_params)
-        return dataclasses.replace(carry, chunk_params=params)
+        name = f"{half}_loads_chunk"
+        params = self.cond_update(name, task.loads_chunk, lambda _: self.gather_chunk(task.chunk), params)
+        return carry._replace(chunk_params=params)
 
     def scatter_chunk(self, task: Task, carry: Carry) -> Carry:
         """`carry` with the gradients of a chunk scattered into `grads`, once they are summed over all microbatches."""
 
+        def write_leaf(total: Array, shard: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(total, shard.astype(total.dtype), task.chunk * self.layers, 0)
+
         def write(blocks: Tree) -> Tree:
-            shards = self.model.scatter(carry.chunk_grads, self.model.names.blocks)
-
-            def write_leaf(total: jax.Array, shard: jax.Array) -> jax.Array:
-                return lax.dynamic_update_slice_in_dim(total, shard.astype(total.dtype), task.chunk * self.layers, 0)
-
-            return jax.tree.map(write_leaf, blocks, shards)
+            return jax.tree.map(write_leaf, blocks, self.model.scatter(carry.chunk_grads, self.model.names.blocks))
 
         blocks = self.cond_update("backward_last_of_chunk", task.last_of_chunk, write, carry.grads.blocks)
-        return dataclasses.replace(carry, grads=carry.grads._replace(blocks=blocks))
+        return carry._replace(grads=carry.grads._replace(blocks=blocks))
 
     # ---- head and embedding of a breadth-first schedule
 
     def head_of_all(self, carry: Carry) -> Carry:
         """`carry` with the head's losses and gradients, and the gradients of the last stage's outputs."""
 
-        def run(params: Tree, y: jax.Array, microbatch: Tree) -> tuple[Losses, Tree, jax.Array]:
+        def run(params: Tree, y: Array, microbatch: Tree) -> tuple[Losses, Tree, Array]:
             losses, vjp = jax.vjp(lambda params, y: self.model.fns.head(params, y, microbatch), params, y)
             return losses, *vjp(jax.tree.map(jnp.ones_like, losses))
 
@@ -352,7 +284,7 @@ class Pipeline:
     def embedding_of_all(self, carry: Carry) -> Carry:
         """`carry` with the embedding's gradients."""
 
-        def run(params: Tree, d_x: jax.Array, microbatch: Tree) -> tuple[Losses, Tree, jax.Array]:
+        def run(params: Tree, d_x: Array, microbatch: Tree) -> tuple[Losses, Tree, Array]:
             _, vjp = jax.vjp(lambda params: self.model.fns.embed(params, microbatch), params)
             return {}, *vjp(d_x), d_x
 
@@ -367,12 +299,13 @@ class Pipeline:
         gradients of its params, gradient for the boundary)."""
         params = select(self.model.gathered.ends)
         zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, select(carry.grads.ends))
+        unchanged = carry.losses, carry.boundary, carry.grads.ends
 
-        def add_microbatch(total: tuple[Losses, Tree], inputs: tuple) -> tuple[tuple[Losses, Tree], jax.Array]:
+        def add_microbatch(total: tuple[Losses, Tree], inputs: tuple) -> tuple[tuple[Losses, Tree], Array]:
             losses, grads, d_boundary = run(params, *inputs)
             return (tree_add_subset(total[0], losses), tree_add(total[1], grads)), d_boundary
 
-        def run_all() -> tuple[Losses, jax.Array, Tree]:
+        def run_all() -> tuple[Losses, Array, Tree]:
             inputs = carry.boundary[:-1], self.batch
             (losses, grads), d_boundary = lax.scan(add_microbatch, (carry.losses, zeros), inputs)
             if self.model.scatter_in_loop:
@@ -380,15 +313,10 @@ class Pipeline:
             ends = tree_add_subset(carry.grads.ends, grads)
             return losses, carry.boundary.at[:-1].set(d_boundary), ends
 
-        def skip() -> tuple[Losses, jax.Array, Tree]:
-            return carry.losses, carry.boundary, carry.grads.ends
+        losses, boundary, ends = self.cond(name, self.stage == stage, run_all, lambda: unchanged)
+        return carry._replace(losses=losses, boundary=boundary, grads=carry.grads._replace(ends=ends))
 
-        losses, boundary, ends = self.cond(name, self.stage == stage, run_all, skip)
-        return dataclasses.replace(carry, losses=losses, boundary=boundary, grads=carry.grads._replace(ends=ends))
-
-    # ---- conditions
-
-    def cond(self, name: str, predicate: jax.Array, true_fn: Callable[[], T], false_fn: Callable[[], T]) -> T:
+    def cond(self, name: str, predicate: Array, true_fn: Callable[[], T], false_fn: Callable[[], T]) -> T:
         """lax.cond in a named scope that audit can find (ScheduleTable.runs); a select if idle stages run, for devices
         that must not diverge."""
         with jax.named_scope(f"when_{name}"):
@@ -396,7 +324,7 @@ class Pipeline:
                 return lax.cond(predicate, true_fn, false_fn)
             return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), true_fn(), false_fn())
 
-    def cond_update(self, name: str, predicate: jax.Array, update: Callable[[T], T], value: T) -> T:
+    def cond_update(self, name: str, predicate: Array, update: Callable[[T], T], value: T) -> T:
         """update(value) if `predicate` holds, otherwise `value`; for large values.
 
         A GPU's compiler copies what goes through a conditional, in both branches and once more after it, but updates a
@@ -405,7 +333,7 @@ class Pipeline:
         if self.plan.run_idle_stages or self.plan.platform == "tpu":
             return self.cond(name, predicate, lambda: update(value), lambda: value)
 
-        def once(carry: tuple[jax.Array, T]) -> tuple[jax.Array, T]:
+        def once(carry: tuple[Array, T]) -> tuple[Array, T]:
             return jnp.zeros_like(predicate), update(carry[1])
 
         with jax.named_scope(f"when_{name}"):
@@ -413,34 +341,25 @@ class Pipeline:
 
     # ---- microbatches and slots
 
-    def microbatch(self, index: jax.Array | int) -> Tree:
+    def microbatch(self, index: Array | int) -> Tree:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.batch)
 
     def at_stage(self, tasks: Half) -> Task:
-        """This stage's entry of one tick."""
-        columns = cast(Task, tasks)
-        return jax.tree.map(lambda column: column[self.stage], columns)
-
-    def zeros(self) -> jax.Array:
-        """Of an activation's shape."""
-        return jnp.zeros(self.like.shape, self.like.dtype)
+        return cast(Task, jax.tree.map(lambda column: column[self.stage], tasks))
 
     # Slots are read and written outside conditionals: inside, a GPU's compiler copies all of them in every tick.
 
-    def slots(self, number: int) -> jax.Array:
+    def slots(self, number: int) -> Array:
         """For `number` activations; and one more, which is written and never read."""
         return jnp.zeros((number + 1, *self.like.shape), self.like.dtype)
 
-    def write(self, slots: jax.Array, slot: jax.Array, x: jax.Array, predicate: jax.Array | bool = True) -> jax.Array:
+    def write(self, slots: Array, slot: Array, x: Array, predicate: Array | bool = True) -> Array:
         """`slots` with x in `slot`; unchanged where that is IDLE or the predicate is false."""
         return slots.at[jnp.where((slot != IDLE) & predicate, slot, slots.shape[0] - 1)].set(x)
 
-    def receive(self, half: str, slots: jax.Array, slot: jax.Array, message: jax.Array) -> jax.Array:
+    def receive(self, half: str, slots: Array, slot: Array, message: Array) -> Array:
         """`slots` with what has arrived from a neighbour, if anything has."""
-        if self.transfer.sends_all:
-            return self.write(slots, slot, message)
-
-        def unpack() -> jax.Array:
-            return self.transfer.unpack(message)
-
-        return self.write(slots, slot, self.cond(f"{half}_receives", slot != IDLE, unpack, self.zeros))
+        if not self.transfer.sends_all:
+            unpack, zeros = partial(self.transfer.unpack, message), partial(jnp.zeros_like, self.like)
+            message = self.cond(f"{half}_receives", slot != IDLE, unpack, zeros)
+        return self.write(slots, slot, message)

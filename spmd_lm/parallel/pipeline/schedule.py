@@ -12,21 +12,22 @@ one program serves all of them.  With p stages, m microbatches and v chunks of l
 A task is a chunk of layers on one microbatch.  Every stage runs its tasks in the same order forward, and in another
 order backward; stage s starts s ticks after the first one forward, and the first one starts backward s ticks after it.
 That is all of a schedule.  The bubble is (p - 1) / (v m) of the work; schedules differ in how many inputs a stage holds
-for backward, and for how long it uses the weights of one chunk."""
+for backward, and for how long it uses the weights of one chunk.  `schedule_table` makes of it what the interpreter
+reads: slots and conditions."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 
 Kind = Literal["gpipe", "1f1b", "interleaved", "breadth_first"]
+A = TypeVar("A")
 IDLE = -1
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """What one stage runs in one half of a tick: a chunk of its layers, on one microbatch."""
 
     chunk: int
@@ -53,20 +54,31 @@ class Schedule:
     def ticks(self) -> int:
         return self.delay + len(self.forward_order) + self.stages - 1
 
-    def _table(self, first: Callable[[int], int]) -> np.ndarray:
-        """int32 [ticks, stages]: indices into an order that stage s starts at tick first(s); IDLE for none."""
-        at = np.arange(self.ticks)[:, None] - np.array([first(s) for s in range(self.stages)])
-        return np.where((at >= 0) & (at < len(self.forward_order)), at, IDLE).astype(np.int32)
+    @functools.cached_property
+    def _order(self) -> dict[Task, int]:
+        return {task: i for i, task in enumerate(self.forward_order)}
+
+    def ticks_of(self, virtual_stage: int, microbatch: int) -> tuple[int, int]:
+        """When a microbatch runs through a virtual stage forward, and when backward.  Chunk c of stage s is virtual
+        stage c p + s: their number is the order in which a microbatch runs through them."""
+        chunk, stage = divmod(virtual_stage, self.stages)
+        forward, backward = self._order[Task(chunk, microbatch)], self._order[Task(self.chunks - 1 - chunk, microbatch)]
+        return forward + stage, backward + self.delay + self.stages - 1 - stage
+
+    def _table(self, first: np.ndarray) -> np.ndarray:
+        """int [ticks, stages]: indices into an order that each stage starts at its tick of `first`; IDLE for none."""
+        at = np.arange(self.ticks)[:, None] - first
+        return np.where((at >= 0) & (at < len(self.forward_order)), at, IDLE)
 
     @functools.cached_property
     def forward(self) -> np.ndarray:
-        """int32 [ticks, stages]: indices into `forward_order`; IDLE for none."""
-        return self._table(lambda s: s)
+        """int [ticks, stages]: indices into `forward_order`; IDLE for none."""
+        return self._table(np.arange(self.stages))
 
     @functools.cached_property
     def backward(self) -> np.ndarray:
-        """int32 [ticks, stages]: indices into `backward_order`; IDLE for none."""
-        return self._table(lambda s: self.delay + self.stages - 1 - s)
+        """int [ticks, stages]: indices into `backward_order`; IDLE for none."""
+        return self._table(self.delay + np.arange(self.stages)[::-1])
 
     # ---- what it costs
 
@@ -74,8 +86,8 @@ class Schedule:
         """Time of a step.  forward, backward: times of one microbatch through one stage.
 
         A tick takes as long as its busiest stage: all stages wait for its messages."""
-        busy = [(table != IDLE).any(1).sum() for table in (self.forward, self.backward)]
-        return float(busy[0] * forward + busy[1] * backward) / self.chunks
+        busy = len(self.forward_order) + self.stages - 1  # ticks in which some stage runs forward; as many backward
+        return (busy * forward + busy * backward) / self.chunks
 
     @property
     def bubble(self) -> float:
@@ -85,13 +97,13 @@ class Schedule:
     @functools.cached_property
     def live_inputs(self) -> list[int]:
         """The most inputs that each stage holds for backward at a time."""
-        forward_index = {task: i for i, task in enumerate(self.forward_order)}
         peaks = []
         for stage in range(self.stages):
             change = np.zeros(self.ticks + 1, int)
-            for i, task in enumerate(self.backward_order):
-                change[forward_index[task] + stage] += 1
-                change[self.delay + self.stages - stage + i] -= 1  # the tick after its backward
+            for task in self.forward_order:
+                forward, backward = self.ticks_of(task.chunk * self.stages + stage, task.microbatch)
+                change[forward] += 1
+                change[backward + 1] -= 1
             peaks.append(int(change.cumsum().max()))
         return peaks
 
@@ -108,12 +120,8 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, chunks: int = 1) -
     assert p == 1 or v == 1 or (m % p == 0 if kind == "interleaved" else m >= p), (kind, p, m, v)
     depth_first = kind in ("1f1b", "interleaved")
     group = p if depth_first and v > 1 else m  # microbatches that run through a chunk before the next chunk
-    order = tuple(
-        Task(chunk, i)
-        for first in range(0, m, group)
-        for chunk in range(v)
-        for i in range(first, min(first + group, m))
-    )
+    groups = [range(first, min(first + group, m)) for first in range(0, m, group)]
+    order = tuple(Task(chunk, microbatch) for each in groups for chunk in range(v) for microbatch in each)
     return Schedule(kind, p, m, v, order, delay=v * p - 1 if depth_first else v * m + p - 1)
 
 
@@ -121,27 +129,157 @@ def render(s: Schedule, width: int = 112) -> str:
     """A drawing: stages down, ticks across, forward|backward in each cell; a task is its microbatch and, if there are
     several, the letter of its chunk.  What does not fit in `width` columns is left out of the middle."""
 
-    def name(task: Task) -> str:
-        first, second = divmod(task.chunk, 26)
+    def name(order: tuple[Task, ...], i: int) -> str:
+        first, second = divmod(order[i].chunk, 26)
         letters = (chr(ord("a") + first - 1) if first else "") + chr(ord("a") + second)
-        return f"{task.microbatch}{letters if s.chunks > 1 else ''}"
+        return "." if i == IDLE else f"{order[i].microbatch}{letters if s.chunks > 1 else ''}"
 
-    size = max(map(len, map(name, s.forward_order)))
+    size, label = max(len(name(s.forward_order, i)) for i in range(len(s.forward_order))), len(f"stage {s.stages - 1}")
 
     def cell(tick: int, stage: int) -> str:
-        f, b = int(s.forward[tick, stage]), int(s.backward[tick, stage])
-        left = name(s.forward_order[f]) if f != IDLE else "."
-        right = name(s.backward_order[b]) if b != IDLE else "."
-        return f"{left:>{size}}|{right:<{size}}"
+        f, b = name(s.forward_order, s.forward[tick, stage]), name(s.backward_order, s.backward[tick, stage])
+        return f"{f:>{size}}|{b:<{size}}"
 
-    label = len(f"stage {s.stages - 1}")
-    fits = max(2, (width - label) // (2 * size + 3))
-    shown: list[int | None] = list(range(s.ticks))
-    if s.ticks > fits:
-        shown = [*range(fits // 2), None, *range(s.ticks - (fits - 1) // 2, s.ticks)]
-    rows = [("tick", [str(t) if t is not None else "..." for t in shown])]
+    shown: list[int | None] = [*range(s.ticks)]
+    if s.ticks > (fits := max(2, (width - label) // (2 * size + 3))):
+        shown[fits // 2 : s.ticks - (fits - 1) // 2] = [None]
+    rows = [("tick", ["..." if t is None else str(t) for t in shown])]
     for stage in range(s.stages):
-        rows.append((f"stage {stage}", [cell(t, stage) if t is not None else "..." for t in shown]))
+        rows.append((f"stage {stage}", ["..." if t is None else cell(t, stage) for t in shown]))
     return "\n".join(
         f"{head:<{label}}  " + "  ".join(f"{c:^{2 * size + 1}}" for c in cells).rstrip() for head, cells in rows
     )
+
+
+# ---- as the interpreter reads it
+
+
+class Ticks(NamedTuple, Generic[A]):
+    """What each stage does in one direction: arrays [ticks, stages]; in the interpreter, scalars of one of each."""
+
+    active: A  # whether there is a task
+    microbatch: A
+    chunk: A
+    from_embedding: A  # its input comes from the embedding
+    to_head: A  # its output goes to the head
+    slot: A  # holds its input
+    grad_slot: A  # holds the gradient of its output
+    receive_slot: A  # in which to put what a neighbour has just sent; IDLE for none
+    loads_chunk: A  # its chunk differs from that of the stage's previous task
+    first_of_chunk: A  # of backward
+    last_of_chunk: A
+
+    def at_ticks(self, ticks: Any) -> "Ticks[A]":
+        """ticks: bool [ticks]."""
+        return jax.tree.map(lambda column: column[ticks], self)
+
+
+FLAGS = ("active", "from_embedding", "to_head", "loads_chunk", "first_of_chunk", "last_of_chunk")
+PER_TICK = ("active", "receives", "loads_chunk", "last_of_chunk")
+"""Conditions that the interpreter evaluates in every tick; the others only where the task is active."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleTable:
+    """input_slots, grad_slots: how many slots a stage needs of each kind."""
+
+    forward: Ticks[np.ndarray]
+    backward: Ticks[np.ndarray]
+    input_slots: int
+    grad_slots: int
+
+    @property
+    def phases(self) -> list[tuple[Ticks[np.ndarray] | None, Ticks[np.ndarray] | None]]:
+        """Ranges of ticks that run in one loop each, as (forward, backward); None for a half in which all stages are
+        idle.  Where no tick has both halves, each half has a loop of its own, and sends in one direction alone."""
+        forward, backward = (half.active.any(1) for half in (self.forward, self.backward))
+        if (forward & backward).any():
+            return [(self.forward, self.backward)]
+        return [(self.forward.at_ticks(forward), None), (None, self.backward.at_ticks(backward))]
+
+    @property
+    def ticks(self) -> dict[str, int]:
+        """How many ticks the loops with a forward half have, and those with a backward half."""
+        halves = zip(("forward", "backward"), zip(*self.phases, strict=True), strict=True)
+        return {name: sum(len(half.active) for half in phases if half) for name, phases in halves}
+
+    def runs(self, run_idle_stages: bool = False) -> dict[str, np.ndarray]:
+        """float [stages]: how often each condition of the interpreter is true in a step, by name.
+
+        run_idle_stages: then both branches run wherever a condition is evaluated, as if it were always true."""
+        runs: dict[str, np.ndarray] = {}
+        for name, half in (("forward", self.forward), ("backward", self.backward)):
+            true = {flag: (getattr(half, flag) & half.active).sum(0) for flag in FLAGS}
+            for condition, times in (true | {"receives": (half.receive_slot != IDLE).sum(0)}).items():
+                runs[f"{name}_{condition}"] = np.full_like(times, self.ticks[name]) if run_idle_stages else times
+        first = np.arange(self.forward.active.shape[1]) == 0
+        # Once per step, and of breadth-first schedules alone.
+        return runs | {"embedding_of_all": first | run_idle_stages, "head_of_all": first[::-1] | run_idle_stages}
+
+    def shares(self) -> dict[str, np.ndarray]:
+        """float [stages]: how often each condition is true, of the times that it is evaluated."""
+        runs, shares = self.runs(), {}
+        for name, times in runs.items():
+            half, condition = name.split("_", 1)
+            evaluated: Any = 1
+            if half in self.ticks:
+                evaluated = self.ticks[half] if condition in PER_TICK else np.maximum(runs[f"{half}_active"], 1)
+            shares[name] = times / evaluated
+        return shares
+
+
+def schedule_table(s: Schedule) -> ScheduleTable:
+    def blank() -> Ticks[np.ndarray]:
+        columns = {name: np.zeros((s.ticks, s.stages), bool if name in FLAGS else np.int32) for name in Ticks._fields}
+        return Ticks(**columns | {"receive_slot": np.full((s.ticks, s.stages), IDLE, np.int32)})
+
+    halves = blank(), blank()
+    slots = [_fill_stage(s, stage, *halves) for stage in range(s.stages)]
+    input_slots, grad_slots = map(max, zip(*slots, strict=True))
+    return ScheduleTable(*halves, input_slots, grad_slots)
+
+
+def _fill_stage(s: Schedule, stage: int, forward: Ticks, backward: Ticks) -> tuple[int, int]:
+    """Fills one stage's columns of both halves; returns how many slots of each kind it needs."""
+    ticks, inputs, grads = {}, {}, {}
+    for task in s.forward_order:
+        virtual_stage, microbatch = task.chunk * s.stages + stage, task.microbatch
+        ticks[task] = s.ticks_of(virtual_stage, microbatch)
+        if virtual_stage > 0:  # the tick in which the previous one's output arrives
+            inputs[task] = s.ticks_of(virtual_stage - 1, microbatch)[0] + 1
+        if virtual_stage < s.chunks * s.stages - 1:  # the tick in which the next one's gradient arrives
+            grads[task] = s.ticks_of(virtual_stage + 1, microbatch)[1] + 1
+    slots = _assign_slots({task: (inputs.get(task, first), last) for task, (first, last) in ticks.items()})
+    grad_slots = _assign_slots({task: (first, ticks[task][1]) for task, first in grads.items()})
+    for task, of_halves in ticks.items():
+        for half, tick in zip((forward, backward), of_halves, strict=True):
+            at = tick, stage
+            half.active[at] = True
+            half.chunk[at], half.microbatch[at] = task
+            half.from_embedding[at], half.to_head[at] = task not in inputs, task not in grads
+            half.slot[at], half.grad_slot[at] = slots[task], grad_slots.get(task, 0)
+    for half, arrivals, slots_ in ((forward, inputs, slots), (backward, grads, grad_slots)):
+        for task, tick in arrivals.items():
+            half.receive_slot[tick, stage] = slots_[task]
+    loaded = None
+    for tick, is_backward, chunk in sorted(
+        (tick, i, task.chunk) for task in ticks for i, tick in enumerate(ticks[task])
+    ):
+        (backward if is_backward else forward).loads_chunk[tick, stage] = chunk != loaded
+        loaded = chunk
+    for chunk in range(s.chunks):
+        of_chunk = [last for task, (_, last) in ticks.items() if task.chunk == chunk]
+        backward.first_of_chunk[min(of_chunk), stage] = backward.last_of_chunk[max(of_chunk), stage] = True
+    return 1 + max(slots.values()), 1 + max(grad_slots.values(), default=0)
+
+
+def _assign_slots(intervals: dict[Task, tuple[int, int]]) -> dict[Task, int]:
+    """A slot for each task, so that no two tasks need one slot in one tick.  intervals: first and last tick in which
+    each needs it."""
+    free_from: list[int] = []
+    slots = {}
+    for task, (first, last) in sorted(intervals.items(), key=lambda item: item[1]):
+        slot = next((i for i, tick in enumerate(free_from) if tick <= first), len(free_from))
+        free_from[slot : slot + 1] = [last + 1]
+        slots[task] = slot
+    return slots

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from spmd_lm.axes import MODEL, PIPE
@@ -13,39 +13,33 @@ class StageTransfer:
     """Sends activations and their gradients from stage to stage; where `model` is n, an n-th of each per device.
 
     Where the sequence is not sharded every device of `model` has the whole activation, and it is enough that each sends
-    one part (arXiv:2104.04473, section 4.1).  wraps: whether the last stage sends to the first."""
+    one part (arXiv:2104.04473, section 4.1).  wraps: whether the last stage sends to the first.  sends_all: whether a
+    message is all that a device holds."""
 
     def __init__(self, plan: Plan, activation: jax.ShapeDtypeStruct, wraps: bool):
-        n = plan.layout.model
-        self.parts = 1 if plan.sequence or activation.shape[1] % n else n
+        (rows, time, width), n = activation.shape, plan.layout.model
+        self.sends_all = n == 1 or plan.sequence or time % n > 0
+        self.shape, self.dtype = (rows, time if self.sends_all else time // n, width), activation.dtype
         self.stages, self.wraps = plan.layout.pipe, wraps
-        self.shape = (activation.shape[0], activation.shape[1] // self.parts, *activation.shape[2:])
-        self.dtype = activation.dtype
 
-    @property
-    def sends_all(self) -> bool:
-        """Whether a message is all that a device holds."""
-        return self.parts == 1
-
-    def zeros(self) -> jax.Array:
+    def zeros(self) -> Array:
         return jnp.zeros(self.shape, self.dtype)
 
     @jax.named_scope("messages")
-    def send(self, message: jax.Array, by: int) -> jax.Array:
+    def send(self, message: Array, by: int) -> Array:
         """Sends to the stage `by` stages on; returns what arrives from the stage as many stages back."""
         stages = range(self.stages)
         pairs = [(s, (s + by) % self.stages) for s in stages if self.wraps or 0 <= s + by < self.stages]
         return lax.ppermute(message, PIPE, pairs)
 
-    def pack(self, x: jax.Array) -> jax.Array:
+    def pack(self, x: Array) -> Array:
         """This device's part of an activation."""
         if self.sends_all:
             return x
         return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * self.shape[1], self.shape[1], 1)
 
     @jax.named_scope("messages")
-    def unpack(self, message: jax.Array) -> jax.Array:
-        if self.sends_all:
-            return message
+    def unpack(self, message: Array) -> Array:
+        """The activation, of which each device of `model` has received its part."""
         x = lax.all_gather(message, MODEL, axis=1, tiled=True)
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))  # that of the slots it is written to
