@@ -22,8 +22,8 @@ LAYERS = (
     {"generation"},
     {"training"},
     {"huggingface"},
-    {"commands"},
     {"api"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 )

@@ -22,7 +22,7 @@ from spmd_lm.huggingface.directory import CONFIG_FILE, tokenizer_files
 from spmd_lm.huggingface.json_files import read_json, write_json
 from spmd_lm.huggingface.safetensors_io import TensorSpec, write_tensors
 from spmd_lm.huggingface.weights import HFTensor, hf_tensors
-from spmd_lm.runtime.atomic_dir import atomic_directory, require_absent_or_empty
+from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 
 
 def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from spmd_lm.huggingface.directory import CONFIG_FILE, ModelDirectory
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES
 from spmd_lm.huggingface.weights import buffer_names, hf_tensors, shape_mismatches, unused_head_names
 from spmd_lm.parallel.plan import Tree
-from spmd_lm.runtime.atomic_dir import atomic_directory
+from spmd_lm.runtime.directories import atomic_directory
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.step.program import Program
 
