@@ -23,8 +23,6 @@ class Verb(NamedTuple):
     positionals: tuple[str, ...] = ("CONFIG",)  # before the overrides
 
 
-IMPORT, EXPORT = ("DIR", "RUN_DIR"), ("RUN_DIR", "DIR")
-
 VERBS = {
     "train": Verb("trains, or resumes the run in run.dir", train.run, train.add_options),
     "eval": Verb("metrics of a run's newest checkpoint on its validation data", evaluate.run),
@@ -32,8 +30,8 @@ VERBS = {
     "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan.run),
     "audit": Verb("compiles the step and compares its collectives with theory", audit.run, audit.add_options),
     "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench.run, bench.add_options),
-    "import": Verb("makes a run of a Hugging Face directory", import_hf.run, import_hf.add_options, IMPORT),
-    "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, EXPORT),
+    "import": Verb("makes a run of a Hugging Face directory", import_hf.run, import_hf.add_options, ("DIR", "RUN_DIR")),
+    "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
     "config": Verb("prints the resolved YAML", config.run),
 }
 
@@ -97,7 +95,9 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     """The verb and its arguments.  Exits after --help and --version."""
     if not argv or argv[0] in ("-h", "--help"):
-        write_text(overview())
+        verbs = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
+        usage = "usage: spmd-lm VERB CONFIG [section.key=value ...] [--devices N] [--json PATH|-]"
+        write_text(f"{usage}\n\n{verbs}\n\nspmd-lm VERB --help lists a verb's options.")
         raise SystemExit(0 if argv else int(Exit.CONFIG))
     if argv[0] == "--version":
         write_text(f"spmd-lm {__version__}")
@@ -129,9 +129,3 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     if arguments.devices is not None:
         arguments.overrides.append(f"run.simulate_devices={arguments.devices}")
     return name, arguments
-
-
-def overview() -> str:
-    verbs = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
-    usage = "usage: spmd-lm VERB CONFIG [section.key=value ...] [--devices N] [--json PATH|-]"
-    return f"{usage}\n\n{verbs}\n\nspmd-lm VERB --help lists a verb's options."

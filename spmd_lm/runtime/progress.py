@@ -47,10 +47,8 @@ class Progress:
     @contextmanager
     def compiling(self, last_seconds: float | None) -> Iterator[None]:
         """Prints that the step is being compiled.  last_seconds: what it took last time, if there was one."""
-        estimate = "seconds for a small model, minutes for a large one"
-        if last_seconds:
-            estimate = f"took {format_duration(last_seconds)} last time"
-        message = f"compiling the step ({estimate})"
+        last = f"took {format_duration(last_seconds)} last time" if last_seconds else ""
+        message = f"compiling the step ({last or 'seconds for a small model, minutes for a large one'})"
         start = time.perf_counter()
         if self._console.is_terminal:
             with self._console.status(message):

@@ -32,9 +32,9 @@ PROMPTS = ["", "The ", "def "]  # of samples.txt
 
 
 def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
-    """Trains the run in run.dir up to train.steps, from its newest checkpoint if it has one.
+    """Trains the run in run.dir up to train.steps, from its newest checkpoint if it has one.  signals: None if the
+    caller watches none yet.
 
-    signals: already watched by the caller; None: watched from here on.
     Raises ConfigError for an impossible layout or a directory that cannot be written or is in use, CheckpointError for
     a run of another model or checkpoints that are damaged or not saved, DataError, and NonFiniteError; none of them
     harms what was saved before."""

@@ -56,7 +56,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.config, self.step = self.program.config, self.status.step  # steps done
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
-        self.logged_step, self.logged_seconds = self.step, self.training_seconds()
+        self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # by the last `speed`
 
     def is_due(self, every: int) -> bool:
         """Whether it is time for what happens every `every` steps and at the end; never if `every` is 0."""
@@ -126,10 +126,18 @@ class TrainingRun:
         if self.metrics_log is not None:
             self.status.write(step=self.step, **changes)
 
-    def training_seconds(self) -> float:
-        """Seconds spent on steps and their data: evaluations and checkpoints do not count against the speed."""
+    def speed(self) -> Record:
+        """Since the last call.  Only steps and their data count, not evaluations and checkpoints."""
         self.clock.update()
-        return self.clock.seconds["step"] + self.clock.seconds["data"]
+        (last_step, last_seconds), program = self._measured, self.program
+        self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]
+        step_seconds = (self._measured[1] - last_seconds) / (self.step - last_step)
+        return {
+            "tokens": self.step * program.tokens_per_step,
+            "tokens_per_second": program.tokens_per_step / step_seconds,
+            "mfu": program.flops_per_step / step_seconds / program.peak_flops if program.peak_flops else None,
+            "seconds": step_seconds,
+        }
 
 
 def evaluate(run: TrainingRun) -> None:
@@ -149,7 +157,7 @@ def log(run: TrainingRun) -> None:
     run.progress.step(run.step)
     if run.is_due(run.config.train.log_every):
         run.wait()
-        run.record = {**run.metrics, **speed(run), **run.record}
+        run.record = run.metrics | run.speed() | run.record
     if not run.record:
         return
     record, run.record = {"step": run.step, **run.record}, {}
@@ -157,18 +165,6 @@ def log(run: TrainingRun) -> None:
         run.metrics_log.write(record)
     run.progress.record(record)
     run.write_status()
-
-
-def speed(run: TrainingRun) -> Record:
-    program, seconds = run.program, run.training_seconds()
-    step_seconds = (seconds - run.logged_seconds) / (run.step - run.logged_step)
-    run.logged_step, run.logged_seconds = run.step, seconds
-    return {
-        "tokens": run.step * program.tokens_per_step,
-        "tokens_per_second": program.tokens_per_step / step_seconds,
-        "mfu": program.flops_per_step / step_seconds / program.peak_flops if program.peak_flops else None,
-        "seconds": step_seconds,
-    }
 
 
 def save_checkpoint(run: TrainingRun) -> None:
