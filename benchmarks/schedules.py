@@ -48,15 +48,13 @@ def step_seconds(programs: dict, rounds: int) -> dict[str, list[float]]:
     """Seconds of each program's steps; the programs take turns."""
     import jax
 
-    from spmd_lm.data.corpus import load
-    from spmd_lm.data.loader import Loader
+    from spmd_lm.data.corpus import load_data, make_loader
 
     states, batches = {}, {}
     for name, program in programs.items():
         c = program.config
-        corpus = load(c.data, c.train.seed, c.model.vocab)
-        loader = Loader(corpus.train, c.model.context, c.train.batch, c.parallel.microbatches, 0)
-        batches[name] = loader.batch(0, program.batch_shardings)
+        corpus = load_data(c.data, c.train.seed, c.model.vocab)
+        batches[name] = make_loader(c, corpus, "training").batch(0, program.batch_shardings)
         states[name], _ = program.step(program.init(), batches[name])  # compiles
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):

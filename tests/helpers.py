@@ -37,11 +37,11 @@ def make_config(**sections: dict) -> RunConfig:
     return RunConfig.model_validate({name: TREE.get(name, {}) | sections.get(name, {}) for name in TREE | sections})
 
 
-ORIGINAL = {"kind": "bert", "norm": "post", "token_types": 2}
+ORIGINAL_BERT = {"kind": "bert", "norm": "post", "token_types": 2}
 """BERT as it was first published."""
 
-FILES = {"source": "task", "path": "train", "validation_path": "dev"}  # which nobody opens
-JUDGED = {
+FILES = {"source": "task", "path": "train", "validation_path": "dev"}  # never opened
+TASKS = {
     "classification": {"objective": {"kind": "classification", "classes": 2}, "data": FILES | {"task": "sst2"}},
     "multiple choice": {"objective": {"kind": "multiple_choice", "choices": 4}, "data": FILES | {"task": "race"}},
     "span": {
@@ -50,7 +50,7 @@ JUDGED = {
         "optim": {"eps": 1e-6},  # what is added to all of a row moves no softmax: gradients that are rounding alone
     },
 }
-"""What is judged by labels, as sections of a run."""
+"""Fine-tuning objectives, as sections of a run."""
 
 LAYOUTS = {
     "one": {"data": 1},
@@ -93,7 +93,7 @@ def program(config: RunConfig) -> Program:
 
 def host_batch(config: RunConfig, step: int) -> Batch:
     """Random tokens of uneven weights, a fifth of them 0; leaves [rows, time].  A masked model's rows have padding, two
-    types and labels; what is judged has labels alone."""
+    token types and labels; a fine-tuning batch has labels only."""
     rows, time, r = config.train.batch, config.model.context, np.random.default_rng(step)
     tokens = r.integers(0, config.model.vocab, (rows, time + 1), dtype=np.int32)
     weights = np.maximum(r.uniform(-0.25, 1, (rows, time)), 0).astype(np.float32)
@@ -102,7 +102,7 @@ def host_batch(config: RunConfig, step: int) -> Batch:
     if config.objective.kind == "causal_lm":
         return batch
     real = positions < r.integers(time // 2, time + 1, (rows, 1))
-    made = dataclasses.replace(
+    masked = dataclasses.replace(
         batch,
         loss_weights=weights * real,
         segments=np.int32(real),
@@ -111,12 +111,12 @@ def host_batch(config: RunConfig, step: int) -> Batch:
         label_weights=r.uniform(0.5, 1, rows).astype(np.float32),
         end_positions=r.integers(0, time // 2, rows, dtype=np.int32),
     )
-    # One question's rows say the same, and the first one counts.
-    if (together := config.objective.rows_per_example) > 1:
-        label_weights = made.label_weights * (np.arange(rows) % together == 0)
-        made = dataclasses.replace(made, labels=made.labels.repeat(together)[:rows], label_weights=label_weights)
+    # One question's rows have one label, counted once.
+    if (group := config.objective.rows_per_example) > 1:
+        label_weights = masked.label_weights * (np.arange(rows) % group == 0)
+        masked = dataclasses.replace(masked, labels=masked.labels.repeat(group)[:rows], label_weights=label_weights)
     wanted = abstract_batch(config)
-    return Batch(**{name: value if getattr(wanted, name) is not None else None for name, value in vars(made).items()})
+    return Batch(**{name: value if getattr(wanted, name) is not None else None for name, value in vars(masked).items()})
 
 
 def device_batch(p: Program, step: int) -> Batch:
@@ -130,12 +130,12 @@ def canonical(p: Program, state: TrainState) -> TrainState:
     c, layers = p.config.parallel, p.config.model.unique_layers
     chunks = c.chunks if c.pipe > 1 else 1
     n = layers // (c.pipe * chunks)
-    places = [(i // n % c.pipe * chunks + i // (n * c.pipe)) * n + i % n for i in range(layers)]
+    stage_order = [(i // n % c.pipe * chunks + i // (n * c.pipe)) * n + i % n for i in range(layers)]
     cut = lambda x, to: np.asarray(x)[tuple(map(slice, to.shape))]  # noqa: E731
 
     def ordered(tree: Tree) -> Tree:
         tree = jax.tree.map(cut, tree, p.plan.shapes)
-        return tree | {"blocks": jax.tree.map(lambda x: x[places], tree["blocks"])}
+        return tree | {"blocks": jax.tree.map(lambda x: x[stage_order], tree["blocks"])}
 
     return jax.tree.map(np.asarray, state).map_params(ordered)
 
@@ -176,8 +176,8 @@ def trained_reference(config: RunConfig) -> Outcome:
 
     @jax.jit
     def gradients(params, step, b: Batch):
-        draw = reference.Draw((config.train.seed, step), b.sample_ids)
-        return jax.value_and_grad(reference.loss)(params, config, b, draw)
+        dropout = reference.Dropout((config.train.seed, step), b.sample_ids)
+        return jax.value_and_grad(reference.loss)(params, config, b, dropout)
 
     for step in range(STEPS):
         loss, grads = gradients(params, step, host_batch(config, step))

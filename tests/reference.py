@@ -1,5 +1,5 @@
-"""Language models and AdamW written out for one device: full logits, full masks, no mesh, nothing shared with what it
-judges.
+"""Language models and AdamW written out for one device: full logits, full masks, no mesh, and no code shared with the
+package that it checks.
 
 It takes the package's tree of parameters and returns the same tree, so that every leaf can be compared.  Legend of
 shapes: B batch, T time, S keys' time, H heads, K head width."""
@@ -19,7 +19,7 @@ ATTENTION, AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING, AFTER_POOLER = range(5) 
 
 
 def bits(*counters) -> jax.Array:
-    """What a chain of threefry blocks makes of counters (key, key), (count, count), ...; they broadcast."""
+    """Random bits: a chain of threefry blocks over counters (key, key), (count, count), ...; they broadcast."""
     shape = np.broadcast_shapes(*(np.shape(c) for c in counters))
     key, *rest = zip(*[iter(jnp.broadcast_to(c, shape).astype(jnp.uint32) for c in counters)] * 2, strict=True)
     for pair in rest:
@@ -27,22 +27,22 @@ def bits(*counters) -> jax.Array:
     return key[0]
 
 
-class Draw:
-    """Dropout of one step: `run` is (seed, step); samples [B] number the rows within the global batch."""
+class Dropout:
+    """The dropout of one step: `run` is (seed, step); sample_ids [B] are the rows' indices in the global batch."""
 
-    def __init__(self, run, samples):
-        self.run, self.samples = run, samples
+    def __init__(self, run, sample_ids):
+        self.run, self.sample_ids = run, sample_ids
 
     def hidden(self, x, rate, layer, site):
         """x: [B, T, width]."""
         row, column = (np.arange(n) for n in x.shape[1:])
-        counters = (*self.run, layer, site, self.samples[:, None, None], 0, row[:, None], column)
+        counters = (*self.run, layer, site, self.sample_ids[:, None, None], 0, row[:, None], column)
         return self._drop(x, rate, counters)
 
     def probabilities(self, p, rate, layer):
         """p: [B, H, T, S]."""
         head, row, column = (np.arange(n) for n in p.shape[1:])
-        sample, head = self.samples[:, None, None, None], head[:, None, None]
+        sample, head = self.sample_ids[:, None, None, None], head[:, None, None]
         return self._drop(p, rate, (*self.run, layer, ATTENTION, sample, head, row[:, None], column))
 
     @staticmethod
@@ -65,7 +65,7 @@ def gelu(x, kind):
     return x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
-def turned(x, positions, theta):
+def rotate(x, positions, theta):
     """x: [B, H, T, K], each pair of features as a complex number, times e^(i x position x frequency)."""
     half = x.shape[-1] // 2
     angles = positions[:, None, :, None] / theta ** (np.arange(half) / half)
@@ -73,35 +73,45 @@ def turned(x, positions, theta):
     return jnp.concatenate([z.real, z.imag], axis=-1)
 
 
-def attention(q, k, v, heads, segments=None, drop=lambda p: p, causal=True, turn=lambda x: x):
+def attention(q, k, v, heads, segments=None, drop=lambda p: p, causal=True, rotary=lambda x: x):
     """q: [B, T, H x K]; k, v: as many heads, or fewer that serve several queries each."""
-    split = lambda x: x.reshape(*x.shape[:2], -1, q.shape[-1] // heads).transpose(0, 2, 1, 3)  # noqa: E731
-    q_, k, v = turn(split(q)), turn(split(k)), split(v)
+
+    def split(x):
+        return x.reshape(*x.shape[:2], -1, q.shape[-1] // heads).transpose(0, 2, 1, 3)
+
+    q_, k, v = rotary(split(q)), rotary(split(k)), split(v)
     k, v = (np.repeat(x, heads // x.shape[1], axis=1) if heads > x.shape[1] else x for x in (k, v))
     scores = q_ @ k.swapaxes(-1, -2) / math.sqrt(q_.shape[-1])
-    seen = np.tri(scores.shape[-1], dtype=bool) if causal else np.ones(scores.shape[-2:], bool)
+    mask = np.tri(scores.shape[-1], dtype=bool) if causal else np.ones(scores.shape[-2:], bool)
     if segments is not None:
-        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
-    p = drop(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1))
+        mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
+    p = drop(jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1))
     return (p @ v).transpose(0, 2, 1, 3).reshape(q.shape)
 
 
-def hidden(params, c: Model, batch, draw: Draw | None = None):
-    """What leaves the last block, [B, T, width].  batch: a Batch of [B, ...]."""
-    drop = lambda x, layer, site: draw.hidden(x, c.dropout, layer, site) if draw else x  # noqa: E731
+def hidden_states(params, c: Model, batch, dropout: Dropout | None = None):
+    """The output of the last block, [B, T, width].  batch: a Batch of [B, ...]."""
+
+    def drop(x, layer, site):
+        return dropout.hidden(x, c.dropout, layer, site) if dropout else x
+
+    def rotary(x):
+        return rotate(x, batch.positions, c.rope_theta) if c.positions == "rotary" else x
+
     embedding = params["embedding"]
     x = embedding["tokens"][batch.tokens]
     x = x + embedding["positions"][batch.positions] if c.positions == "learned" else x
     x = x + embedding["types"][batch.token_type_ids] if c.token_types else x
     x = drop(norm(x, embedding["norm"], c) if c.norm == "post" else x, 0, AFTER_EMBEDDING)
-    turn = (lambda x: turned(x, batch.positions, c.rope_theta)) if c.positions == "rotary" else lambda x: x
     for layer in range(c.layers):
         p = jax.tree.map(lambda leaf, layer=layer: leaf[0 if c.share_layers else layer], params["blocks"])
-        weights = lambda w, layer=layer: draw.probabilities(w, c.attention_dropout, layer) if draw else w  # noqa: E731
 
-        def attend(h, a=p["attention"], weights=weights):
+        def drop_weights(w, layer=layer):
+            return dropout.probabilities(w, c.attention_dropout, layer) if dropout else w
+
+        def attend(h, a=p["attention"], drop_weights=drop_weights):
             q, k, v = (h @ a[name] + a.get(f"{name}_bias", 0) for name in ("query", "key", "value"))
-            y = attention(q, k, v, c.heads, batch.segments, weights, c.kind == "gpt", turn)
+            y = attention(q, k, v, c.heads, batch.segments, drop_weights, c.kind == "gpt", rotary)
             return y @ a["out"].T + a.get("out_bias", 0)
 
         def mlp(h, m=p["mlp"]):
@@ -121,29 +131,29 @@ def hidden(params, c: Model, batch, draw: Draw | None = None):
     return norm(x, params["head"]["norm"], c) if c.norm == "pre" else x
 
 
-def predictions(params, config: RunConfig, batch, draw: Draw | None = None):
-    """Logits by loss: of tokens [B, T, vocab]; of BERT's second head [B, 2]; of examples, see `judged`."""
-    c, head, h = config.model, params["head"], hidden(params, config.model, batch, draw)
+def predictions(params, config: RunConfig, batch, dropout: Dropout | None = None):
+    """Logits by loss: tokens [B, T, vocab], sentence order [B, 2], tasks as `task_logits`."""
+    c, head, h = config.model, params["head"], hidden_states(params, config.model, batch, dropout)
     if config.objective.kind in ("classification", "multiple_choice", "span"):
-        return judged(head, config, h, batch, draw)
+        return task_logits(head, config, h, batch, dropout)
     table = head.get("tokens", params["embedding"]["tokens"])
     if config.objective.kind == "causal_lm":
         return {"causal_lm": h @ table.T}
     kind = c.activation if c.activation != "swiglu" else "gelu"
     t = norm(gelu(h @ head["transform"] + head.get("transform_bias", 0), kind), head["transform_norm"], c)
-    made = {"masked_lm": t @ table.T + head.get("output_bias", 0)}
+    logits_by_loss = {"masked_lm": t @ table.T + head.get("output_bias", 0)}
     if config.objective.sentence_order:
         pooled = jnp.tanh(h[:, 0] @ head["pooler"] + head.get("pooler_bias", 0))
-        made["sentence_order"] = pooled @ head["binary"] + head.get("binary_bias", 0)
-    return made
+        logits_by_loss["sentence_order"] = pooled @ head["binary"] + head.get("binary_bias", 0)
+    return logits_by_loss
 
 
-def judged(head, config: RunConfig, h, batch, draw: Draw | None):
-    """Of classes [B, classes]; of choices [B / choices, choices]; of spans [B, T, 2]."""
+def task_logits(head, config: RunConfig, h, batch, dropout: Dropout | None):
+    """Logits of classes [B, classes], of choices [B / choices, choices], or of spans [B, T, 2]."""
     kind = config.objective.kind
     if kind != "span":
         h = jnp.tanh(h[:, :1] @ head["pooler"] + head.get("pooler_bias", 0))
-        h = draw.hidden(h, config.model.dropout, 0, AFTER_POOLER) if draw else h
+        h = dropout.hidden(h, config.model.dropout, 0, AFTER_POOLER) if dropout else h
     z = h @ head["output"] + head.get("output_bias", 0)
     if kind == "span":
         return {kind: jnp.where(batch.segments[..., None] == 1, z, -jnp.inf)}
@@ -151,21 +161,21 @@ def judged(head, config: RunConfig, h, batch, draw: Draw | None):
 
 
 def logits(params, c: Model, tokens):
-    """Of a causal model; tokens: [B, T] -> [B, T, vocab]."""
-    places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    h = hidden(params, c, Batch(tokens, None, None, places, None, None))
+    """Logits of a causal model.  tokens: [B, T] -> [B, T, vocab]."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    h = hidden_states(params, c, Batch(tokens, None, None, positions, None, None))
     return h @ params["head"].get("tokens", params["embedding"]["tokens"]).T
 
 
-def loss(params, config: RunConfig, batch, draw: Draw | None = None):
+def loss(params, config: RunConfig, batch, dropout: Dropout | None = None):
     """The sum of the objective's losses, each a weighted mean negative log-likelihood, in nats."""
     total = 0
-    for name, z in predictions(params, config, batch, draw).items():
+    for name, z in predictions(params, config, batch, dropout).items():
         if not config.objective.predicts_tokens:
-            z = z.swapaxes(1, 2) if name == "span" else z[:, None]  # [rows, what is asked, answers]
+            z = z.swapaxes(1, 2) if name == "span" else z[:, None]  # [rows, labels of a row, classes]
             step = batch.labels.shape[0] // z.shape[0]
-            asked = jnp.stack([batch.labels, batch.end_positions][: z.shape[1]], axis=1)[::step]
-            nll = -jnp.take_along_axis(jax.nn.log_softmax(z, axis=-1), asked[..., None], axis=-1)[..., 0].mean(1)
+            labels = jnp.stack([batch.labels, batch.end_positions][: z.shape[1]], axis=1)[::step]
+            nll = -jnp.take_along_axis(jax.nn.log_softmax(z, axis=-1), labels[..., None], axis=-1)[..., 0].mean(1)
             return (batch.label_weights[::step] * nll).sum() / batch.label_weights.sum(dtype=np.float64)
         rows = name == "sentence_order"
         targets, weights = (batch.labels, batch.label_weights) if rows else (batch.targets, batch.loss_weights)
@@ -175,11 +185,10 @@ def loss(params, config: RunConfig, batch, draw: Draw | None = None):
     return total
 
 
-def left_alone(patterns, params):
-    """Of each entry of the parameters 0 where its name matches one of these patterns, else 1; a layer's has its
-    number."""
+def trainable_mask(patterns, params):
+    """For each entry of the parameters 0 if its name matches one of these patterns, else 1; layers have an index."""
 
-    def of(path, leaf):
+    def leaf_mask(path, leaf):
         first, *rest = (key.key for key in path)
         if first != "blocks":
             return float(not any(fnmatch.fnmatch(".".join([first, *rest]), p) for p in patterns))
@@ -187,11 +196,11 @@ def left_alone(patterns, params):
         each = [float(not any(fnmatch.fnmatch(name, p) for p in patterns)) for name in names]
         return np.array(each).reshape(-1, *[1] * (leaf.ndim - 1))
 
-    return jax.tree_util.tree_map_with_path(of, params)
+    return jax.tree_util.tree_map_with_path(leaf_mask, params)
 
 
 def learning_rate(o: AdamW, steps: int, step: int) -> float:
-    """Of the update after `step` updates."""
+    """The learning rate of the update after `step` updates."""
     if step < o.warmup:
         return o.lr * (step + 1) / o.warmup
     end = o.decay_steps or steps
@@ -202,18 +211,18 @@ def learning_rate(o: AdamW, steps: int, step: int) -> float:
 
 def adamw(o: AdamW, steps: int, step: int, params, mu, nu, grads):
     """One update of trees whose vectors are called ...bias or scale: the new params, mu, nu; the gradients' norm."""
-    moving = left_alone(o.freeze.split(), params)
-    grads = jax.tree.map(lambda g, moves: np.asarray(g) * moves, grads, moving)
+    trainable = trainable_mask(o.freeze.split(), params)
+    grads = jax.tree.map(lambda g, trains: np.asarray(g) * trains, grads, trainable)
     size = math.sqrt(sum(float((np.asarray(g) ** 2).sum()) for g in jax.tree.leaves(grads)))
     shrink = min(1.0, o.clip / size) if o.clip else 1.0
     rate, n = learning_rate(o, steps, step), step + 1
 
-    def update(path, p, m, v, g, moving):
+    def update(path, p, m, v, g, trainable):
         m = o.b1 * m + (1 - o.b1) * (g * shrink)
         v = o.b2 * v + (1 - o.b2) * (g * shrink) ** 2
         move = (m / (1 - o.b1**n)) / (np.sqrt(v / (1 - o.b2**n)) + o.eps)
         vector = path[-1].key.endswith(("bias", "scale"))
-        return p - rate * (move + (0 if vector else o.weight_decay) * p) * moving, m, v
+        return p - rate * (move + (0 if vector else o.weight_decay) * p) * trainable, m, v
 
-    trees = jax.tree_util.tree_map_with_path(update, params, mu, nu, grads, moving)
+    trees = jax.tree_util.tree_map_with_path(update, params, mu, nu, grads, trainable)
     return (*(jax.tree.map(lambda t, i=i: t[i], trees, is_leaf=lambda t: isinstance(t, tuple)) for i in range(3)), size)

@@ -12,9 +12,8 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data import loader
-from spmd_lm.data.corpus import load_data
-from spmd_lm.data.tasks.loader import TaskValidationLoader
+from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
 
 SPECIAL, _ = ByteTokenizer().special_tokens_and_words()
@@ -101,12 +100,12 @@ def corpus(run: RunConfig):
 
 def training(task: str, root: Path, **changes):
     run = config(task, root / task, **changes)
-    return loader.make_train_loader(run, corpus(run))
+    return make_loader(run, corpus(run), "training")
 
 
-def validation(task: str, root: Path, **changes) -> TaskValidationLoader:
+def validation(task: str, root: Path, **changes) -> TaskLoader:
     run = config(task, root / task, **changes)
-    return loader.make_validation_loader(run, corpus(run))
+    return make_loader(run, corpus(run), "validation")
 
 
 def all_rows(rows, steps: int) -> Batch:

@@ -1,6 +1,7 @@
 """Imports point down only, and what has to be quick stays clear of jax."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,12 @@ def test_no_package_does_work_on_import():
 def test_configuration_and_command_import_no_jax():
     code = "import sys, spmd_lm.cli; print(sorted({'jax', 'numpy', 'flax', 'orbax'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_benchmarks_import_what_exists():
+    """Most import inside functions, which no test runs."""
+    for path in PACKAGE.with_name("benchmarks").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spmd_lm"):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, each.name) for each in node.names), f"{path}:{node.lineno}"

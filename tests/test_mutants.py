@@ -10,8 +10,8 @@ from spmd_lm.planning.audit import audit
 from spmd_lm.planning.audit_report import render
 from tests import reference
 from tests.helpers import (
-    JUDGED,
-    ORIGINAL,
+    ORIGINAL_BERT,
+    TASKS,
     assert_close,
     assert_states_close,
     device_batch,
@@ -52,7 +52,7 @@ def test_parity(run, x64):
 @pytest.mark.parametrize("objective", ["classification", "span"])
 def test_parity_of_what_is_judged(objective, x64):
     optim = {"freeze": "blocks.0.mlp.*", "eps": 1e-6}
-    sections = JUDGED[objective] | {"model": ORIGINAL, "optim": optim}
+    sections = TASKS[objective] | {"model": ORIGINAL_BERT, "optim": optim}
     got = trained(run_of("data4-model2-sequence", 2, **sections))
     want = trained_reference(make_config(**sections))
     assert got.losses == pytest.approx(want.losses, rel=1e-12)

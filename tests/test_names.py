@@ -83,6 +83,22 @@ def test_no_lambda_has_a_name():
             assert not named, f"{path}:{node.lineno}"
 
 
+def is_set(node: ast.expr) -> bool:
+    """Whether the expression is visibly a set."""
+    if isinstance(node, ast.BinOp):
+        return is_set(node.left) or is_set(node.right) or ast.unparse(node.left).endswith(".keys()")
+    return isinstance(node, ast.Set | ast.SetComp) or ast.unparse(node).startswith(("set(", "frozenset("))
+
+
+def test_nothing_loops_over_a_set():
+    """The order of a set of strings differs from process to process: they would trace different programs."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            loops = [node] if isinstance(node, ast.For) else []
+            loops += node.generators if isinstance(node, ast.ListComp | ast.DictComp) else []
+            assert not [ast.unparse(loop.iter) for loop in loops if is_set(loop.iter)], path
+
+
 def test_config_keys_are_the_field_s():
     of_model, of_objective = r"model\.(hidden|norm_kind|biases)", r"objective\.(rate|short|stride|longest)"
     old = rf"\b({of_model}|{of_objective}|parallel\.mask|remat\.every)\b"

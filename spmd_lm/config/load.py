@@ -258,7 +258,7 @@ def _merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
     kind has."""
     stacked: dict[str, Any] = {}
     for layer in layers:
-        for name in stacked.keys() & layer.tree.keys() & FIELDS.keys():
+        for name in sorted(stacked.keys() & layer.tree.keys() & FIELDS.keys()):
             old, new = _kind(name, stacked[name]), _explicit_kind(name, layer.tree[name])
             if old and new and old != new:
                 new_keys = yaml_keys(variants(name)[new]) if new in variants(name) else []

@@ -184,7 +184,7 @@ class ExtractiveQA(Objective):
 
 class Data(Section):
     source: str  # declared here, so that it is written before the other keys
-    tokenizer: ValidPath = "bytes"  # or the path of a vocabulary: data/tokenizers/subwords.py
+    tokenizer: ValidPath = "bytes"  # or the path of a vocabulary: data/tokenizers/vocabulary.py
 
 
 class Documents(Data):

@@ -1,4 +1,4 @@
-"""A run's text as token ids, split into training and validation.
+"""A run's data and the loader of its batches.  Text is token ids, split into training and validation.
 
 A document goes to validation by a hash of its name, so adding files never moves another one to the other split, and no
 document is in both."""
@@ -11,15 +11,17 @@ import platform
 
 import numpy as np
 
-from spmd_lm.config.schema import PythonStdlib, Synthetic, Task, Text
+from spmd_lm.config.schema import MaskedLM, PythonStdlib, RunConfig, Synthetic, Task, Text
+from spmd_lm.data.loader import CausalLMLoader, Loader, SplitName
+from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.shuffle import fold_in, permute
-from spmd_lm.data.tasks import dataset
+from spmd_lm.data.tasks.dataset import Split, TaskDataset, load_task
+from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.data.text_files import Document, read_documents, read_standard_library
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
 
-SYNTHETIC_TRAIN_TOKENS = 2**20
-SYNTHETIC_VALIDATION_TOKENS = 2**16
+SYNTHETIC_TRAIN_TOKENS, SYNTHETIC_VALIDATION_TOKENS = 2**20, 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Corpus:
         )
 
 
-def load_data(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_size: int) -> Corpus | dataset.TaskDataset:
+def load_data(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_size: int) -> Corpus | TaskDataset:
     """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`.
 
     Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged
@@ -63,28 +65,45 @@ def load_data(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_siz
             f"data.tokenizer={data.tokenizer}. Use model.vocab={tokenizer.vocab_size} or more."
         )
     if isinstance(data, Task):
-        return dataset.load(data, tokenizer)
-    if isinstance(data, PythonStdlib):
-        name, documents = f"Python {platform.python_version()} standard library", read_standard_library()
-    else:
+        return load_task(data, tokenizer)
+    if isinstance(data, Text):
         name, documents = ", ".join(data.paths), read_documents(data.paths)
+    else:
+        name, documents = f"Python {platform.python_version()} standard library", read_standard_library()
     return _tokenize(name, documents, tokenizer, data.validation_fraction, vocab_size)
 
 
-def _tokenize(
-    name: str, documents: list[Document], tokenizer: Tokenizer, validation_fraction: float, vocab_size: int
-) -> Corpus:
+def make_loader(config: RunConfig, data: Corpus | TaskDataset, split: SplitName) -> Loader:
+    """Raises DataError for too little text or a label out of range, ConfigError if the vocabulary lacks the objective's
+    special tokens."""
+    content = data.train if split == "training" else data.validation
+    if isinstance(content, Split):
+        return TaskLoader(content, data.tokenizer, config, split)
+    if isinstance(config.objective, MaskedLM):
+        return MaskedLMLoader(content, data.tokenizer, config, split)
+    return CausalLMLoader(content, config, split)
+
+
+def _tokenize(name: str, documents: list[Document], tokenizer: Tokenizer, fraction: float, vocab_size: int) -> Corpus:
     encoded = [tokenizer.encode(document.text) for document in documents]
     for document, tokens in zip(documents, encoded, strict=True):
-        _check_ids(document, tokens, vocab_size)
+        if tokens.max(initial=0) >= vocab_size:
+            offset = int(np.argmax(tokens >= vocab_size))
+            raise DataError(
+                f"{document.path}: token {tokens[offset]} at offset {offset} is not below model.vocab={vocab_size}. "
+                f"Use model.vocab={int(tokens.max()) + 1} or more, or correct the text."
+            )
     if len(documents) == 1:
-        cut = int((1 - validation_fraction) * len(encoded[0]))
+        cut = int((1 - fraction) * len(encoded[0]))
         train, validation = encoded[0][:cut], encoded[0][cut:]
     else:
-        held_out = hold_out([document.name for document in documents], validation_fraction)
-        split = list(zip(encoded, held_out, strict=True))
-        train = _join([tokens for tokens, is_validation in split if not is_validation], tokenizer.eos_token_id)
-        validation = _join([tokens for tokens, is_validation in split if is_validation], tokenizer.eos_token_id)
+        eos = tokenizer.eos_token_id
+        separator = np.array([] if eos is None else [eos], encoded[0].dtype)
+        splits: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+        held_out = hold_out([document.name for document in documents], fraction)
+        for tokens, is_validation in zip(encoded, held_out, strict=True):
+            splits[is_validation].extend((separator, tokens))
+        train, validation = (np.concatenate(split[1:]) for split in splits)
     num_bytes = sum(len(document.text) for document in documents)
     return Corpus(name, train, validation, len(documents), num_bytes, tokenizer)
 
@@ -93,32 +112,12 @@ def hold_out(names: list[str], fraction: float) -> list[bool]:
     """Which of two or more documents are for validation: about `fraction` of them, each by its name alone.
 
     If that would leave a split empty, the document nearest to the threshold moves there."""
-    draws = [_uniform_hash(name) for name in names]
+    digests = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
+    draws = [int.from_bytes(digest[:6]) / 2**48 for digest in digests]  # uniform in [0, 1)
     held_out = [draw < fraction for draw in draws]
     held_out[draws.index(min(draws))] = True
     held_out[len(draws) - 1 - draws[::-1].index(max(draws))] = False  # the last of equals: two of one name still split
     return held_out
-
-
-def _uniform_hash(name: str) -> float:
-    """A hash of `name` in [0, 1)."""
-    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:6]) / 2**48
-
-
-def _check_ids(document: Document, tokens: np.ndarray, vocab_size: int) -> None:
-    if tokens.max(initial=0) >= vocab_size:
-        offset = int(np.argmax(tokens >= vocab_size))
-        raise DataError(
-            f"{document.path}: token {tokens[offset]} at offset {offset} is not below model.vocab={vocab_size}. "
-            f"Use model.vocab={int(tokens.max()) + 1} or more, or correct the text."
-        )
-
-
-def _join(documents: list[np.ndarray], separator: int | None) -> np.ndarray:
-    """One array, with `separator`, if there is one, between documents."""
-    between = np.array([] if separator is None else [separator], documents[0].dtype)
-    return np.concatenate([part for document in documents for part in (between, document)][1:])
 
 
 def _markov_chain(data: Synthetic, seed: int, vocab_size: int) -> Corpus:

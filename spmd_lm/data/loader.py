@@ -1,102 +1,130 @@
-"""Which loader a configuration gets, and the loaders of causal language models.
+"""What all loaders share, and that of causal language models; `masked_lm.rows` and `tasks.loader` have the others.
 
-Masked text is in `masked_lm.rows`, labelled examples are in `tasks.loader`.
+Batches are a pure function of (seed, step), placed on devices shard by shard.  There is no state to save: to resume is
+to ask for the next step.  Each process reads only the rows of its own devices.
 
-Shape suffixes: R rows, T context, S = T + 1."""
+Shape suffixes: R rows, M microbatches, B rows per microbatch, T context, S = T + 1."""
 
 import abc
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 
-from spmd_lm.batch import Batch
-from spmd_lm.config.schema import MaskedLM, RunConfig
-from spmd_lm.data.batch_source import OFFSET_STREAM, BatchSource, TrainLoader, ValidationLoader
-from spmd_lm.data.corpus import Corpus
-from spmd_lm.data.masked_lm.rows import MaskedLMTrainLoader, MaskedLMValidationLoader
-from spmd_lm.data.shuffle import fold_in
-from spmd_lm.data.tasks.dataset import TaskDataset
-from spmd_lm.data.tasks.loader import TaskLoader, TaskValidationLoader
+from spmd_lm.batch import PER_ROW, Batch
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.shuffle import fold_in, permute
 from spmd_lm.errors import DataError
 
+SplitName = Literal["training", "validation"]
 
-def make_train_loader(config: RunConfig, data: Corpus | TaskDataset) -> TrainLoader:
-    """The batches of every training step.
-
-    Raises DataError for too little text and for a label out of range, ConfigError if the vocabulary lacks the special
-    tokens of the objective."""
-    if isinstance(data, TaskDataset):
-        return TaskLoader(data.train, data.tokenizer, config)
-    if isinstance(config.objective, MaskedLM):
-        return MaskedLMTrainLoader(data.train, data.tokenizer, config)
-    return CausalLMTrainLoader(data.train, config)
+# Independent random streams of one seed: the order of an epoch, where its windows start, and how its rows are masked.
+ORDER_STREAM, OFFSET_STREAM, ROW_STREAM = 0, 1, 2
 
 
-def make_validation_loader(config: RunConfig, data: Corpus | TaskDataset) -> ValidationLoader:
-    """The batches of every evaluation: at most train.eval_batches of text, all labelled examples.
+class RowDraws(NamedTuple):
+    """What the rows of a batch show."""
 
-    Raises the same errors as `make_train_loader`."""
-    if isinstance(data, TaskDataset):
-        return TaskValidationLoader(data.validation, data.tokenizer, config)
-    if isinstance(config.objective, MaskedLM):
-        return MaskedLMValidationLoader(data.validation, data.tokenizer, config)
-    return CausalLMValidationLoader(data.validation, config)
+    sample_ids_R: np.ndarray  # index of the row within its step
+    example_R: np.ndarray
+    epoch_R: np.ndarray | None  # None in validation
+    valid_R: np.ndarray  # bool: False for a row that only fills the last batch of validation
 
 
-class CausalLMSource(BatchSource):
-    """Windows of one long array of token ids, which may be a np.memmap; targets are the tokens one position later."""
+class Loader(abc.ABC):
+    """One split of a data set as batches.  An example is what an epoch shuffles: a window of text, or all choices of
+    one question.
 
-    def __init__(self, tokens: np.ndarray, config: RunConfig):
-        super().__init__(config)
-        assert tokens.ndim == 1
-        self.tokens = tokens
-        if len(tokens) < self.context + 1:
-            raise DataError(
-                f"{self.split} text: {len(tokens)} tokens, but a row of model.context={self.context} and its last "
-                f"target need {self.context + 1}. Add text, change data.validation_fraction, or lower model.context."
-            )
+    Training shows every example once per epoch, in a new order each epoch.  Validation shows the same `num_validated`
+    examples in every evaluation, evenly spaced, as `len(self)` batches: at most train.eval_batches of text, all of a
+    task.  Rows of weight 0 fill the last batch; they never change a result."""
+
+    def __init__(self, config: RunConfig, split: SplitName, num_examples: int, rows_per_example: int = 1):
+        """rows_per_example: consecutive rows; divides the batch size."""
+        self.context, self.seed = config.model.context, config.train.seed
+        self.batch_size, self.microbatches = config.train.batch, config.parallel.microbatches
+        assert self.batch_size % self.microbatches == self.batch_size % rows_per_example == 0
+        self.split, self.num_examples, self.rows_per_example = split, num_examples, rows_per_example
+        max_text = self.batch_size * config.train.eval_batches
+        self.num_validated = min(num_examples, max_text) if config.objective.predicts_tokens else num_examples
+
+    def __len__(self) -> int:
+        """Batches of one evaluation."""
+        return -(-self.num_validated * self.rows_per_example // self.batch_size)
 
     @abc.abstractmethod
-    def offsets_and_weights(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The offset of each row's first token, and the weight of the row."""
+    def read(self, draws: RowDraws) -> Batch:
+        """The rows of these draws, on the host: fields are [R, T], those of PER_ROW [R]."""
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
+        """Rows start..stop-1 of a step, on the host."""
         assert 0 <= start <= stop <= self.batch_size
         sample_ids_R = np.arange(start, stop)
-        offset_R, weight_R = self.offsets_and_weights(step, sample_ids_R)
+        index_R = (step * self.batch_size + sample_ids_R) // self.rows_per_example
+        if self.split == "training":
+            epoch_R, index_R = np.divmod(index_R, self.num_examples)
+            example_R = permute(index_R, self.num_examples, fold_in(self.seed, ORDER_STREAM, epoch_R))
+            return self.read(RowDraws(sample_ids_R, example_R, epoch_R, np.ones(stop - start, bool)))
+        assert 0 <= step < len(self)
+        valid_R = index_R < self.num_validated
+        example_R = np.where(valid_R, index_R, 0) * self.num_examples // self.num_validated
+        return self.read(RowDraws(sample_ids_R, example_R, None, valid_R))
+
+    def batch(self, step: int, shardings: Batch) -> Batch:
+        """A step's batch on devices: fields are [M, B, T], those of PER_ROW [M, B].
+
+        shardings: a Batch of jax.sharding.Sharding.  A field whose sharding is None is left out."""
+        per_microbatch = self.batch_size // self.microbatches
+        read = functools.cache(functools.partial(self.rows, step))  # devices with the same rows share one read
+
+        def place(field: str) -> jax.Array | None:
+            def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None  # as the type of jax's callback allows
+                start, stop, _ = index[1].indices(per_microbatch)
+                firsts = [m * per_microbatch for m in range(*index[0].indices(self.microbatches))]
+                parts = [getattr(read(first + start, first + stop), field) for first in firsts]
+                assert all(part is not None for part in parts), f"rows have no {field}"
+                return np.stack(parts)[:, :, *index[2:]]
+
+            if (sharding := getattr(shardings, field)) is None:
+                return None
+            shape = (self.microbatches, per_microbatch, *(() if field in PER_ROW else (self.context,)))
+            return jax.make_array_from_callback(shape, sharding, read_shard)
+
+        return Batch(**{field.name: place(field.name) for field in dataclasses.fields(Batch)})
+
+
+class CausalLMLoader(Loader):
+    """Windows of one long array of token ids, which may be a np.memmap; targets are the tokens one position later.
+
+    In training, all windows of an epoch are shifted by one random offset."""
+
+    def __init__(self, tokens: np.ndarray, config: RunConfig, split: SplitName):
+        context = config.model.context
+        assert tokens.ndim == 1
+        if len(tokens) < context + 1:
+            raise DataError(
+                f"{split} text: {len(tokens)} tokens, but a row of model.context={context} and its last target need "
+                f"{context + 1}. Add text, change data.validation_fraction, or lower model.context."
+            )
+        # Training leaves one context of text for the offset; a text too short for that has one window.
+        num_windows = max(1, len(tokens) // context - 1) if split == "training" else (len(tokens) - 1) // context
+        super().__init__(config, split, num_windows)
+        self.tokens, self.num_offsets = tokens, min(context, len(tokens) - num_windows * context)
+
+    def read(self, draws: RowDraws) -> Batch:
+        offset_R = draws.example_R * self.context
+        if draws.epoch_R is not None:
+            offset_R += (fold_in(self.seed, OFFSET_STREAM, draws.epoch_R) % self.num_offsets).astype(np.int64)
         tokens_RS = self.tokens[offset_R[:, None] + np.arange(self.context + 1)].astype(np.int32)
-        shape = (stop - start, self.context)
+        shape = len(offset_R), self.context
         return Batch(
             tokens=tokens_RS[:, :-1],
             targets=tokens_RS[:, 1:],
-            loss_weights=np.broadcast_to(weight_R[:, None], shape).astype(np.float32),
+            loss_weights=np.broadcast_to(draws.valid_R[:, None], shape).astype(np.float32),
             positions=np.broadcast_to(np.arange(self.context, dtype=np.int32), shape),
             segments=None,
-            sample_ids=sample_ids_R.astype(np.int32),
+            sample_ids=draws.sample_ids_R.astype(np.int32),
         )
-
-
-class CausalLMTrainLoader(CausalLMSource, TrainLoader):
-    """Every window once per epoch.  All windows of an epoch are shifted by one random offset."""
-
-    def __init__(self, tokens: np.ndarray, config: RunConfig):
-        super().__init__(tokens, config)
-        # One context of text is left for the offset; a text too short for that has one window, and what it leaves.
-        self.num_examples = max(1, len(tokens) // self.context - 1)
-        self.num_offsets = min(self.context, len(tokens) - self.num_examples * self.context)
-
-    def offsets_and_weights(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        epoch_R, window_R = self.epochs_and_examples(step, sample_ids_R)
-        offset_R = (fold_in(self.seed, OFFSET_STREAM, epoch_R) % self.num_offsets).astype(np.int64)
-        return window_R * self.context + offset_R, np.ones(len(sample_ids_R))
-
-
-class CausalLMValidationLoader(CausalLMSource, ValidationLoader):
-    """At most train.eval_batches batches, evenly spaced over the validation text."""
-
-    def __init__(self, tokens: np.ndarray, config: RunConfig):
-        super().__init__(tokens, config)
-        self.choose_examples((len(tokens) - 1) // self.context, config.train.eval_batches)
-
-    def offsets_and_weights(self, step: int, sample_ids_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        window_R, valid_R = self.examples_and_validity(step, sample_ids_R)
-        return np.where(valid_R, window_R * self.context, 0), valid_R

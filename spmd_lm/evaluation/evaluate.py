@@ -9,10 +9,9 @@ import jax
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.compatibility import check_compatible
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.batch_source import ValidationLoader
-from spmd_lm.data.corpus import load_data
-from spmd_lm.data.loader import make_validation_loader
-from spmd_lm.data.tasks.loader import TaskValidationLoader
+from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.loader import Loader
+from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.errors import CheckpointError
 from spmd_lm.evaluation.task_metrics import task_metrics
 from spmd_lm.parallel.plan import Tree
@@ -27,12 +26,12 @@ class LossTotals(NamedTuple):
     weight: float
 
 
-def validation_metrics(program: Program, params: Tree, loader: ValidationLoader) -> tuple[dict[str, float], float]:
+def validation_metrics(program: Program, params: Tree, loader: Loader) -> tuple[dict[str, float], float]:
     """Metrics of the validation data, without dropout; and how many tokens, or labelled examples, they are of."""
     batches = (loader.batch(i, program.batch_shardings) for i in range(len(loader)))
     outputs = [jax.device_get(program.evaluate(params, batch)) for batch in batches]
-    if isinstance(loader, TaskValidationLoader):
-        return task_metrics(loader, outputs), loader.num_examples
+    if isinstance(loader, TaskLoader):
+        return task_metrics(loader, outputs), len(loader.task_split.labels)
     return text_metrics(outputs)
 
 
@@ -85,5 +84,5 @@ def evaluate_run(config: RunConfig) -> dict:
     """`spmd-lm eval`: figures of a run's newest checkpoint on its validation text."""
     program, params, step = open_run(config)
     corpus = load_data(config.data, config.train.seed, config.model.vocab)
-    metrics, count = validation_metrics(program, params, make_validation_loader(config, corpus))
+    metrics, count = validation_metrics(program, params, make_loader(config, corpus, "validation"))
     return {"step": step, **metrics, "tokens" if config.objective.predicts_tokens else "examples": int(count)}

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spmd_lm.config.schema import ExtractiveQA, MultipleChoice
-from spmd_lm.data.tasks.loader import TaskValidationLoader
+from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.evaluation import metrics
 
 
-def task_metrics(loader: TaskValidationLoader, outputs: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+def task_metrics(loader: TaskLoader, outputs: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Metrics of the logits of all steps, in order.  R rows of a step:
 
     classification    {"classes": [R, classes]}: eval_loss, eval_accuracy, eval_matthews; of two classes also eval_f1
@@ -32,7 +32,7 @@ def task_metrics(loader: TaskValidationLoader, outputs: Sequence[Mapping[str, np
     return result
 
 
-def _concatenate(loader: TaskValidationLoader, outputs: Sequence[Mapping[str, np.ndarray]], name: str) -> np.ndarray:
+def _concatenate(loader: TaskLoader, outputs: Sequence[Mapping[str, np.ndarray]], name: str) -> np.ndarray:
     """The logits of all features, float64 [N, ...], without the rows that pad the last batch."""
     assert len(outputs) == len(loader)
     logits = np.concatenate([np.asarray(output[name], np.float64) for output in outputs])
@@ -46,7 +46,7 @@ def _label_metrics(logits_EK: np.ndarray, labels_E: np.ndarray) -> dict[str, flo
     }
 
 
-def _span_metrics(loader: TaskValidationLoader, logits_NT2: np.ndarray, max_answer_length: int) -> dict[str, float]:
+def _span_metrics(loader: TaskLoader, logits_NT2: np.ndarray, max_answer_length: int) -> dict[str, float]:
     features = loader.features
     assert features.end_positions is not None
     not_padding_NT = np.arange(loader.context) < features.length.sum(axis=1, keepdims=True) + 3  # [CLS], two [SEP]
@@ -62,7 +62,7 @@ def _span_metrics(loader: TaskValidationLoader, logits_NT2: np.ndarray, max_answ
     }
 
 
-def predict_answers(loader: TaskValidationLoader, logits_NT2: np.ndarray, max_answer_length: int) -> list[str]:
+def predict_answers(loader: TaskLoader, logits_NT2: np.ndarray, max_answer_length: int) -> list[str]:
     """For each question the text of the best span in any of its windows.
 
     The answer is empty where every window scores its [CLS], start and end together, above that span (the lowest null
@@ -70,7 +70,7 @@ def predict_answers(loader: TaskValidationLoader, logits_NT2: np.ndarray, max_an
     features, questions, offset_mapping = (
         loader.features,
         loader.task_split.questions,
-        loader.task_split.texts.offset_mapping,
+        loader.task_split.offset_mapping,
     )
     assert offset_mapping is not None
     best_scores, best_texts = [-np.inf] * len(questions), [""] * len(questions)

@@ -278,7 +278,7 @@ class Plan:
         """The sums that are left after the scatter: one all-reduce for each set of axes."""
         leaves, treedef = jax.tree.flatten(grads)
         reduce_axes = [self.grad_reduce_axes(leaf) for leaf in jax.tree.leaves(names, is_leaf=is_dim_names)]
-        for axes in set(reduce_axes) - {()}:
+        for axes in filter(None, dict.fromkeys(reduce_axes)):  # in one order: all processes trace the same program
             chosen = [i for i, leaf_axes in enumerate(reduce_axes) if leaf_axes == axes]
             for i, g in zip(chosen, lax.psum([leaves[i] for i in chosen], axes), strict=True):
                 leaves[i] = g

@@ -77,6 +77,6 @@ def _all_reduces_for_reduce_scatters(differences: list[dict[str, Any]]) -> list[
     return [
         f"cost    over {axes} an all-reduce replaces a reduce-scatter: "
         f"{format_bytes(excess[axes])} for {format_bytes(missing[axes])}"
-        for axes in missing.keys() & excess.keys()
+        for axes in sorted(missing.keys() & excess.keys())
         if min(missing[axes], excess[axes]) > SLACK
     ]

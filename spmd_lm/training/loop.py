@@ -10,9 +10,8 @@ from pathlib import Path
 import jax
 
 from spmd_lm.config.schema import RunConfig, Synthetic
-from spmd_lm.data.batch_source import TrainLoader
-from spmd_lm.data.corpus import Corpus, load_data
-from spmd_lm.data.loader import make_train_loader, make_validation_loader
+from spmd_lm.data.corpus import Corpus, load_data, make_loader
+from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.errors import Exit
 from spmd_lm.generation.generate import generate_text
@@ -57,8 +56,8 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
                 init_from = config.run.init_from if run_dir.saved_step is None else None
                 pretrained = PretrainedRun(program, Path(init_from).expanduser()) if init_from else None
                 corpus = load_data(config.data, config.train.seed, config.model.vocab)
-                loader = make_train_loader(config, corpus)
-                validation = make_validation_loader(config, corpus) if config.train.eval_every else None
+                loader = make_loader(config, corpus, "training")
+                validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
                 progress.log(corpus.describe(), *messages)
                 state = initial_state(run_dir, program, pretrained, corpus, progress)
             with run_dir.open_files(status, progress.log) as metrics_log:
@@ -88,7 +87,7 @@ def initial_state(
     return program.place(canonical)
 
 
-def train_steps(run: TrainingRun, loader: TrainLoader, signals: StopSignals) -> None:
+def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
     """Compiles, then the loop: up to train.steps, or until a signal comes."""
     if signals.received is None:  # compiling may outlast the grace period of a preempted job
         with run.progress.compiling(run.status.compile_seconds), run.clock.time("compile"):

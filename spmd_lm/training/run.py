@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
-from spmd_lm.data.batch_source import ValidationLoader
 from spmd_lm.data.corpus import Corpus
+from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.errors import CheckpointError, NonFiniteError
 from spmd_lm.evaluation.evaluate import validation_metrics
@@ -42,7 +42,7 @@ class TrainingRun:
 
     program: Program
     corpus: Corpus | TaskDataset
-    validation: ValidationLoader | None  # the same batches every time; None if train.eval_every is 0
+    validation: Loader | None  # the same batches every time; None if train.eval_every is 0
     checkpoints: Checkpointer
     status: Status
     clock: Clock

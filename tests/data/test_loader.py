@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.loader import CausalLMTrainLoader, CausalLMValidationLoader
+from spmd_lm.data.loader import CausalLMLoader
 from spmd_lm.errors import DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its own offset
@@ -29,12 +29,13 @@ def config(context: int = 16, batch: int = 8, microbatches: int = 2, **train: in
     )
 
 
-def loader(tokens: np.ndarray = TOKENS, **changes: int) -> CausalLMTrainLoader:
-    return CausalLMTrainLoader(tokens, config(**changes))
+def loader(tokens: np.ndarray = TOKENS, **changes: int) -> CausalLMLoader:
+    return CausalLMLoader(tokens, config(**changes), "training")
 
 
-def validation_loader(tokens: np.ndarray, batch: int, max_batches: int) -> CausalLMValidationLoader:
-    return CausalLMValidationLoader(tokens, config(batch=batch, microbatches=1, eval_batches=max_batches))
+def validation_loader(tokens: np.ndarray, batch: int, max_batches: int) -> CausalLMLoader:
+    run = config(batch=batch, microbatches=1, eval_batches=max_batches)
+    return CausalLMLoader(tokens, run, "validation")
 
 
 def assert_same(actual: Batch, expected: Batch) -> None:
@@ -118,12 +119,10 @@ def test_the_shortest_text_is_one_window():
     assert (cut.rows(100, 0, 8).tokens == np.arange(16)).all()
 
 
-@pytest.mark.parametrize(
-    ("kind", "side"), [(CausalLMTrainLoader, "training"), (CausalLMValidationLoader, "validation")]
-)
-def test_too_short_a_text_is_an_error_with_its_sizes(kind, side):
-    with pytest.raises(DataError, match=f"{side} text: 16 tokens.*model.context=16.*need 17.*Add text"):
-        kind(TOKENS[:16], config())
+@pytest.mark.parametrize("split", ["training", "validation"])
+def test_too_short_a_text_is_an_error_with_its_sizes(split):
+    with pytest.raises(DataError, match=f"{split} text: 16 tokens.*model.context=16.*need 17.*Add text"):
+        CausalLMLoader(TOKENS[:16], config(), split)
 
 
 SPECS = {

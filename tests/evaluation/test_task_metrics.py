@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from spmd_lm.data import loader
-from spmd_lm.data.tasks.loader import TaskValidationLoader
+from spmd_lm.data.corpus import make_loader
+from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.evaluation.task_metrics import predict_answers, task_metrics
 from tests.task_files import all_rows, config, corpus, plain_rows, validation, write_squad
 
 
-def outputs_of(rows: TaskValidationLoader, name: str, logits: np.ndarray) -> list[dict[str, np.ndarray]]:
+def outputs_of(rows: TaskLoader, name: str, logits: np.ndarray) -> list[dict[str, np.ndarray]]:
     """Logits by step; those of the rows that pad the last batch are huge."""
     padding = len(rows) * rows.batch_size - len(logits)
     padded = np.concatenate([logits, np.full((padding, *logits.shape[1:]), 1e30)]).astype(np.float32)
@@ -49,13 +49,13 @@ def test_two_classes_have_an_f1(tmp_path):
     for name in ("train.jsonl", "dev.jsonl"):
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
     made = config("jsonl", tmp_path, classes=2)
-    held_out = loader.make_validation_loader(made, corpus(made))
+    held_out = make_loader(made, corpus(made), "validation")
     result = task_metrics(held_out, outputs_of(held_out, "classes", np.eye(2)[[1, 1, 0, 1, 0]]))
     assert result["eval_f1"] == pytest.approx(2 / 3) and result["eval_accuracy"] == 0.6
     assert result["eval_matthews"] == pytest.approx((2 * 1 - 1 * 1) / math.sqrt(3 * 2 * 3 * 2))
 
 
-def plain_span_loss(held_out: TaskValidationLoader, logits: np.ndarray) -> float:
+def plain_span_loss(held_out: TaskLoader, logits: np.ndarray) -> float:
     rows = all_rows(held_out, len(held_out))
     losses = []
     for row, each in enumerate(logits):
@@ -77,7 +77,7 @@ def test_metrics_of_spans(root, batch):
     )
 
 
-def prefer(held_out: TaskValidationLoader, choose) -> np.ndarray:
+def prefer(held_out: TaskLoader, choose) -> np.ndarray:
     """Logits [N, 32, 2] that are high at (start, end, height) = choose(row, label, end position)."""
     rows = all_rows(held_out, len(held_out))
     logits = np.zeros((len(held_out.features.example), 32, 2))
@@ -119,7 +119,7 @@ def test_squad_1_has_no_empty_answers(tmp_path):
     for name in ("train.jsonl", "dev.jsonl"):
         write_squad(tmp_path / name, random.Random(2), 9, impossible=0)
     made = config("squad", tmp_path)
-    held_out = loader.make_validation_loader(made, corpus(made))
+    held_out = make_loader(made, corpus(made), "validation")
     answers = predict_answers(held_out, prefer(held_out, lambda *_: (0, 0, 9.0)), 30)
     contexts = [each["context"] for each in json.loads((tmp_path / "dev.jsonl").read_text())["data"][0]["paragraphs"]]
     assert all(answer and answer in context for answer, context in zip(answers, contexts, strict=True))

@@ -66,10 +66,10 @@ def test_xla_attention_is_the_naive_one(time, packed, x64):
 def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
     q, k, v, g = inputs(time)
     k, v = (x[..., : of.kv_heads * WIDTH // HEADS] for x in (k, v))
-    segments, places = documents(time), np.random.default_rng(2).integers(0, 300, (2, time), dtype=np.int32)
-    turn = (lambda x: reference.turned(x, places, of.rope_theta)) if of.rope_theta else lambda x: x
-    ours = lambda q, k, v: attention(q, k, v, of, positions=places, segment_ids=segments)  # noqa: E731
-    naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, causal=of.causal, turn=turn)  # noqa: E731
+    segments, positions = documents(time), np.random.default_rng(2).integers(0, 300, (2, time), dtype=np.int32)
+    rotary = (lambda x: reference.rotate(x, positions, of.rope_theta)) if of.rope_theta else lambda x: x
+    ours = lambda q, k, v: attention(q, k, v, of, positions=positions, segment_ids=segments)  # noqa: E731
+    naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, causal=of.causal, rotary=rotary)  # noqa: E731
     split = (None, None, "heads")
     got = over_model(with_gradients(ours), model, (split,) * 4, (split,) * 4)(q, k, v, g)
     for a, b in zip(got, jax.jit(with_gradients(naive))(q, k, v, g), strict=True):
@@ -84,7 +84,7 @@ def test_dropout_is_keyed_by_head_and_position_however_heads_are_split(time, mod
     ours = lambda q, k, v: attention(  # noqa: E731
         q, k, v, dataclasses.replace(ALL, dropout=0.25), key=key, segment_ids=segments
     )
-    drop = lambda p: reference.Draw((5, 7), samples).probabilities(p, 0.25, 2)  # noqa: E731
+    drop = lambda p: reference.Dropout((5, 7), samples).probabilities(p, 0.25, 2)  # noqa: E731
     naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, drop)  # noqa: E731
     split = (None, None, "heads")
     check(
@@ -125,7 +125,7 @@ def test_splash_is_the_xla_attention(width, packed, causal, shared):
 
 @pytest.mark.parametrize("model", [1, 4])
 def test_a_cache_filled_token_by_token_gives_full_attention(model, x64):
-    """Rows are read at different places: the second runs two tokens behind, and only rewrites them at the end."""
+    """Rows are read at different positions: the second runs two tokens behind, and only rewrites them at the end."""
     time, room = 6, 9
     q, k, v, _ = inputs(time)
     q, k, v = (x[:1].repeat(2, axis=0) for x in (q, k, v))

@@ -47,7 +47,7 @@ def mask(key, rate, site, shape=(64, 128)):
 
 def test_a_mask_is_a_function_of_what_it_is_documented_to_be():
     got = mask(key_of([3, 9], layer=2), 0.25, 1)
-    want = reference.Draw((5, 7), np.array([3, 9])).hidden(np.ones((2, 64, 128)), 0.25, 2, 1)
+    want = reference.Dropout((5, 7), np.array([3, 9])).hidden(np.ones((2, 64, 128)), 0.25, 2, 1)
     np.testing.assert_array_equal(got, want.astype(np.float32))
 
 

@@ -13,7 +13,7 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning.audit import audit
 from spmd_lm.planning.audit_report import render
-from tests.helpers import FILES, ORIGINAL, make_config
+from tests.helpers import FILES, ORIGINAL_BERT, make_config
 
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 LAYERS, MODEL = 2, 4
@@ -229,15 +229,19 @@ def test_each_stage_of_zero_needs_fewer_temporaries():
 
 LLAMA = {"norm_type": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "use_bias": False}
 MODELS = [
-    ("v5p:4x4x4", ORIGINAL, {"zero": 1, "sequence": True}),
+    ("v5p:4x4x4", ORIGINAL_BERT, {"zero": 1, "sequence": True}),
     pytest.param("v5p:4x4x4", LLAMA | {"tie_embeddings": False}, {"zero": 3}, marks=slow),
-    pytest.param("h100:2x8", ORIGINAL | {"dropout": 0.1}, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
+    pytest.param("h100:2x8", ORIGINAL_BERT | {"dropout": 0.1}, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
     pytest.param("h100:2x8", LLAMA | {"dropout": 0.1}, {"zero": 2, "sequence": True}, marks=slow),
-    ("v5p:4x4x4", ORIGINAL | {"objective": {"kind": "classification", "classes": 3}}, {"zero": 2, "sequence": True}),
-    pytest.param("h100:2x8", ORIGINAL | {"objective": {"kind": "multiple_choice"}}, {"zero": 1}, marks=slow),
+    (
+        "v5p:4x4x4",
+        ORIGINAL_BERT | {"objective": {"kind": "classification", "classes": 3}},
+        {"zero": 2, "sequence": True},
+    ),
+    pytest.param("h100:2x8", ORIGINAL_BERT | {"objective": {"kind": "multiple_choice"}}, {"zero": 1}, marks=slow),
     pytest.param(
         "h100:2x8",
-        ORIGINAL | {"objective": {"kind": "span"}},
+        ORIGINAL_BERT | {"objective": {"kind": "span"}},
         {"zero": 3, "sequence": True, "pipe": 2, "microbatches": 4},
         marks=slow,
     ),

@@ -32,9 +32,9 @@ def case(schedule: str, pipe: int, chunks: int, microbatches: int, remat: str = 
 
 CASES = [
     case("1f1b", 2, 1, 4, "full", watcher, data=2, model=2, zero=3, sequence=True),
-    case("interleaved", 2, 2, 4, "full", watcher),
-    case("breadth_first", 2, 2, 4, "full", watcher, data=2, zero=3),
-    case("gpipe", 2, 1, 2, "none", slow, watcher, model=2),
+    case("interleaved", 2, 2, 4, "full", watcher, layers=8),
+    case("breadth_first", 2, 2, 4, "full", watcher, data=2, zero=3, layers=8),
+    case("gpipe", 2, 1, 2, "block", slow, watcher, model=2, layers=8),
     case("breadth_first", 2, 2, 2, "none", slow, watcher, run_idle_stages=True, data=2, model=2, zero=2, sequence=True),
     # every schedule, 2, 4 and 8 stages, 1, 2 and 4 chunks; every stage of ZeRO; a diagonal of the rest
     case("gpipe", 4, 1, 4, "full", slow, model=2, zero=1),
@@ -60,16 +60,15 @@ CASES = [
 
 
 def config_of(keys: dict, remat: str = "full", **sections):
-    keys, unrolled = dict(keys), {"scan": keys.get("scan", True)}
-    keys.pop("scan", None)
+    model = {"layers": max(4, keys["pipe"] * keys["chunks"])}
+    model |= {name: keys[name] for name in ("layers", "scan") if name in keys}
+    keys = {name: value for name, value in keys.items() if name not in model}
     batch = math.lcm(8, keys["microbatches"] * keys["data"] * keys.get("replica", 1))
-    parts = keys["pipe"] * keys["chunks"]
-    model = {"layers": max(4, parts)} | unrolled
     # Where gradients are nearly 0 Adam divides rounding by rounding: with eps 1e-8 and 8 layers one device alone is
     # 8e-12 from the reference.
     optim = {"eps": 1e-6} if model["layers"] > 4 else {}
-    rest = {"train": {"batch": batch}, "optim": optim}
-    return make_config(parallel=keys, model=model, remat={"policy": remat}, **rest, **sections)
+    policy = {"policy": remat} | ({"block_size": 2} if remat == "block" else {})
+    return make_config(parallel=keys, model=model, remat=policy, train={"batch": batch}, optim=optim, **sections)
 
 
 @pytest.mark.parametrize(("parallel", "remat"), CASES, ids=str)
@@ -105,7 +104,7 @@ def test_one_stage_has_one_chunk():
     assert one.schedule.chunks == 1 and not one.plan.interleaved
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=slow)])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=watcher), pytest.param("interleaved", marks=slow)])
 def test_evaluation_sampling_and_canonical_states(schedule):
     """What does not train finds the same model."""
     chunks = 2 if schedule == "interleaved" else 1

@@ -11,9 +11,9 @@ import pytest
 from tests import reference
 from tests.helpers import (
     FLOAT32,
-    JUDGED,
     LAYOUTS,
-    ORIGINAL,
+    ORIGINAL_BERT,
+    TASKS,
     assert_close,
     assert_equal,
     assert_states_close,
@@ -103,7 +103,7 @@ def test_a_model_without_ties_biases_and_dropout_computes_the_reference():
     assert_same_run(got, want)
 
 
-BERT = {"model": ORIGINAL | {"activation": "gelu"}}
+BERT = {"model": ORIGINAL_BERT | {"activation": "gelu"}}
 LLAMA = {"norm_type": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "mlp_width": 40}
 MODELS = {
     "bert": BERT,
@@ -111,7 +111,7 @@ MODELS = {
     "llama": {"model": LLAMA | {"use_bias": False, "tie_embeddings": False}},
     "one layer for all": {"model": {"share_layers": True, "layers": 3}},
 }
-MODELS |= {name: BERT | sections for name, sections in JUDGED.items()}
+MODELS |= {name: BERT | sections for name, sections in TASKS.items()}
 slow = pytest.mark.slow
 ON = [
     ("bert", "replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
@@ -187,7 +187,7 @@ def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
     assert float(total / weight) == pytest.approx(trained(config).losses[0], rel=1e-14)
 
 
-@pytest.mark.parametrize("objective", JUDGED)
+@pytest.mark.parametrize("objective", TASKS)
 def test_what_is_judged_is_the_reference_s_logits_row_by_row(objective):
     """Out of a pipeline's last stage, from rows split over data and a sequence split over model; without dropout."""
     parallel = {"pipe": 2, "data": 2, "model": 2, "sequence": True, "microbatches": 2}

@@ -3,12 +3,12 @@ import numpy as np
 import pytest
 
 from spmd_lm.training.bench import random_batch
-from tests.helpers import FLOAT32, JUDGED, ORIGINAL, make_config, program
+from tests.helpers import FLOAT32, ORIGINAL_BERT, TASKS, make_config, program
 
 RUNS = {
     "causal": {},
-    "masked": {"model": ORIGINAL, "objective": {"kind": "masked_lm"}},
-    **{name: {"model": ORIGINAL} | sections for name, sections in JUDGED.items()},
+    "masked": {"model": ORIGINAL_BERT, "objective": {"kind": "masked_lm"}},
+    **{name: {"model": ORIGINAL_BERT} | sections for name, sections in TASKS.items()},
 }
 
 

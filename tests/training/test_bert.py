@@ -8,9 +8,8 @@ import pytest
 
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.batch_source import BatchSource, ValidationLoader
-from spmd_lm.data.corpus import load_data
-from spmd_lm.data.loader import make_train_loader, make_validation_loader
+from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.loader import Loader
 from tests import processes
 from tests.published import published
 
@@ -37,13 +36,13 @@ TREE = {
 }
 
 
-def masked_counts(rows: BatchSource, batches: int) -> np.ndarray:
+def masked_counts(rows: Loader, batches: int) -> np.ndarray:
     """How often each token is masked, and so predicted, in the first batches [vocab]."""
     read = (rows.rows(step, 0, rows.batch_size) for step in range(batches))
     return sum(np.bincount(b.targets.ravel(), b.loss_weights.ravel(), TREE["model"]["vocab"]) for b in read)
 
 
-def swapped_counts(held_out: ValidationLoader) -> tuple[float, float]:
+def swapped_counts(held_out: Loader) -> tuple[float, float]:
     """Rows of two segments, and how many of them have the later one first."""
     read = [held_out.rows(step, 0, held_out.batch_size) for step in range(len(held_out))]
     return sum(b.label_weights.sum() for b in read), sum((b.label_weights * b.labels).sum() for b in read)
@@ -62,7 +61,7 @@ def test_masked_bytes_and_sentence_order_are_learned(norm, tmp_path):
     metrics = {name: value for name, value in records[-1].items() if name.startswith("eval_")}
 
     corpus = load_data(config.data, config.train.seed, config.model.vocab)
-    loader, held_out = make_train_loader(config, corpus), make_validation_loader(config, corpus)
+    loader, held_out = make_loader(config, corpus, "training"), make_loader(config, corpus, "validation")
 
     # The baseline knows how often each byte is masked in training, and predicts the commonest of them, a space.
     seen, asked = masked_counts(loader, 50), masked_counts(held_out, len(held_out))

@@ -10,10 +10,10 @@ import pytest
 from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path, make_meta
 from spmd_lm.errors import CheckpointError, ConfigError
 from spmd_lm.training.init_from import PretrainedRun
-from tests.helpers import FLOAT32, JUDGED, ORIGINAL, canonical, make_config, program
+from tests.helpers import FLOAT32, ORIGINAL_BERT, TASKS, canonical, make_config, program
 
-BERT = ORIGINAL | {"vocab": 64}
-TASK = JUDGED["classification"] | {"precision": FLOAT32}
+BERT = ORIGINAL_BERT | {"vocab": 64}
+TASK = TASKS["classification"] | {"precision": FLOAT32}
 HEAD = {"head.output", "head.output_bias"}
 
 
@@ -58,7 +58,7 @@ def test_all_but_the_head_is_reused_under_any_layout_and_the_rest_is_newly_initi
 
 def test_an_objective_without_a_pooler_does_not_use_it(pretrained):
     directory, _ = pretrained
-    p, state, message = warm_start(directory, **JUDGED["span"])
+    p, state, message = warm_start(directory, **TASKS["span"])
     ours = leaves_by_path(canonical(p, state).params)
     assert {name for name in ours if name.startswith("head")} == HEAD and "head.pooler" in message
 
@@ -71,12 +71,12 @@ def test_a_head_is_reused_by_its_own_objective_alone(pretrained, tmp_path, kind,
     with closing(Checkpointer(tmp_path / "checkpoints", asynchronous=False)) as checkpoints:
         meta = make_meta(p.config.model_dump(by_alias=True), num_samples=16, fingerprint="")
         checkpoints.save(1, p.canonical(dataclasses.replace(state, params=changed)), meta)
-    sections = JUDGED[kind] | {"precision": FLOAT32}
+    sections = TASKS[kind] | {"precision": FLOAT32}
     other = program(make_config(model=BERT, **sections))
     assert {
         name for name in leaves_by_path(other.plan.shapes) if name not in PretrainedRun(other, tmp_path).reused
     } == new
-    spans = program(make_config(model=BERT, **JUDGED["span"] | {"precision": FLOAT32}))
+    spans = program(make_config(model=BERT, **TASKS["span"] | {"precision": FLOAT32}))
     assert not HEAD & PretrainedRun(spans, tmp_path).reused
 
 

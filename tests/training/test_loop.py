@@ -155,7 +155,7 @@ def test_a_run_leaves_its_files(reference):
 def test_losses_are_written_to_the_last_bit(reference):
     program = FakeProgram(make_config(reference))
     corpus = loop.load_data(program.config.data, 0, 16)
-    state, batches = program.init(), loop.make_train_loader(program.config, corpus)
+    state, batches = program.init(), loop.make_loader(program.config, corpus, "training")
     for step in range(2):
         state, metrics = program.step(state, batches.batch(step, program.batch_shardings))
     assert records(reference)[0]["loss"] == float(metrics["loss"])

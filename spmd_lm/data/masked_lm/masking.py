@@ -1,16 +1,14 @@
 """Whole-word span masking: which words of a row are masked, and what replaces them (Megatron's and ALBERT's n-grams).
 
-Span lengths are drawn first, then positions.  A row of W words gets mask_prob * W / E[n] spans (the fraction is rounded
-at random) of n = 1..max_span words, with probability proportional to 1/n.  Their lengths are quantiles of that
-distribution behind one random offset, so every row has the right proportions, and no span is cut short to meet a
-budget.  Positions are drawn uniformly from all arrangements in which no two spans touch: the F words left visible have
-F + 1 gaps, of which K are drawn without replacement.  Drawing spans until a budget is full would bias both: the last
-span would be shorter than stated, or the rate higher.  The expected fraction of masked words is exactly mask_prob, and
-that of tokens too, because a position does not depend on how long its words are.
+Span lengths are drawn first, then positions.  A row of W words gets mask_prob * W / E[n] spans (rounded at random) of
+n = 1..max_span words, with probability proportional to 1/n.  Their lengths are quantiles of that distribution behind
+one random offset, so every row has the right proportions.  Positions are uniform among all arrangements in which no two
+spans touch: the F words left visible have F + 1 gaps, of which K are drawn without replacement.  The expected fraction
+of masked words, and of masked tokens, is exactly mask_prob; drawing spans until a budget is full would bias it, or
+shorten the last span.
 
-A span is replaced as a unit: 80% by [MASK] throughout, 10% by random tokens, 10% not at all; again by quantiles.  A row
-of max_span words or fewer has spans shorter than the row, so one word stays visible; in a row of one word nothing is
-masked.
+A span is replaced as a unit: 80% by [MASK] throughout, 10% by random tokens, 10% not at all; again by quantiles.  One
+word of a row always stays visible: in a row of one word nothing is masked.
 
 Shape suffixes: R rows, N tokens, W words, K spans, G gaps between words."""
 
@@ -39,8 +37,14 @@ def choose_replacements(
     spans_RK = _span_lengths(words_R, keys_R, mask_prob, max_span)
     if spans_RK.shape[1] == 0:
         return np.zeros(word_starts_RN.shape, np.uint8)
-    starts_RK = _span_starts(words_R, spans_RK, keys_R)
-    replacements_RW = _per_word(words_R, starts_RK, spans_RK, _span_replacements(spans_RK, keys_R))
+    unused = int(words_R.max()) + 1  # the last column, which is not read: where steps go of spans that are not there
+    starts_RK = np.where(spans_RK > 0, _span_starts(words_R, spans_RK, keys_R), unused)
+    step_RK = _span_replacements(spans_RK, keys_R).astype(np.int8)
+    # The running sum of a step up where a span starts and a step down where it ends, which never meet at one word.
+    steps_RW = np.zeros((len(words_R), unused + 1), np.int8)
+    np.put_along_axis(steps_RW, starts_RK, step_RK, axis=1)
+    np.put_along_axis(steps_RW, starts_RK + spans_RK, -step_RK, axis=1)
+    replacements_RW = np.cumsum(steps_RW, axis=1, dtype=np.int8).view(np.uint8)
     return np.where(real_RN, np.take_along_axis(replacements_RW, word_RN, axis=1), UNSELECTED)
 
 
@@ -93,17 +97,3 @@ def _span_replacements(spans_RK: np.ndarray, keys_R: np.ndarray) -> np.ndarray:
     offset_R1 = uniform(keys_R, REPLACEMENT_STREAM)[:, None]
     quantile_RK = (rank_RK + offset_R1) / np.maximum(real_RK.sum(axis=1), 1)[:, None]
     return MASKED + np.searchsorted(REPLACEMENT_QUANTILES, quantile_RK, side="right")
-
-
-def _per_word(
-    words_R: np.ndarray, starts_RK: np.ndarray, spans_RK: np.ndarray, replacements_RK: np.ndarray
-) -> np.ndarray:
-    """The replacement of each word, uint8 [R, W + 2]: the running sum of a step up where a span starts and a step down
-    where it ends, which never meet at one word."""
-    unused = int(words_R.max()) + 1  # the column of spans that are not there
-    steps_RW = np.zeros((len(words_R), unused + 1), np.int8)
-    real_RK = spans_RK > 0
-    for word_RK, step_RK in ((starts_RK, replacements_RK), (starts_RK + spans_RK, -replacements_RK)):
-        column_RK = np.where(real_RK, word_RK, unused)
-        np.put_along_axis(steps_RW, column_RK, np.where(real_RK, step_RK, 0).astype(np.int8), axis=1)
-    return np.cumsum(steps_RW, axis=1, dtype=np.int8).view(np.uint8)

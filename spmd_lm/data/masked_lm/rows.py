@@ -1,24 +1,20 @@
 """Rows of masked text: [CLS] A [SEP] B [SEP], where A and B are two segments of one document, or [CLS] A [SEP].
 
-A document is cut into windows of the text that a row holds, at a new offset each epoch.  A window is trimmed to whole
-sentences or lines, else to whole words.  A row never has text of two documents; a short one is padded.  Spans are
-masked first; then the row is cut in two where a sentence or a line begins and no span is, so no span reaches from A
-into B.  In half of the rows A and B are swapped (ALBERT's sentence order, arXiv:1909.11942).  Only their content tells
-which came first: both begin and end alike.
+A document is cut into windows of the text that a row holds, as many as fit, at a new offset each epoch; a shorter
+document is one window.  A window is trimmed to whole sentences or lines, else to whole words.  A row never has text of
+two documents; a short one is padded.  Spans are masked first; then the row is cut in two where a sentence or a line
+begins and no span is, so no span reaches from A into B.  In half of the rows A and B are swapped (ALBERT's sentence
+order, arXiv:1909.11942).  Only their content tells which came first: both begin and end alike.
 
 Everything is drawn from (seed, epoch, window), so each epoch has its own masks, cuts and swaps.
 
 Shape suffixes: R rows, T context, P tokens of text per row, Q = P + 1 boundaries around them, D documents."""
 
-import abc
-import dataclasses
-from typing import NamedTuple
-
 import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import MaskedLM, RunConfig
-from spmd_lm.data.batch_source import OFFSET_STREAM, ROW_STREAM, BatchSource, TrainLoader, ValidationLoader
+from spmd_lm.data.loader import OFFSET_STREAM, ROW_STREAM, Loader, RowDraws, SplitName
 from spmd_lm.data.masked_lm.masking import UNSELECTED, apply_replacements, choose_replacements
 from spmd_lm.data.shuffle import fold_in, uniform
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
@@ -26,91 +22,62 @@ from spmd_lm.errors import DataError
 
 # Independent random streams of a row.
 SHORT_STREAM, SHORT_LENGTH_STREAM, SWAP_STREAM, CUT_STREAM, MASK_STREAM = range(5)
-VALIDATION_KEY = 2**63  # in place of a seed
+VALIDATION_KEY = 2**63  # in place of a seed: the masks of validation never change
 
 
-@dataclasses.dataclass(frozen=True)
-class DocumentWindows:
-    """Documents cut into windows of at most `size` tokens: as many full ones as fit, or a single shorter one."""
-
-    start_D: np.ndarray  # offset of a document's first token
-    stop_D: np.ndarray  # offset past its last token
-    first_window_D: np.ndarray  # index of its first window
-    slack_D: np.ndarray  # tokens that its windows leave over
-    size: int
-    count: int  # windows of all documents
-
-    @classmethod
-    def from_tokens(cls, tokens: np.ndarray, separator: int | None, size: int) -> "DocumentWindows":
-        """separator: the id between documents.  Documents without tokens have no window."""
-        separators = np.flatnonzero(tokens == separator) if separator is not None else np.zeros(0, np.int64)
-        start, stop = np.concatenate([[0], separators + 1]), np.concatenate([separators, [len(tokens)]])
-        start, stop = start[stop > start], stop[stop > start]
-        counts = np.maximum((stop - start) // size, 1)
-        slack = np.maximum(stop - start - counts * size, 0)
-        return cls(start, stop, np.cumsum(counts) - counts, slack, size, int(counts.sum()))
-
-    def document(self, window_R: np.ndarray) -> np.ndarray:
-        """The document [R] of each window."""
-        return np.searchsorted(self.first_window_D, window_R, side="right") - 1
-
-
-class RowDraws(NamedTuple):
-    """What a loader chooses for each row."""
-
-    window_R: np.ndarray
-    shift_R: np.ndarray  # tokens by which the window is shifted
-    key_R: np.ndarray  # uint64, of everything else that is random in the row
-    weight_R: np.ndarray  # in the loss
-
-
-class RowText(NamedTuple):
-    """The text of each row, left-aligned."""
-
-    tokens_RP: np.ndarray  # int32
-    word_starts_RP: np.ndarray  # bool
-    length_R: np.ndarray
-
-
-class MaskedLMSource(BatchSource):
+class MaskedLMLoader(Loader):
     """Rows of masked text from one array of token ids, which may be a np.memmap.
 
     Raises ConfigError for a vocabulary without [MASK], DataError for too little text."""
 
-    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, config: RunConfig):
-        super().__init__(config)
+    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, config: RunConfig, split: SplitName):
         assert tokens.ndim == 1 and isinstance(config.objective, MaskedLM)
         self.special, self.words = tokenizer.special_tokens_and_words()
         self.tokens, self.objective, self.has_token_types = tokens, config.objective, config.model.token_types > 0
-        text_size = self.context - (3 if self.objective.sentence_order else 2)
-        self.windows = DocumentWindows.from_tokens(tokens, tokenizer.eos_token_id, text_size)
-        size = int((self.windows.stop_D - self.windows.start_D).sum())
-        if size < text_size:
+        self.text_size = config.model.context - (3 if self.objective.sentence_order else 2)
+
+        separators = np.flatnonzero(tokens == tokenizer.eos_token_id)
+        start_D, stop_D = np.concatenate([[0], separators + 1]), np.concatenate([separators, [len(tokens)]])
+        start_D, stop_D = start_D[stop_D > start_D], stop_D[stop_D > start_D]  # documents without tokens have no window
+        size_D = stop_D - start_D
+        windows_D = np.maximum(size_D // self.text_size, 1)
+        self.start_D, self.stop_D, self.first_window_D = start_D, stop_D, np.cumsum(windows_D) - windows_D
+        self.slack_D = np.maximum(size_D - windows_D * self.text_size, 0)  # tokens that its windows leave over
+        if size_D.sum() < self.text_size:
             raise DataError(
-                f"{self.split} text: {size} tokens, but a row of model.context={self.context} holds {text_size}. "
-                "Add text, change data.validation_fraction, or lower model.context."
+                f"{split} text: {size_D.sum()} tokens, but a row of model.context={config.model.context} holds "
+                f"{self.text_size}. Add text, change data.validation_fraction, or lower model.context."
+            )
+        super().__init__(config, split, int(windows_D.sum()))
+        if split == "validation" and not any(
+            self.rows(step, 0, self.batch_size).loss_weights.any() for step in range(len(self))
+        ):
+            raise DataError(
+                f"{split} text: none of its {len(tokens)} tokens is masked, so there is no loss to evaluate. "
+                "Add text, change data.validation_fraction, or set train.eval_every=0."
             )
 
-    @abc.abstractmethod
-    def draw(self, step: int, sample_ids_R: np.ndarray) -> RowDraws:
-        """Which windows these rows of a step show."""
+    def read(self, draws: RowDraws) -> Batch:
+        window_R, epoch_R, objective, special = draws.example_R, draws.epoch_R, self.objective, self.special
+        document_R = np.searchsorted(self.first_window_D, window_R, side="right") - 1
+        offset_R = self.start_D[document_R] + (window_R - self.first_window_D[document_R]) * self.text_size
+        if epoch_R is None:
+            key_R = fold_in(VALIDATION_KEY, window_R)
+        else:
+            key_R = fold_in(self.seed, ROW_STREAM, epoch_R, window_R)
+            shift_R = fold_in(self.seed, OFFSET_STREAM, epoch_R, document_R)
+            offset_R += (shift_R % (self.slack_D[document_R] + 1).astype(np.uint64)).astype(np.int64)
+        tokens_RP, word_starts_RP, length_R = self._read_text(document_R, offset_R, key_R)
 
-    def rows(self, step: int, start: int, stop: int) -> Batch:
-        assert 0 <= start <= stop <= self.batch_size
-        sample_ids_R = np.arange(start, stop)
-        draws, objective, special = self.draw(step, sample_ids_R), self.objective, self.special
-
-        text = self._read(draws)
-        mask_key_R = fold_in(draws.key_R, MASK_STREAM)
+        mask_key_R = fold_in(key_R, MASK_STREAM)
         replacements_RP = choose_replacements(
-            text.word_starts_RP, text.length_R, mask_key_R, objective.mask_prob, objective.max_span
+            word_starts_RP, length_R, mask_key_R, objective.mask_prob, objective.max_span
         )
-        masked_RP = apply_replacements(text.tokens_RP, replacements_RP, mask_key_R, special.mask, self.words.text_ids)
-        cut_R = self._cut(text, replacements_RP, draws.key_R)
-        swapped_R = (cut_R > 0) & (uniform(draws.key_R, SWAP_STREAM) < 0.5)
-        weights_RP = (replacements_RP != UNSELECTED) * draws.weight_R[:, None].astype(np.float32)
-
-        source_RT, valid_RT, in_b_RT = _layout(text.length_R, cut_R, swapped_R, self.windows.size, self.context)
+        masked_RP = apply_replacements(tokens_RP, replacements_RP, mask_key_R, special.mask, self.words.text_ids)
+        weights_RP = ((replacements_RP != UNSELECTED) & draws.valid_R[:, None]).astype(np.float32)
+        cut_R = self._cut(tokens_RP, word_starts_RP, replacements_RP, key_R)
+        swapped_R = (cut_R > 0) & (uniform(key_R, SWAP_STREAM) < 0.5)
+        source_RT, valid_RT, in_b_RT = _layout(length_R, cut_R, swapped_R, self.text_size, self.context)
 
         def lay_out(columns_RP: np.ndarray, *specials: int) -> np.ndarray:
             """[R, T] from columns of text and the values of CLS, SEP and PAD."""
@@ -120,22 +87,22 @@ class MaskedLMSource(BatchSource):
         ordered = objective.sentence_order
         return Batch(
             tokens=lay_out(masked_RP, special.cls, special.sep, special.pad),
-            targets=lay_out(text.tokens_RP, special.cls, special.sep, special.pad),
+            targets=lay_out(tokens_RP, special.cls, special.sep, special.pad),
             loss_weights=lay_out(weights_RP, 0, 0, 0),
             positions=np.broadcast_to(np.arange(self.context, dtype=np.int32), source_RT.shape),
             segments=valid_RT.astype(np.int32),
-            sample_ids=sample_ids_R.astype(np.int32),
+            sample_ids=draws.sample_ids_R.astype(np.int32),
             token_type_ids=in_b_RT.astype(np.int32) if self.has_token_types else None,
             labels=swapped_R.astype(np.int32) if ordered else None,
-            label_weights=((cut_R > 0) * draws.weight_R).astype(np.float32) if ordered else None,
+            label_weights=((cut_R > 0) & draws.valid_R).astype(np.float32) if ordered else None,
         )
 
-    def _read(self, draws: RowDraws) -> RowText:
-        """The text of each row's window, trimmed."""
-        windows, size = self.windows, self.windows.size
-        document_R = windows.document(draws.window_R)
-        start_R, stop_R = windows.start_D[document_R], windows.stop_D[document_R]
-        offset_R = start_R + (draws.window_R - windows.first_window_D[document_R]) * size + draws.shift_R
+    def _read_text(
+        self, document_R: np.ndarray, offset_R: np.ndarray, key_R: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The text of each row's window, trimmed and left-aligned: tokens int32 [R, P], where words start bool [R, P],
+        length [R]."""
+        size, start_R, stop_R = self.text_size, self.start_D[document_R], self.stop_D[document_R]
         available_R = np.minimum(size, stop_R - offset_R)
 
         # One token more on either side shows whether words begin and end at the edges of the window.
@@ -148,20 +115,24 @@ class MaskedLMSource(BatchSource):
             bounds_RQ[np.arange(len(near)), available_R] |= offset_R + available_R == stop_R
             bounds_RQ &= np.arange(size + 1) <= available_R[:, None]
 
-        first_R, last_R = self._trim(words_RQ, sentences_RQ, available_R, draws.key_R)
+        first_R, last_R = self._trim(words_RQ, sentences_RQ, available_R, key_R)
         length_R = last_R - first_R
         columns_RP = np.minimum(first_R[:, None] + np.arange(size), size)
         word_starts_RP = np.take_along_axis(words_RQ, columns_RP, axis=1) & (np.arange(size) < length_R[:, None])
         word_starts_RP[:, 0] = True
-        return RowText(np.take_along_axis(near[:, 1:], columns_RP, axis=1), word_starts_RP, length_R)
+        return np.take_along_axis(near[:, 1:], columns_RP, axis=1), word_starts_RP, length_R
 
     def _trim(
         self, words_RQ: np.ndarray, sentences_RQ: np.ndarray, available_R: np.ndarray, key_R: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Columns of the first token to keep [R] and past the last one [R], at boundaries of sentences or of words.
 
-        Words that begin or end outside the window are left out, but a word longer than the window is cut."""
+        Words that begin or end outside the window are left out, but a word longer than the window is cut.  With
+        probability short_seq_prob a row asks for a random number of tokens, from 2 on, otherwise for all."""
         ordered = self.objective.sentence_order
+        short_R = uniform(key_R, SHORT_STREAM) < self.objective.short_seq_prob
+        draw_R = (uniform(key_R, SHORT_LENGTH_STREAM) * np.maximum(available_R - 1, 1)).astype(np.int64)
+        asked_R = np.where(short_R, 2 + draw_R, available_R)
         # Rows are cut between sentences.  If they began and ended elsewhere, their edges would tell which came first.
         by_sentence_R = ordered & (sentences_RQ.sum(axis=1) > 2)
         bounds_RQ = np.where(by_sentence_R[:, None], sentences_RQ, words_RQ)
@@ -171,26 +142,22 @@ class MaskedLMSource(BatchSource):
         first_R = np.where(bounds_RQ[r, first_R] & (first_R < available_R), first_R, 0)  # 0: all within one word
         bounds_RQ[r, first_R] = True
         units_RQ = np.cumsum(bounds_RQ & (np.arange(bounds_RQ.shape[1]) >= first_R[:, None]), axis=1) - 1
-        target_R = np.minimum(first_R + self._target_lengths(available_R, key_R), available_R)
+        target_R = np.minimum(first_R + asked_R, available_R)
         least_R = np.minimum(units_RQ[:, -1], 2 if ordered else 1)  # one sentence or word per segment
         kept_R = np.maximum(units_RQ[r, target_R], least_R)
         return first_R, np.where(kept_R > 0, np.argmax(units_RQ >= kept_R[:, None], axis=1), available_R)
 
-    def _target_lengths(self, available_R: np.ndarray, key_R: np.ndarray) -> np.ndarray:
-        """Tokens that each row asks for [R]: all, or, with probability short_seq_prob, a random number from 2 on."""
-        short_R = uniform(key_R, SHORT_STREAM) < self.objective.short_seq_prob
-        draw_R = uniform(key_R, SHORT_LENGTH_STREAM)
-        return np.where(short_R, 2 + (draw_R * np.maximum(available_R - 1, 1)).astype(np.int64), available_R)
-
-    def _cut(self, text: RowText, replacements_RP: np.ndarray, key_R: np.ndarray) -> np.ndarray:
+    def _cut(
+        self, tokens_RP: np.ndarray, word_starts_RP: np.ndarray, replacements_RP: np.ndarray, key_R: np.ndarray
+    ) -> np.ndarray:
         """The column where the second segment begins [R]: a sentence if possible, else a word; 0 if the row has one."""
         if not self.objective.sentence_order:
-            return np.zeros(len(text.length_R), np.int64)
+            return np.zeros(len(tokens_RP), np.int64)
         visible_RP = replacements_RP == UNSELECTED
-        words_RP = text.word_starts_RP.copy()
+        words_RP = word_starts_RP.copy()
         words_RP[:, 0] = False
         words_RP[:, 1:] &= visible_RP[:, 1:] | visible_RP[:, :-1]  # no two spans touch: elsewhere both are of one span
-        sentences_RP = words_RP & self.words.sentence_starts(text.tokens_RP)
+        sentences_RP = words_RP & self.words.sentence_starts(tokens_RP)
         candidates_RP = np.where(sentences_RP.any(axis=1)[:, None], sentences_RP, words_RP)
         rank_RP = np.cumsum(candidates_RP, axis=1, dtype=np.int32)
         nth_R = 1 + (uniform(key_R, CUT_STREAM) * rank_RP[:, -1]).astype(np.int64)
@@ -213,37 +180,3 @@ def _layout(
     source = np.where(source >= length, source - length, source)
     source = np.where((t == length_a + 1) | (t == end - 1), sep, source)
     return np.where(t < end, np.where(t == 0, cls, source), pad), t < end, in_b
-
-
-class MaskedLMTrainLoader(MaskedLMSource, TrainLoader):
-    """Every window of the training text once per epoch."""
-
-    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, config: RunConfig):
-        super().__init__(tokens, tokenizer, config)
-        self.num_examples = self.windows.count
-
-    def draw(self, step: int, sample_ids_R: np.ndarray) -> RowDraws:
-        epoch_R, window_R = self.epochs_and_examples(step, sample_ids_R)
-        document_R = self.windows.document(window_R)
-        shifts_R = (self.windows.slack_D[document_R] + 1).astype(np.uint64)
-        shift_R = fold_in(self.seed, OFFSET_STREAM, epoch_R, document_R) % shifts_R
-        key_R = fold_in(self.seed, ROW_STREAM, epoch_R, window_R)
-        return RowDraws(window_R, shift_R.astype(np.int64), key_R, np.ones(len(sample_ids_R)))
-
-
-class MaskedLMValidationLoader(MaskedLMSource, ValidationLoader):
-    """At most train.eval_batches batches, evenly spaced over the validation text.  Their masks never change either."""
-
-    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, config: RunConfig):
-        super().__init__(tokens, tokenizer, config)
-        self.choose_examples(self.windows.count, config.train.eval_batches)
-        if not any(self.rows(step, 0, self.batch_size).loss_weights.any() for step in range(len(self))):
-            raise DataError(
-                f"{self.split} text: none of its {len(tokens)} tokens is masked, so there is no loss to evaluate. "
-                "Add text, change data.validation_fraction, or set train.eval_every=0."
-            )
-
-    def draw(self, step: int, sample_ids_R: np.ndarray) -> RowDraws:
-        window_R, valid_R = self.examples_and_validity(step, sample_ids_R)
-        key_R = fold_in(VALIDATION_KEY, window_R)
-        return RowDraws(window_R, np.zeros_like(window_R), key_R, valid_R.astype(np.float64))

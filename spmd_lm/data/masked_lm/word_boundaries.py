@@ -16,24 +16,11 @@ import numpy as np
 SPACE, LETTER, SIGN, WORD_START, CONTINUATION, SPECIAL = range(6)
 
 
-def _word_start_table() -> np.ndarray:
-    """bool [6, 6]: whether a token begins a word, by the last kind of the token before and its own first kind."""
-    starts = ~np.eye(6, dtype=bool)
-    starts[SPACE] = False
-    starts[:, WORD_START], starts[:, CONTINUATION] = True, False
-    starts[SPECIAL], starts[:, SPECIAL] = True, True
-    return starts
-
-
-def _kind_of_byte(byte: int) -> int:
-    char = bytes([byte])
-    if char.isspace():
-        return SPACE
-    return LETTER if char.isalnum() or byte >= 128 or char == b"_" else SIGN
-
-
-STARTS_WORD = _word_start_table()
-BYTE_KINDS = [_kind_of_byte(byte) for byte in range(256)]
+# bool [6, 6]: whether a token begins a word, by the last kind of the token before and its own first kind.
+STARTS_WORD = ~np.eye(6, dtype=bool)
+STARTS_WORD[SPACE] = False
+STARTS_WORD[:, WORD_START], STARTS_WORD[:, CONTINUATION] = True, False
+STARTS_WORD[SPECIAL], STARTS_WORD[:, SPECIAL] = True, True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +45,22 @@ class WordBoundaries:
     @classmethod
     def from_bytes(cls, tokens: Sequence[bytes | None]) -> "WordBoundaries":
         """For tokens that are bytes of text; None is a special token."""
-        first = [BYTE_KINDS[token[0]] if token else SPECIAL for token in tokens]
-        last = [BYTE_KINDS[token[-1]] if token else SPECIAL for token in tokens]
-        return cls(np.array(first, np.uint8), np.array(last, np.uint8), *_punctuation(tokens))
+        first = [_kind(token[:1]) if token else SPECIAL for token in tokens]
+        last = [_kind(token[-1:]) if token else SPECIAL for token in tokens]
+        return cls(
+            np.array(first, np.uint8),
+            np.array(last, np.uint8),
+            np.array([token is not None and token.endswith((b".", b"!", b"?")) for token in tokens], bool),
+            np.array([token is not None and token.startswith((b"\n", b"\r")) for token in tokens], bool),
+        )
 
     @classmethod
     def from_marked(cls, tokens: Sequence[str | None], starts_word: Sequence[bool]) -> "WordBoundaries":
         """For tokens whose marks say whether they begin a word; None is a special token."""
         kinds = np.where(starts_word, WORD_START, CONTINUATION).astype(np.uint8)
         kinds[[token is None for token in tokens]] = SPECIAL
-        return cls(kinds, kinds, *_punctuation([None if token is None else token.encode() for token in tokens]))
+        spelled = cls.from_bytes([None if token is None else token.encode() for token in tokens])
+        return dataclasses.replace(spelled, first_kind_V=kinds, last_kind_V=kinds)
 
     @functools.cached_property
     def text_ids(self) -> np.ndarray:
@@ -89,9 +82,7 @@ class WordBoundaries:
         return starts
 
 
-def _punctuation(tokens: Sequence[bytes | None]) -> tuple[np.ndarray, np.ndarray]:
-    """ends_sentence_V, starts_line_V."""
-    text = [token or b"" for token in tokens]
-    ends_sentence = [token.endswith((b".", b"!", b"?")) for token in text]
-    starts_line = [token.startswith((b"\n", b"\r")) for token in text]
-    return np.array(ends_sentence, bool), np.array(starts_line, bool)
+def _kind(byte: bytes) -> int:
+    if byte.isspace():
+        return SPACE
+    return LETTER if byte.isalnum() or byte >= b"\x80" or byte == b"_" else SIGN

@@ -1,8 +1,10 @@
-"""Between text and token ids: the Tokenizer protocol, and the tokenizers that need no files.
+"""Between text and token ids: the Tokenizer protocol, and the tokenizers of bytes, of numbers and of vocabulary files.
 
-The rest of the program knows only `Tokenizer`, so another one costs a class here and a key in the configuration.
-Tokenizers of vocabulary files are in `subwords`."""
+The rest of the program knows only `Tokenizer`, so another one costs a class here and a key in the configuration."""
 
+import functools
+import json
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +12,12 @@ from numpy.typing import ArrayLike
 
 from spmd_lm.config.schema import Data, Synthetic
 from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens, WordBoundaries
+from spmd_lm.data.tokenizers import vocabulary
 from spmd_lm.errors import ConfigError, DataError
+
+METASPACE = "\u2581"  # SentencePiece's mark of the beginning of a word
+NO_WORDS = """data.source=synthetic: its tokens form no words. Use data.source=python-stdlib, \
+or objective.kind=causal_lm with model.kind=gpt."""
 
 
 class Tokenizer(Protocol):
@@ -21,19 +28,15 @@ class Tokenizer(Protocol):
     def encode(self, text: str | bytes) -> np.ndarray:
         """The ids of `text`, 1-D, in the narrowest unsigned type that holds the vocabulary.  No special tokens are
         added."""
-        ...
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of `text`, and the characters of each: int32 [N, 2], the first and past the last."""
-        ...
 
     def decode(self, ids: ArrayLike) -> str:
         """Text of any ids that a model may emit.  Never raises: half a character is common in samples."""
-        ...
 
     def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
         """What rows of masked or labelled text are built with.  ConfigError if the vocabulary lacks it."""
-        ...
 
 
 class ByteTokenizer:
@@ -74,32 +77,94 @@ class NumberTokenizer:
         try:
             return np.array([int(word) for word in text.split()], np.uint32)
         except (ValueError, OverflowError):
-            raise DataError(
-                f"prompt {text!r:.60}: a model of synthetic data reads token ids, as in --prompt '3 1 4'."
-            ) from None
+            problem = "a model of synthetic data reads token ids, as in --prompt '3 1 4'"
+            raise DataError(f"prompt {text!r:.60}: {problem}.") from None
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        raise self._no_words()
+        raise ConfigError(NO_WORDS)
 
     def decode(self, ids: ArrayLike) -> str:
         return " ".join(str(token) for token in np.asarray(ids).tolist())
 
     def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
-        raise self._no_words()
+        raise ConfigError(NO_WORDS)
 
-    def _no_words(self) -> ConfigError:
-        return ConfigError(
-            "data.source=synthetic: its tokens form no words. Use data.source=python-stdlib, "
-            "or objective.kind=causal_lm with model.kind=gpt."
-        )
+
+class SubwordTokenizer:
+    """A tokenizer of Hugging Face's library.  If it has all tokens of masked rows, '[MASK]' in a text is plain text."""
+
+    def __init__(self, name: str):
+        self.name, self.backend = name, vocabulary.load_vocabulary(name)
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.token_to_id: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self.token_to_id.values()) + 1
+        self.dtype = np.min_scalar_type(self.vocab_size - 1)
+        self.eos_token_id = self._first_id(vocabulary.EOS_TOKENS)
+        self.bos_token_id = self._first_id(vocabulary.BOS_TOKENS)
+        spellings = vocabulary.BERT_TOKENS, vocabulary.ROBERTA_TOKENS
+        self.row_tokens = min(spellings, key=lambda tokens: len(self._missing(tokens)))  # of which it has more
+        self.backend.encode_special_tokens = not self._missing(self.row_tokens)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+        text = data.decode("utf-8", "replace")  # documents are UTF-8; what is not, in a prompt, shows as U+FFFD
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, self.dtype)
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # the fast one has no offsets
+        return np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int32).reshape(-1, 2)
+
+    def decode(self, ids: ArrayLike) -> str:
+        """Special tokens appear by name; the ids of a padded vocabulary beyond the tokens have no text."""
+        ids = np.asarray(ids)
+        return self.backend.decode(ids[ids < self.vocab_size].tolist(), skip_special_tokens=False)
+
+    def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
+        if missing := self._missing(self.row_tokens):
+            raise ConfigError(
+                f"data.tokenizer={self.name}: it has no {', '.join(missing)}. "
+                "Use data.tokenizer=bytes or a BERT's, or objective.kind=causal_lm with model.kind=gpt."
+            )
+        return SpecialTokens(*(self.token_to_id[token] for token in self.row_tokens)), self._words
+
+    def _first_id(self, candidates: Sequence[str]) -> int | None:
+        return next((self.token_to_id[token] for token in candidates if token in self.token_to_id), None)
+
+    def _missing(self, tokens: Sequence[str]) -> list[str]:
+        return [token for token in tokens if token not in self.token_to_id]
+
+    @functools.cached_property
+    def _words(self) -> WordBoundaries:
+        config, added = json.loads(self.backend.to_str()), self.backend.get_added_tokens_decoder()
+        model, components = config["model"], json.dumps([config["pre_tokenizer"], config["decoder"]])
+        is_wordpiece = model["type"] == "WordPiece"
+        if '"type": "ByteLevel"' in components and not is_wordpiece:
+            byte_of = {letter: byte for byte, letter in enumerate(vocabulary.bytes_to_unicode())}
+            spelled: list[bytes | None] = [None] * self.vocab_size
+            for token, token_id in self.token_to_id.items():
+                if token_id not in added:
+                    spelled[token_id] = bytes(byte_of[letter] for letter in token)
+                elif not added[token_id].special:
+                    spelled[token_id] = token.encode()
+            return WordBoundaries.from_bytes(spelled)
+        if not is_wordpiece and '"type": "Metaspace"' not in components:
+            raise ConfigError(
+                f"data.tokenizer={self.name}: its {model['type']} tokens do not show where words begin. "
+                "Use data.tokenizer=bytes, or a WordPiece, byte-level or SentencePiece vocabulary."
+            )
+        mark, mark_starts = (model["continuing_subword_prefix"], False) if is_wordpiece else (METASPACE, True)
+        tokens: list[str | None] = [None] * self.vocab_size
+        starts = [False] * self.vocab_size
+        for token, token_id in self.token_to_id.items():
+            if token_id not in added or not added[token_id].special:
+                tokens[token_id], starts[token_id] = token, token.startswith(mark) is mark_starts
+        return WordBoundaries.from_marked(tokens, starts)
 
 
 def make_tokenizer(data: Data | Synthetic) -> Tokenizer:
     """Raises DataError for a vocabulary that is missing or damaged."""
     if isinstance(data, Synthetic):
         return NumberTokenizer()
-    if data.tokenizer == "bytes":
-        return ByteTokenizer()
-    from spmd_lm.data.tokenizers.subwords import load_tokenizer
-
-    return load_tokenizer(data.tokenizer)
+    return ByteTokenizer() if data.tokenizer == "bytes" else SubwordTokenizer(data.tokenizer)

@@ -1,22 +1,35 @@
-"""The files of a vocabulary: where to find them, and the copy that a run keeps."""
+"""The files of a vocabulary: where to find them, how to load them, and the copy that a run keeps.
+
+data.tokenizer is the path of one of these files, or of a directory that has one, searched for in this order:
+  tokenizer.json   as Hugging Face writes it
+  vocab.txt        BERT's WordPiece, one token per line
+  vocab.json       GPT-2's byte-level BPE, with its merges.txt beside it
+For the last two, a tokenizer_config.json beside them may set do_lower_case, strip_accents and tokenize_chinese_chars,
+or add_prefix_space."""
 
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from spmd_lm.config.load import VOCABULARY_FILES
 from spmd_lm.errors import DataError
 
-COMPANION_FILES = (
-    "tokenizer_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "generation_config.json",
-)
-"""Files that are copied along with a vocabulary, unchanged."""
+# Files that are copied along with a vocabulary, unchanged.
+COMPANION_FILES: tuple[str, ...] = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
+COMPANION_FILES += ("added_tokens.json", "tokenizer.model", "generation_config.json")
+
+# Of each kind, the first that a vocabulary has is used.
+EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<bos>", *EOS_TOKENS)
+
+# Tokens of masked rows, in the order of `SpecialTokens`.
+BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+ROBERTA_TOKENS = ("<s>", "</s>", "<mask>", "<pad>")
 
 
 def find_vocabulary(name: str) -> Path:
@@ -52,8 +65,117 @@ def copy_vocabulary(name: str, directory: Path) -> None:
             os.replace(temporary, directory / file)
 
 
+def load_vocabulary(name: str) -> tokenizers.Tokenizer:
+    """The tokenizer of data.tokenizer=name.  Raises DataError for a vocabulary that is missing or damaged."""
+    path = find_vocabulary(name)
+    load = {"tokenizer.json": _load_tokenizer_json, "vocab.txt": _load_wordpiece, "vocab.json": _load_byte_level}
+    return load[_standard_name(path)](path)
+
+
+def _load_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(_read_text(path))
+    except Exception as error:  # the library raises nothing narrower
+        problem = f"tokenizers {tokenizers.__version__} cannot read this tokenizer.json: {error}"
+        raise DataError(f"{path}: {problem}. Fix it, or save it again with the library.") from None
+
+
+def _load_wordpiece(path: Path) -> tokenizers.Tokenizer:
+    lines = _read_text(path).removesuffix("\n").split("\n")  # not splitlines: other line breaks are tokens
+    token_to_id: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        token = line.removesuffix("\r")
+        first = token_to_id.setdefault(token, number)
+        if not token or first != number:
+            problem = f"{token!r} is on line {first + 1} already" if token else "is empty"
+            raise DataError(f"{path}: line {number + 1}: {problem}. A vocabulary has one token per line, each once.")
+    if "[UNK]" not in token_to_id:
+        raise DataError(
+            f"{path}: there is no [UNK] among its {len(token_to_id)} lines. Add it: it stands for unknown words."
+        )
+    config = _tokenizer_config(path)
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(token_to_id, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case", True),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([token for token in ("[UNK]", *BERT_TOKENS) if token in token_to_id])
+    return tokenizer
+
+
+def _load_byte_level(path: Path) -> tokenizers.Tokenizer:
+    token_to_id = _read_json(path)
+    if not token_to_id or not all(type(token_id) is int and token_id >= 0 for token_id in token_to_id.values()):
+        raise DataError(f"{path}: neither a tokenizer.json, which has a `model`, nor tokens with their ids. Fix it.")
+    num_ids = len(set(token_to_id.values()))
+    if num_ids < len(token_to_id):
+        raise DataError(f"{path}: {len(token_to_id)} tokens share {num_ids} ids. Give each token an id of its own.")
+    unknown = "<unk>" if "<unk>" in token_to_id else None
+    missing = [letter for letter in bytes_to_unicode() if letter not in token_to_id]
+    if missing and not unknown:
+        raise DataError(
+            f"{path}: {len(missing)} of the 256 bytes have no token, the first {missing[0]!r}, and there is no <unk>. "
+            "Add them, or text would be lost."
+        )
+    merges, merges_path = [], path.with_name("merges.txt")
+    for line in _read_text(merges_path).split("\n"):
+        if not line or line.startswith("#version"):
+            continue
+        left, _, right = line.partition(" ")
+        if not {left, right, left + right} <= token_to_id.keys():
+            raise DataError(
+                f"{merges_path}: {line!r} is not a pair of tokens of {path.name} that merge into a third. "
+                "Use the two files of one vocabulary."
+            )
+        merges.append((left, right))
+    tokenizer = tokenizers.Tokenizer(models.BPE(token_to_id, merges, unk_token=unknown))
+    add_prefix_space = _tokenizer_config(path).get("add_prefix_space", False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([token for token in (*EOS_TOKENS, *ROBERTA_TOKENS) if token in token_to_id])
+    return tokenizer
+
+
+def _tokenizer_config(vocabulary: Path) -> dict:
+    path = vocabulary.with_name("tokenizer_config.json")
+    return _read_json(path) if path.exists() else {}
+
+
+def bytes_to_unicode() -> list[str]:
+    """GPT-2's letter for each byte: the byte itself where it is printable, else a letter from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
 def _standard_name(vocabulary: Path) -> str:
-    """The name that Hugging Face gives to a file of this format."""
+    """The one of VOCABULARY_FILES whose format a file has."""
     if vocabulary.suffix == ".txt":
         return "vocab.txt"
-    return "tokenizer.json" if isinstance(json.loads(vocabulary.read_bytes()).get("model"), dict) else "vocab.json"
+    # `model` may be a token of a vocab.json, as in GPT-2's.
+    return "tokenizer.json" if isinstance(_read_json(vocabulary).get("model"), dict) else "vocab.json"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read_text(path))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}. Fix it, or download the file again.") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: expected a JSON object, got a {type(content).__name__}. Download the file again.")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8. Download the file again.") from None
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file. A vocab.json needs its merges.txt beside it.") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}. Fix its permissions.") from None

@@ -96,7 +96,7 @@ class ScheduleTable:
         """float [stages]: how often each condition is true, of the times that it is evaluated."""
         runs = self.runs()
         shares = {name: runs[name] for name in ENDS}
-        for name in runs.keys() - shares.keys():
+        for name in sorted(runs.keys() - shares.keys()):
             half, condition = name.split("_", 1)
             evaluated = self.ticks[half] if condition in PER_TICK else np.maximum(runs[f"{half}_active"], 1)
             shares[name] = runs[name] / evaluated

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import PER_ROW, Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig, Text
-from spmd_lm.data import loader
-from spmd_lm.data.corpus import load_data
-from spmd_lm.data.masked_lm.rows import MaskedLMTrainLoader, MaskedLMValidationLoader
+from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.loader import CausalLMLoader
+from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, NumberTokenizer
 from spmd_lm.errors import ConfigError, DataError
 
@@ -54,7 +54,7 @@ def run_config(**sections) -> RunConfig:
 
 
 def make(
-    loader_type=MaskedLMTrainLoader,
+    split="training",
     tokens=TOKENS,
     tokenizer=BYTES,
     context=64,
@@ -71,7 +71,7 @@ def make(
         parallel={"microbatches": microbatches},
         train={"batch": batch, "seed": seed, "eval_batches": eval_batches},
     )
-    return loader_type(tokens, tokenizer, config)
+    return MaskedLMLoader(tokens, tokenizer, config, split)
 
 
 def present(batch: Batch) -> list[str]:
@@ -276,10 +276,10 @@ def test_a_memory_map_reads_the_same(tmp_path):
 
 
 def test_validation_pads_its_end_with_weight_0():
-    held = make(MaskedLMValidationLoader, eval_batches=10**6)
-    assert len(held) == -(-held.windows.count // 16) and held.windows.count % 16
+    held = make("validation", eval_batches=10**6)
+    assert len(held) == -(-held.num_examples // 16) and held.num_examples % 16
     rows = many(held, len(held))
-    real = np.arange(len(rows.tokens)) < held.windows.count
+    real = np.arange(len(rows.tokens)) < held.num_examples
     assert (rows.loss_weights[~real] == 0).all() and (rows.label_weights == real).all()
     assert rows.loss_weights[real].any(axis=1).mean() > 0.5
     found = [text_of(rows, row) for row in np.flatnonzero(real)]
@@ -289,17 +289,20 @@ def test_validation_pads_its_end_with_weight_0():
 @pytest.mark.parametrize("batch", [1, 3, 50])
 def test_the_same_rows_are_validated_at_any_batch_size(batch):
     def rows(size):
-        held = make(MaskedLMValidationLoader, eval_batches=10**6, batch=size, microbatches=1)
+        held = make("validation", eval_batches=10**6, batch=size, microbatches=1)
         whole = many(held, len(held))
-        return jax.tree.map(lambda leaf: leaf[: held.windows.count], dataclasses.replace(whole, sample_ids=None))
+        return jax.tree.map(lambda leaf: leaf[: held.num_examples], dataclasses.replace(whole, sample_ids=None))
 
     assert_same(rows(batch), rows(16))
 
 
-def test_validation_is_evenly_spaced():
-    held = make(MaskedLMValidationLoader, eval_batches=2)
-    assert len(held) == 2 and held.example_ids[0] == 0
-    assert set(np.diff(held.example_ids)) <= {held.windows.count // 32, held.windows.count // 32 + 1}
+def test_validation_is_evenly_spaced(monkeypatch):
+    held, shown = make("validation", eval_batches=2), []
+    monkeypatch.setattr(held, "read", lambda draws: shown.extend(draws.example_R))
+    for step in range(len(held)):
+        held.rows(step, 0, 16)
+    assert len(held) == 2 and len(shown) == 32 and shown[0] == 0
+    assert set(np.diff(shown)) <= {held.num_examples // 32, held.num_examples // 32 + 1}
 
 
 # --- edge cases -------------------------------------------------------------------------------------------------------
@@ -340,17 +343,15 @@ def test_rows_of_any_text_occur_in_it(text, context, short, ordered):
     assert (batch.targets[batch.loss_weights == 1] < 256).all()
 
 
-@pytest.mark.parametrize(
-    ("kind", "side"), [(MaskedLMTrainLoader, "training"), (MaskedLMValidationLoader, "validation")]
-)
-def test_too_short_a_text_is_an_error_with_its_sizes(kind, side):
-    with pytest.raises(DataError, match=rf"{side} text: 16 tokens.*model\.context=64 holds 61\. Add text"):
-        make(kind, tokens=TOKENS[:16])
+@pytest.mark.parametrize("split", ["training", "validation"])
+def test_too_short_a_text_is_an_error_with_its_sizes(split):
+    with pytest.raises(DataError, match=rf"{split} text: 16 tokens.*model\.context=64 holds 61\. Add text"):
+        make(split, tokens=TOKENS[:16])
 
 
 def test_validation_text_of_which_nothing_is_masked():
     with pytest.raises(DataError, match=r"validation text: none of its 1000 tokens is masked.*eval_every=0"):
-        make(MaskedLMValidationLoader, tokens=np.full(1000, ord("x"), np.uint8))
+        make("validation", tokens=np.full(1000, ord("x"), np.uint8))
 
 
 def test_synthetic_data_has_no_words():
@@ -368,21 +369,21 @@ def test_the_objective_selects_the_loader(tmp_path):
     corpus = load_data(Text(source="text", path=str(tmp_path / "a.txt")), 0, 260)
     masked = run_config()
     causal = run_config(model={"kind": "gpt", "token_types": 0}, objective={"kind": "causal_lm"})
-    assert isinstance(loader.make_train_loader(masked, corpus), MaskedLMTrainLoader)
-    assert isinstance(loader.make_validation_loader(masked, corpus), MaskedLMValidationLoader)
-    assert isinstance(loader.make_train_loader(causal, corpus), loader.CausalLMTrainLoader)
-    assert isinstance(loader.make_validation_loader(causal, corpus), loader.CausalLMValidationLoader)
+    for split in ("training", "validation"):
+        assert isinstance(make_loader(masked, corpus, split), MaskedLMLoader)
+        assert isinstance(make_loader(causal, corpus, split), CausalLMLoader)
+        assert make_loader(causal, corpus, split).tokens is getattr(corpus, {"training": "train"}.get(split, split))
     for config in (masked, causal):
-        rows = loader.make_train_loader(config, corpus).rows(0, 0, 16)
+        rows = make_loader(config, corpus, "training").rows(0, 0, 16)
         assert present(rows) == present(abstract_batch(config))
-        assert len(loader.make_validation_loader(config, corpus)) == 3 and rows.tokens.shape == (16, 64)
+        assert len(make_loader(config, corpus, "validation")) == 3 and rows.tokens.shape == (16, 64)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shardings = jax.tree.map(lambda _: here, abstract_batch(masked))
-    batch = loader.make_train_loader(masked, corpus).batch(1, shardings)
+    batch = make_loader(masked, corpus, "training").batch(1, shardings)
     assert jax.tree.map(jax.typeof, batch) == jax.tree.map(
         lambda x: jax.typeof(np.zeros(x.shape, x.dtype)), abstract_batch(masked)
     )
     assert_same(
         jax.tree.map(lambda leaf: leaf.reshape(16, *leaf.shape[2:]), batch),
-        loader.make_train_loader(masked, corpus).rows(1, 0, 16),
+        make_loader(masked, corpus, "training").rows(1, 0, 16),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_lm.data import loader
+from spmd_lm.data.corpus import make_loader
 from spmd_lm.errors import ConfigError, DataError
 from tests.published import published
 from tests.task_files import assert_rows, config, corpus, write_squad
@@ -50,9 +50,9 @@ def test_the_description(root, tmp_path):
 
 def test_a_label_out_of_range_is_reported_with_its_line(root):
     made = config("jsonl", root / "jsonl", classes=2)
-    for make in (loader.make_train_loader, loader.make_validation_loader):
+    for split in ("training", "validation"):
         with pytest.raises(DataError, match=r"\.jsonl: line \d+: label 2 is not below objective\.classes=2\. Use .*=3"):
-            make(made, corpus(made))
+            make_loader(made, corpus(made), split)
 
 
 def test_vocabulary_files_are_checked(root, tmp_path):
@@ -63,7 +63,7 @@ def test_vocabulary_files_are_checked(root, tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(pieces[:4]))
     made = config("jsonl", root / "jsonl", tokenizer=str(tmp_path))
     with pytest.raises(ConfigError, match=r"^data\.tokenizer=.*: it has no \[MASK\]\. Use data\.tokenizer=bytes"):
-        loader.make_train_loader(made, corpus(made))
+        make_loader(made, corpus(made), "training")
 
 
 def test_rows_of_word_pieces_equal_those_of_hugging_face_tokenizers():
@@ -83,7 +83,7 @@ def test_rows_of_word_pieces_equal_those_of_hugging_face_tokenizers():
         batch=52,
     )
     read = corpus(made)
-    rows = loader.make_validation_loader(made, read).rows(0, 0, 51)
+    rows = make_loader(made, read, "validation").rows(0, 0, 51)
     library = read.tokenizer.backend
     library.post_processor = BertProcessing(("[SEP]", 102), ("[CLS]", 101))
     library.enable_truncation(33, strategy="longest_first")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_lm.data.tasks.examples import Answer, ClassificationExample, MultipleChoiceExample, SquadExample
-from spmd_lm.data.tasks.files import read_examples
+from spmd_lm.data.tasks.files import Example, Question, SquadAnswer, read_examples
 from spmd_lm.errors import DataError
 from tests.published import published
 
@@ -16,6 +15,11 @@ def examples(task: str, *paths: Path, key: str = "data.path") -> list:
     found, skipped = read_examples(task, [str(path) for path in paths], key)
     assert skipped == 0
     return found
+
+
+def texts(text: str, text_pair: str | None, label: int) -> tuple:
+    """A classification example, less its location."""
+    return Example("", [(text, text_pair)], label)[1:]
 
 
 def lines(root: Path, *rows: str, name: str = "a.tsv", end: str = "\n") -> Path:
@@ -42,13 +46,13 @@ def test_cola_as_published():
     held_out = examples("cola", published("cola_in_domain_dev.tsv"))
     assert len(train) == 8551 and len(held_out) == 527
     assert Counter(each.label for each in train) == {1: 6023, 0: 2528}
-    assert train[0][1:] == ("Our friends won't buy this analysis, let alone the next one we propose.", None, 1)
+    assert train[0][1:] == texts("Our friends won't buy this analysis, let alone the next one we propose.", None, 1)
     assert held_out[0].location.endswith("cola_in_domain_dev.tsv: line 1")
 
 
 def test_sst2_as_published():
     found = examples("sst2", published("sst2_glue_train_part.tsv"))
-    assert len(found) == 6735 and found[0][1:] == ("the expressive power of the camera ", None, 1)
+    assert len(found) == 6735 and found[0][1:] == texts("the expressive power of the camera ", None, 1)
     assert {each.label for each in found} == {0, 1}
 
 
@@ -56,8 +60,8 @@ def test_mnli_as_published():
     path = published("mnli_dev_matched_raw_first.tsv")
     found = examples("mnli", path)
     assert len(found) == 51
-    assert found[0] == ClassificationExample(
-        f"{path}: line 2", "The new rights are nice enough", "Everyone really likes the newest benefits ", 1
+    assert found[0] == Example(
+        f"{path}: line 2", [("The new rights are nice enough", "Everyone really likes the newest benefits ")], 1
     )
     assert [each.label for each in found[:4]] == [1, 2, 0, 2]
 
@@ -72,8 +76,8 @@ def test_columns_are_found_by_name_and_quote_nothing(tmp_path):
     )
     found, skipped = read_examples("mnli", [str(path)], "data.path")
     assert found == [
-        ClassificationExample(f"{path}: line 2", "a", 'b "', 1),
-        ClassificationExample(f"{path}: line 4", " e", "\u2028f", 0),
+        Example(f"{path}: line 2", [("a", 'b "')], 1),
+        Example(f"{path}: line 4", [(" e", "\u2028f")], 0),
     ]
     assert skipped == 1
 
@@ -81,7 +85,7 @@ def test_columns_are_found_by_name_and_quote_nothing(tmp_path):
 def test_crlf_line_ends_and_a_byte_order_mark_are_accepted(tmp_path):
     plain = examples("sst2", lines(tmp_path, "sentence\tlabel", "fine\t1"))
     marked = examples("sst2", lines(tmp_path, "\ufeffsentence\tlabel", "fine\t1", end="\r\n"))
-    assert marked == plain == [ClassificationExample(f"{tmp_path}/a.tsv: line 2", "fine", None, 1)]
+    assert marked == plain == [Example(f"{tmp_path}/a.tsv: line 2", [("fine", None)], 1)]
 
 
 def test_malformed_lines_of_qqp_are_skipped_and_counted(tmp_path):
@@ -89,14 +93,14 @@ def test_malformed_lines_of_qqp_are_skipped_and_counted(tmp_path):
         tmp_path, "id\tquestion1\tquestion2\tis_duplicate", "0\ta?\tb?\t1", "1\tc", "d?\te?\t0", "2\tf?\tg?\t0"
     )
     found, skipped = read_examples("qqp", [str(path)], "data.path")
-    assert [each[1:] for each in found] == [("a?", "b?", 1), ("f?", "g?", 0)] and skipped == 2
+    assert [each[1:] for each in found] == [texts("a?", "b?", 1), texts("f?", "g?", 0)] and skipped == 2
 
 
 def test_a_directory_is_searched_for_the_files_of_its_task(tmp_path):
     lines(tmp_path, "gj04\t0\t*\tb b", name="b.tsv")
     lines(tmp_path, "gj04\t1\t\ta", name="a.tsv")
     lines(tmp_path, "no columns", name="readme.txt")
-    assert [each[1:] for each in examples("cola", tmp_path)] == [("a", None, 1), ("b b", None, 0)]
+    assert [each[1:] for each in examples("cola", tmp_path)] == [texts("a", None, 1), texts("b b", None, 0)]
     assert (
         "data.validation_path=" in (message := error_of("squad", tmp_path)) and message.count(" ends in .json. ") == 1
     )
@@ -181,24 +185,21 @@ ARTICLE = {
 
 def test_race_as_published():
     found = examples("race", published("race_dev_middle.jsonl"))
-    assert len(found) == 1436 and len({each.article for each in found}) == 368
+    assert len(found) == 1436 and len({each.text_pairs[0][0] for each in found}) == 368
     first = found[0]
-    assert first.label == 0 and first.options[2] == "When something reflects light, we can not see its color ."
-    assert found[4].options[0] == "What's the best title of this passage( )? Dark color"
+    assert first.label == 0 and first.text_pairs[2][1] == "When something reflects light, we can not see its color ."
+    assert found[4].text_pairs[0][1] == "What's the best title of this passage( )? Dark color"
     assert {each.label for each in found} == {0, 1, 2, 3}
 
 
 def test_an_option_fills_the_blank_or_follows_the_question(tmp_path):
     path = as_json(tmp_path, ARTICLE, name="a.jsonl")
     first, second = examples("race", path)
-    assert first.options == ("Ann went nowhere .", "Ann went out .", "Ann went home .", "Ann went by bus .")
-    assert second == MultipleChoiceExample(
-        f"{path}: line 1: questions[1]",
-        ARTICLE["article"],
-        ("Who stayed in? Ann", "Who stayed in? Bob", "Who stayed in? Eve", "Who stayed in? Mallory"),
-        3,
-    )
-    assert first.text_pairs == [(ARTICLE["article"], option) for option in first.options]
+    options = ("Ann went nowhere .", "Ann went out .", "Ann went home .", "Ann went by bus .")
+    assert first.text_pairs == [(ARTICLE["article"], option) for option in options]
+    options = ("Who stayed in? Ann", "Who stayed in? Bob", "Who stayed in? Eve", "Who stayed in? Mallory")
+    pairs = [(ARTICLE["article"], option) for option in options]
+    assert second == Example(f"{path}: line 1: questions[1]", pairs, 3)
 
 
 def test_one_article_per_file_reads_as_one_article_per_line(tmp_path):
@@ -259,11 +260,12 @@ def asked(answers: list[tuple[str, int]], **more: object) -> dict:
 def test_squad_versions_1_and_2(tmp_path):
     path = squad(tmp_path, asked([("Oslo", 26), ("to Oslo", 23)]))
     where = f"{path}: data[0].paragraphs[0].qas[0]"
-    answers = (Answer("Oslo", 26), Answer("to Oslo", 23))
-    assert examples("squad", path) == [SquadExample(where, "Where?", CONTEXT, answers, None)]
+    answers = [SquadAnswer(text="Oslo", answer_start=26), SquadAnswer(text="to Oslo", answer_start=23)]
+    assert examples("squad", path) == [Example(where, [("Where?", CONTEXT)], 0, Question(CONTEXT, answers, None))]
     squad(tmp_path, asked([], is_impossible=True), asked([("Łódź", 7)], is_impossible=False))
-    found = examples("squad", tmp_path)
-    assert [each.is_impossible for each in found] == [True, False] and found[1].answers == (Answer("Łódź", 7),)
+    questions = [each.question for each in examples("squad", tmp_path)]
+    assert [each.is_impossible for each in questions] == [True, False]
+    assert questions[0].answers == [] and questions[1].answers == [SquadAnswer(text="Łódź", answer_start=7)]
 
 
 @pytest.mark.parametrize(
@@ -322,8 +324,8 @@ def test_malformed_json(tmp_path):
 def test_json_lines(tmp_path):
     path = lines(tmp_path, '{"text": "a", "label": 4}', "", '{"pair": "c", "label": 0, "text": "b"}', name="a.jsonl")
     assert examples("jsonl", path) == [
-        ClassificationExample(f"{path}: line 1", "a", None, 4),
-        ClassificationExample(f"{path}: line 3", "b", "c", 0),
+        Example(f"{path}: line 1", [("a", None)], 4),
+        Example(f"{path}: line 3", [("b", "c")], 0),
     ]
 
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import abstract_batch
-from spmd_lm.data import loader
+from spmd_lm.data.corpus import make_loader
 from tests.published import published
 from tests.task_files import (
     FIELDS,
@@ -45,7 +45,7 @@ def test_truncation_is_that_of_bert(tmp_path_factory, texts, context):
     for name in ("train.jsonl", "dev.jsonl"):
         (root / name).write_text("\n".join(map(json.dumps, lines)))
     made = config("jsonl", root, context=context, batch=8, microbatches=1)
-    rows = loader.make_validation_loader(made, corpus(made)).rows(0, 0, 8)
+    rows = make_loader(made, corpus(made), "validation").rows(0, 0, 8)
     expected = [plain_row(list(a.encode()), None if b is None else list(b.encode()), context) for a, b in texts]
     assert_rows(rows, expected)
 
@@ -57,7 +57,10 @@ def test_batches_have_the_fields_shapes_and_dtypes_of_the_step(task, root):
         made = config(task, root / task, types=types)
         expected = abstract_batch(made)
         shardings = jax.tree.map(lambda _: sharding, expected)
-        for rows in (loader.make_train_loader(made, corpus(made)), loader.make_validation_loader(made, corpus(made))):
+        for rows in (
+            make_loader(made, corpus(made), "training"),
+            make_loader(made, corpus(made), "validation"),
+        ):
             batch, host = rows.batch(0, shardings), rows.rows(0, 0, 8)
             for field in FIELDS:
                 asked, placed, read = (getattr(each, field) for each in (expected, batch, host))
@@ -89,7 +92,7 @@ def test_validation_has_every_row_in_order_and_padding_of_weight_0(task, root):
     firsts = np.arange(len(rows.labels)) % held_out.rows_per_example == 0
     real = np.arange(len(rows.labels)) < len(expected)
     assert (rows.label_weights == (firsts & real)).all() and not real.all()
-    assert held_out.num_examples == 21
+    assert len(held_out.task_split.labels) == 21
 
 
 def test_each_example_occurs_once_per_epoch(task, root):
@@ -129,7 +132,7 @@ def test_windows_cover_the_context_and_labels_point_at_the_answer(
     for name in ("train.jsonl", "dev.jsonl"):
         write_squad(root / name, random.Random(seed), 5, impossible)
     made = config("squad", root, context=context, doc_stride=doc_stride, batch=4, microbatches=1)
-    held_out = loader.make_validation_loader(made, corpus(made))
+    held_out = make_loader(made, corpus(made), "validation")
     rows = all_rows(held_out, len(held_out))
     paragraphs = json.loads((root / "dev.jsonl").read_text())["data"][0]["paragraphs"]
     for example, paragraph in enumerate(paragraphs):
@@ -163,7 +166,7 @@ def test_rows_of_published_articles(tmp_path):
     (tmp_path / "dev.jsonl").write_text("".join(articles.splitlines(keepends=True)[:40]))
     made = config("race", tmp_path, path=str(tmp_path / "dev.jsonl"), context=1024, batch=400)
     held_out, expected = (
-        loader.make_validation_loader(made, corpus(made)),
+        make_loader(made, corpus(made), "validation"),
         plain_rows(tmp_path / "dev.jsonl", "race", 1024),
     )
     rows, lengths = all_rows(held_out, len(held_out)), {sum(row[1]) for row, _, _ in expected}

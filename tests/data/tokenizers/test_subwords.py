@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from spmd_lm.config.schema import PythonStdlib, RunConfig, Text
 from spmd_lm.data.corpus import load_data
-from spmd_lm.data.masked_lm.rows import MaskedLMTrainLoader
-from spmd_lm.data.tokenizers.subwords import bytes_to_unicode, load_tokenizer
-from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
+from spmd_lm.data.masked_lm.rows import MaskedLMLoader
+from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, make_tokenizer
+from spmd_lm.data.tokenizers.vocabulary import bytes_to_unicode
 from spmd_lm.errors import ConfigError, DataError
 from tests.published import published
 
@@ -55,7 +55,7 @@ def byte_level(
 
 
 def test_wordpiece(tmp_path):
-    tokenizer = load_tokenizer(str(wordpiece(tmp_path)))
+    tokenizer = SubwordTokenizer(str(wordpiece(tmp_path)))
     ids = tokenizer.encode("UNwantéd, running [MASK]. xyz")
     pieces = ["un", "##want", "##ed", ",", "runn", "##ing", "[UNK]", "[UNK]", "[UNK]", ".", "[UNK]"]
     assert [TINY[number] for number in ids] == pieces, "[MASK] in a text is plain text"
@@ -65,16 +65,16 @@ def test_wordpiece(tmp_path):
 
 
 def test_tokenizer_config_sets_the_case(tmp_path):
-    tokenizer = load_tokenizer(str(wordpiece(tmp_path, do_lower_case=False)))
+    tokenizer = SubwordTokenizer(str(wordpiece(tmp_path, do_lower_case=False)))
     assert [TINY[number] for number in tokenizer.encode("un Un")] == ["un", "[UNK]"]
 
 
 def test_tokens_added_to_a_byte_level_vocabulary_are_spelled_as_they_are(tmp_path):
     """All other tokens are spelled with a letter per byte."""
-    library = load_tokenizer(str(byte_level(tmp_path, ("<s>", "</s>", "<mask>", "<pad>")))).backend
+    library = SubwordTokenizer(str(byte_level(tmp_path, ("<s>", "</s>", "<mask>", "<pad>")))).backend
     library.add_tokens(["two words", "\u00e9t\u00e9"])
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer = SubwordTokenizer(str(tmp_path))
     ids = tokenizer.encode("a two words")
     assert ids[-1] == tokenizer.token_to_id["two words"]
     _, words = tokenizer.special_tokens_and_words()
@@ -83,7 +83,7 @@ def test_tokens_added_to_a_byte_level_vocabulary_are_spelled_as_they_are(tmp_pat
 
 
 def test_word_boundaries_agree_with_the_library(tmp_path):
-    tokenizer = load_tokenizer(str(wordpiece(tmp_path)))
+    tokenizer = SubwordTokenizer(str(wordpiece(tmp_path)))
     special, words = tokenizer.special_tokens_and_words()
     assert (special.pad, special.cls, special.sep, special.mask) == (0, 2, 3, 4)
     assert not {0, 1, 2, 3, 4} & {*words.text_ids.tolist()} and len(words.text_ids) == len(TINY) - 5
@@ -99,7 +99,7 @@ def assert_words_of_the_library(tokenizer, text: str) -> None:
 
 @given(st.text())
 def test_byte_level_round_trip(tmp_path_factory, text):
-    tokenizer = load_tokenizer(str(byte_level(tmp_path_factory.getbasetemp())))
+    tokenizer = SubwordTokenizer(str(byte_level(tmp_path_factory.getbasetemp())))
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and ids.dtype == np.uint16
     assert tokenizer.encode(text.encode()).tolist() == ids.tolist()
@@ -107,7 +107,7 @@ def test_byte_level_round_trip(tmp_path_factory, text):
 
 def test_wordpiece_offsets(tmp_path):
     text = "  UNwantéd, ru\u0301nning\u200b."
-    tokenizer = load_tokenizer(str(wordpiece(tmp_path)))
+    tokenizer = SubwordTokenizer(str(wordpiece(tmp_path)))
     ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids.tolist() == tokenizer.encode(text).tolist() and ids.dtype == np.uint8
     assert [text[a:b] for a, b in offsets] == ["UN", "want", "éd", ",", "ru\u0301nn", "ing", "."]
@@ -116,7 +116,7 @@ def test_wordpiece_offsets(tmp_path):
 
 @given(st.text(" abcé→😀"))
 def test_byte_level_offsets(tmp_path_factory, text):
-    tokenizer = load_tokenizer(str(byte_level(tmp_path_factory.getbasetemp())))
+    tokenizer = SubwordTokenizer(str(byte_level(tmp_path_factory.getbasetemp())))
     ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids.tolist() == tokenizer.encode(text).tolist()
     for number, (first, stop) in zip(ids, offsets, strict=True):
@@ -125,7 +125,7 @@ def test_byte_level_offsets(tmp_path_factory, text):
 
 
 def test_byte_level_word_boundaries(tmp_path):
-    tokenizer = load_tokenizer(str(byte_level(tmp_path, ("<|endoftext|>", "<s>", "</s>", "<mask>", "<pad>"))))
+    tokenizer = SubwordTokenizer(str(byte_level(tmp_path, ("<|endoftext|>", "<s>", "</s>", "<mask>", "<pad>"))))
     special, words = tokenizer.special_tokens_and_words()
     assert special.mask == tokenizer.vocab_size - 2 and tokenizer.eos_token_id == 258
     ids = tokenizer.encode(" abc a  bc.\nx")  # Ġa bc Ġa Ġ Ġ bc . Ċ x
@@ -135,30 +135,30 @@ def test_byte_level_word_boundaries(tmp_path):
 
 
 def test_a_prompt_that_is_not_utf8(tmp_path):
-    tokenizer = load_tokenizer(str(byte_level(tmp_path)))
+    tokenizer = SubwordTokenizer(str(byte_level(tmp_path)))
     assert tokenizer.decode(tokenizer.encode(b"a\xff".decode("utf-8", "surrogateescape"))) == "a\ufffd"
 
 
 def test_a_tokenizer_json_and_a_directory(tmp_path):
-    first = load_tokenizer(str(wordpiece(tmp_path)))
+    first = SubwordTokenizer(str(wordpiece(tmp_path)))
     first.backend.enable_truncation(2)
     first.backend.enable_padding(length=9)
     first.backend.save(str(tmp_path / "any.json"))
     ids = first.backend.encode("unwanted", add_special_tokens=False).ids
     assert len(ids) == 9, "as the file says; a corpus is neither truncated nor padded"
     assert (
-        load_tokenizer(str(tmp_path / "any.json")).encode("unwanted").tolist()
-        == load_tokenizer(str(tmp_path)).encode("unwanted").tolist()
+        SubwordTokenizer(str(tmp_path / "any.json")).encode("unwanted").tolist()
+        == SubwordTokenizer(str(tmp_path)).encode("unwanted").tolist()
     )
     byte_level(tmp_path)
-    assert load_tokenizer(str(tmp_path)).vocab_size == len(TINY), "vocab.txt comes before vocab.json"
+    assert SubwordTokenizer(str(tmp_path)).vocab_size == len(TINY), "vocab.txt comes before vocab.json"
     (tmp_path / "any.json").rename(tmp_path / "tokenizer.json")
     (tmp_path / "vocab.txt").unlink()
-    assert load_tokenizer(str(tmp_path)).vocab_size == len(TINY)
+    assert SubwordTokenizer(str(tmp_path)).vocab_size == len(TINY)
 
 
 def test_masked_rows_of_wordpieces(tmp_path):
-    tokenizer = load_tokenizer(str(wordpiece(tmp_path)))
+    tokenizer = SubwordTokenizer(str(wordpiece(tmp_path)))
     text = ("unwanted running, a wanted. " * 200).encode()
     config = RunConfig.model_validate(
         {
@@ -169,7 +169,7 @@ def test_masked_rows_of_wordpieces(tmp_path):
             "train": {"steps": 1, "batch": 16},
         }
     )
-    rows = MaskedLMTrainLoader(tokenizer.encode(text), tokenizer, config).rows(0, 0, 16)
+    rows = MaskedLMLoader(tokenizer.encode(text), tokenizer, config, "training").rows(0, 0, 16)
     special, words = tokenizer.special_tokens_and_words()
     assert (rows.targets[:, 0] == special.cls).all() and (rows.label_weights == 1).all()
     inside = ~words.word_starts(rows.targets)[:, 1:]
@@ -231,11 +231,11 @@ def test_a_vocabulary_larger_than_the_model(tmp_path):
 
 def test_masked_text_needs_the_special_tokens(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.tokenizer=.*: it has no \[MASK\]\. Use data\.tokenizer=bytes"):
-        load_tokenizer(
+        SubwordTokenizer(
             str(wordpiece(tmp_path, *(piece for piece in TINY if piece != "[MASK]")))
         ).special_tokens_and_words()
     with pytest.raises(ConfigError, match=r"has no \[CLS\], \[SEP\], \[MASK\], \[PAD\]\."):
-        load_tokenizer(str(byte_level(tmp_path))).special_tokens_and_words()
+        SubwordTokenizer(str(byte_level(tmp_path))).special_tokens_and_words()
 
 
 def test_tokens_that_do_not_show_where_words_begin(tmp_path):
@@ -243,7 +243,7 @@ def test_tokens_that_do_not_show_where_words_begin(tmp_path):
     plan = {"model": {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {p: n for n, p in enumerate(pieces)}}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(plan))
     with pytest.raises(ConfigError, match=r"its WordLevel tokens do not show where words begin\. Use data\.tokenizer="):
-        load_tokenizer(str(tmp_path)).special_tokens_and_words()
+        SubwordTokenizer(str(tmp_path)).special_tokens_and_words()
 
 
 # --- corpora ----------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def golden(key: str) -> dict:
 
 
 def test_published_ids_of_gpt2(tmp_path):
-    tokenizer = load_tokenizer(str(copied(tmp_path, vocab_json="gpt2_encoder.json", merges_txt="gpt2_vocab.bpe")))
+    tokenizer = SubwordTokenizer(str(copied(tmp_path, vocab_json="gpt2_encoder.json", merges_txt="gpt2_vocab.bpe")))
     vectors = golden("gpt2_bpe")["vectors"]
     assert len(vectors) > 20 and [tokenizer.encode(each["text"]).tolist() for each in vectors] == [
         v["ids"] for v in vectors
@@ -295,7 +295,7 @@ def test_published_ids_of_gpt2(tmp_path):
 
 
 def test_published_ids_of_bert(tmp_path):
-    tokenizer = load_tokenizer(str(copied(tmp_path, vocab_txt="bert_base_uncased_vocab.txt")))
+    tokenizer = SubwordTokenizer(str(copied(tmp_path, vocab_txt="bert_base_uncased_vocab.txt")))
     vectors = golden("bert_wordpiece_uncased")["vectors"]
     special, _ = tokenizer.special_tokens_and_words()
     assert (special.pad, special.cls, special.sep, special.mask) == (0, 101, 102, 103) and tokenizer.vocab_size == 30522
@@ -309,7 +309,8 @@ def test_published_ids_of_bert(tmp_path):
 def test_published_cases_of_small_vocabularies(tmp_path):
     for case in golden("bert_tiny_vocab"):
         if "vocab" in case:
-            tokenizer = load_tokenizer(str(wordpiece(tmp_path, *case["vocab"], do_lower_case=case.get("lower", True))))
+            path = wordpiece(tmp_path, *case["vocab"], do_lower_case=case.get("lower", True))
+            tokenizer = SubwordTokenizer(str(path))
             assert [case["vocab"][number] for number in tokenizer.encode(case["text"])] == case["tokens"]
     for case in golden("gpt2_tiny_vocab"):
         root = tmp_path / "gpt2"
@@ -317,4 +318,4 @@ def test_published_cases_of_small_vocabularies(tmp_path):
         (root / "vocab.json").write_text(json.dumps({piece: number for number, piece in enumerate(case["vocab"])}))
         (root / "merges.txt").write_text("#version: 0.2\n" + "\n".join(case["merges"]) + "\n")
         (root / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": case["add_prefix_space"]}))
-        assert load_tokenizer(str(root)).encode(case["text"]).tolist() == case["ids"]
+        assert SubwordTokenizer(str(root)).encode(case["text"]).tolist() == case["ids"]

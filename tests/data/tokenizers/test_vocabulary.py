@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_lm.data.tokenizers.subwords import load_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, VOCABULARY_FILES, copy_vocabulary, find_vocabulary
 from spmd_lm.errors import DataError
 from tests.data.tokenizers.test_subwords import TINY, byte_level, wordpiece
@@ -34,11 +34,11 @@ def files(directory: Path) -> set[str]:
 
 def assert_copied(name: Path, destination: Path, *expected: str) -> None:
     """The copy has these files and no others, and encodes as `name` did, even after that has been moved."""
-    before = load_tokenizer(str(name)).encode(TEXT).tolist()
+    before = SubwordTokenizer(str(name)).encode(TEXT).tolist()
     copy_vocabulary(str(name), destination)
     assert files(destination) == set(expected)
     name.rename(name.with_name("gone"))
-    assert load_tokenizer(str(destination)).encode(TEXT).tolist() == before != []
+    assert SubwordTokenizer(str(destination)).encode(TEXT).tolist() == before != []
 
 
 def test_a_file_is_found_as_itself_and_a_directory_by_its_first_vocabulary(source_dir):
@@ -76,12 +76,12 @@ def test_copy_of_a_wordpiece_vocabulary_with_another_name_and_its_config(source_
     source = wordpiece(source_dir, *TINY, "UN", do_lower_case=False).rename(source_dir / "bert-uncased.txt")
     (source_dir / "notes.txt").write_text("not asked for")
     assert_copied(source, destination, "vocab.txt", "tokenizer_config.json")
-    assert load_tokenizer(str(destination)).encode("UN").tolist() == [len(TINY)]  # in lower case it would be another
+    assert SubwordTokenizer(str(destination)).encode("UN").tolist() == [len(TINY)]  # in lower case it would be another
 
 
 def test_copy_of_a_tokenizer_json_with_another_name(source_dir, destination):
     source = source_dir / "any.json"
-    load_tokenizer(str(wordpiece(source_dir))).backend.save(str(source))
+    SubwordTokenizer(str(wordpiece(source_dir))).backend.save(str(source))
     assert_copied(source, destination, "tokenizer.json")  # the vocab.txt beside it is another
 
 
@@ -104,5 +104,5 @@ def test_copy_of_a_directory_has_all_its_vocabulary_files_and_nothing_else(sourc
             (source_dir / name).write_text("{}")
     for name in ("config.json", "model.safetensors"):
         (source_dir / name).write_text("{}")
-    load_tokenizer(str(source_dir)).backend.save(str(source_dir / "tokenizer.json"))
+    SubwordTokenizer(str(source_dir)).backend.save(str(source_dir / "tokenizer.json"))
     assert_copied(source_dir, destination, *VOCABULARY_FILES, *COMPANION_FILES)
