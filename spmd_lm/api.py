@@ -1,4 +1,4 @@
-"""The public functions of the package, for notebooks and scripts; `import spmd_lm` offers them, and imports this module
+"""The public functions, for notebooks, scripts and the commands; `import spmd_lm` offers them, and imports this module
 when one is first used.
 
     config = spmd_lm.load_config("configs/debug.yaml", "parallel.model=2", "run.simulate_devices=8")
@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from spmd_lm.analysis.topology import parse_topology
-from spmd_lm.commands.common import set_up_devices
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import Exit
-from spmd_lm.runtime.devices import simulate_devices
+from spmd_lm.runtime.devices import set_up_devices, simulate_devices
 
 
 class Report(dict):

@@ -5,15 +5,35 @@ import io
 import itertools
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
 
 from spmd_lm import __version__
-from spmd_lm.commands.common import Arguments, write_text
-from spmd_lm.commands.verbs import VERBS
+from spmd_lm.commands import audit, bench, config, evaluate, export_hf, generate, import_hf, plan, train
+from spmd_lm.commands.common import Arguments, writable, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.signals import interruptible
+
+
+class Verb(NamedTuple):
+    help: str
+    run: Callable[[Arguments], int]  # returns the exit code
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None
+    positionals: tuple[str, ...] = ("CONFIG",)  # before the overrides
+
+
+VERBS = {
+    "train": Verb("trains, or resumes the run in run.dir", train.run, train.add_options),
+    "eval": Verb("metrics of a run's newest checkpoint on its validation data", evaluate.run),
+    "generate": Verb("samples text from a run's newest checkpoint", generate.run, generate.add_options),
+    "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan.run),
+    "audit": Verb("compiles the step and compares its collectives with theory", audit.run, audit.add_options),
+    "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench.run, bench.add_options),
+    "import": Verb("makes a run of a Hugging Face directory", import_hf.run, import_hf.add_options, ("DIR", "RUN_DIR")),
+    "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
+    "config": Verb("prints the resolved YAML", config.run),
+}
 
 POSITIONALS = {
     "CONFIG": "a YAML file, or a run's directory",
@@ -75,7 +95,9 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     """The verb and its arguments.  Exits after --help and --version."""
     if not argv or argv[0] in ("-h", "--help"):
-        write_text(overview())
+        verbs = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
+        usage = "usage: spmd-lm VERB CONFIG [section.key=value ...] [--devices N] [--json PATH|-]"
+        write_text(f"{usage}\n\n{verbs}\n\nspmd-lm VERB --help lists a verb's options.")
         raise SystemExit(0 if argv else int(Exit.CONFIG))
     if argv[0] == "--version":
         write_text(f"spmd-lm {__version__}")
@@ -95,18 +117,15 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         parser.add_argument(positional, nargs="?", metavar=positional, help=POSITIONALS[positional])
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changed keys; values are YAML")
     parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
-    parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
-    VERBS[name].add_options(parser)
+    parser.add_argument("--json", type=writable, metavar="PATH", help="write the result as JSON; - for standard output")
+    if add_options := VERBS[name].add_options:
+        add_options(parser)
     parser.arguments = rest
     arguments = parser.parse_intermixed_args(rest)
     for positional in positionals:  # nargs="?" above: argparse would otherwise report missing overrides too
         given = getattr(arguments, positional)
         if given is None or (len(positionals) > 1 and "=" in given and not os.path.exists(given)):
             parser.error(f"no {positional} given: name {POSITIONALS[positional]}")
+    if arguments.devices is not None:
+        arguments.overrides.append(f"run.simulate_devices={arguments.devices}")
     return name, arguments
-
-
-def overview() -> str:
-    verbs = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
-    usage = "usage: spmd-lm VERB CONFIG [section.key=value ...] [--devices N] [--json PATH|-]"
-    return f"{usage}\n\n{verbs}\n\nspmd-lm VERB --help lists a verb's options."

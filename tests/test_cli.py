@@ -181,7 +181,9 @@ def test_an_interrupt_during_an_import_ends_the_process(verb):
 
 
 def test_ignored_interrupts_stay_ignored(work):
-    work("spmd_lm.planning.plan_report", "describe", lambda config: os.kill(os.getpid(), signal.SIGINT), render=str)
+    work(
+        "spmd_lm.planning.plan_report", "describe", lambda config: os.kill(os.getpid(), signal.SIGINT) or {}, render=str
+    )
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts background jobs
     try:
         assert main(["plan", DEBUG]) == 0

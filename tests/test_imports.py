@@ -23,8 +23,8 @@ LAYERS = (
     {"generation"},
     {"training"},
     {"huggingface"},
-    {"commands"},
     {"api"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 )

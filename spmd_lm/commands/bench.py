@@ -2,7 +2,8 @@
 
 import argparse
 
-from spmd_lm.commands.common import Arguments, Verb, at_least, load_configuration, set_up_devices, write_result
+from spmd_lm.commands.common import Arguments, at_least, load_configuration, write_result
+from spmd_lm.runtime.devices import set_up_devices
 
 
 def run(arguments: Arguments) -> int:
@@ -16,6 +17,3 @@ def run(arguments: Arguments) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=at_least(1), default=10, metavar="N", help="timed steps (default 10)")
     parser.add_argument("--warmup", type=at_least(0), default=2, metavar="N", help="steps before them (default 2)")
-
-
-VERB = Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", run, add_options)

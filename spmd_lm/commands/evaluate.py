@@ -2,15 +2,15 @@
 
 import math
 
-from spmd_lm.commands.common import Arguments, Verb, load_configuration, set_up_devices, write_result
+from spmd_lm.commands.common import Arguments, load_configuration, write_result
 from spmd_lm.errors import NonFiniteError
 
 
 def run(arguments: Arguments) -> int:
-    config = set_up_devices(load_configuration(arguments))
-    from spmd_lm.evaluation.evaluate import evaluate_run
+    from spmd_lm.api import evaluate
 
-    result = evaluate_run(config)
+    config = load_configuration(arguments)
+    result = evaluate(config)
     width = max(16, *(len(key) + 2 for key in result))
     code = write_result(arguments, result, "\n".join(f"{key:<{width}}{value:,.10g}" for key, value in result.items()))
     if not math.isfinite(result["eval_loss"]):
@@ -19,6 +19,3 @@ def run(arguments: Arguments) -> int:
             "lengthen optim.warmup, or set precision.compute=float32, and train again in a new run.dir."
         )
     return code
-
-
-VERB = Verb("metrics of a run's newest checkpoint on its validation data", run)

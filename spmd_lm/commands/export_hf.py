@@ -3,14 +3,14 @@
 import argparse
 from pathlib import Path
 
-from spmd_lm.commands.common import Arguments, Verb, load_configuration, set_up_devices, write_result
+from spmd_lm.commands.common import Arguments, load_configuration, write_result
+from spmd_lm.runtime.devices import set_up_devices
+from spmd_lm.runtime.directories import require_absent_or_empty
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(arguments: Arguments) -> int:
-    from spmd_lm.runtime.atomic_dir import require_absent_or_empty
-
     require_absent_or_empty(Path(arguments.DIR))
     config = set_up_devices(load_configuration(arguments, "RUN_DIR"))
     from spmd_lm.huggingface.transfer import export_hf, format_result
@@ -22,9 +22,8 @@ def run(arguments: Arguments) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     types = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=types, default=types[0], help=f"of the tensors (default {types[0]})")
-    parser.add_argument(
-        "--shard", type=size, default="5GB", metavar="SIZE", help="largest size of one file (default 5GB)"
-    )
+    help = "largest size of one file (default 5GB)"
+    parser.add_argument("--shard", type=size, default="5GB", metavar="SIZE", help=help)
 
 
 def size(text: str) -> int:
@@ -33,6 +32,3 @@ def size(text: str) -> int:
     if unit not in UNITS or not digits.isdecimal() or not int(digits):
         raise argparse.ArgumentTypeError(f"expected a size as 5GB, 500MB or 64KB, got '{text}'")
     return int(digits) * UNITS[unit]
-
-
-VERB = Verb("makes a Hugging Face directory of a run", run, add_options, ("RUN_DIR", "DIR"))

@@ -3,8 +3,9 @@
 import argparse
 from dataclasses import fields
 
-from spmd_lm.commands.common import Arguments, Verb, load_configuration, set_up_devices, write_result
+from spmd_lm.commands.common import Arguments, load_configuration, write_result
 from spmd_lm.generation.sampling import Sampling
+from spmd_lm.runtime.devices import set_up_devices
 
 
 def run(arguments: Arguments) -> int:
@@ -34,6 +35,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         option = f"--{name.replace('_', '-')}"
         sampling.add_argument(option, type=type(default), metavar=letter, help=f"{help} (default {default})")
     sampling.add_argument("--greedy", action="store_true", help="always take the likeliest token")
-
-
-VERB = Verb("samples text from a run's newest checkpoint", run, add_options)

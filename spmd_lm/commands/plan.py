@@ -1,14 +1,10 @@
 """`spmd-lm plan`: what a run will be, before it runs and without its devices."""
 
-from spmd_lm.commands.common import Arguments, Verb, load_configuration, write_result
+from spmd_lm.commands.common import Arguments, load_configuration, write_result
 
 
 def run(arguments: Arguments) -> int:
-    config = load_configuration(arguments)
-    from spmd_lm.planning.plan_report import describe, render
+    from spmd_lm.api import plan
 
-    result = describe(config)
-    return write_result(arguments, result, render(result))
-
-
-VERB = Verb("prints mesh, shardings and memory, and trains nothing", run)
+    report = plan(load_configuration(arguments))
+    return write_result(arguments, report, str(report))

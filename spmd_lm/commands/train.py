@@ -5,7 +5,8 @@ import contextlib
 import sys
 from typing import Any
 
-from spmd_lm.commands.common import Arguments, Verb, at_least, load_configuration, set_up_devices, write_result
+from spmd_lm.commands.common import Arguments, at_least, load_configuration, write_result
+from spmd_lm.runtime.devices import set_up_devices
 from spmd_lm.runtime.signals import StopSignals, interruptible
 
 
@@ -32,12 +33,5 @@ def run(arguments: Arguments) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seeds",
-        type=at_least(1),
-        metavar="N",
-        help="train N seeds, from train.seed on, in run.dir/seed-N, and report median metrics",
-    )
-
-
-VERB = Verb("trains, or resumes the run in run.dir", run, add_options)
+    help = "train N seeds, from train.seed on, in run.dir/seed-N, and report median metrics"
+    parser.add_argument("--seeds", type=at_least(1), metavar="N", help=help)

@@ -23,7 +23,7 @@ from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.directory import CONFIG_FILE, ModelDirectory, tokenizer_files
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, read_json, write_json, write_tensors
 from spmd_lm.parallel.plan import Tree
-from spmd_lm.runtime.atomic_dir import atomic_directory, require_absent_or_empty
+from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.step.program import Program
 

@@ -1,16 +1,40 @@
-"""Numbers, lists and tables as text."""
+"""Numbers, lists, tables and JSON as text."""
 
+import json
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 MAX_NAMES = 8
 
 
 def format_bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
-    raise AssertionError
+    return f"{size:.1f} TiB"
+
+
+def format_quantity(number: float) -> str:
+    """Three digits and a unit: 31_400 is 31.4k."""
+    unit = ""
+    for size, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            number, unit = number / size, name
+            break
+    return f"{number:.0f}{unit}" if number >= 100 else f"{number:.3g}{unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """The two largest units: 0.4s, 12s, 1m12s, 3h05m, 2d04h."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    rounded = round(seconds)
+    for size, unit, smaller_size, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if rounded >= size:
+            return f"{rounded // size}{unit}{rounded % size // smaller_size:02d}{smaller_unit}"
+    return f"{rounded}s"
 
 
 def pluralize(count: int, noun: str) -> str:
@@ -30,3 +54,17 @@ def format_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """One line per row, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON with null for NaN and infinity, which it cannot express."""
+    return json.dumps(without_nan(value), indent=indent, allow_nan=False)
+
+
+def without_nan(value: Any) -> Any:
+    """The same value with None for NaN and infinity."""
+    if isinstance(value, dict):
+        return {key: without_nan(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,18 +8,18 @@ lists.  Loss scaling adds loss_scale, skipped (whether this step left the parame
 not a number) and skipped_steps (since step 1)."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tensorboardX import SummaryWriter
 
 from spmd_lm.errors import CheckpointError
+from spmd_lm.runtime.formatting import to_json, without_nan
 
 Record = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -46,25 +46,19 @@ def read_records(path: Path) -> list[Record]:
         *lines, _ = path.read_bytes().split(b"\n")  # text after the last newline is an unfinished line
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Move it away.") from error
-    return [_parse_record(line, f"{path}: line {number}") for number, line in enumerate(lines, 1)]
-
-
-def _parse_record(line: bytes, where: str) -> Record:
-    try:
-        record = json.loads(line.decode("utf-8"))
-        _check_types(record, {"step": int})
-    except ValueError as error:
-        raise CheckpointError(f"{where} is not a record ({error}). Fix that line, or move the file away.") from error
-    return record
-
-
-def _check_types(value: Any, types: dict[str, type]) -> None:
-    """ValueError unless `value` is a JSON object with these keys of these types."""
-    if not isinstance(value, dict):
-        raise ValueError(f"expected an object, got {value!r:.40}")
-    for key, expected in types.items():
-        if type(value.get(key)) is not expected:
-            raise ValueError(f"'{key}' is {value.get(key, 'missing')!r:.40}")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line.decode("utf-8"))
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise ValueError(f"{record!r:.40} is no object with an integer 'step'")
+        except ValueError as error:
+            where = f"{path}: line {number}"
+            raise CheckpointError(
+                f"{where} is not a record ({error}). Fix that line, or move the file away."
+            ) from error
+        records.append(record)
+    return records
 
 
 class MetricsLog:
@@ -77,7 +71,7 @@ class MetricsLog:
         self._resume_step = resume_step
         records = [record for record in read_records(self.path) if record["step"] <= resume_step]
         self._last_step = max((record["step"] for record in records), default=0)
-        write_atomically(self.path, "".join(map(_to_line, records)))
+        write_atomically(self.path, "".join(to_json(record) + "\n" for record in records))
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
 
@@ -87,9 +81,9 @@ class MetricsLog:
         return (due, self._resume_step) if due <= self._resume_step else None
 
     def write(self, record: Record) -> None:
-        self._file.write(_to_line(record))
+        self._file.write(to_json(record) + "\n")
         self._file.flush()
-        for key, value in _without_nan(record).items():
+        for key, value in without_nan(record).items():
             if key != "step" and value is not None:
                 self._tensorboard.add_scalar(key, value, record["step"])
 
@@ -98,24 +92,17 @@ class MetricsLog:
         self._tensorboard.close()
 
 
-def _without_nan(record: Record) -> Record:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+class Status(BaseModel):
+    """status.json: where a run stands."""
 
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-def _to_line(record: Record) -> str:
-    return json.dumps(_without_nan(record), allow_nan=False) + "\n"
-
-
-@dataclass
-class Status:
-    """status.json: where a run stands.  `goodput` is the wall-clock seconds of all its starts, by BUCKETS."""
-
-    path: Path
-    state: str = "running"  # running | done | preempted | failed
-    step: int = 0  # steps done
+    path: Path = Field(exclude=True)
+    state: str  # running | done | preempted | failed
+    step: int  # steps done
     exit_code: int | None = None  # None while running
-    restarts: int = 0
-    goodput: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.0))
+    restarts: int
+    goodput: dict[str, float]  # wall-clock seconds of all its starts, by BUCKETS
     compile_seconds: float | None = None  # of the last compilation: an estimate of the next one
 
     @classmethod
@@ -125,19 +112,17 @@ class Status:
         if not os.path.exists(path):  # unlike Path.exists, False without permission to look
             return None
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            _check_types(fields, {"state": str, "step": int, "restarts": int, "goodput": dict})
-            for seconds in (*fields["goodput"].values(), fields.get("compile_seconds") or 0.0):
-                if type(seconds) not in (int, float) or not math.isfinite(seconds):
-                    raise ValueError(f"{seconds!r:.40} is not a number of seconds")
-            return cls(path, **fields)
+            return cls(path=path, **json.loads(path.read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: not a run's status ({error}). Move the file away.") from error
+            problem = str(error)
+            if isinstance(error, ValidationError):
+                problem = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise CheckpointError(f"{path}: not a run's status ({problem}). Move the file away.") from error
 
     def write(self, **changes: Any) -> None:
         for key, value in changes.items():
             setattr(self, key, value)
-        write_atomically(self.path, json.dumps({k: v for k, v in asdict(self).items() if k != "path"}, indent=2) + "\n")
+        write_atomically(self.path, to_json(self.model_dump(), indent=2) + "\n")
 
 
 class Clock:
@@ -155,13 +140,11 @@ class Clock:
         self.seconds[self._buckets[-1]] += now - self._updated
         self._updated = now
 
-    def total(self) -> float:
-        """Seconds up to now, including those of earlier starts of the run."""
+    def elapsed(self) -> tuple[float, float]:
+        """Seconds of this start of the run, and of all its starts, up to now."""
         self.update()
-        return sum(self.seconds.values())
-
-    def since_start(self) -> float:
-        return self.total() - self._seconds_before
+        total = sum(self.seconds.values())
+        return total - self._seconds_before, total
 
     @contextmanager
     def time(self, bucket: str) -> Iterator[None]:
@@ -181,18 +164,13 @@ def plot_loss(records: list[Record], path: Path, title: str) -> None:
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
-    evals = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
-    if train:
-        axes.plot(*zip(*train, strict=True), color="#4c72b0", linewidth=1.4, label=f"training ({train[-1][1]:.3f})")
-    if evals:
-        label = f"evaluation ({evals[-1][1]:.3f})"
-        axes.plot(*zip(*evals, strict=True), color="#dd8452", linewidth=1.4, marker="o", markersize=4, label=label)
+    for key, name, color, marker in (("loss", "training", "#4c72b0", ""), ("eval_loss", "evaluation", "#dd8452", "o")):
+        if points := [(record["step"], record[key]) for record in records if record.get(key) is not None]:
+            label = f"{name} ({points[-1][1]:.3f})"
+            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, marker=marker, markersize=4, label=label)
+            axes.legend(frameon=False)
     axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats)")
+    axes.set(xlabel="step", ylabel="loss (nats)")
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    if train or evals:
-        axes.legend(frameon=False)
     figure.savefig(path)

@@ -7,13 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
 from rich.live import Live
-from rich.spinner import Spinner
 from rich.text import Text
 
+from spmd_lm.runtime.formatting import format_duration, format_quantity
 from spmd_lm.runtime.metrics import Record
 
 
@@ -31,37 +31,27 @@ class Progress:
     def __init__(self, steps: int, console: Console | None = None, quiet: bool = False):
         self.steps = steps
         self._console = console or PipeConsole(highlight=False, quiet=quiet)
-        self._display: Live | None = None
         self._metrics = ""  # the last record's, which stay on the live line until the next one
         self._first_step: tuple[int, float] | None = None  # and when it ended
+        self._display = Live(console=self._console, transient=True)
 
     def log(self, *messages: str) -> None:
         """Prints messages that stay, above the live line."""
         for message in messages:
             self._console.print(Text(message), soft_wrap=True)
 
-    @contextmanager
-    def live_line(self) -> Iterator[None]:
-        """Within the block, a terminal has a live line."""
-        if not self._console.is_terminal:
-            yield
-            return
-        with Live(console=self._console, transient=True, refresh_per_second=4) as self._display:
-            try:
-                yield
-            finally:
-                self._display = None
+    def live_line(self) -> AbstractContextManager[object]:
+        """Within this block, a terminal has a live line.  A notebook is no terminal, but rich would show it one."""
+        return self._display if self._console.is_terminal else nullcontext()
 
     @contextmanager
     def compiling(self, last_seconds: float | None) -> Iterator[None]:
         """Prints that the step is being compiled.  last_seconds: what it took last time, if there was one."""
-        estimate = "seconds for a small model, minutes for a large one"
-        if last_seconds:
-            estimate = f"took {format_duration(last_seconds)} last time"
-        message = f"compiling the step ({estimate})"
+        last = f"took {format_duration(last_seconds)} last time" if last_seconds else ""
+        message = f"compiling the step ({last or 'seconds for a small model, minutes for a large one'})"
         start = time.perf_counter()
         if self._console.is_terminal:
-            with Live(Spinner("dots", message), console=self._console, transient=True):
+            with self._console.status(message):
                 yield
         else:
             self.log(message)
@@ -72,21 +62,22 @@ class Progress:
         """After every step: updates the live line."""
         if self._first_step is None:
             self._first_step = step, time.perf_counter()
-        if self._display is not None:
-            self._display.update(Text(f"step {step}/{self.steps}{self._metrics}{self._eta(step)}"))
+        self._display.update(Text(self._line(step)))
 
     def record(self, record: Record) -> None:
         """After a logged step: its loss, speed and evaluation."""
         self._metrics = format_record(record)
         if "eval_loss" in record or not self._console.is_terminal:
-            self.log(f"step {record['step']}/{self.steps}{self._metrics}{self._eta(record['step'])}")
+            self.log(self._line(record["step"]))
 
-    def _eta(self, step: int) -> str:
-        # Wall clock since the first step, evaluations and checkpoints included: those to come cost as much.
+    def _line(self, step: int) -> str:
+        line = f"step {step}/{self.steps}{self._metrics}"
         first, time_of_first = self._first_step or (step, 0.0)
         if step == first or step >= self.steps:
-            return ""
-        return f"  ETA {format_duration((time.perf_counter() - time_of_first) / (step - first) * (self.steps - step))}"
+            return line
+        # Wall clock since the first step, evaluations and checkpoints included: those to come cost as much.
+        eta = (time.perf_counter() - time_of_first) / (step - first) * (self.steps - step)
+        return f"{line}  ETA {format_duration(eta)}"
 
 
 def format_record(record: Record) -> str:
@@ -117,23 +108,3 @@ def _evaluation_metrics(record: Record) -> list[str]:
     correlation = shares.pop("matthews", None)
     metrics = [f"{name.replace('_', ' ')} {100 * value:.1f}%" for name, value in shares.items()]
     return metrics if correlation is None else [*metrics, f"matthews {correlation:.3f}"]
-
-
-def format_quantity(number: float) -> str:
-    """Three digits and a unit: 31_400 is 31.4k."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            number /= size
-            return f"{number:.0f}{unit}" if number >= 100 else f"{number:.3g}{unit}"
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def format_duration(seconds: float) -> str:
-    """The two largest units: 0.4s, 12s, 1m12s, 3h05m, 2d04h."""
-    if seconds < 10:
-        return f"{seconds:.1f}s"
-    rounded = round(seconds)
-    for size, unit, smaller_size, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if rounded >= size:
-            return f"{rounded // size}{unit}{rounded % size // smaller_size:02d}{smaller_unit}"
-    return f"{rounded}s"

@@ -3,12 +3,13 @@
 A handler only takes a note: XLA cannot be interrupted, and a checkpoint can only be written between steps.  A second
 Ctrl-C raises KeyboardInterrupt at once."""
 
-import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -18,26 +19,49 @@ DURING_STEPS = "Stopping after this step and saving. Ctrl-C again stops at once,
 AFTER_STEPS = "Ending: no more steps. Ctrl-C again stops at once."
 
 
-class StopSignals:
-    """Within the `with` block, `received` is the first signal that asked to stop.
+@contextmanager
+def handle_signals(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None] | signal.Handlers
+) -> Iterator[None]:
+    """Within the block, `handler` answers these signals.  Python lets only the main thread set handlers: in any other
+    thread this is a no-op."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, handler) for number in numbers} if in_main_thread else {}
+    try:
+        yield
+    finally:
+        for number, former in previous.items():
+            # None stands for a handler that was not installed from Python, which Python cannot restore.
+            signal.signal(number, signal.SIG_DFL if former is None else former)
 
-    Python lets only the main thread set handlers; in any other thread this is a no-op and `received` stays None."""
+
+def not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Those of these signals that this process does not ignore, as a shell's background job ignores Ctrl-C."""
+    return [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+
+
+def interruptible() -> AbstractContextManager[None]:
+    """Within the block, Ctrl-C ends the process at once and silently, with the shell's code 130: nothing is lost.
+    A KeyboardInterrupt would come too late, or never: XLA delays it, and extension modules swallow it during their
+    import or turn it into an ImportError."""
+    return handle_signals(not_ignored(signal.SIGINT), signal.SIG_DFL)
+
+
+class StopSignals:
+    """Within the `with` block, `received` is the first signal that asked to stop; None outside the main thread."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._interrupts = 0
         self._answer = BEFORE_STEPS
-        self._previous: dict[signal.Signals, object] = {}
+        self._handlers = handle_signals(STOP_SIGNALS, self._handle)
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        self._handlers.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python, which Python cannot restore.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
+    def __exit__(self, *error: Any) -> None:
+        self._handlers.__exit__(*error)
 
     def until_received(self, steps: Iterable[int]) -> Iterator[int]:
         """Yields `steps`, but none after a signal has come."""
@@ -49,29 +73,9 @@ class StopSignals:
         self._answer = AFTER_STEPS
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            self._interrupts += 1
+        self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
-        if number == signal.SIGINT:
-            # os.write: print() is not reentrant, and a handler may run within one.
+        if number == signal.SIGINT:  # os.write: print() is not reentrant, and a handler may run within one
             os.write(2, f"\n{self._answer}\n".encode())
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Within the block, Ctrl-C ends the process at once and silently, with the shell's code 130: for code that has
-    nothing to save.
-
-    A KeyboardInterrupt would come too late, or never: XLA delays it, and extension modules swallow it during their
-    import or turn it into an ImportError."""
-    previous = signal.getsignal(signal.SIGINT)
-    replace = threading.current_thread() is threading.main_thread() and previous not in (signal.SIG_IGN, None)
-    if replace:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        if replace:
-            signal.signal(signal.SIGINT, previous)

@@ -12,27 +12,24 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.step.program import Program
 
 
-def random_batch(program: Program, seed: int = 0) -> Batch:
+def random_batch(program: Program) -> Batch:
     """Uniform random tokens in full rows, with all weights 1, sharded for the step."""
-    abstract, vocab = program.abstract_batch(), program.config.model.vocab
-    rng, (*rows, context) = np.random.default_rng(seed), abstract.tokens.shape
-    text = rng.integers(0, vocab, (*rows, context + 1), np.int32)
+    abstract, rng = program.abstract_batch(), np.random.default_rng(0)
+    *rows, context = abstract.tokens.shape
+    text = rng.integers(0, program.config.model.vocab, (*rows, context + 1), np.int32)
     values = {
         "tokens": text[..., :-1],
         "targets": text[..., 1:],
-        "positions": np.broadcast_to(np.arange(context, dtype=np.int32), (*rows, context)),
-        "sample_ids": np.arange(program.config.train.batch, dtype=np.int32).reshape(rows),
-        "token_type_ids": np.zeros((*rows, context), np.int32),
-        "labels": np.zeros(rows, np.int32),
-        "end_positions": np.zeros(rows, np.int32),
+        "positions": np.arange(context),
+        "sample_ids": np.arange(program.config.train.batch).reshape(rows),
+        **dict.fromkeys(("token_type_ids", "labels", "end_positions"), 0),
     }
-    fields = {name: leaf for name, leaf in vars(abstract).items() if leaf is not None}
-    batch = {name: values.get(name, np.ones(leaf.shape, leaf.dtype)) for name, leaf in fields.items()}
 
-    def shard(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    def place(path: tuple[jax.tree_util.GetAttrKey], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        x = np.broadcast_to(np.asarray(values.get(path[0].name, 1), leaf.dtype), leaf.shape)
+        return jax.make_array_from_callback(x.shape, leaf.sharding, lambda index: x[index])
 
-    return jax.tree.map(shard, Batch(**dict.fromkeys(vars(abstract)) | batch), program.batch_shardings)
+    return jax.tree_util.tree_map_with_path(place, abstract)
 
 
 def peak_memory(program: Program) -> tuple[int, str]:
@@ -78,18 +75,16 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
     }
 
 
-def render(result: dict[str, Any]) -> str:
+def render(r: dict[str, Any]) -> str:
     """The result as text, for people."""
-    r = result
     low, median, high = (f"{r['step_seconds'][key] * 1e3:.1f}" for key in ("min", "median", "max"))
     mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
     tera, peak = r["model_flops_per_second"] / 1e12, r["peak_memory_bytes"] / 2**30
-    return "\n".join(
-        (
-            f"step     {median} ms, median of {r['steps']} ({low} to {high})",
-            f"speed    {r['tokens_per_second']:,.0f} tokens/s, {tera:.3g} model TFLOP/s",
-            f"MFU      {mfu} of {r['devices']} x {r['mfu_basis']}",
-            f"compile  {r['compile_seconds']:.1f} s",
-            f"memory   {peak:.2f} GiB at the peak of one device ({r['peak_memory_source']})",
-        )
+    lines = (
+        f"step     {median} ms, median of {r['steps']} ({low} to {high})",
+        f"speed    {r['tokens_per_second']:,.0f} tokens/s, {tera:.3g} model TFLOP/s",
+        f"MFU      {mfu} of {r['devices']} x {r['mfu_basis']}",
+        f"compile  {r['compile_seconds']:.1f} s",
+        f"memory   {peak:.2f} GiB at the peak of one device ({r['peak_memory_source']})",
     )
+    return "\n".join(lines)

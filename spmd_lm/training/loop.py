@@ -17,26 +17,23 @@ from spmd_lm.errors import Exit
 from spmd_lm.generation.generate import generate_text
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.planning import plan_report
-from spmd_lm.runtime.formatting import pluralize
+from spmd_lm.runtime.formatting import format_duration, pluralize
 from spmd_lm.runtime.metrics import Clock, plot_loss, read_records, write_atomically
-from spmd_lm.runtime.progress import Progress, format_duration, format_record
+from spmd_lm.runtime.progress import Progress, format_record
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
-from spmd_lm.training.hooks import Evaluate, Hook, Log, save_checkpoint
 from spmd_lm.training.init_from import PretrainedRun
-from spmd_lm.training.run import TrainingRun
+from spmd_lm.training.run import HOOKS, TrainingRun
 from spmd_lm.training.run_dir import RunDir, mark_failed, open_run_dir
-
-EXIT_CODES = {signal.SIGTERM: Exit.PREEMPTED, signal.SIGINT: Exit.INTERRUPTED}
 
 PROMPTS = ["", "The ", "def "]  # of samples.txt
 
 
 def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
-    """Trains the run in run.dir up to train.steps, from its newest checkpoint if it has one.
+    """Trains the run in run.dir up to train.steps, from its newest checkpoint if it has one.  signals: None if the
+    caller watches none yet.
 
-    signals: already watched by the caller; None: watched from here on.
     Raises ConfigError for an impossible layout or a directory that cannot be written or is in use, CheckpointError for
     a run of another model or checkpoints that are damaged or not saved, DataError, and NonFiniteError; none of them
     harms what was saved before."""
@@ -55,30 +52,20 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
             progress.log(plan_report.summary(plan_report.describe(config, program.plan)))
         with mark_failed(status, clock):
             with clock.time("init"):
-                pretrained = open_pretrained(run_dir, program)
+                # Both loaders and the run to initialize from may refuse the config, before any file is written.
+                init_from = config.run.init_from if run_dir.saved_step is None else None
+                pretrained = PretrainedRun(program, Path(init_from).expanduser()) if init_from else None
                 corpus = load_data(config.data, config.train.seed, config.model.vocab)
                 loader = make_loader(config, corpus, "training")
-                if config.train.eval_every:
-                    make_loader(config, corpus, "validation")  # refuses too little text before any file is written
+                validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
                 progress.log(corpus.describe(), *messages)
                 state = initial_state(run_dir, program, pretrained, corpus, progress)
             with run_dir.open_files(status, progress.log) as metrics_log:
                 run = TrainingRun(
-                    program, corpus, run_dir.checkpoints, status, clock, metrics_log, progress, state, status.step
+                    program, corpus, validation, run_dir.checkpoints, status, clock, metrics_log, progress, state
                 )
-                hooks: list[Hook] = [Evaluate(run), Log(run), save_checkpoint]
-                if signals.received is None:  # compiling may outlast the grace period of a preempted job
-                    compile_step(run)
-                train_steps(run, loader, hooks, signals)
+                train_steps(run, loader, signals)
                 return finish(run) if run.step >= config.train.steps else stop(run, signals)
-
-
-def open_pretrained(run_dir: RunDir, program: Program) -> PretrainedRun | None:
-    """The run to initialize from; None if there is none, or this run has a checkpoint of its own."""
-    init_from = run_dir.config.run.init_from
-    if not init_from or run_dir.saved_step is not None:
-        return None
-    return PretrainedRun.open(program, Path(init_from).expanduser())
 
 
 def initial_state(
@@ -91,9 +78,8 @@ def initial_state(
     """The newest saved state, or the state before the first step, on devices."""
     saved_step = run_dir.saved_step
     if saved_step is None:
-        origin = pretrained.describe(program) if pretrained else "starting"
-        progress.log(f"{origin}; {progress.steps} steps to go")
-        return pretrained.initial_state(program) if pretrained else program.init()
+        progress.log(f"{pretrained.describe() if pretrained else 'starting'}; {progress.steps} steps to go")
+        return pretrained.initial_state() if pretrained else program.init()
     progress.log(f"resuming after step {saved_step} of {progress.steps}")
     canonical, meta = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
     if meta["data"]["samples"] and meta["data"]["fingerprint"] != corpus.fingerprint:
@@ -101,21 +87,19 @@ def initial_state(
     return program.place(canonical)
 
 
-def compile_step(run: TrainingRun) -> None:
-    with run.progress.compiling(run.status.compile_seconds), run.clock.time("compile"):
-        run.status.compile_seconds = run.program.compile()
-    run.write_status()
-
-
-def train_steps(run: TrainingRun, loader: Loader, hooks: list[Hook], signals: StopSignals) -> None:
-    """The loop: up to train.steps, or until a signal comes."""
+def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
+    """Compiles, then the loop: up to train.steps, or until a signal comes."""
+    if signals.received is None:  # compiling may outlast the grace period of a preempted job
+        with run.progress.compiling(run.status.compile_seconds), run.clock.time("compile"):
+            run.status.compile_seconds = run.program.compile()
+        run.write_status()
     with run.progress.live_line():
         for step in signals.until_received(range(run.step + 1, run.config.train.steps + 1)):
             with run.clock.time("data"):
                 batch = loader.batch(step - 1, run.program.batch_shardings)
             with run.clock.time("step"):
                 run.advance(step, *run.program.step(run.state, batch))
-            for hook in hooks:
+            for hook in HOOKS:
                 hook(run)
 
 
@@ -125,12 +109,15 @@ def finish(run: TrainingRun) -> Exit:
         run.checkpoints.wait()
     texts = sample(run)  # in every process: the parameters are sharded over them
     if run.metrics_log is not None:
-        records = read_records(run.metrics_log.path)
-        plot_loss(records, run.directory / "loss.png", f"{run.config.run.name}: {run.corpus.name}")
+        records, directory = read_records(run.metrics_log.path), run.config.run.directory
+        plot_loss(records, directory / "loss.png", f"{run.config.run.name}: {run.corpus.name}")
         if texts:
-            write_atomically(run.directory / "samples.txt", texts)
-        metrics = format_record(records[-1]) if records else ""
-        run.progress.log(f"done: step {run.step}{metrics}  in {elapsed(run)}")
+            write_atomically(directory / "samples.txt", texts)
+        seconds, total_seconds = run.clock.elapsed()
+        message = f"done: step {run.step}{format_record(records[-1] if records else {})}  in {format_duration(seconds)}"
+        if restarts := run.status.restarts:
+            message += f", {format_duration(total_seconds)} in total with {pluralize(restarts, 'restart')}"
+        run.progress.log(message)
     if (saved_step := run.checkpoints.latest_step()) != run.step:
         nothing = "Nothing was saved" if saved_step is None else f"Nothing was saved since step {saved_step}"
         run.progress.log(f"{nothing} (checkpoint.every=0): set it to evaluate, generate or continue from the end.")
@@ -138,27 +125,17 @@ def finish(run: TrainingRun) -> Exit:
     return Exit.DONE
 
 
-def elapsed(run: TrainingRun) -> str:
-    """`29s`; after restarts `29s, 3m07s in total with 2 restarts`."""
-    since_start, restarts = format_duration(run.clock.since_start()), run.status.restarts
-    if not restarts:
-        return since_start
-    return f"{since_start}, {format_duration(run.clock.total())} in total with {pluralize(restarts, 'restart')}"
-
-
 def sample(run: TrainingRun) -> str:
     """Continuations of PROMPTS; none if the data is not text or the model cannot generate."""
     if isinstance(run.config.data, Synthetic) or not run.config.model.causal:
         return ""
     texts = generate_text(run.program, run.state.params, PROMPTS, Sampling(temperature=0.8))
-    separator = "\n" + "-" * 80 + "\n"
-    return separator.join(texts) + "\n"
+    return f"\n{'-' * 80}\n".join(texts) + "\n"
 
 
 def stop(run: TrainingRun, signals: StopSignals) -> Exit:
     """Saves a checkpoint, whatever checkpoint.every is.  Before the first step there is nothing to save."""
-    assert signals.received is not None
-    code = EXIT_CODES[signals.received]
+    code = Exit.INTERRUPTED if signals.received == signal.SIGINT else Exit.PREEMPTED
     with run.clock.time("checkpoint"):
         run.checkpoints.wait()
         if run.step not in (0, run.checkpoints.latest_step()):

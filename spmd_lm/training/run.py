@@ -1,25 +1,39 @@
-"""A run between two steps: what the loop and its hooks share.
+"""A run between two steps: the state that the loop shares with its hooks, which evaluate, log and save when it is due.
 
 The host runs ahead of the devices: a step's metrics are read only when a hook needs them, or MAX_IN_FLIGHT steps
-later."""
+later.  A run whose loss, gradients or state are no longer finite ends before a checkpoint of it replaces a good one."""
 
+import math
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
-from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import Corpus
+from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
+from spmd_lm.errors import CheckpointError, NonFiniteError
+from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
 from spmd_lm.runtime.progress import Progress
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
-from spmd_lm.training.non_finite import NonFiniteGuard
 
 MAX_IN_FLIGHT = 2  # steps dispatched and not waited for; each holds a batch, and none can be cancelled
+
+MAX_OVERFLOWS = 20
+"""Steps in a row that may overflow at the smallest loss scale.  They leave the parameters unchanged, so the cause is
+neither one odd batch nor a scale still too large: the model has left float16's range."""
+
+
+@jax.jit
+def all_finite(state: TrainState) -> jax.Array:
+    """Whether every number of the state is finite: a bool, on devices."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]).all()
 
 
 @dataclass
@@ -28,27 +42,21 @@ class TrainingRun:
 
     program: Program
     corpus: Corpus | TaskDataset
+    validation: Loader | None  # the same batches every time; None if train.eval_every is 0
     checkpoints: Checkpointer
     status: Status
     clock: Clock
     metrics_log: MetricsLog | None  # None in processes that write no files
     progress: Progress
     state: TrainState  # on devices
-    step: int  # steps done
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step that was read
     record: Record = field(default_factory=dict)  # what the hooks will log of this step
     _in_flight: deque[tuple[int, dict[str, jax.Array]]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.guard = NonFiniteGuard(self.config, self.checkpoints, self.progress.log)
-
-    @property
-    def config(self) -> RunConfig:
-        return self.program.config
-
-    @property
-    def directory(self) -> Path:
-        return self.config.run.directory
+        self.config, self.step = self.program.config, self.status.step  # steps done
+        self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
+        self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # by the last `speed`
 
     def is_due(self, every: int) -> bool:
         """Whether it is time for what happens every `every` steps and at the end; never if `every` is 0."""
@@ -58,26 +66,56 @@ class TrainingRun:
         """Takes the results of `step`, still being computed, and waits for the step MAX_IN_FLIGHT before it."""
         self.step, self.state = step, state
         self._in_flight.append((step, metrics))
-        while len(self._in_flight) > MAX_IN_FLIGHT:
-            self._read_oldest()
+        self._read(MAX_IN_FLIGHT)
 
     def wait(self) -> None:
         """Waits for every dispatched step.  NonFiniteError if one is not finite."""
         with self.clock.time("step"):
-            while self._in_flight:
-                self._read_oldest()
+            self._read(0)
 
-    def _read_oldest(self) -> None:
-        step, arrays = self._in_flight.popleft()
-        values = {name: array.item() for name, array in jax.device_get(arrays).items()}
-        self.metrics = {"loss": values.pop("loss"), **values}
-        self.guard.check_step(step, self.metrics)
+    def _read(self, max_in_flight: int) -> None:
+        while len(self._in_flight) > max_in_flight:
+            step, arrays = self._in_flight.popleft()
+            values = {name: array.item() for name, array in jax.device_get(arrays).items()}
+            self.metrics = {"loss": values.pop("loss"), **values}
+            self._check_step(step)
+
+    def _check_step(self, step: int) -> None:
+        """A skipped step may overflow while there is a smaller loss scale to try; any other must be finite."""
+        metrics, smallest = self.metrics, self.config.precision.min_scale
+        if not metrics.get("skipped"):
+            self.overflows = 0
+            if not all(map(math.isfinite, metrics.values())):
+                values = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
+                raise self.non_finite(f"step {step}: {values}", cause=step - 1)
+        elif metrics["loss_scale"] <= smallest:
+            self.overflows += 1
+            overflow = f"gradients overflow float16 at precision.min_scale={smallest:g}"
+            self.progress.log(f"step {step}: {overflow}: skipped, and there is no smaller scale to try.")
+            if self.overflows == MAX_OVERFLOWS:
+                raise self.non_finite(f"steps {step - MAX_OVERFLOWS + 1} to {step}: {overflow}")
+
+    def non_finite(self, problem: str, cause: int | None = None) -> NonFiniteError:
+        """cause: the step whose state leads to the problem, and would again if training resumed from it."""
+        with suppress(CheckpointError):
+            self.checkpoints.wait()
+        saved, advice = self.checkpoints.steps(), ""
+        if saved and saved[-1] == cause:
+            saved.pop()
+            advice = f"Move {self.checkpoints.directory / str(cause)} away: resuming from it would fail again. "
+        scaling = " precision.loss_scale=none" if self.config.precision.loss_scale == "dynamic" else ""
+        restart = f"resume from step {saved[-1]}, the last good checkpoint" if saved else "start from step 0"
+        return NonFiniteError(
+            f"{problem}. Training cannot continue. {advice}Lower optim.lr, lengthen optim.warmup, or set "
+            f"precision.compute=float32{scaling}, and train again: it will {restart}."
+        )
 
     def save(self) -> None:
         """Saves a checkpoint of this step.  NonFiniteError, and no checkpoint, if its state is not finite."""
         self.wait()
         with self.clock.time("checkpoint"):
-            self.guard.check_state(self.step, self.state)
+            if not all_finite(self.state):  # its loss, of the state before the update, says nothing about it
+                raise self.non_finite(f"the state after step {self.step} is not finite", cause=self.step)
             num_samples = self.step * self.config.train.batch
             meta = make_meta(self.config.model_dump(by_alias=True), num_samples, self.corpus.fingerprint)
             self.checkpoints.save(self.step, self.program.canonical(self.state), meta)
@@ -87,3 +125,53 @@ class TrainingRun:
         self.clock.update()
         if self.metrics_log is not None:
             self.status.write(step=self.step, **changes)
+
+    def speed(self) -> Record:
+        """Since the last call.  Only steps and their data count, not evaluations and checkpoints."""
+        self.clock.update()
+        (last_step, last_seconds), program = self._measured, self.program
+        self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]
+        step_seconds = (self._measured[1] - last_seconds) / (self.step - last_step)
+        return {
+            "tokens": self.step * program.tokens_per_step,
+            "tokens_per_second": program.tokens_per_step / step_seconds,
+            "mfu": program.flops_per_step / step_seconds / program.peak_flops if program.peak_flops else None,
+            "seconds": step_seconds,
+        }
+
+
+def evaluate(run: TrainingRun) -> None:
+    """Metrics of the validation data, after the last step too."""
+    if run.validation is None or not run.is_due(run.config.train.eval_every):
+        return
+    run.wait()
+    with run.clock.time("eval"):
+        metrics, _ = validation_metrics(run.program, run.state.params, run.validation)
+    if not math.isfinite(metrics["eval_loss"]):
+        raise run.non_finite(f"evaluation after step {run.step}: loss {metrics['eval_loss']:g}", cause=run.step)
+    run.record |= metrics
+
+
+def log(run: TrainingRun) -> None:
+    """Writes the record: a step's metrics, the speed since the last time, and what the hooks before it added."""
+    run.progress.step(run.step)
+    if run.is_due(run.config.train.log_every):
+        run.wait()
+        run.record = run.metrics | run.speed() | run.record
+    if not run.record:
+        return
+    record, run.record = {"step": run.step, **run.record}, {}
+    if run.metrics_log is not None:
+        run.metrics_log.write(record)
+    run.progress.record(record)
+    run.write_status()
+
+
+def save_checkpoint(run: TrainingRun) -> None:
+    if run.is_due(run.config.checkpoint.every):
+        run.save()
+        run.write_status()
+
+
+HOOKS: tuple[Callable[[TrainingRun], None], ...] = (evaluate, log, save_checkpoint)
+"""Called after every step; each acts when it is due."""

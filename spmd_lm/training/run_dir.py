@@ -3,52 +3,35 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, Meta
+from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.saved_run import check_compatible
 from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, find_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
-from spmd_lm.runtime.lock import lock_directory
+from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, write_atomically
 
 FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock")
 DIRECTORIES = ("tensorboard", "checkpoints")
 
 
-@dataclass(frozen=True)
 class RunDir:
-    """What earlier starts of a run left in its directory; None for what does not exist.
+    """What earlier starts of a run left in its directory: read once, under the lock, so that it cannot change between
+    the checks."""
 
-    It is read once, under the lock, so that it cannot change between the checks."""
-
-    config: RunConfig
-    checkpoints: Checkpointer
-    status: Status | None
-    saved_step: int | None  # of the newest checkpoint
-    meta: Meta | None  # beside that checkpoint
-
-    @classmethod
-    def read(cls, config: RunConfig, checkpoints: Checkpointer) -> "RunDir":
-        status, saved_step = Status.read(config.run.directory), checkpoints.latest_step()
-        meta = None if saved_step is None else checkpoints.meta(saved_step)
-        return cls(config, checkpoints, status, saved_step, meta)
-
-    @property
-    def path(self) -> Path:
-        return self.config.run.directory
-
-    @property
-    def finished_steps(self) -> int:
-        """The steps of a finished run, 0 for any other."""
-        return self.status.step if self.status and self.status.state == "done" else 0
+    def __init__(self, config: RunConfig, checkpoints: Checkpointer):
+        self.config, self.checkpoints, self.path = config, checkpoints, config.run.directory
+        self.status = Status.read(self.path)  # None before the first start
+        self.saved_step = checkpoints.latest_step()  # None without a checkpoint
+        self.meta = {} if self.saved_step is None else checkpoints.meta(self.saved_step)
+        self.finished_steps = self.status.step if self.status and self.status.state == "done" else 0
 
     def finished_message(self) -> str:
         advice = "Raise train.steps to continue."
@@ -61,26 +44,26 @@ class RunDir:
     def check_config(self) -> list[str]:
         """Messages about what changed since the last start.  ConfigError or CheckpointError where the run would
         overwrite foreign files, use another vocabulary, or be another model."""
-        self._check_foreign_files()
-        check_vocabulary(self.config, self.path, self.meta["config"] if self.meta and self.saved_step else None)
-        if self.meta is not None:
-            saved, since, messages = self.meta["config"], f"since step {self.saved_step} was saved", []
-        elif self.status is not None:
-            saved, since = read_saved_config(self.path), "since then"
-            messages = [f"{self.path} was started before, but saved no checkpoint: starting again from step 0."]
-        else:
+        is_new = self.status is None and self.saved_step is None
+        if is_new:
+            self._check_foreign_files()
+        check_vocabulary(self.config, self.path, self.meta["config"] if self.saved_step else None)
+        if is_new:
             return []
-        init_from = self.config.run.init_from
-        if self.saved_step is not None and init_from not in (None, saved["run"].get("init_from")):
-            messages.append(f"run.init_from={init_from} has no effect: this run resumes from its own checkpoint.")
+        messages, init_from = [], self.config.run.init_from
+        if self.saved_step is None:
+            saved, since = read_saved_config(self.path), "since then"
+            messages.append(f"{self.path} was started before, but saved no checkpoint: starting again from step 0.")
+        else:
+            saved, since = self.meta["config"], f"since step {self.saved_step} was saved"
+            if init_from not in (None, saved["run"].get("init_from")):
+                messages.append(f"run.init_from={init_from} has no effect: this run resumes from its own checkpoint.")
         if changes := check_compatible(saved, self.config.model_dump(by_alias=True), self.path):
             messages += [f"Changed {since} (then -> now):", *changes]
         return messages
 
     def _check_foreign_files(self) -> None:
         """ConfigError if the run would overwrite files that no run wrote."""
-        if self.status is not None or self.saved_step is not None:
-            return
         for name, own_text in ((CONFIG_FILE, dump(self.config)), ("metrics.jsonl", "")):
             path = self.path / name
             if path.is_file() and path.read_bytes() != own_text.encode():
@@ -91,14 +74,12 @@ class RunDir:
 
     def check_resumable(self) -> None:
         """CheckpointError if there is no state to resume from, or no position in the data."""
-        if self.saved_step is None or self.meta is None:
-            if self.finished_steps:
-                raise CheckpointError(
-                    f"{self.path} finished its {self.finished_steps} steps without a checkpoint (checkpoint.every=0): "
-                    f"there is nothing to resume from. Choose another run.dir, or delete this one."
-                )
-            return
-        if self.saved_step == 0:  # imported: no batch was read yet
+        if self.saved_step is None and self.finished_steps:
+            raise CheckpointError(
+                f"{self.path} finished its {self.finished_steps} steps without a checkpoint (checkpoint.every=0): "
+                f"there is nothing to resume from. Choose another run.dir, or delete this one."
+            )
+        if not self.saved_step:  # step 0 was imported: no batch was read yet
             return
         batch = self.meta["data"]["samples"] // self.saved_step
         if batch != self.config.train.batch:
@@ -110,18 +91,24 @@ class RunDir:
 
     def next_status(self) -> Status:
         """The status of this start."""
-        status = Status(self.path / "status.json", step=self.saved_step or 0)
-        if self.status is not None:
-            status.restarts = self.status.restarts + 1
-            status.compile_seconds = self.status.compile_seconds
-            status.goodput = dict.fromkeys(BUCKETS, 0.0) | self.status.goodput
-        return status
+        last, path, goodput = self.status, self.path / "status.json", dict.fromkeys(BUCKETS, 0.0)
+        status = Status(path=path, state="running", step=self.saved_step or 0, restarts=0, goodput=goodput)
+        if last is None:
+            return status
+        history = {"restarts": last.restarts + 1, "goodput": goodput | last.goodput}
+        return status.model_copy(update=history | {"compile_seconds": last.compile_seconds})
 
     def open_files(self, status: Status, log: Callable[[str], None]) -> AbstractContextManager[MetricsLog | None]:
         """Writes the run's first files and opens metrics.jsonl, in the first process alone."""
         if jax.process_index() > 0:
             return nullcontext()
-        self._keep_vocabulary()
+        data = self.config.data
+        if isinstance(data, Data) and data.tokenizer != "bytes" and not saved_tokenizer(self.path):
+            try:
+                copy_vocabulary(data.tokenizer, self.path / TOKENIZER_DIR)  # so that the run can be moved
+            except OSError as error:
+                path = error.filename or self.path
+                raise ConfigError(f"{path}: {error.strerror}. Make room, or choose another run.dir.") from error
         metrics_log = MetricsLog(self.path, resume_step=status.step)  # first: it may refuse the file that exists
         if self.meta and (missing := metrics_log.missing_steps(self.meta["config"]["train"]["log_every"])):
             log(f"{metrics_log.path} lacks the records of steps {missing[0]} to {missing[1]}, which are lost.")
@@ -129,35 +116,29 @@ class RunDir:
         status.write()
         return closing(metrics_log)
 
-    def _keep_vocabulary(self) -> None:
-        """Copies the vocabulary into the directory, so that the run can be moved."""
-        data = self.config.data
-        if isinstance(data, Data) and data.tokenizer != "bytes" and not saved_tokenizer(self.path):
-            try:
-                copy_vocabulary(data.tokenizer, self.path / TOKENIZER_DIR)
-            except OSError as error:
-                path = error.filename or self.path
-                raise ConfigError(f"{path}: {error.strerror}. Make room, or choose another run.dir.") from error
-
 
 @contextmanager
 def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[RunDir]:
-    """The run's directory, locked and read.  ConfigError if it cannot be written or is in use."""
+    """The run's directory, locked and read.  ConfigError if it cannot be written or is in use.  After a second Ctrl-C,
+    logs what of the run is saved."""
     directory = config.run.directory
-    check_file_types(directory)
-    checkpoints = Checkpointer(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
-    with lock_directory(directory, log), closing(checkpoints), log_interrupt(checkpoints, log):
-        yield RunDir.read(config, checkpoints)
-
-
-def check_file_types(directory: Path) -> None:
-    """ConfigError if a directory has the name of one of a run's files, or a file that of a directory."""
     wrong = [f"{name} is a directory, but a run needs a file" for name in FILES if os.path.isdir(directory / name)]
     wrong += [
         f"{name} is a file, but a run needs a directory" for name in DIRECTORIES if os.path.isfile(directory / name)
     ]
     if wrong:
         raise ConfigError(*(f"run.dir={directory}: {what}. Move it away, or choose another run.dir." for what in wrong))
+    checkpoints = Checkpointer(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
+    with lock_directory(directory, log, jax.process_index() == 0), closing(checkpoints):
+        try:
+            yield RunDir(config, checkpoints)
+        except KeyboardInterrupt:
+            with suppress(CheckpointError):
+                checkpoints.wait()
+            step = checkpoints.latest_step()
+            resume = f"nothing since step {step} was saved. The same command resumes from there."
+            log(f"stopped at once: {'nothing was saved.' if step is None else resume}")
+            raise
 
 
 def check_vocabulary(config: RunConfig, directory: Path, trained: dict[str, Any] | None) -> None:
@@ -195,30 +176,11 @@ def mark_failed(status: Status, clock: Clock) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        code = error.code if isinstance(error, UserError) else Exit.CHECK_FAILED
+        if isinstance(error, KeyboardInterrupt):
+            code = Exit.INTERRUPTED
         with suppress(OSError):  # a full disk must not hide the original error
             if jax.process_index() == 0 and status.path.exists():
                 clock.update()
-                status.write(state="failed", exit_code=exit_code(error))
-        raise
-
-
-def exit_code(error: BaseException) -> int:
-    if isinstance(error, UserError):
-        return int(error.code)
-    return int(Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.CHECK_FAILED)
-
-
-@contextmanager
-def log_interrupt(checkpoints: Checkpointer, log: Callable[[str], None]) -> Iterator[None]:
-    """On KeyboardInterrupt, a second Ctrl-C, logs what of the run is saved."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        with suppress(CheckpointError):
-            checkpoints.wait()
-        saved_step = checkpoints.latest_step()
-        if saved_step is None:
-            log("stopped at once: nothing was saved.")
-        else:
-            log(f"stopped at once: nothing since step {saved_step} was saved. The same command resumes from there.")
+                status.write(state="failed", exit_code=int(code))
         raise

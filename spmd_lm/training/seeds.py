@@ -26,13 +26,12 @@ def train_seeds(config: RunConfig, count: int, signals: StopSignals) -> tuple[Ex
     if not config.train.eval_every:
         raise ConfigError("--seeds with train.eval_every=0: there is nothing to compare. Set train.eval_every.")
     if config.train.seed + count > 2**32:
-        raise ConfigError(
-            f"train.seed={config.train.seed} with --seeds {count}: seeds are below 2**32. Lower train.seed."
-        )
+        what = f"train.seed={config.train.seed} with --seeds {count}"
+        raise ConfigError(f"{what}: seeds are below 2**32. Lower train.seed.")
     if (config.run.directory / "checkpoints").exists():
         raise ConfigError(f"run.dir={config.run.directory} with --seeds: it is a run itself. Choose another run.dir.")
     configs = [_with_seed(config, config.train.seed + i) for i in range(count)]
-    for each in configs:
+    for each in configs:  # before anything is trained
         _check_same_recipe(each)
     for each in configs:
         code = train(each, signals)
@@ -60,23 +59,19 @@ def _check_same_recipe(config: RunConfig) -> None:
     if status is None or status.state != "done":
         return
     changes = check_compatible(read_saved_config(directory), config.model_dump(by_alias=True), directory)
-    changes = [line for line in changes if not line.startswith(IGNORED_CHANGES)]
-    if changes:
-        raise ConfigError(
-            "\n".join([f"{directory} is finished, and was trained with other settings (then -> now):", *changes])
-            + "\nRestore these values, or choose another run.dir."
-        )
+    if changes := [line for line in changes if not line.startswith(IGNORED_CHANGES)]:
+        header = f"{directory} is finished, and was trained with other settings (then -> now):"
+        raise ConfigError("\n".join([header, *changes, "Restore these values, or choose another run.dir."]))
 
 
 def _last_record(config: RunConfig) -> Record:
     """The record of a finished run's last step, with its evaluation."""
     path = config.run.directory / "metrics.jsonl"
-    records = [record for record in read_records(path) if record["step"] == config.train.steps]
-    if not records or "eval_loss" not in records[-1]:
-        raise DataError(
-            f"{path} has no evaluation of step {config.train.steps}. Delete {path.parent} to train it again."
-        )
-    return records[-1]
+    last = next((record for record in reversed(read_records(path)) if record["step"] == config.train.steps), {})
+    if "eval_loss" not in last:
+        what = f"{path} has no evaluation of step {config.train.steps}"
+        raise DataError(f"{what}. Delete {path.parent} to train it again.")
+    return last
 
 
 def render(result: dict[str, Any]) -> str:

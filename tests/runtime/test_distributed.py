@@ -4,12 +4,12 @@ import json
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.runtime import distributed
-from spmd_lm.runtime.devices import simulate_devices
+from spmd_lm.runtime import devices
 from tests import processes
 
 STEPS = ("train.steps=4", "train.log_every=1", "train.eval_every=4", "checkpoint.every=2", "model.layers=4")
@@ -50,16 +50,19 @@ def test_two_processes_train_what_one_does(tmp_path, overrides):
 
 
 def set_all(monkeypatch, **environment: str):
-    for name in (distributed.COORDINATOR_ADDRESS, distributed.NUM_PROCESSES, distributed.PROCESS_ID):
+    for name in (devices.COORDINATOR_ADDRESS, devices.NUM_PROCESSES, devices.PROCESS_ID):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
 
+def set_up(simulated: int):
+    return devices.set_up_devices(SimpleNamespace(run=SimpleNamespace(simulate_devices=simulated)))
+
+
 def test_a_single_process_connects_to_nothing(monkeypatch):
     set_all(monkeypatch)
-    distributed.initialize_distributed()
-    assert distributed.process_count() == 1
+    assert set_up(simulated=0).run.simulate_devices == 0 and devices.read_processes() == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -75,21 +78,21 @@ def test_a_single_process_connects_to_nothing(monkeypatch):
 def test_an_inconsistent_environment_is_refused(monkeypatch, environment, message):
     set_all(monkeypatch, JAX_COORDINATOR_ADDRESS="localhost:1", **environment)
     with pytest.raises(ConfigError, match=message):
-        distributed.initialize_distributed()
+        set_up(simulated=0)
 
 
 def test_a_number_without_an_address_is_refused(monkeypatch):
     set_all(monkeypatch, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="0")
     with pytest.raises(ConfigError, match="each process would train alone"):
-        distributed.initialize_distributed()
+        set_up(simulated=0)
 
 
 def test_simulated_devices_need_a_number(monkeypatch):
     set_all(monkeypatch, JAX_COORDINATOR_ADDRESS="localhost:1")
     with pytest.raises(ConfigError, match="needs JAX_NUM_PROCESSES too"):
-        distributed.process_count()
+        set_up(simulated=2)
 
 
 def test_simulated_devices_are_divided_among_the_processes():
     with pytest.raises(ConfigError, match=r"run\.simulate_devices=9 is not divisible by JAX_NUM_PROCESSES=2"):
-        simulate_devices(9, processes=2)
+        devices.simulate_devices(9, processes=2)

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.runtime import lock
-from spmd_lm.runtime.lock import lock_directory
+from spmd_lm.runtime import directories
+from spmd_lm.runtime.directories import lock_directory
 
 
 def no_log(line):
@@ -18,8 +18,8 @@ def no_log(line):
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the directory until it dies."""
-    program = "from spmd_lm.runtime.lock import lock_directory; import pathlib, sys, time\n"
-    program += "with lock_directory(pathlib.Path(sys.argv[1]), print): print('held', flush=True); time.sleep(60)"
+    program = "from spmd_lm.runtime.directories import lock_directory; import pathlib, sys, time\n"
+    program += "with lock_directory(pathlib.Path(sys.argv[1]), print, True): print('held', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process
@@ -29,60 +29,60 @@ def holder(tmp_path):
 
 def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, holder):
     who = rf"run\.dir={tmp_path}: process {holder.pid} on \S+ is training there"
-    with pytest.raises(ConfigError, match=who), lock_directory(tmp_path, no_log):
+    with pytest.raises(ConfigError, match=who), lock_directory(tmp_path, no_log, True):
         pytest.fail("two at once")
     holder.kill()
     holder.wait()
-    with lock_directory(tmp_path, no_log):
+    with lock_directory(tmp_path, no_log, True):
         pass
 
 
 def test_the_lock_ends_with_its_block(tmp_path):
     for _ in range(2):
-        with lock_directory(tmp_path, no_log):
+        with lock_directory(tmp_path, no_log, True):
             pass
 
 
 def test_directories_created_for_the_lock_are_removed_with_it(tmp_path):
     directory = tmp_path / "runs" / "new"
-    with lock_directory(directory, no_log):
+    with lock_directory(directory, no_log, True):
         assert (directory / ".lock").exists()
     assert list(tmp_path.iterdir()) == []
-    with lock_directory(directory, no_log):
+    with lock_directory(directory, no_log, True):
         (directory / "config.yaml").write_text("")
     assert [path.name for path in directory.iterdir()] == ["config.yaml"]
 
 
 def test_a_lock_on_a_file_that_its_holder_removed_does_not_count(tmp_path, monkeypatch):
-    flock = lock.fcntl.flock
+    flock = directories.fcntl.flock
 
     def late_flock(file, how):  # between our open and our lock, the holder ends and removes the file
-        monkeypatch.setattr(lock.fcntl, "flock", flock)
+        monkeypatch.setattr(directories.fcntl, "flock", flock)
         (tmp_path / ".lock").unlink()
         flock(file, how)
 
-    monkeypatch.setattr(lock.fcntl, "flock", late_flock)
+    monkeypatch.setattr(directories.fcntl, "flock", late_flock)
     with (
-        lock_directory(tmp_path, no_log),
+        lock_directory(tmp_path, no_log, True),
         pytest.raises(ConfigError, match="is training there"),
-        lock_directory(tmp_path, no_log),
+        lock_directory(tmp_path, no_log, True),
     ):
         pytest.fail("two at once")
 
 
-def test_only_the_first_process_of_a_job_locks(tmp_path, monkeypatch):
-    with lock_directory(tmp_path, no_log):
-        monkeypatch.setattr(lock.jax, "process_index", lambda: 1)
-        with lock_directory(tmp_path, no_log):
+def test_only_the_first_process_of_a_job_locks(tmp_path):
+    with lock_directory(tmp_path, no_log, True):
+        with lock_directory(tmp_path, no_log, False):
             pass
+        assert (tmp_path / ".lock").exists()
 
 
 def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr(directories.fcntl, "flock", flock)
     messages = []
-    with lock_directory(tmp_path, messages.append):
+    with lock_directory(tmp_path, messages.append, True):
         (line,) = messages
     assert "cannot be locked (No locks available)" in line

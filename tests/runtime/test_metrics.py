@@ -7,8 +7,9 @@ import pytest
 
 from spmd_lm.errors import CheckpointError
 from spmd_lm.runtime import metrics
+from spmd_lm.runtime.formatting import format_duration, format_quantity
 from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, plot_loss, read_records, write_atomically
-from spmd_lm.runtime.progress import format_duration, format_quantity, format_record
+from spmd_lm.runtime.progress import format_record
 
 
 def logged(directory, steps, resume_step=0, **more):
@@ -82,7 +83,7 @@ def test_an_atomic_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
 
 def test_status_reads_back(tmp_path):
     assert Status.read(tmp_path) is None
-    status = Status(tmp_path / "status.json", step=3, restarts=1, goodput={"step": 1.5})
+    status = Status(path=tmp_path / "status.json", state="running", step=3, restarts=1, goodput={"step": 1.5})
     status.write(state="preempted", exit_code=3)
     assert Status.read(tmp_path) == status
     assert json.loads(status.path.read_text())["state"] == "preempted"
@@ -130,10 +131,10 @@ def test_the_clock_counts_each_second_once(monkeypatch):
     now += 16  # other
     clock.update()
     assert seconds == dict.fromkeys(BUCKETS, 0.0) | {"other": 17, "checkpoint": 10, "step": 4}
-    assert clock.total() == 31
+    assert clock.elapsed() == (31, 31)
     later = Clock(seconds)
     now += 2
-    assert (later.since_start(), later.total()) == (2, 33)
+    assert later.elapsed() == (2, 33)
 
 
 @pytest.mark.parametrize(

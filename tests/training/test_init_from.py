@@ -35,8 +35,8 @@ def pretrained(tmp_path_factory):
 def warm_start(directory, model=BERT, **sections):
     config = make_config(model=model, **TASK | sections)
     p = program(config)
-    run = PretrainedRun.open(p, directory)
-    return p, run.initial_state(p), run.describe(p)
+    run = PretrainedRun(p, directory)
+    return p, run.initial_state(), run.describe()
 
 
 @pytest.mark.parametrize("parallel", [{"data": 1}, {"pipe": 2, "model": 2, "microbatches": 2}], ids=str)
@@ -74,10 +74,10 @@ def test_a_head_is_reused_by_its_own_objective_alone(pretrained, tmp_path, kind,
     sections = TASKS[kind] | {"precision": FLOAT32}
     other = program(make_config(model=BERT, **sections))
     assert {
-        name for name in leaves_by_path(other.plan.shapes) if name not in PretrainedRun.open(other, tmp_path).reused
+        name for name in leaves_by_path(other.plan.shapes) if name not in PretrainedRun(other, tmp_path).reused
     } == new
     spans = program(make_config(model=BERT, **TASKS["span"] | {"precision": FLOAT32}))
-    assert not HEAD & PretrainedRun.open(spans, tmp_path).reused
+    assert not HEAD & PretrainedRun(spans, tmp_path).reused
 
 
 def test_another_vocabulary_is_refused(pretrained, tmp_path):
@@ -90,7 +90,7 @@ def test_another_vocabulary_is_refused(pretrained, tmp_path):
     other = p.config.data.model_copy(update={"tokenizer": "vocab.txt"})
     p = program(p.config.model_copy(update={"data": other}))
     with pytest.raises(ConfigError, match=r"data\.tokenizer=vocab.txt is not the vocabulary of .* Use .*=bytes"):
-        PretrainedRun.open(p, tmp_path)
+        PretrainedRun(p, tmp_path)
 
 
 def test_a_shorter_context_reuses_the_first_positions(pretrained):

@@ -19,7 +19,7 @@ from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import Precision, RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
 from spmd_lm.step.state import TrainState
-from spmd_lm.training import loop, non_finite, run_dir
+from spmd_lm.training import loop, run, run_dir
 from spmd_lm.training.run import TrainingRun
 from tests.data.tokenizers.test_subwords import wordpiece
 
@@ -296,7 +296,7 @@ def test_skipped_steps_are_normal_above_the_smallest_scale(tmp_path, monkeypatch
 
 
 def test_an_overflow_at_the_smallest_scale_is_logged(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(non_finite, "MAX_OVERFLOWS", 3)
+    monkeypatch.setattr(run, "MAX_OVERFLOWS", 3)
     overflow(monkeypatch, (2, 3, 5, 6), 1.0)
     assert loop.train(scaled(tmp_path)) is Exit.DONE
     logged = re.findall(
@@ -306,7 +306,7 @@ def test_an_overflow_at_the_smallest_scale_is_logged(tmp_path, monkeypatch, caps
 
 
 def test_too_many_overflows_at_the_smallest_scale_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(non_finite, "MAX_OVERFLOWS", 3)
+    monkeypatch.setattr(run, "MAX_OVERFLOWS", 3)
     overflow(monkeypatch, range(7, 13), 1.0)
     what = r"steps 7 to 9: gradients overflow float16 at precision\.min_scale=1\. .* step 5, the last good checkpoint"
     with pytest.raises(NonFiniteError, match=what) as error:

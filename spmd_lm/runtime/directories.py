@@ -1,0 +1,134 @@
+"""Directories that appear complete or not at all, and that one run at a time may write to.
+
+The first are filled under a temporary name, and renamed at the end.  The others hold an operating system lock on their
+file `.lock`, which names the holder.  The lock ends with its process, however that ends; the file that a killed process
+leaves behind means nothing."""
+
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.signals import handle_signals, not_ignored
+
+
+def require_absent_or_empty(target: Path) -> None:
+    """Raises ConfigError if `target` exists and is not an empty directory."""
+    if os.path.lexists(target) and not target.is_dir():
+        raise ConfigError(f"{target}: exists and is not a directory. Choose another name.")
+    try:
+        entries = sorted(os.listdir(target)) if target.exists() else []
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be read: {error.strerror}. Choose another name.") from error
+    if entries:
+        what = f"{target}: exists and is not empty (it contains {entries[0]})"
+        raise ConfigError(f"{what}. Nothing is overwritten; choose another name.")
+
+
+@contextmanager
+def remove_if_empty(directory: Path) -> Iterator[None]:
+    """After the block, removes the directory and its parents, as far as they are empty and did not exist before."""
+    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    try:
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # not empty
+                path.rmdir()
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory to fill, which is renamed to `target` at the end of the block.
+
+    If the block fails, or is stopped by Ctrl-C or SIGTERM, the directory and the parents created for it are removed.
+    Raises ConfigError if `target` exists and is not empty, before or after the block, or cannot be written."""
+    require_absent_or_empty(target)
+    final = target.resolve()
+    temporary = final.with_name(f".{final.name:.100}.{secrets.token_hex(4)}")
+    with handle_signals(not_ignored(signal.SIGINT, signal.SIGTERM), _exit), remove_if_empty(final.parent):
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            require_absent_or_empty(target)
+            os.rename(temporary, final)
+        except OSError as error:
+            what = f"{error.filename or target}: {error.strerror}. {target} was not created"
+            raise ConfigError(f"{what}: free some space, change the permissions, or choose another name.") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # gone already, once it is renamed
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # as a shell reports it; an exception, so that cleanup runs
+
+
+@contextmanager
+def lock_directory(directory: Path, log: Callable[[str], None], is_first_process: bool) -> Iterator[None]:
+    """Creates the directory and keeps every other run out of it.  ConfigError if another run holds it, or it cannot be
+    written.  The first process of a job locks for all of it.
+
+    At the end the lock file is removed, and so are the created directories if they are empty: a run that is refused
+    later leaves no trace."""
+    with remove_if_empty(directory):
+        while True:
+            with _open_lock_file(directory) as file:
+                if is_first_process:
+                    _lock(file, directory, log)
+                    if not os.path.exists(file.name) or not os.path.samefile(file.name, file.fileno()):
+                        continue  # its former holder removed it between our open and our lock
+                try:
+                    yield
+                finally:
+                    if is_first_process:
+                        with suppress(OSError):
+                            os.unlink(file.name)
+                return
+
+
+def _open_lock_file(directory: Path) -> TextIO:
+    """Opens the file to lock.  ConfigError if the run cannot write to its directory."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in (directory, directory / "checkpoints"):
+            if os.path.exists(path):
+                tempfile.TemporaryFile(dir=path).close()
+        return open(directory / ".lock", "a+", encoding="utf-8")
+    except OSError as error:
+        existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
+        try:
+            owner = existing.owner()
+        except (KeyError, NotImplementedError):  # a user without a name, a system without users
+            owner = f"user {existing.stat().st_uid}"
+        raise ConfigError(
+            f"run.dir={directory}: cannot be written: {error.strerror}. {existing} belongs to {owner} "
+            f"({stat.filemode(existing.stat().st_mode)}). Choose another run.dir, or get write permission."
+        ) from error
+
+
+def _lock(file: TextIO, directory: Path, log: Callable[[str], None]) -> None:
+    """Locks the file and writes this process's name into it.  ConfigError if another process holds the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        raise ConfigError(
+            f"run.dir={directory}: {holder} is training there. Wait for it, stop it, or choose another run.dir."
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        log(f"{file.name} cannot be locked ({error.strerror}): make sure that no second run uses {directory}.")
+        return
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
