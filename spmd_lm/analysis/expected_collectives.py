@@ -235,7 +235,7 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
 def _weight_gathers(step: _Step) -> _Transfers:
     config, runs, remat_blocks = step.config, step.runs, step.config.remat_policy.policy == "block"
     layers = runs.forward_passes + runs.layer_passes
-    match step.plan.zero.gather:
+    match step.plan.zero.gather_per:
         case "chunk":
             layers = runs.chunk_gathers * config.layers_per_chunk
             return _Transfers("2P - P/chunks: a chunk once forward, once backward", layers, layers)
@@ -254,7 +254,7 @@ def _gradient_scatters(step: _Step) -> _Transfers:
     sharing = model.layers // model.unique_layers  # layers with one set of weights: each contributes to its gradient
     twice = "; a tied table twice" if config.objective.ties_embeddings(model) else ""
     ends = {"embedding": runs.embedding_grad, "head": runs.head}
-    match step.plan.zero.scatter:
+    match step.plan.zero.scatter_per:
         case "chunk":
             layers = runs.chunk_scatters * config.layers_per_chunk
             ends = {use: times / config.parallel.microbatches for use, times in ends.items()}

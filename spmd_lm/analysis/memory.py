@@ -158,14 +158,14 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
     p = config.parallel
     table = schedule_table(make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
     breadth_first, stream = p.schedule == "breadth_first", stream_bytes(config, plan)
-    buffers = (table.input_slots + table.grad_slots + 2 + (p.microbatches if breadth_first else 0)) * stream
+    buffers = (table.input_slots + table.output_grad_slots + 2 + (p.microbatches if breadth_first else 0)) * stream
     weights, layer_gradients = sizes.resident + sizes.ends, sizes.accumulated + sizes.layer
     chunk = 0
-    if plan.zero.scatter == "chunk":
+    if plan.zero.scatter_per == "chunk":
         # A chunk's gradients are summed over all microbatches before they are scattered, into nothing else.
         chunk = sizes.layer * config.layers_per_chunk
         layer_gradients = sizes.gradients + chunk * sizes.widening
-    layer = sizes.layer if plan.zero.gather == "layer" else 0
+    layer = sizes.layer if plan.zero.gather_per == "layer" else 0
     if breadth_first:  # embedding and head run apart from the layers
         head = Phase(HEAD, weights + chunk, sizes.embedding * sizes.widening, buffers, 2 * sizes.logits)
         embedding = Phase(EMBEDDING, sizes.ends, sizes.accumulated, p.microbatches * stream, sizes.rounding)

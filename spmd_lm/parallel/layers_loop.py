@@ -14,7 +14,7 @@ Losses = dict[str, Array]
 Stacks = tuple[Tree, ...]  # trees of arrays [layers, ...]
 
 Block = Callable[..., tuple[Array, Losses]]
-"""block(*layer, x, microbatch, index) -> (x, auxiliary losses).  layer: one layer of each of the stacks."""
+"""block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: for each stack, its entry of this layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,59 +28,59 @@ class LayersLoop:
     layers_per_block: int = 1
 
     def run(
-        self, block: Block, stacks: Stacks, x: Array, microbatch: Tree, first: Array | int = 0
+        self, block: Block, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
     ) -> tuple[Array, Losses]:
-        """x through all layers, and the sum of their losses.  first: the model's index of the first layer."""
+        """x through all layers, and the sum of their losses.  first_layer: the model's index of the first layer."""
         if self.layers_per_weight > 1:
             block, stacks = self._share_weights(block, stacks)
         if self.layers_per_block > 1:
-            block, stacks, first = self._remat_blocks(block, stacks, first)
+            block, stacks, first_layer = self._remat_blocks(block, stacks, first_layer)
 
         def step(x: Array, layer: tuple[Stacks, Array]) -> tuple[Array, Losses]:
             layer_stacks, i = layer
-            return block(*layer_stacks, x, microbatch, first + i)
+            return block(*layer_stacks, x, microbatch, first_layer + i)
 
         x, losses = self._loop(step, x, self._layers(stacks))
         return x, self._sum(losses)
 
     def vjp(
-        self, block: Block, stacks: Stacks, x: Array, microbatch: Tree, first: Array | int = 0
+        self, block: Block, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
     ) -> tuple[Array, Losses, Callable]:
-        """As `run`, and vjp(d_y, total, at, overwrite) -> (total, d_x) for the layers of the first stack.
+        """As `run`, and accumulate_grads(d_y, grads, first_entry, overwrite) -> (grads, d_x), for the first stack.
 
-        vjp takes the gradient of the result, and 1 as that of the losses, to that of x; it adds each layer's gradients
-        to `total`, from its entry `at` on, as they are computed, so that they never all exist beside it.  overwrite: if
-        true, overwrite `total` instead of adding."""
+        accumulate_grads takes the gradient of the result, and 1 as that of the losses, to that of x.  As each layer's
+        gradients are computed it adds them to `grads`, from `first_entry` on, so that they never all exist beside it.
+        overwrite: if true, overwrite instead.  Layers share no weights here: layout_checks refuses it in pipelines."""
         if self.layers_per_block > 1:
-            block, stacks, first = self._remat_blocks(block, stacks, first)
+            block, stacks, first_layer = self._remat_blocks(block, stacks, first_layer)
 
         def forward(x, layer):
             (diff, *rest), i = layer
-            (x, losses), vjp = jax.vjp(lambda diff, x: block(diff, *rest, x, microbatch, first + i), diff, x)
+            (x, losses), vjp = jax.vjp(lambda diff, x: block(diff, *rest, x, microbatch, first_layer + i), diff, x)
             return x, (losses, drop_residuals(vjp, (diff, *rest)))
 
         def backward(carry, inputs):
-            (d_x, total, overwrite), ((layer, _), (losses, (residuals, rebuild)), at) = carry, inputs
+            (d_x, grads, overwrite), ((layer, _), (losses, (residuals, rebuild)), entry) = carry, inputs
             d_layer, d_x = rebuild(residuals, layer)((d_x, jax.tree.map(jnp.ones_like, losses)))
 
             def add(total, d):
-                old = lax.dynamic_slice_in_dim(total, at, 1, 0)
+                old = lax.dynamic_slice_in_dim(total, entry, 1, 0)
                 old = old if overwrite is None else jnp.where(overwrite, 0, old)
-                return lax.dynamic_update_slice_in_dim(total, old + d.astype(total.dtype)[None], at, 0)
+                return lax.dynamic_update_slice_in_dim(total, old + d.astype(total.dtype)[None], entry, 0)
 
-            return (d_x, jax.tree.map(add, total, d_layer), overwrite), None
+            return (d_x, jax.tree.map(add, grads, d_layer), overwrite), None
 
         layers = self._layers(stacks)
         y, saved = self._loop(forward, x, layers)
 
-        def vjp(d_y: Array, total: Tree, at: Array | int, overwrite: Array | None = None):
-            at = at // self.layers_per_block if self.layers_per_block > 1 else at
-            entries = at + jnp.arange(jax.tree.leaves(stacks)[0].shape[0], dtype=jnp.int32)
+        def accumulate_grads(d_y: Array, grads: Tree, first_entry: Array | int, overwrite: Array | None = None):
+            start = first_entry // self.layers_per_block if self.layers_per_block > 1 else first_entry
+            entries = start + jnp.arange(jax.tree.leaves(stacks)[0].shape[0], dtype=jnp.int32)
             inputs = (layers, saved, entries) if self.scan else list(zip(layers, saved, entries, strict=True))
-            (d_x, new, _), _ = self._loop(backward, (d_y, self._group(total), overwrite), inputs, reverse=True)
-            return jax.tree.map(lambda new, old: new.reshape(old.shape), new, total), d_x
+            (d_x, new, _), _ = self._loop(backward, (d_y, self._group(grads), overwrite), inputs, reverse=True)
+            return jax.tree.map(lambda new, old: new.reshape(old.shape), new, grads), d_x
 
-        return y, self._sum(saved[0] if self.scan else [losses for losses, _ in saved]), vjp
+        return y, self._sum(saved[0] if self.scan else [losses for losses, _ in saved]), accumulate_grads
 
     def _share_weights(self, block: Block, stacks: Stacks) -> tuple[Block, Stacks]:
         """A stack without weights, whose layers all use those of the one layer in `stacks`."""
@@ -91,13 +91,13 @@ class LayersLoop:
 
         return shared_block, (jnp.zeros((self.layers_per_weight, 0)),)
 
-    def _remat_blocks(self, block: Block, stacks: Stacks, first: Array | int) -> tuple[Block, Stacks, int]:
+    def _remat_blocks(self, block: Block, stacks: Stacks, first_layer: Array | int) -> tuple[Block, Stacks, int]:
         """A stack of remat blocks, each of which runs its layers again in backward."""
         inner = LayersLoop(self.scan)
 
         def remat_block(*inputs):
             *layers, x, microbatch, index = inputs
-            return inner.run(block, tuple(layers), x, microbatch, first + index * self.layers_per_block)
+            return inner.run(block, tuple(layers), x, microbatch, first_layer + index * self.layers_per_block)
 
         # CSE cannot undo remat inside a scan; unrolled it could, so prevent it.
         return jax.checkpoint(remat_block, prevent_cse=not self.scan), self._group(stacks), 0

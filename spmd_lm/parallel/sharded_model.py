@@ -1,4 +1,4 @@
-"""A model's functions, bound to one step's weights wherever ZeRO has them.
+"""A model's functions, bound to one step's weights, sharded or gathered.
 
 The model comes as plain functions of plain dicts, so that nothing here knows what a layer is.  `Plan.zero` says when
 weights are gathered and gradients scattered: around everything, or layer by layer."""
@@ -24,8 +24,8 @@ class ModelFns:
     """A model as a step runs it.  `microbatch` may hold anything.
 
     embed(params, microbatch) -> x; block(layer_params, x, microbatch, index) -> (x, losses); head(params, x,
-    microbatch) -> losses by name, already divided by the weight of the whole global batch: their sum over microbatches
-    and devices is a mean, and gradients are of the sum of them all.
+    microbatch) -> losses by name, each already divided by the total weight of the global batch: losses and gradients
+    are summed over microbatches and devices, never averaged.
     embed_params, head_params: the subtrees of a tree of parameters that embed and head read; a tied table is in both.
     loop: how layers run."""
 
@@ -54,34 +54,45 @@ def join_params(parts: Parts) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """diff: what gradients are taken with respect to: the gathered weights; where gradients are scattered in the loop,
-    empty slots of the shards' shapes.  shards: the parameters between steps.  gathered: whole weights in the compute
-    dtype; its blocks are None where layers are gathered in the loop.  scatter_in_loop: see ZeroPolicy."""
+    """diff_params: the argument that is differentiated: the gathered weights; or, where gradients are scattered in the
+    loop, the `grad_sinks` of with_gathered_weights.  shards: the parameters between steps.  gathered: weights in the
+    compute dtype; its blocks are None where layers are gathered in the loop.  scatter_in_loop: see ZeroPolicy."""
 
     fns: ModelFns
     plan: Plan
-    compute: jnp.dtype
-    reduce: jnp.dtype
-    diff: Parts
+    compute_dtype: jnp.dtype
+    reduce_dtype: jnp.dtype
+    diff_params: Parts
     shards: Parts
     gathered: Parts
     scatter_in_loop: bool
 
     @classmethod
-    def from_params(cls, fns: ModelFns, plan: Plan, params: Tree, compute: jnp.dtype, reduce: jnp.dtype) -> Self:
+    def from_params(
+        cls, fns: ModelFns, plan: Plan, params: Tree, compute_dtype: jnp.dtype, reduce_dtype: jnp.dtype
+    ) -> Self:
         """Casts, and gathers what the policy gathers once per step."""
-        low, names = split_params(cast(params, compute)), split_params(plan.sharded_names)
+        compute_params, names = split_params(cast(params, compute_dtype)), split_params(plan.sharded_names)
         if plan.zero.stage == 0:
-            return cls(fns, plan, compute, reduce, low, low, low, scatter_in_loop=False)
-        blocks = None if plan.zero.gathers_in_loop else plan.gather(low.blocks, names.blocks)
-        gathered = Parts(blocks, plan.gather(low.ends, names.ends))
-        slots = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute, reduce)), params)
+            return cls(
+                fns,
+                plan,
+                compute_dtype,
+                reduce_dtype,
+                compute_params,
+                compute_params,
+                compute_params,
+                scatter_in_loop=False,
+            )
+        blocks = None if plan.zero.gathers_in_loop else plan.gather(compute_params.blocks, names.blocks)
+        gathered = Parts(blocks, plan.gather(compute_params.ends, names.ends))
+        grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute_dtype, reduce_dtype)), params)
         in_loop = plan.zero.scatters_in_loop
-        diff = split_params(slots) if in_loop else gathered
-        return cls(fns, plan, compute, reduce, diff, split_params(params), gathered, in_loop)
+        diff_params = split_params(grad_sinks) if in_loop else gathered
+        return cls(fns, plan, compute_dtype, reduce_dtype, diff_params, split_params(params), gathered, in_loop)
 
-    def with_diff(self, diff: Parts) -> Self:
-        return dataclasses.replace(self, diff=diff)
+    def with_diff_params(self, diff_params: Parts) -> Self:
+        return dataclasses.replace(self, diff_params=diff_params)
 
     def chunk(self, first: Array, layers: int) -> Self:
         """The same model with `layers` layers alone, from the one at `first` on."""
@@ -90,11 +101,11 @@ class ShardedModel:
             chunk = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, layers, 0), parts.blocks)
             return parts._replace(blocks=chunk)
 
-        diff, shards, gathered = map(slice_blocks, (self.diff, self.shards, self.gathered))
-        return dataclasses.replace(self, diff=diff, shards=shards, gathered=gathered)
+        diff_params, shards, gathered = map(slice_blocks, (self.diff_params, self.shards, self.gathered))
+        return dataclasses.replace(self, diff_params=diff_params, shards=shards, gathered=gathered)
 
     def gather_blocks(self) -> Tree:
-        """The layers' weights, whole, in the compute dtype."""
+        """The layers' weights, gathered, in the compute dtype."""
         blocks = self.gathered.blocks
         return self.gather(self.shards.blocks, self.names.blocks) if blocks is None else blocks
 
@@ -102,21 +113,21 @@ class ShardedModel:
         """The same model with its layers gathered; their gradients are scattered as before."""
         return dataclasses.replace(self, gathered=self.gathered._replace(blocks=self.gather_blocks()))
 
-    def with_whole_gradients(self, blocks: Tree) -> Self:
+    def with_unsharded_gradients(self, blocks: Tree) -> Self:
         """The same model with these gathered layers, whose gradients the caller scatters."""
-        return dataclasses.replace(self, diff=self.diff._replace(blocks=blocks), scatter_in_loop=False)
+        return dataclasses.replace(self, diff_params=self.diff_params._replace(blocks=blocks), scatter_in_loop=False)
 
     def embed(self, microbatch: Tree) -> Array:
         embed, select = self.fns.embed, self.fns.embed_params
         return self._run_end(lambda params, _, microbatch: embed(params, microbatch), select, None, microbatch)
 
-    def layers(self, x: Array, microbatch: Tree, first: Array) -> tuple[Array, Losses]:
-        """x through all layers, and the sum of their losses.  first: the model's index of the first layer."""
-        return self.fns.loop.run(*self._block_and_stacks(), x, microbatch, first)
+    def layers(self, x: Array, microbatch: Tree, first_layer: Array) -> tuple[Array, Losses]:
+        """x through all layers, and the sum of their losses.  first_layer: the model's index of the first layer."""
+        return self.fns.loop.run(*self._block_and_stacks(), x, microbatch, first_layer)
 
-    def vjp_layers(self, x: Array, microbatch: Tree, first: Array) -> tuple[Array, Losses, Callable]:
-        """As `layers`, and LayersLoop.vjp's vjp for diff.blocks."""
-        return self.fns.loop.vjp(*self._block_and_stacks(), x, microbatch, first)
+    def vjp_layers(self, x: Array, microbatch: Tree, first_layer: Array) -> tuple[Array, Losses, Callable]:
+        """As `layers`, and LayersLoop.vjp's accumulate_grads for diff_params.blocks."""
+        return self.fns.loop.vjp(*self._block_and_stacks(), x, microbatch, first_layer)
 
     def head(self, x: Array, microbatch: Tree) -> Losses:
         return self._run_end(self.fns.head, self.fns.head_params, x, microbatch)
@@ -144,42 +155,42 @@ class ShardedModel:
         return jax.tree.map(lambda names: names[1:], self.names.blocks, is_leaf=is_dim_names)
 
     def gather(self, shards: Tree, names: Tree) -> Tree:
-        """Whole weights, in the compute dtype."""
-        return self.plan.gather(cast(shards, self.compute), names)
+        """Gathered weights, in the compute dtype."""
+        return self.plan.gather(cast(shards, self.compute_dtype), names)
 
     def scatter(self, grads: Tree, names: Tree) -> Tree:
-        """Gradients of whole weights, summed over `data` onto the shards."""
-        return self.plan.scatter(cast(grads, self.reduce), names)
+        """Unsharded gradients, summed over `data` onto the shards."""
+        return self.plan.scatter(cast(grads, self.reduce_dtype), names)
 
     def _block_and_stacks(self) -> tuple[Block, Stacks]:
         """The block, and the stacks of which it takes one layer each."""
         if not self.scatter_in_loop:
-            return self.fns.block, (self.diff.blocks,)
+            return self.fns.block, (self.diff_params.blocks,)
         block = self._with_gathered_weights(self.fns.block, self.layer_names, prevent_cse=not self.fns.loop.scan)
-        return block, (self.diff.blocks, self.shards.blocks, self.gathered.blocks)
+        return block, (self.diff_params.blocks, self.shards.blocks, self.gathered.blocks)
 
     def _run_end(self, f: Callable, select: Callable[[Tree], Tree], x: Array | None, microbatch: Tree):
         """f(params, x, microbatch) with the parameters that `select` takes of the ends."""
         if not self.scatter_in_loop:
-            return f(select(self.diff.ends), x, microbatch)
+            return f(select(self.diff_params.ends), x, microbatch)
         run = self._with_gathered_weights(f, select(self.names.ends), scatter_first=True)
-        return run(*map(select, (self.diff.ends, self.shards.ends, self.gathered.ends)), x, microbatch)
+        return run(*map(select, (self.diff_params.ends, self.shards.ends, self.gathered.ends)), x, microbatch)
 
     def _with_gathered_weights(self, f: Callable, names: Tree, **barriers: bool) -> Callable:
         def scatter(grads: Tree) -> Tree:
-            return cast(self.scatter(grads, names), jnp.promote_types(self.compute, self.reduce))
+            return cast(self.scatter(grads, names), jnp.promote_types(self.compute_dtype, self.reduce_dtype))
 
         return with_gathered_weights(f, functools.partial(self.gather, names=names), scatter, **barriers)
 
     def reduce_gradients(self, grads: Parts) -> Tree:
-        """Gradients of `diff`, summed over the batch axes and sharded as the parameters are."""
-        reduced, names = cast(join_params(grads), self.reduce), self.plan.sharded_names
+        """Gradients of `diff_params`, summed over the batch axes and sharded as the parameters are."""
+        reduced, names = cast(join_params(grads), self.reduce_dtype), self.plan.sharded_names
         if self.plan.zero.stage and not self.scatter_in_loop:
             reduced = self.plan.scatter(reduced, names)
         return self.plan.psum_gradients(reduced, names)
 
     def inference_params(self) -> tuple[Tree, Callable[[Tree], Tree]]:
-        """(parameters with the layers of all stages, gather), where `gather` makes one layer of the stack whole."""
+        """(parameters with the layers of all stages, gather), where `gather` gathers one layer of the stack."""
         in_loop = self.gathered.blocks is None
         blocks = self.plan.gather_layers(self.shards.blocks if in_loop else self.gathered.blocks)
         gather = functools.partial(self.gather, names=self.layer_names) if in_loop else lambda layer: layer

@@ -1,6 +1,6 @@
 """ZeRO (arXiv:1910.02054): the state that data parallelism replicates n times is sharded over `data`.
 
-One dimension of every matrix, `width`, is sharded between steps.  `gather` makes weights whole, in the compute dtype;
+One dimension of every matrix, `width`, is sharded between steps.  `gather` unshards weights, in the compute dtype;
 `scatter` sums gradients onto the shards that own them.  `ZeroPolicy` says how often a step does each.  Vectors stay
 replicated, and their gradients are all-reduced once per step: the same bytes as gathering and scattering them."""
 
@@ -26,23 +26,24 @@ Frequency = Literal["never", "step", "chunk", "layer"]
 class ZeroPolicy:
     """How often a step gathers weights over `data` and scatters their gradients.
 
-        stage   gather   scatter
+        stage   gather   scatter  of layers
         0       never    never    nothing is sharded; gradients are all-reduced once per step
         1       step     step
         2       step     layer    each layer's gradients as backward computes them
         3       layer    layer    in the loop over layers; backward gathers again
 
+    The embedding and the head are gathered once per step in all of them, and scattered as often as layers.
     Breadth-first pipelines have `chunk` in place of `layer`: all microbatches run through one chunk of layers before
     the next, so a chunk is gathered once forward and once backward, and scattered once."""
 
     stage: int = 0
-    gather: Frequency = "never"
-    scatter: Frequency = "never"
+    gather_per: Frequency = "never"
+    scatter_per: Frequency = "never"
 
     @classmethod
     def of_stage(cls, stage: int, *, reduce_once: bool = False, layers: int = 2, breadth_first: bool = False) -> Self:
-        """reduce_once: gather and scatter once per step, whatever the stage.  layers: with weights of their own.
-        breadth_first: whether a pipeline runs this schedule."""
+        """reduce_once: gather and scatter once per step, whatever the stage.  layers: how many have weights of their
+        own.  breadth_first: whether a pipeline runs this schedule."""
         if stage == 0:
             return cls()
         if stage == 1 or reduce_once:
@@ -54,12 +55,12 @@ class ZeroPolicy:
     @property
     def gathers_in_loop(self) -> bool:
         """Whether layers are gathered inside the loop over layers or chunks; otherwise all of them are held."""
-        return self.gather in ("chunk", "layer")
+        return self.gather_per in ("chunk", "layer")
 
     @property
     def scatters_in_loop(self) -> bool:
         """Whether gradients are scattered as backward computes them; otherwise all at once at its end."""
-        return self.scatter in ("chunk", "layer")
+        return self.scatter_per in ("chunk", "layer")
 
 
 def sharded_names(names: DimNames) -> DimNames:
@@ -75,8 +76,8 @@ def _off_minor_dim(x: Array, dim: int) -> tuple[Array, int]:
 
 @jax.named_scope("weights")
 def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int) -> Tree:
-    """Shards to whole leaves, one axis of `data` after the other, innermost first.  names: the sharded dimension names
-    of each leaf.  width: unpadded size of the sharded dimension."""
+    """Shards to unsharded leaves, one axis of `data` after the other, innermost first.  names: the sharded dimension
+    names of each leaf.  width: unpadded size of the sharded dimension."""
 
     def gather_leaf(names: DimNames, x: Array) -> Array:
         if SHARD not in names:
@@ -91,7 +92,7 @@ def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int) -> T
 
 @jax.named_scope("gradients")
 def scatter(tree: Tree, names: Tree, data_axes: tuple[str, ...], padded_width: int) -> Tree:
-    """Each device's whole gradients to the sum over `data` of the shard that it owns.
+    """Each device's unsharded gradients to the sum over `data` of the shard that it owns.
 
     On a TPU a reduce-scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the
     torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and
@@ -119,20 +120,21 @@ def with_gathered_weights(
     prevent_cse: bool = False,
     scatter_first: bool = False,
 ) -> Callable:
-    """run(grad_slots, shards, gathered, x, *extra) = f(weights, x, *extra), whose gradient for the weights is scattered
-    in backward and returned as the gradient of `grad_slots`: zeros of the shards' shapes in `scatter`'s dtype.
+    """run(grad_sinks, shards, gathered, x, *extra) = f(weights, x, *extra).
 
-    The weights are `gathered`; where that is None they are gathered from `shards`, and gathered again in backward,
-    which saves nothing of them but the shards.  Everything else that backward needs is saved, as f's own remat says.
-    prevent_cse: keep XLA from merging the second gather with the first, which would hold the weights in between; inside
-    a loop that cannot happen, and the barrier only costs memory.  scatter_first: scatter before backward goes on, so
-    that no whole gradient is held meanwhile."""
+    The weights are `gathered`; where that is None they are gathered from `shards`, and again in backward, so that only
+    the shards are saved.  Everything else that backward needs is saved, as f's own remat says.  Backward scatters the
+    weights' gradient.  A custom_vjp must return it as that of some argument: `grad_sinks`, zeros of the shards' shapes
+    in `scatter`'s dtype, which are never read.  `shards` and `gathered` have none.
+    prevent_cse: keep XLA from merging the second gather with the first, which would hold the weights in between.  It
+    does not merge across the loops of a scan, where the barrier would only cost memory.  scatter_first: scatter before
+    backward goes on, so that no unsharded gradient is held meanwhile."""
 
     @jax.custom_vjp
-    def run(grad_slots, shards, gathered, x, *extra):
+    def run(grad_sinks, shards, gathered, x, *extra):
         return f(gather(shards) if gathered is None else gathered, x, *extra)
 
-    def forward(grad_slots, shards, gathered, x, *extra):
+    def forward(grad_sinks, shards, gathered, x, *extra):
         weights = gather(shards) if gathered is None else gathered
         out, vjp = jax.vjp(lambda weights, x: f(weights, x, *extra), weights, x)
         residuals, rebuild = drop_residuals(vjp, weights)
@@ -144,9 +146,9 @@ def with_gathered_weights(
             shards, g = lax.optimization_barrier((shards, g)) if prevent_cse else (shards, g)
             weights = gather(shards)
         d_weights, d_x = rebuild(residuals, weights)(g)
-        d_slots = scatter(d_weights)
-        d_slots, d_x = lax.optimization_barrier((d_slots, d_x)) if scatter_first else (d_slots, d_x)
-        return d_slots, None, None, d_x, *d_extra
+        d_sinks = scatter(d_weights)
+        d_sinks, d_x = lax.optimization_barrier((d_sinks, d_x)) if scatter_first else (d_sinks, d_x)
+        return d_sinks, None, None, d_x, *d_extra
 
     run.defvjp(forward, backward)
     return run

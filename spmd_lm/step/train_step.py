@@ -75,17 +75,17 @@ def make_train_step(
 def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, Parts]) -> tuple[LossDict, Parts]:
     """Losses and gradients, summed over microbatches one after the other."""
 
-    def loss_fn(diff: Parts, microbatch: Microbatch) -> tuple[jax.Array, LossDict]:
-        losses = model.with_diff(diff).forward(microbatch)
+    def loss_fn(diff_params: Parts, microbatch: Microbatch) -> tuple[jax.Array, LossDict]:
+        losses = model.with_diff_params(diff_params).forward(microbatch)
         return sum_losses(losses), losses
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
     if jax.tree.leaves(microbatches)[0].shape[0] == 1:
-        grads, losses = grad_fn(model.diff, jax.tree.map(lambda x: x[0], microbatches))
+        grads, losses = grad_fn(model.diff_params, jax.tree.map(lambda x: x[0], microbatches))
         return losses, grads
 
     def add_microbatch(total: tuple[LossDict, Parts], microbatch: Microbatch) -> tuple[tuple[LossDict, Parts], None]:
-        grads, losses = grad_fn(model.diff, microbatch)
+        grads, losses = grad_fn(model.diff_params, microbatch)
         return tree_add(total, (losses, grads)), None
 
     return lax.scan(add_microbatch, zeros, microbatches)[0]
@@ -93,8 +93,8 @@ def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, P
 
 def zero_gradients(model: ShardedModel, params: Tree) -> Parts:
     """Zeros to which the microbatches' gradients are added, in the parameters' dtype, or float32 if that is wider."""
-    dtype = jnp.result_type(jnp.promote_types(model.compute, jnp.float32), *jax.tree.leaves(params))
-    return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), model.diff)
+    dtype = jnp.result_type(jnp.promote_types(model.compute_dtype, jnp.float32), *jax.tree.leaves(params))
+    return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), model.diff_params)
 
 
 def state_specs(plan: Plan, optimizer: Optimizer, precision: Precision) -> TrainState:

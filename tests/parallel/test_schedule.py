@@ -138,11 +138,11 @@ def test_slots_are_never_shared():
                     assert forward.receive_slot[tick] not in held
                     held[forward.receive_slot[tick]] = (-1, -1)  # of a task that its forward names
                 if forward.active[tick]:
-                    task, slot = (forward.chunk[tick], forward.microbatch[tick]), forward.slot[tick]
+                    task, slot = (forward.chunk[tick], forward.microbatch[tick]), forward.input_slot[tick]
                     assert (slot in held) != bool(forward.from_embedding[tick])
                     held[slot] = task
                 if backward.active[tick]:
-                    assert held.pop(backward.slot[tick]) == (backward.chunk[tick], backward.microbatch[tick])
+                    assert held.pop(backward.input_slot[tick]) == (backward.chunk[tick], backward.microbatch[tick])
             assert not held
         assert table.input_slots >= max(s.live_inputs)
 

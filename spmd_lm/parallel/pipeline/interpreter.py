@@ -1,8 +1,9 @@
 """Runs a pipeline schedule: one stage's side of it, tick by tick.
 
 In each tick a stage receives what its neighbours sent in the last one, runs one chunk of its layers forward and one
-backward.  In between it saves only the chunk's input, and runs the chunk again for its gradients.  Idle halves of a
-tick are lax.conds that cost nothing; no collective inside one spans `pipe`.
+backward.  Between a task's forward and its backward it saves only the chunk's input, and runs the chunk again for its
+gradients, whatever the remat policy, which applies inside that run.  Idle halves of a tick are skipped by a conditional
+(`cond_in_place`), but their stage takes part in both permutes; no collective inside a conditional spans `pipe`.
 
 A breadth-first schedule runs all microbatches through a chunk before the next.  So weights that ZeRO shards are
 gathered once per chunk and direction, and gradients scattered once per chunk.  Its forward is over before backward
@@ -20,28 +21,29 @@ from jax import Array, lax
 
 from spmd_lm.axes import PIPE
 from spmd_lm.parallel.layers_loop import Losses
-from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, Ticks, schedule_table
+from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, TaskFields, schedule_table
 from spmd_lm.parallel.pipeline.transfer import StageTransfer
 from spmd_lm.parallel.sharded_model import Parts, ShardedModel
 from spmd_lm.parallel.trees import Tree, tree_add, tree_add_subset
 
 T = TypeVar("T")
-Half = Ticks[np.ndarray]  # one half of a range of ticks, of all stages
-Task = Ticks[Array]  # one half of one tick, of this stage: scalars
+TaskTable = TaskFields[np.ndarray]  # of all stages, in one half of a range of ticks
+StageTask = TaskFields[Array]  # of this stage, in one half of one tick: scalars
 
 
 class Carry(NamedTuple):
-    """What a stage carries from tick to tick.  activation, gradient: messages in flight.  inputs, grad_slots: slots of
-    activations and of gradients that wait for their task.  losses, grads: the sums so far.
+    """What a stage carries from tick to tick.  activation, gradient: messages in flight.  inputs: slots for inputs of
+    chunks, from their arrival until their backward.  output_grads: slots for gradients of chunks' outputs, from their
+    arrival until their backward.  losses, grads: the sums so far.
 
-    Only of breadth-first schedules: boundary, for each microbatch the output of the last stage, then its gradient, and
-    on the first stage the gradient of the embedding's output.  chunk_params, chunk_grads: whole weights of the current
+    Breadth-first schedules only.  boundary: for each microbatch the output of the last stage, then its gradient, and on
+    the first stage the gradient of the embedding's output.  chunk_params, chunk_grads: gathered weights of the current
     chunk and their gradients, where ZeRO scatters per chunk."""
 
     activation: Any = None
     gradient: Any = None
     inputs: Any = None
-    grad_slots: Any = None
+    output_grads: Any = None
     losses: Any = None
     grads: Any = None
     boundary: Any = None
@@ -49,8 +51,8 @@ class Carry(NamedTuple):
     chunk_grads: Any = None
 
 
-FORWARD_ONLY, BACKWARD_ONLY = ("activation", "inputs"), ("gradient", "grad_slots", "grads", "chunk_grads")
-"""Fields that only one half of a tick changes."""
+FORWARD_ONLY, BACKWARD_ONLY = ("activation", "inputs"), ("gradient", "output_grads", "grads", "chunk_grads")
+"""Fields that only the forward halves of ticks change, and only the backward halves."""
 
 
 class TaskResult(NamedTuple):
@@ -71,14 +73,14 @@ class Pipeline:
     def __init__(self, model: ShardedModel, schedule: Schedule, batch: Tree):
         self.model, self.plan, self.batch = model, model.plan, batch
         self.stages, self.table = schedule.stages, schedule_table(schedule)
-        self.layers = jax.tree.leaves(model.diff.blocks)[0].shape[0] // schedule.chunks
-        self.breadth_first, self.per_chunk = schedule.kind == "breadth_first", self.plan.zero.scatter == "chunk"
+        self.layers_per_chunk = jax.tree.leaves(model.diff_params.blocks)[0].shape[0] // schedule.chunks
+        self.breadth_first, self.per_chunk = schedule.kind == "breadth_first", self.plan.zero.scatter_per == "chunk"
         self.stage = lax.axis_index(PIPE)
-        self.like = jax.eval_shape(lambda: model.embed(self.microbatch(0)))  # an activation
-        self.transfer = StageTransfer(self.plan, self.like, wraps=schedule.chunks > 1)
+        self.activation_shape = jax.eval_shape(lambda: model.embed(self.microbatch(0)))  # an activation
+        self.transfer = StageTransfer(self.plan, self.activation_shape, wraps=schedule.chunks > 1)
 
     def gradients(self, losses: Losses, grads: Parts) -> tuple[Losses, Parts]:
-        """Losses, and gradients of `model.diff`, on this stage.  losses, grads: zeros like them."""
+        """Losses, and gradients of `model.diff_params`, on this stage.  losses, grads: zeros like them."""
         carry = self.start(losses, grads)
         for i, phase in enumerate(self.table.phases):
             carry = self.run_ticks(carry, *phase)
@@ -87,15 +89,17 @@ class Pipeline:
         return carry.losses, carry.grads
 
     def evaluate(self, zeros: Losses) -> Losses:
-        """What the head computes of all microbatches, and the layers' losses, on this stage; nothing is saved for
-        backward.  zeros: of its structure."""
+        """The sum over all microbatches of the head's results and the layers' losses, on this stage; nothing is saved
+        for backward.  zeros: of the result's structure."""
         carry = Carry(activation=self.transfer.zeros(), inputs=self.slots(self.table.input_slots), losses=zeros)
         busy = self.table.forward.active.any(1)
         return self.run_ticks(carry, self.table.forward.at_ticks(busy), None, self.evaluate_task).losses
 
     def start(self, losses: Losses, grads: Parts) -> Carry:
         messages = self.transfer.zeros(), self.transfer.zeros()
-        carry = Carry(*messages, self.slots(self.table.input_slots), self.slots(self.table.grad_slots), losses, grads)
+        carry = Carry(
+            *messages, self.slots(self.table.input_slots), self.slots(self.table.output_grad_slots), losses, grads
+        )
         if self.breadth_first:
             carry = carry._replace(boundary=self.slots(jax.tree.leaves(self.batch)[0].shape[0]))
         if self.per_chunk:
@@ -105,14 +109,14 @@ class Pipeline:
         return carry
 
     def run_ticks(
-        self, carry: Carry, forward: Half | None, backward: Half | None, forward_task: Callable | None = None
+        self, carry: Carry, forward: TaskTable | None, backward: TaskTable | None, forward_task: Callable | None = None
     ) -> Carry:
         """Runs the ticks of a phase.  A field that none of them changes stays out of the loop, which would copy it."""
         unchanged = () if forward and backward else BACKWARD_ONLY if forward else FORWARD_ONLY
         fixed = {name: getattr(carry, name) for name in unchanged}
         absent = dict.fromkeys(unchanged)
 
-        def tick(looping: Carry, tasks: tuple[Half | None, Half | None]) -> tuple[Carry, None]:
+        def tick(looping: Carry, tasks: tuple[TaskTable | None, TaskTable | None]) -> tuple[Carry, None]:
             carry, (forward, backward) = looping._replace(**fixed), tasks
             if forward:
                 carry = self.forward_half(self.at_stage(forward), carry, forward_task or self.forward_task)
@@ -129,85 +133,87 @@ class Pipeline:
 
     # ---- forward
 
-    def forward_half(self, task: Task, carry: Carry, run: Callable[..., TaskResult]) -> Carry:
+    def forward_half(self, task: StageTask, carry: Carry, run: Callable[..., TaskResult]) -> Carry:
         carry = self.load_chunk("forward", task, carry)
         inputs = self.receive("forward", carry.inputs, task.receive_slot, carry.activation)
-        x = inputs[task.slot]
-        output = None if carry.boundary is None else jnp.zeros_like(self.like)
-        idle = TaskResult(self.transfer.zeros(), jnp.zeros_like(self.like), carry.losses, boundary=output)
-        result = self.cond_update("forward_active", task.active, partial(run, task, carry, x), idle)
-        inputs = self.write(inputs, task.slot, result.embedded, task.active & task.from_embedding)
+        x = inputs[task.input_slot]
+        output = None if carry.boundary is None else jnp.zeros_like(self.activation_shape)
+        default = TaskResult(
+            self.transfer.zeros(), jnp.zeros_like(self.activation_shape), carry.losses, boundary=output
+        )
+        result = self.cond_in_place("forward_active", task.active, partial(run, task, carry, x), default)
+        inputs = self.write(inputs, task.input_slot, result.embedded, task.active & task.from_embedding)
         boundary = carry.boundary
         if boundary is not None:
             boundary = self.write(boundary, task.microbatch, result.boundary, task.active & task.to_head)
         return carry._replace(activation=result.message, inputs=inputs, losses=result.losses, boundary=boundary)
 
-    def forward_task(self, task: Task, carry: Carry, x: Array, idle: TaskResult) -> TaskResult:
+    def forward_task(self, task: StageTask, carry: Carry, x: Array, default: TaskResult) -> TaskResult:
         x, transfer = self.task_input(task, x), self.transfer
         run = partial(self.chunk_forward, task, carry, x)
         if self.breadth_first:
             y, _ = run()
-            return idle._replace(message=transfer.pack(y), embedded=x, boundary=y)
+            return default._replace(message=transfer.pack(y), embedded=x, boundary=y)
         # The last chunk is not run ahead: its backward starts with its forward.
         message = self.cond("forward_to_head", task.to_head, transfer.zeros, lambda: transfer.pack(run()[0]))
-        return idle._replace(message=message, embedded=x)
+        return default._replace(message=message, embedded=x)
 
-    def evaluate_task(self, task: Task, carry: Carry, x: Array, idle: TaskResult) -> TaskResult:
+    def evaluate_task(self, task: StageTask, carry: Carry, x: Array, default: TaskResult) -> TaskResult:
         x = self.task_input(task, x)
         y, losses = self.chunk_forward(task, carry, x)
-        losses = tree_add_subset(idle.losses, losses)
+        losses = tree_add_subset(default.losses, losses)
 
         def with_head() -> Losses:
             return tree_add_subset(losses, self.model.head(y, self.microbatch(task.microbatch)))
 
         total = self.cond("forward_to_head", task.to_head, with_head, lambda: losses)
-        return idle._replace(message=self.transfer.pack(y), embedded=x, losses=total)
+        return default._replace(message=self.transfer.pack(y), embedded=x, losses=total)
 
-    def task_input(self, task: Task, x: Array) -> Array:
+    def task_input(self, task: StageTask, x: Array) -> Array:
         """The embedding's output where the task starts there, otherwise x."""
         name, embed = "forward_from_embedding", self.model.embed
         return self.cond(name, task.from_embedding, lambda: embed(self.microbatch(task.microbatch)), lambda: x)
 
-    def chunk_forward(self, task: Task, carry: Carry, x: Array) -> tuple[Array, Losses]:
+    def chunk_forward(self, task: StageTask, carry: Carry, x: Array) -> tuple[Array, Losses]:
         return self.chunk_model(task, carry).layers(x, self.microbatch(task.microbatch), self.first_layer(task))
 
     # ---- backward
 
-    def backward_half(self, task: Task, carry: Carry) -> Carry:
+    def backward_half(self, task: StageTask, carry: Carry) -> Carry:
         carry = self.load_chunk("backward", task, carry)
-        grad_slots = self.receive("backward", carry.grad_slots, task.receive_slot, carry.gradient)
-        carry = carry._replace(grad_slots=grad_slots)
+        output_grads = self.receive("backward", carry.output_grads, task.receive_slot, carry.gradient)
+        carry = carry._replace(output_grads=output_grads)
         grads = None if self.per_chunk else carry.grads
-        idle = TaskResult(self.transfer.zeros(), None, carry.losses, grads, carry.chunk_grads)
-        idle = idle._replace(boundary=jnp.zeros_like(self.like)) if self.breadth_first else idle
-        result = self.cond_update("backward_active", task.active, partial(self.backward_task, task, carry), idle)
+        default = TaskResult(self.transfer.zeros(), None, carry.losses, grads, carry.chunk_grads)
+        default = default._replace(boundary=jnp.zeros_like(self.activation_shape)) if self.breadth_first else default
+        result = self.cond_in_place("backward_active", task.active, partial(self.backward_task, task, carry), default)
         carry = carry._replace(gradient=result.message, losses=result.losses, chunk_grads=result.chunk_grads)
         if self.breadth_first:
             starts = task.active & task.from_embedding
             carry = carry._replace(boundary=self.write(carry.boundary, task.microbatch, result.boundary, starts))
         return self.scatter_chunk(task, carry) if self.per_chunk else carry._replace(grads=result.grads)
 
-    def backward_task(self, task: Task, carry: Carry, idle: TaskResult) -> TaskResult:
-        x, d_y = carry.inputs[task.slot], carry.grad_slots[task.grad_slot]
+    def backward_task(self, task: StageTask, carry: Carry, default: TaskResult) -> TaskResult:
+        x, d_y = carry.inputs[task.input_slot], carry.output_grads[task.output_grad_slot]
         microbatch, model = self.microbatch(task.microbatch), self.chunk_model(task, carry)
-        if self.layers == 1 and not self.per_chunk:  # nothing runs between its forward and backward that needs the room
+        if self.layers_per_chunk == 1 and not self.per_chunk:  # its backward follows at once: saves one gather
             model = model.with_gathered_blocks()
-        y, layer_losses, vjp = model.vjp_layers(x, microbatch, self.first_layer(task))
-        losses, grads, chunk_grads = idle.losses, idle.grads, idle.chunk_grads
+        y, layer_losses, accumulate_grads = model.vjp_layers(x, microbatch, self.first_layer(task))
+        losses, grads, chunk_grads = default.losses, default.grads, default.chunk_grads
         if self.breadth_first:
             d_y = jnp.where(task.to_head, carry.boundary[task.microbatch], d_y)
         else:
             losses, d_y, ends = self.head_vjp(task, y, d_y, losses, grads.ends)
         losses = tree_add_subset(losses, layer_losses)
         if self.per_chunk:
-            chunk_grads, d_x = vjp(d_y, chunk_grads, 0, overwrite=task.first_of_chunk)
+            chunk_grads, d_x = accumulate_grads(d_y, chunk_grads, 0, overwrite=task.first_of_chunk)
         else:
-            blocks, d_x = vjp(d_y, grads.blocks, task.chunk * self.layers)
+            blocks, d_x = accumulate_grads(d_y, grads.blocks, task.chunk * self.layers_per_chunk)
             grads = Parts(blocks, grads.ends if self.breadth_first else self.embedding_vjp(task, d_x, ends))
         boundary = d_x if self.breadth_first else None
         return TaskResult(self.transfer.pack(d_x), None, losses, grads, chunk_grads, boundary)
 
-    def head_vjp(self, task: Task, y: Array, d_y: Array, losses: Losses, ends: Tree) -> tuple[Losses, Array, Tree]:
+    def head_vjp(self, task: StageTask, y: Array, d_y: Array, losses: Losses, ends: Tree) -> tuple[Losses, Array, Tree]:
         """(losses plus the head's, gradient of y, `ends` plus the head's gradients) where y goes to the head; otherwise
         the arguments."""
 
@@ -216,58 +222,60 @@ class Pipeline:
 
         def update(old: tuple[Losses, Array, Tree]) -> tuple[Losses, Array, Tree]:
             losses, _, ends = old
-            head_losses, vjp = jax.vjp(head, self.model.diff.ends, y)
+            head_losses, vjp = jax.vjp(head, self.model.diff_params.ends, y)
             d_ends, d_y = vjp(jax.tree.map(jnp.ones_like, head_losses))
             return tree_add_subset(losses, head_losses), d_y, tree_add(ends, d_ends)
 
-        return self.cond_update("backward_to_head", task.to_head, update, (losses, d_y, ends))
+        return self.cond_in_place("backward_to_head", task.to_head, update, (losses, d_y, ends))
 
-    def embedding_vjp(self, task: Task, d_x: Array, ends: Tree) -> Tree:
+    def embedding_vjp(self, task: StageTask, d_x: Array, ends: Tree) -> Tree:
         """`ends` plus the embedding's gradients, where the task's input came from it."""
 
         def embed(ends: Tree) -> Array:
             return self.with_ends(ends).embed(self.microbatch(task.microbatch))
 
         def update(total: Tree) -> Tree:
-            return tree_add(total, *jax.vjp(embed, self.model.diff.ends)[1](d_x))
+            return tree_add(total, *jax.vjp(embed, self.model.diff_params.ends)[1](d_x))
 
-        return self.cond_update("backward_from_embedding", task.from_embedding, update, ends)
+        return self.cond_in_place("backward_from_embedding", task.from_embedding, update, ends)
 
     def with_ends(self, ends: Tree) -> ShardedModel:
-        return self.model.with_diff(self.model.diff._replace(ends=ends))
+        return self.model.with_diff_params(self.model.diff_params._replace(ends=ends))
 
     # ---- chunks
 
-    def first_layer(self, task: Task) -> Array:
+    def first_layer(self, task: StageTask) -> Array:
         """The model's index of the chunk's first layer."""
-        return (task.chunk * self.stages + self.stage) * self.layers
+        return (task.chunk * self.stages + self.stage) * self.layers_per_chunk
 
-    def chunk_model(self, task: Task, carry: Carry) -> ShardedModel:
+    def chunk_model(self, task: StageTask, carry: Carry) -> ShardedModel:
         if carry.chunk_params is not None:
-            return self.model.with_whole_gradients(carry.chunk_params)
-        return self.model.chunk(task.chunk * self.layers, self.layers)
+            return self.model.with_unsharded_gradients(carry.chunk_params)
+        return self.model.chunk(task.chunk * self.layers_per_chunk, self.layers_per_chunk)
 
     def gather_chunk(self, chunk: Array) -> Tree:
-        return self.model.chunk(chunk * self.layers, self.layers).gather_blocks()
+        return self.model.chunk(chunk * self.layers_per_chunk, self.layers_per_chunk).gather_blocks()
 
-    def load_chunk(self, half: str, task: Task, carry: Carry) -> Carry:
+    def load_chunk(self, half: str, task: StageTask, carry: Carry) -> Carry:
         """`carry` with the weights of the task's chunk gathered, where that is done per chunk."""
         if (params := carry.chunk_params) is None:
             return carry
         name = f"{half}_loads_chunk"
-        params = self.cond_update(name, task.loads_chunk, lambda _: self.gather_chunk(task.chunk), params)
+        params = self.cond_in_place(name, task.loads_chunk, lambda _: self.gather_chunk(task.chunk), params)
         return carry._replace(chunk_params=params)
 
-    def scatter_chunk(self, task: Task, carry: Carry) -> Carry:
+    def scatter_chunk(self, task: StageTask, carry: Carry) -> Carry:
         """`carry` with the gradients of a chunk scattered into `grads`, once they are summed over all microbatches."""
 
         def write_leaf(total: Array, shard: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(total, shard.astype(total.dtype), task.chunk * self.layers, 0)
+            return lax.dynamic_update_slice_in_dim(
+                total, shard.astype(total.dtype), task.chunk * self.layers_per_chunk, 0
+            )
 
         def write(blocks: Tree) -> Tree:
             return jax.tree.map(write_leaf, blocks, self.model.scatter(carry.chunk_grads, self.model.names.blocks))
 
-        blocks = self.cond_update("backward_last_of_chunk", task.last_of_chunk, write, carry.grads.blocks)
+        blocks = self.cond_in_place("backward_last_of_chunk", task.last_of_chunk, write, carry.grads.blocks)
         return carry._replace(grads=carry.grads._replace(blocks=blocks))
 
     # ---- head and embedding of a breadth-first schedule
@@ -295,8 +303,8 @@ class Pipeline:
     ) -> Carry:
         """`carry` after one end of the model has run backward on its stage, for all microbatches.
 
-        select: of a tree of ends, what that end reads.  run: (its params, boundary entry, microbatch) -> (losses,
-        gradients of its params, gradient for the boundary)."""
+        select: takes from a tree of ends what that end reads.  run: (its params, boundary entry, microbatch) ->
+        (losses, gradients of its params, gradient for the boundary)."""
         params = select(self.model.gathered.ends)
         zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, select(carry.grads.ends))
         unchanged = carry.losses, carry.boundary, carry.grads.ends
@@ -324,7 +332,7 @@ class Pipeline:
                 return lax.cond(predicate, true_fn, false_fn)
             return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), true_fn(), false_fn())
 
-    def cond_update(self, name: str, predicate: Array, update: Callable[[T], T], value: T) -> T:
+    def cond_in_place(self, name: str, predicate: Array, update: Callable[[T], T], value: T) -> T:
         """update(value) if `predicate` holds, otherwise `value`; for large values.
 
         A GPU's compiler copies what goes through a conditional, in both branches and once more after it, but updates a
@@ -344,14 +352,14 @@ class Pipeline:
     def microbatch(self, index: Array | int) -> Tree:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.batch)
 
-    def at_stage(self, tasks: Half) -> Task:
-        return cast(Task, jax.tree.map(lambda column: column[self.stage], tasks))
+    def at_stage(self, tasks: TaskTable) -> StageTask:
+        return cast(StageTask, jax.tree.map(lambda column: column[self.stage], tasks))
 
     # Slots are read and written outside conditionals: inside, a GPU's compiler copies all of them in every tick.
 
     def slots(self, number: int) -> Array:
         """For `number` activations; and one more, which is written and never read."""
-        return jnp.zeros((number + 1, *self.like.shape), self.like.dtype)
+        return jnp.zeros((number + 1, *self.activation_shape.shape), self.activation_shape.dtype)
 
     def write(self, slots: Array, slot: Array, x: Array, predicate: Array | bool = True) -> Array:
         """`slots` with x in `slot`; unchanged where that is IDLE or the predicate is false."""
@@ -359,7 +367,7 @@ class Pipeline:
 
     def receive(self, half: str, slots: Array, slot: Array, message: Array) -> Array:
         """`slots` with what has arrived from a neighbour, if anything has."""
-        if not self.transfer.sends_all:
-            unpack, zeros = partial(self.transfer.unpack, message), partial(jnp.zeros_like, self.like)
+        if not self.transfer.sends_unsplit:
+            unpack, zeros = partial(self.transfer.unpack, message), partial(jnp.zeros_like, self.activation_shape)
             message = self.cond(f"{half}_receives", slot != IDLE, unpack, zeros)
         return self.write(slots, slot, message)

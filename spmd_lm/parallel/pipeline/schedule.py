@@ -10,7 +10,7 @@ one program serves all of them.  With p stages, m microbatches and v chunks of l
     breadth_first   gpipe with v > 1, all microbatches of a chunk at a time       arXiv:2211.05953
 
 A task is a chunk of layers on one microbatch.  Every stage runs its tasks in the same order forward, and in another
-order backward; stage s starts s ticks after the first one forward, and the first one starts backward s ticks after it.
+order backward.  Forward, stage s starts s ticks after stage 0; backward, stage 0 starts s ticks after stage s.
 That is all of a schedule.  The bubble is (p - 1) / (v m) of the work; schedules differ in how many inputs a stage holds
 for backward, and for how long it uses the weights of one chunk.  `schedule_table` makes of it what the interpreter
 reads: slots and conditions."""
@@ -36,14 +36,15 @@ class Task(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """forward_order: of tasks, the same on every stage.  delay: ticks before the last stage's first backward task."""
+    """forward_order: the order of tasks, the same on every stage.  backward_start: the tick of the last stage's first
+    backward task."""
 
     kind: Kind
     stages: int
     microbatches: int
     chunks: int
     forward_order: tuple[Task, ...]
-    delay: int
+    backward_start: int
 
     @functools.cached_property
     def backward_order(self) -> tuple[Task, ...]:
@@ -52,7 +53,7 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        return self.delay + len(self.forward_order) + self.stages - 1
+        return self.backward_start + len(self.forward_order) + self.stages - 1
 
     @functools.cached_property
     def _order(self) -> dict[Task, int]:
@@ -63,11 +64,11 @@ class Schedule:
         stage c p + s: their number is the order in which a microbatch runs through them."""
         chunk, stage = divmod(virtual_stage, self.stages)
         forward, backward = self._order[Task(chunk, microbatch)], self._order[Task(self.chunks - 1 - chunk, microbatch)]
-        return forward + stage, backward + self.delay + self.stages - 1 - stage
+        return forward + stage, backward + self.backward_start + self.stages - 1 - stage
 
-    def _table(self, first: np.ndarray) -> np.ndarray:
-        """int [ticks, stages]: indices into an order that each stage starts at its tick of `first`; IDLE for none."""
-        at = np.arange(self.ticks)[:, None] - first
+    def _table(self, start_ticks: np.ndarray) -> np.ndarray:
+        """int [ticks, stages]: indices into an order that stage s starts at start_ticks[s]; IDLE for none."""
+        at = np.arange(self.ticks)[:, None] - start_ticks
         return np.where((at >= 0) & (at < len(self.forward_order)), at, IDLE)
 
     @functools.cached_property
@@ -78,7 +79,7 @@ class Schedule:
     @functools.cached_property
     def backward(self) -> np.ndarray:
         """int [ticks, stages]: indices into `backward_order`; IDLE for none."""
-        return self._table(self.delay + np.arange(self.stages)[::-1])
+        return self._table(self.backward_start + np.arange(self.stages)[::-1])
 
     # ---- what it costs
 
@@ -122,7 +123,7 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, chunks: int = 1) -
     group = p if depth_first and v > 1 else m  # microbatches that run through a chunk before the next chunk
     groups = [range(first, min(first + group, m)) for first in range(0, m, group)]
     order = tuple(Task(chunk, microbatch) for each in groups for chunk in range(v) for microbatch in each)
-    return Schedule(kind, p, m, v, order, delay=v * p - 1 if depth_first else v * m + p - 1)
+    return Schedule(kind, p, m, v, order, backward_start=v * p - 1 if depth_first else v * m + p - 1)
 
 
 def render(s: Schedule, width: int = 112) -> str:
@@ -154,22 +155,23 @@ def render(s: Schedule, width: int = 112) -> str:
 # ---- as the interpreter reads it
 
 
-class Ticks(NamedTuple, Generic[A]):
-    """What each stage does in one direction: arrays [ticks, stages]; in the interpreter, scalars of one of each."""
+class TaskFields(NamedTuple, Generic[A]):
+    """What each stage does in one direction: arrays [ticks, stages]; in the interpreter also scalars, of one tick and
+    one stage."""
 
     active: A  # whether there is a task
     microbatch: A
     chunk: A
     from_embedding: A  # its input comes from the embedding
     to_head: A  # its output goes to the head
-    slot: A  # holds its input
-    grad_slot: A  # holds the gradient of its output
+    input_slot: A  # holds its input
+    output_grad_slot: A  # holds the gradient of its output
     receive_slot: A  # in which to put what a neighbour has just sent; IDLE for none
     loads_chunk: A  # its chunk differs from that of the stage's previous task
     first_of_chunk: A  # of backward
     last_of_chunk: A
 
-    def at_ticks(self, ticks: Any) -> "Ticks[A]":
+    def at_ticks(self, ticks: Any) -> "TaskFields[A]":
         """ticks: bool [ticks]."""
         return jax.tree.map(lambda column: column[ticks], self)
 
@@ -181,15 +183,15 @@ PER_TICK = ("active", "receives", "loads_chunk", "last_of_chunk")
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleTable:
-    """input_slots, grad_slots: how many slots a stage needs of each kind."""
+    """input_slots, output_grad_slots: how many slots a stage needs of each kind."""
 
-    forward: Ticks[np.ndarray]
-    backward: Ticks[np.ndarray]
+    forward: TaskFields[np.ndarray]
+    backward: TaskFields[np.ndarray]
     input_slots: int
-    grad_slots: int
+    output_grad_slots: int
 
     @property
-    def phases(self) -> list[tuple[Ticks[np.ndarray] | None, Ticks[np.ndarray] | None]]:
+    def phases(self) -> list[tuple[TaskFields[np.ndarray] | None, TaskFields[np.ndarray] | None]]:
         """Ranges of ticks that run in one loop each, as (forward, backward); None for a half in which all stages are
         idle.  Where no tick has both halves, each half has a loop of its own, and sends in one direction alone."""
         forward, backward = (half.active.any(1) for half in (self.forward, self.backward))
@@ -217,7 +219,7 @@ class ScheduleTable:
         return runs | {"embedding_of_all": first | run_idle_stages, "head_of_all": first[::-1] | run_idle_stages}
 
     def shares(self) -> dict[str, np.ndarray]:
-        """float [stages]: how often each condition is true, of the times that it is evaluated."""
+        """float [stages]: the fraction of its evaluations in which each condition is true."""
         runs, shares = self.runs(), {}
         for name, times in runs.items():
             half, condition = name.split("_", 1)
@@ -229,17 +231,19 @@ class ScheduleTable:
 
 
 def schedule_table(s: Schedule) -> ScheduleTable:
-    def blank() -> Ticks[np.ndarray]:
-        columns = {name: np.zeros((s.ticks, s.stages), bool if name in FLAGS else np.int32) for name in Ticks._fields}
-        return Ticks(**columns | {"receive_slot": np.full((s.ticks, s.stages), IDLE, np.int32)})
+    def blank() -> TaskFields[np.ndarray]:
+        columns = {
+            name: np.zeros((s.ticks, s.stages), bool if name in FLAGS else np.int32) for name in TaskFields._fields
+        }
+        return TaskFields(**columns | {"receive_slot": np.full((s.ticks, s.stages), IDLE, np.int32)})
 
     halves = blank(), blank()
     slots = [_fill_stage(s, stage, *halves) for stage in range(s.stages)]
-    input_slots, grad_slots = map(max, zip(*slots, strict=True))
-    return ScheduleTable(*halves, input_slots, grad_slots)
+    input_slots, output_grad_slots = map(max, zip(*slots, strict=True))
+    return ScheduleTable(*halves, input_slots, output_grad_slots)
 
 
-def _fill_stage(s: Schedule, stage: int, forward: Ticks, backward: Ticks) -> tuple[int, int]:
+def _fill_stage(s: Schedule, stage: int, forward: TaskFields, backward: TaskFields) -> tuple[int, int]:
     """Fills one stage's columns of both halves; returns how many slots of each kind it needs."""
     ticks, inputs, grads = {}, {}, {}
     for task in s.forward_order:
@@ -250,15 +254,15 @@ def _fill_stage(s: Schedule, stage: int, forward: Ticks, backward: Ticks) -> tup
         if virtual_stage < s.chunks * s.stages - 1:  # the tick in which the next one's gradient arrives
             grads[task] = s.ticks_of(virtual_stage + 1, microbatch)[1] + 1
     slots = _assign_slots({task: (inputs.get(task, first), last) for task, (first, last) in ticks.items()})
-    grad_slots = _assign_slots({task: (first, ticks[task][1]) for task, first in grads.items()})
+    output_grad_slots = _assign_slots({task: (first, ticks[task][1]) for task, first in grads.items()})
     for task, of_halves in ticks.items():
         for half, tick in zip((forward, backward), of_halves, strict=True):
             at = tick, stage
             half.active[at] = True
             half.chunk[at], half.microbatch[at] = task
             half.from_embedding[at], half.to_head[at] = task not in inputs, task not in grads
-            half.slot[at], half.grad_slot[at] = slots[task], grad_slots.get(task, 0)
-    for half, arrivals, slots_ in ((forward, inputs, slots), (backward, grads, grad_slots)):
+            half.input_slot[at], half.output_grad_slot[at] = slots[task], output_grad_slots.get(task, 0)
+    for half, arrivals, slots_ in ((forward, inputs, slots), (backward, grads, output_grad_slots)):
         for task, tick in arrivals.items():
             half.receive_slot[tick, stage] = slots_[task]
     loaded = None
@@ -270,7 +274,7 @@ def _fill_stage(s: Schedule, stage: int, forward: Ticks, backward: Ticks) -> tup
     for chunk in range(s.chunks):
         of_chunk = [last for task, (_, last) in ticks.items() if task.chunk == chunk]
         backward.first_of_chunk[min(of_chunk), stage] = backward.last_of_chunk[max(of_chunk), stage] = True
-    return 1 + max(slots.values()), 1 + max(grad_slots.values(), default=0)
+    return 1 + max(slots.values()), 1 + max(output_grad_slots.values(), default=0)
 
 
 def _assign_slots(intervals: dict[Task, tuple[int, int]]) -> dict[Task, int]:

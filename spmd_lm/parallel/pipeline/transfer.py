@@ -10,16 +10,17 @@ from spmd_lm.parallel.plan import Plan
 
 
 class StageTransfer:
-    """Sends activations and their gradients from stage to stage; where `model` is n, an n-th of each per device.
+    """Sends activations and their gradients from stage to stage; with n devices along `model`, each
+    sends 1/n of it.
 
     Where the sequence is not sharded every device of `model` has the whole activation, and it is enough that each sends
-    one part (arXiv:2104.04473, section 4.1).  wraps: whether the last stage sends to the first.  sends_all: whether a
-    message is all that a device holds."""
+    one part (arXiv:2104.04473, section 4.1).  wraps: whether the last stage sends to the first.
+    sends_unsplit: whether each device sends all that it holds."""
 
     def __init__(self, plan: Plan, activation: jax.ShapeDtypeStruct, wraps: bool):
         (rows, time, width), n = activation.shape, plan.layout.model
-        self.sends_all = n == 1 or plan.sequence or time % n > 0
-        self.shape, self.dtype = (rows, time if self.sends_all else time // n, width), activation.dtype
+        self.sends_unsplit = n == 1 or plan.sequence or time % n > 0
+        self.shape, self.dtype = (rows, time if self.sends_unsplit else time // n, width), activation.dtype
         self.stages, self.wraps = plan.layout.pipe, wraps
 
     def zeros(self) -> Array:
@@ -34,7 +35,7 @@ class StageTransfer:
 
     def pack(self, x: Array) -> Array:
         """This device's part of an activation."""
-        if self.sends_all:
+        if self.sends_unsplit:
             return x
         return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * self.shape[1], self.shape[1], 1)
 
