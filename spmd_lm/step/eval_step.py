@@ -1,5 +1,6 @@
 """Steps without gradients: evaluation of a batch, and logits."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -8,8 +9,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
-from spmd_lm.config.schema import Precision
-from spmd_lm.models.language_model import LanguageModel, Microbatch
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.transformer import LossDict
 from spmd_lm.parallel.pipeline.interpreter import Pipeline
 from spmd_lm.parallel.pipeline.schedule import Schedule
@@ -19,39 +20,33 @@ from spmd_lm.parallel.trees import tree_add
 from spmd_lm.step.train_step import model_fns
 
 
-def make_eval_step(
-    model: LanguageModel, plan: Plan, schedule: Schedule, precision: Precision, batch_specs: Batch, rows: int
-) -> Callable:
-    """(params, batch) -> LanguageModel.eval_sums of the global batch of `rows` rows, without dropout."""
-
-    def head(params: Tree, x: jax.Array, microbatch: Microbatch) -> LossDict:
-        return model.eval_sums(params, x, microbatch, rows)
+def make_eval_step(config: RunConfig, model: LanguageModel, plan: Plan, schedule: Schedule) -> Callable:
+    """(params, batch) -> LanguageModel.eval_sums of the global batch, without dropout."""
 
     def eval_step(params: Tree, batch: Batch) -> LossDict:
-        compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
-        sharded = ShardedModel.from_params(model_fns(model, head), plan, params, compute, reduce)
+        compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
+        fns = model_fns(model, functools.partial(model.eval_sums, rows=config.train.batch))
+        sharded = ShardedModel.from_params(fns, plan, params, compute, reduce)
         microbatches = batch, None
         zeros = sharded.zero_losses(microbatches)
         if schedule.stages > 1:
             totals = Pipeline(sharded, schedule, microbatches).evaluate(zeros)
         else:
-            totals, _ = lax.scan(
-                lambda total, part: (tree_add(total, sharded.forward(part)), None), zeros, microbatches
-            )
+            totals, _ = lax.scan(lambda total, x: (tree_add(total, sharded.forward(x)), None), zeros, microbatches)
         return plan.psum_batch(plan.psum_stages(totals))
 
-    step = plan.shard_map(eval_step, (plan.param_specs, batch_specs), P())
+    step = plan.shard_map(eval_step, (plan.param_specs, plan.batch_spec), P())
     return jax.jit(step, out_shardings=plan.sharding(P()))
 
 
-def make_forward(model: LanguageModel, plan: Plan, precision: Precision, batch_specs: Batch) -> Callable:
+def make_forward(model: LanguageModel, plan: Plan, compute: jnp.dtype) -> Callable:
     """(params, batch) -> logits by what they predict, [microbatches, rows, ...], on every device."""
 
     def forward(params: Tree, batch: Batch) -> dict[str, jax.Array]:
-        inference, gather = inference_params(model, plan, params, jnp.dtype(precision.compute))
+        inference, gather = inference_params(model, plan, params, compute)
         return lax.map(lambda microbatch: model.forward(inference, gather, microbatch), batch)
 
-    step = plan.shard_map(forward, (plan.param_specs, batch_specs), plan.batch_spec)
+    step = plan.shard_map(forward, (plan.param_specs, plan.batch_spec), plan.batch_spec)
     return jax.jit(step, out_shardings=plan.sharding(P()))
 
 
@@ -60,9 +55,5 @@ def inference_params(
 ) -> tuple[Tree, Callable[[Tree], Tree]]:
     """Inside `plan.shard_map`: (parameters in dtype `compute`, gather), where gather makes one layer of their stack
     whole."""
-
-    def no_head(params: Tree, x: jax.Array, microbatch: Microbatch) -> LossDict:
-        return {}
-
-    fns = model_fns(model, no_head)
+    fns = model_fns(model, lambda params, x, microbatch: {})
     return ShardedModel.from_params(fns, plan, params, compute, compute).inference_params()

@@ -22,9 +22,6 @@ from spmd_lm.step.state import TrainState
 LARGEST = 2.0**64
 """Gradients that are all zero would double the scale for ever; a loss times this one is still far from infinity."""
 
-METRICS = ("loss_scale", "skipped", "skipped_steps")
-"""Further metrics of `update`, where there is a scale."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +51,9 @@ def next_loss_scale(p: Precision, s: LossScale, finite: jax.Array) -> LossScale:
     full = growth == p.scale_window
     doubled = jnp.where(full, jnp.minimum(2 * s.scale, LARGEST), s.scale)
     halved = jnp.where(hysteresis <= 0, jnp.maximum(s.scale / 2, p.min_scale), s.scale)
-    return LossScale(
-        scale=jnp.where(finite, doubled, halved),
-        growth_tracker=jnp.where(finite & ~full, growth, 0),
-        hysteresis_tracker=jnp.where(finite, jnp.where(full, p.hysteresis, s.hysteresis_tracker), hysteresis),
-        skipped=s.skipped + ~finite,
-    )
+    scale, growth = jnp.where(finite, doubled, halved), jnp.where(finite & ~full, growth, 0)
+    hysteresis = jnp.where(finite, jnp.where(full, p.hysteresis, s.hysteresis_tracker), hysteresis)
+    return LossScale(scale, growth, hysteresis, s.skipped + ~finite)
 
 
 def unscale(tree: Tree, s: LossScale | None) -> Tree:
@@ -83,7 +77,7 @@ def update(
     """`optimizer.update` with the gradients of a scaled loss, reduced over data; without a scale nothing more.
 
     Where they are not finite the parameters and the optimizer's state stay as they are, bit for bit, and only `step`
-    and `loss_scale` change.  Also METRICS: loss_scale, float32, of this step; skipped, bool, whether it was;
+    and `loss_scale` change.  Further metrics: loss_scale, float32, of this step; skipped, bool, whether it was;
     skipped_steps, int32, how many were so far, this one included."""
     if (s := state.loss_scale) is None:
         return optimizer.update(plan, state, grads)
@@ -93,5 +87,5 @@ def update(
     new, metrics = optimizer.update(plan, state, grads)
     # A select, which fuses with the update's arithmetic; a conditional would copy the state on a GPU.
     new_or_old = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-    metrics |= dict(zip(METRICS, (s.scale, ~finite, scale.skipped), strict=True))
+    metrics |= {"loss_scale": s.scale, "skipped": ~finite, "skipped_steps": scale.skipped}
     return dataclasses.replace(new_or_old, step=new.step, loss_scale=scale), metrics

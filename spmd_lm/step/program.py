@@ -7,23 +7,22 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd_lm.analysis import flops, hardware
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
+from spmd_lm.parallel.mesh import abstract_mesh, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import Schedule, make_schedule
 from spmd_lm.parallel.plan import Plan, Tree, pad_or_crop
 from spmd_lm.parallel.zero import ZeroPolicy
 from spmd_lm.step.eval_step import make_eval_step, make_forward
-from spmd_lm.step.freeze import frozen_mask
 from spmd_lm.step.loss_scale import init_loss_scale
-from spmd_lm.step.optimizer import Optimizer
+from spmd_lm.step.optimizer import Optimizer, frozen_mask
 from spmd_lm.step.state import TrainState
-from spmd_lm.step.train_step import make_train_step, state_specs
+from spmd_lm.step.train_step import make_train_step
 
 
 def make_model(config: RunConfig, platform: str) -> LanguageModel:
@@ -32,45 +31,28 @@ def make_model(config: RunConfig, platform: str) -> LanguageModel:
     return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, p.reduce, config.scan_layers)
 
 
-def make_plan(config: RunConfig, devices: list[jax.Device]) -> Plan:
-    """The plan of `config` on these devices.  Raises LayoutError if there is none."""
-    layout = resolve(config, len(devices))
-    return _plan(config, layout, make_mesh(layout, devices), devices[0].platform)
-
-
 def abstract_plan(config: RunConfig, devices: int, platform: str) -> Plan:
-    """The plan of `config` on a number of devices that need not exist.  Raises LayoutError if there is none."""
-    layout = resolve(config, devices)
-    return _plan(config, layout, abstract_mesh(layout), platform)
-
-
-def _plan(config: RunConfig, layout: Layout, mesh: Mesh | AbstractMesh, platform: str) -> Plan:
-    enable_float64(config)
-    model, p = make_model(config, platform), config.parallel
-    zero = ZeroPolicy.of_stage(
-        p.zero,
-        reduce_once=p.reduce_once,
-        layers=config.model.unique_layers,
-        breadth_first=p.schedule == "breadth_first" and layout.pipe > 1,
-    )
-    names, shapes = model.names, model.shapes
-    return Plan(layout, mesh, platform, names, shapes, zero, p.sequence, config.chunks, p.run_idle_stages)
-
-
-def enable_float64(config: RunConfig) -> None:
-    """Switches float64 on, for the whole process, if the config asks for it."""
+    """The plan of `config` on a number of devices that need not exist; its mesh is abstract.  Raises LayoutError if
+    there is none.  Switches float64 on, for the whole process, if the config asks for it."""
+    layout, p = resolve(config, devices), config.parallel
     if "float64" in (config.precision.params, config.precision.compute, config.precision.reduce):
         jax.config.update("jax_enable_x64", True)
-
-
-@functools.cache
-def _resize(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: pad_or_crop(x, shape), out_shardings=sharding)
+    model, layers = make_model(config, platform), config.model.unique_layers
+    breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
+    zero = ZeroPolicy.of_stage(p.zero, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
+    mesh, names, shapes = abstract_mesh(layout), model.names, model.shapes
+    return Plan(layout, mesh, platform, names, shapes, zero, p.sequence, config.chunks, p.run_idle_stages)
 
 
 def _fit(tree: Tree, like: Tree) -> Tree:
     """`tree` in the shapes and shardings of `like`; leaves that fit already are returned as they are."""
-    return jax.tree.map(lambda x, to: x if x.shape == to.shape else _resize(to.shape, to.sharding)(x), tree, like)
+
+    def fit(x: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.shape == to.shape:
+            return x
+        return jax.jit(pad_or_crop, static_argnums=1, out_shardings=to.sharding)(x, to.shape)
+
+    return jax.tree.map(fit, tree, like)
 
 
 def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
@@ -79,32 +61,22 @@ def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
 
 
 class Program:
-    """One config, bound to devices (default: all there are)."""
+    """One config, bound to devices (default: all there are).
+
+    device: one of them; they are all alike.  flops_per_step: model FLOPs of one step of the whole job; recomputation
+    does not count."""
 
     def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None):
-        self.config = config
-        self.plan = make_plan(config, devices or jax.devices())
-        self.model = make_model(config, self.plan.platform)
+        devices = devices or jax.devices()
+        plan = abstract_plan(config, len(devices), devices[0].platform)
+        mesh = make_mesh(plan.layout, devices)
+        self.config, self.plan, self.device = config, dataclasses.replace(plan, mesh=mesh), mesh.devices.flat[0]
+        self.model = make_model(config, plan.platform)
         patterns = config.optim.freeze.split()
-        mask = frozen_mask(patterns, self.model.names, self.model.shapes) if patterns else None
+        mask = frozen_mask(patterns, plan.names, plan.shapes) if patterns else None
         self.optimizer = Optimizer(config.optim, config.train.steps, mask)
-
-    @property
-    def device(self) -> jax.Device:
-        """One of the devices, which are all alike."""
-        assert isinstance(self.plan.mesh, Mesh)
-        return self.plan.mesh.devices.flat[0]
-
-    # ---- metrics
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.train.batch * self.config.model.context
-
-    @functools.cached_property
-    def flops_per_step(self) -> float:
-        """Model FLOPs of one step of the whole job; recomputation does not count."""
-        return flops.train_step(self.config)
+        self.tokens_per_step = config.train.batch * config.model.context
+        self.flops_per_step = flops.train_step(config)
 
     @functools.cached_property
     def peak(self) -> hardware.Peak | None:
@@ -133,24 +105,24 @@ class Program:
 
     def _initial_state(self, params: Tree) -> TrainState:
         scalars = jax.tree.map(jnp.asarray, init_loss_scale(self.config.precision))
-        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), scalars)
+        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.rule.init(params), scalars)
 
-    @property
-    def _state_specs(self) -> TrainState:
-        return state_specs(self.plan, self.optimizer, self.config.precision)
+    def _state_specs(self, param_specs: Tree) -> TrainState:
+        """PartitionSpecs of a state; its scalars are replicated."""
+        state = jax.eval_shape(self._initial_state, self.plan.shapes)
+        return state.map_params(lambda _: param_specs, lambda _: P())
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
-        return self.plan.sharding(self._state_specs)
+        return self.plan.sharding(self._state_specs(self.plan.param_specs))
 
     @functools.cached_property
     def _canonical_shardings(self) -> TrainState:
-        return self.plan.sharding(self._state_specs.map_params(lambda _: self.plan.canonical_specs))
+        return self.plan.sharding(self._state_specs(self.plan.canonical_specs))
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state as devices hold it."""
-        shapes = jax.eval_shape(self._initial_state, self.plan.placed_shapes)
-        return _with_shardings(shapes, self.state_shardings)
+        return _with_shardings(jax.eval_shape(self._initial_state, self.plan.placed_shapes), self.state_shardings)
 
     def abstract_canonical(self) -> TrainState:
         """Shapes, dtypes and shardings of the canonical state, as checkpoints hold it."""
@@ -159,38 +131,33 @@ class Program:
     def canonical(self, state: TrainState) -> TrainState:
         """`state` without padding, in model order, as checkpoints hold it.  Already-canonical leaves are returned as
         they are."""
-        return _fit(self._reorder(state, self.plan.to_model_order), self.abstract_canonical())
+        in_order = self._reorder(state, lambda state: state.map_params(self.plan.to_model_order))
+        return _fit(in_order, self.abstract_canonical())
 
     def place(self, canonical: TrainState) -> TrainState:
         """A canonical state, padded and in stage order.  A missing loss scale starts anew."""
         if canonical.loss_scale is None:
             scale = jax.device_put(init_loss_scale(self.config.precision), self.state_shardings.loss_scale)
             canonical = dataclasses.replace(canonical, loss_scale=scale)
-        return self._reorder(_fit(canonical, self.abstract_state()), self.plan.to_stage_order)
+        padded = _fit(canonical, self.abstract_state())
+        return self._reorder(padded, lambda state: state.map_params(self.plan.to_stage_order))
 
     def place_params(self, canonical: Tree) -> Tree:
         """Canonical parameters, padded and in stage order."""
         return self._reorder(_fit(canonical, self.abstract_state().params), self.plan.to_stage_order)
 
     def _reorder(self, tree: Tree, reorder: Callable[[Tree], Tree]) -> Tree:
-        """A state or parameters with the layers in stage order, or back in model order."""
+        """`reorder`, jitted, where stages hold the layers in another order than the model's."""
         if not self.plan.interleaved:
             return tree
-
-        def reorder_state(x: Tree) -> Tree:
-            return x.map_params(reorder) if isinstance(x, TrainState) else reorder(x)
-
-        return jax.jit(reorder_state, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(tree)
+        return jax.jit(reorder, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(tree)
 
     # ---- batches
 
     @functools.cached_property
-    def _batch_specs(self) -> Batch:
-        return jax.tree.map(lambda _: self.plan.batch_spec, abstract_batch(self.config))
-
-    @functools.cached_property
     def batch_shardings(self) -> Batch:
-        return self.plan.sharding(self._batch_specs)
+        sharding = self.plan.sharding(self.plan.batch_spec)
+        return jax.tree.map(lambda _: sharding, abstract_batch(self.config))
 
     def abstract_batch(self) -> Batch:
         return _with_shardings(abstract_batch(self.config), self.batch_shardings)
@@ -204,19 +171,18 @@ class Program:
 
     @functools.cached_property
     def train_step(self):
-        precision, seed = self.config.precision, self.config.train.seed
-        return make_train_step(self.model, self.optimizer, self.plan, self.schedule, precision, seed, self._batch_specs)
+        specs = self._state_specs(self.plan.param_specs)
+        return make_train_step(self.config, self.model, self.optimizer, self.plan, self.schedule, specs)
 
     @functools.cached_property
     def evaluate(self):
         """(params, batch) -> LanguageModel.eval_sums of the batch."""
-        c = self.config
-        return make_eval_step(self.model, self.plan, self.schedule, c.precision, self._batch_specs, c.train.batch)
+        return make_eval_step(self.config, self.model, self.plan, self.schedule)
 
     @functools.cached_property
     def forward(self):
         """(params, batch) -> logits, by what they predict."""
-        return make_forward(self.model, self.plan, self.config.precision, self._batch_specs)
+        return make_forward(self.model, self.plan, jnp.dtype(self.config.precision.compute))
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
