@@ -35,7 +35,6 @@ FILES = [
     "step/loss_scale.py",
     "step/optimizer.py",
     "step/train_step.py",
-    "step/eval_step.py",
 ]
 COLLECTIVES = {
     "copy_to_region",
@@ -79,6 +78,7 @@ EQUIVALENT = {
     "128 * model": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "drop a factor: 8 * 16": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "16 * shards": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
+    "(~frozen).sum()) * leaf.size": "a printed count of parameters; tests/step/test_freeze.py sees it",
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
     "optimization_barrier((d_slots, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; test_audit.py sees an H100's",

@@ -19,23 +19,20 @@ from spmd_lm.parallel.plan import Plan, Tree
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
 
-LARGEST = 2.0**64
-"""Gradients that are all zero would double the scale for ever; a loss times this one is still far from infinity."""
+LARGEST = 2.0**64  # all-zero gradients would double the scale for ever; a loss times this is still far from infinity
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """Scalars of a run, replicated.
+    """Scalars of a run, replicated."""
 
-    scale: float32, of the next step's loss.  growth_tracker: int32, clean steps since the last overflow or doubling.
-    hysteresis_tracker: int32, overflows left before the first that halves the scale; at 0 and below each one does.
-    skipped: int32, steps skipped so far."""
-
-    scale: Any
-    growth_tracker: Any
-    hysteresis_tracker: Any
-    skipped: Any
+    scale: Any  # float32, of the next step's loss
+    growth_tracker: Any  # int32, clean steps since the last overflow or doubling
+    hysteresis_tracker: (
+        Any  # int32, overflows left before the first that halves the scale; at 0 and below each one does
+    )
+    skipped: Any  # int32, steps skipped so far
 
 
 def init_loss_scale(p: Precision) -> LossScale | None:

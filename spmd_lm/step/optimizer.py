@@ -62,8 +62,7 @@ class Optimizer:
 
     @jax.named_scope("scalars")
     def update(self, plan: Plan, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update, inside `plan.shard_map`; also grad_norm, before clipping, and lr.  grads: sharded as the
-        parameters are."""
+        """One update, inside `plan.shard_map`; also lr, and grad_norm before clipping.  grads: sharded like params."""
         params = state.params
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
         wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.analysis import flops, hardware
@@ -15,14 +16,14 @@ from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.parallel.mesh import abstract_mesh, make_mesh, resolve
-from spmd_lm.parallel.pipeline.schedule import Schedule, make_schedule
+from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan, Tree, pad_or_crop
+from spmd_lm.parallel.sharded_model import ShardedModel
 from spmd_lm.parallel.zero import ZeroPolicy
-from spmd_lm.step.eval_step import make_eval_step, make_forward
 from spmd_lm.step.loss_scale import init_loss_scale
 from spmd_lm.step.optimizer import Optimizer, frozen_mask
 from spmd_lm.step.state import TrainState
-from spmd_lm.step.train_step import make_train_step
+from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
 
 
 def make_model(config: RunConfig, platform: str) -> LanguageModel:
@@ -55,16 +56,14 @@ def _fit(tree: Tree, like: Tree) -> Tree:
     return jax.tree.map(fit, tree, like)
 
 
-def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
-    """Shapes and dtypes, with shardings."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+def _shardings(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.sharding, tree)
 
 
 class Program:
-    """One config, bound to devices (default: all there are).
+    """One config, bound to devices (default: all there are).  device: one of them, which are all alike.
 
-    device: one of them; they are all alike.  flops_per_step: model FLOPs of one step of the whole job; recomputation
-    does not count."""
+    flops_per_step: model FLOPs of one step of the whole job; recomputation does not count."""
 
     def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None):
         devices = devices or jax.devices()
@@ -75,6 +74,8 @@ class Program:
         patterns = config.optim.freeze.split()
         mask = frozen_mask(patterns, plan.names, plan.shapes) if patterns else None
         self.optimizer = Optimizer(config.optim, config.train.steps, mask)
+        p = config.parallel
+        self.schedule = make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
         self.tokens_per_step = config.train.batch * config.model.context
         self.flops_per_step = flops.train_step(config)
 
@@ -88,45 +89,38 @@ class Program:
         """Peak FLOP/s of the whole job, in the compute dtype."""
         return self.peak.flops * self.plan.layout.devices if self.peak else None
 
-    # ---- state
-
     def init(self) -> TrainState:
         """The initial state, created sharded.  The weights are the same under every layout."""
-
-        def init() -> TrainState:
-            return self._initial_state(self.plan.place(self.model.init(self.config.train.seed)))
-
-        return jax.jit(init, out_shardings=self.state_shardings)()
+        init_params = functools.partial(self.model.init, self.config.train.seed)
+        init = jax.jit(lambda: self._initial_state(self.plan.place(init_params())), out_shardings=self.state_shardings)
+        return init()
 
     def initial_canonical(self, params: Tree) -> TrainState:
         """The canonical state before the first step, with these canonical parameters."""
-        state = jax.jit(self._initial_state, out_shardings=self._canonical_shardings)(params)
+        state = jax.jit(self._initial_state, out_shardings=_shardings(self.abstract_canonical()))(params)
         return dataclasses.replace(state, params=params)
 
     def _initial_state(self, params: Tree) -> TrainState:
         scalars = jax.tree.map(jnp.asarray, init_loss_scale(self.config.precision))
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.rule.init(params), scalars)
 
-    def _state_specs(self, param_specs: Tree) -> TrainState:
-        """PartitionSpecs of a state; its scalars are replicated."""
-        state = jax.eval_shape(self._initial_state, self.plan.shapes)
-        return state.map_params(lambda _: param_specs, lambda _: P())
-
-    @functools.cached_property
-    def state_shardings(self) -> TrainState:
-        return self.plan.sharding(self._state_specs(self.plan.param_specs))
-
-    @functools.cached_property
-    def _canonical_shardings(self) -> TrainState:
-        return self.plan.sharding(self._state_specs(self.plan.canonical_specs))
+    def _abstract(self, shapes: Tree, specs: Tree) -> TrainState:
+        """Shapes, dtypes and shardings of a state, given those of its parameters; its scalars are replicated."""
+        state = jax.eval_shape(self._initial_state, shapes)
+        shardings = self.plan.sharding(state.map_params(lambda _: specs, lambda _: P()))
+        return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), state, shardings)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state as devices hold it."""
-        return _with_shardings(jax.eval_shape(self._initial_state, self.plan.placed_shapes), self.state_shardings)
+        return self._abstract(self.plan.placed_shapes, self.plan.param_specs)
 
     def abstract_canonical(self) -> TrainState:
         """Shapes, dtypes and shardings of the canonical state, as checkpoints hold it."""
-        return _with_shardings(jax.eval_shape(self._initial_state, self.plan.shapes), self._canonical_shardings)
+        return self._abstract(self.plan.shapes, self.plan.canonical_specs)
+
+    @functools.cached_property
+    def state_shardings(self) -> TrainState:
+        return _shardings(self.abstract_state())
 
     def canonical(self, state: TrainState) -> TrainState:
         """`state` without padding, in model order, as checkpoints hold it.  Already-canonical leaves are returned as
@@ -148,30 +142,19 @@ class Program:
 
     def _reorder(self, tree: Tree, reorder: Callable[[Tree], Tree]) -> Tree:
         """`reorder`, jitted, where stages hold the layers in another order than the model's."""
-        if not self.plan.interleaved:
-            return tree
-        return jax.jit(reorder, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(tree)
+        return jax.jit(reorder, out_shardings=_shardings(tree))(tree) if self.plan.interleaved else tree
 
-    # ---- batches
+    def abstract_batch(self) -> Batch:
+        sharding = self.plan.sharding(self.plan.batch_spec)
+        return jax.tree.map(lambda x: x.update(sharding=sharding), abstract_batch(self.config))
 
     @functools.cached_property
     def batch_shardings(self) -> Batch:
-        sharding = self.plan.sharding(self.plan.batch_spec)
-        return jax.tree.map(lambda _: sharding, abstract_batch(self.config))
-
-    def abstract_batch(self) -> Batch:
-        return _with_shardings(abstract_batch(self.config), self.batch_shardings)
-
-    # ---- steps
-
-    @functools.cached_property
-    def schedule(self) -> Schedule:
-        c = self.config
-        return make_schedule(c.parallel.schedule, self.plan.layout.pipe, c.parallel.microbatches, c.chunks)
+        return _shardings(self.abstract_batch())
 
     @functools.cached_property
     def train_step(self):
-        specs = self._state_specs(self.plan.param_specs)
+        specs = jax.tree.map(lambda sharding: sharding.spec, self.state_shardings)
         return make_train_step(self.config, self.model, self.optimizer, self.plan, self.schedule, specs)
 
     @functools.cached_property
@@ -181,8 +164,21 @@ class Program:
 
     @functools.cached_property
     def forward(self):
-        """(params, batch) -> logits, by what they predict."""
-        return make_forward(self.model, self.plan, jnp.dtype(self.config.precision.compute))
+        """(params, batch) -> logits by what they predict, [microbatches, rows, ...], on every device."""
+        plan, model = self.plan, self.model
+
+        def forward(params: Tree, batch: Batch) -> dict[str, jax.Array]:
+            inference, gather = self.inference_params(params)
+            return lax.map(lambda microbatch: model.forward(inference, gather, microbatch), batch)
+
+        step = plan.shard_map(forward, (plan.param_specs, plan.batch_spec), plan.batch_spec)
+        return jax.jit(step, out_shardings=plan.sharding(P()))
+
+    def inference_params(self, params: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+        """Inside `plan.shard_map`: (parameters in the compute dtype, gather), where gather makes one layer of their
+        stack whole."""
+        fns, compute = model_fns(self.model, lambda params, x, microbatch: {}), jnp.dtype(self.config.precision.compute)
+        return ShardedModel.from_params(fns, self.plan, params, compute, compute).inference_params()
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

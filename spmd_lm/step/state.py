@@ -12,9 +12,8 @@ from spmd_lm.parallel.trees import Tree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: int32, steps done, which is the position in the data.  params: the master weights.  opt_state: optax's, of
-    any shape.  loss_scale: of step/loss_scale.py; None in runs without.  Canonical in checkpoints, placed on
-    devices."""
+    """step: int32, steps done: the position in the data.  params: the master weights.  opt_state: optax's, of any
+    shape.  loss_scale: of step/loss_scale.py, or None.  Canonical in checkpoints, placed on devices."""
 
     step: Any
     params: Tree

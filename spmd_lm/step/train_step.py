@@ -1,7 +1,7 @@
-"""The train step: an ordinary function of (state, batch), jitted under a Plan.  One body serves every layout.
+"""The train step: an ordinary function of (state, batch), jitted under a Plan; and evaluation, its forward half.
 
 For each microbatch forward, loss and backward; then gradients are reduced once, and the optimizer updates each device's
-own shards."""
+own shards.  One body serves every layout."""
 
 import functools
 import operator
@@ -42,8 +42,14 @@ def make_train_step(
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
         # Scaled where losses are formed: gradients that cross-entropy computes in float16 are scaled already.
         total_weights = loss_scale.unscale(psum_loss_weights(model, plan, batch, compute), state.loss_scale)
-        fns = model_fns(model, functools.partial(mean_losses, model, total_weights))
-        sharded = ShardedModel.from_params(fns, plan, state.params, compute, reduce)
+
+        def mean_losses(params: Tree, x: jax.Array, microbatch: Microbatch) -> LossDict:
+            """A microbatch's share of the mean losses of the global batch."""
+            weights = loss_weights(model.objective, microbatch[0])
+            shares = {name: weights[name].astype(total.dtype) / total for name, total in total_weights.items()}
+            return model.losses(params, x, microbatch, shares)
+
+        sharded = ShardedModel.from_params(model_fns(model, mean_losses), plan, state.params, compute, reduce)
         microbatches = batch, dropout_keys(model, config.train.seed, state.step, batch)
 
         # forward, loss and backward of every microbatch
@@ -62,6 +68,25 @@ def make_train_step(
 
     step = plan.shard_map(train_step, (specs, plan.batch_spec), (specs, P()))
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding((specs, P())))
+
+
+def make_eval_step(config: RunConfig, model: LanguageModel, plan: Plan, schedule: Schedule) -> Callable:
+    """(params, batch) -> LanguageModel.eval_sums of the global batch, without dropout."""
+
+    def eval_step(params: Tree, batch: Batch) -> LossDict:
+        compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
+        fns = model_fns(model, functools.partial(model.eval_sums, rows=config.train.batch))
+        sharded = ShardedModel.from_params(fns, plan, params, compute, reduce)
+        microbatches = batch, None
+        zeros = sharded.zero_losses(microbatches)
+        if schedule.stages > 1:
+            totals = Pipeline(sharded, schedule, microbatches).evaluate(zeros)
+        else:
+            totals, _ = lax.scan(lambda total, x: (tree_add(total, sharded.forward(x)), None), zeros, microbatches)
+        return plan.psum_batch(plan.psum_stages(totals))
+
+    step = plan.shard_map(eval_step, (plan.param_specs, plan.batch_spec), P())
+    return jax.jit(step, out_shardings=plan.sharding(P()))
 
 
 def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, Parts]) -> tuple[LossDict, Parts]:
@@ -103,8 +128,7 @@ def model_fns(model: LanguageModel, head: Callable[[Tree, jax.Array, Microbatch]
 def dropout_keys(model: LanguageModel, seed: int, step: jax.Array, batch: Batch) -> DropoutKey | None:
     """The keys of all microbatches, leaves [microbatches, ...]; None for a model without dropout.
 
-    They are arguments of every function of a microbatch: what a block closes over, jax cannot take through two kinds of
-    remat."""
+    Arguments of every function of a microbatch: jax cannot take what a block closes over through two kinds of remat."""
     if not (model.c.dropout or model.c.attention_dropout):
         return None
     microbatches = batch.sample_ids.shape[:1]
@@ -118,12 +142,3 @@ def psum_loss_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: j
     weights = loss_weights(model.objective, batch)
     totals = plan.psum_batch({name: w.astype(wide).sum() for name, w in weights.items()})
     return {name: jnp.where(total > 0, total, 1) for name, total in totals.items()}  # with no weight, the mean is 0
-
-
-def mean_losses(
-    model: LanguageModel, total_weights: LossDict, params: Tree, x: jax.Array, microbatch: Microbatch
-) -> LossDict:
-    """A microbatch's share of the mean losses of the global batch."""
-    weights = loss_weights(model.objective, microbatch[0])
-    shares = {name: weights[name].astype(total.dtype) / total for name, total in total_weights.items()}
-    return model.losses(params, x, microbatch, shares)
