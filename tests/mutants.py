@@ -35,7 +35,6 @@ FILES = [
     "step/loss_scale.py",
     "step/optimizer.py",
     "step/train_step.py",
-    "step/eval_step.py",
 ]
 COLLECTIVES = {
     "copy_to_region",
@@ -81,8 +80,9 @@ EQUIVALENT = {
     "-tokens * row_bytes": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
     "drop a factor: 8 * tile": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "tile * shards": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
+    "(~frozen).sum()) * leaf.size": "a printed count of parameters; tests/step/test_freeze.py sees it",
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
-    "optimization_barrier((d_slots, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
+    "optimization_barrier((d_sinks, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; test_audit.py sees an H100's",
 }
 

@@ -263,7 +263,7 @@ class Optimizer(Section):
     decay_steps: Count | None = None  # step at which min_lr is reached; default train.steps
     weight_decay: NonNegativeFloat = 0.1  # not applied to biases and norms
     clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
-    freeze: str = ""  # parameters that are not trained: name patterns, separated by spaces; step/freeze.py
+    freeze: str = ""  # parameters that are not trained: name patterns, separated by spaces; step/optimizer.py
 
 
 class AdamW(Optimizer):

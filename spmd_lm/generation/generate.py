@@ -17,7 +17,6 @@ from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.parallel.plan import Tree
-from spmd_lm.step.eval_step import inference_params
 from spmd_lm.step.program import Program
 
 
@@ -141,7 +140,7 @@ class Generator:
         plan, model, dtype = program.plan, program.model, jnp.dtype(program.config.precision.compute)
 
         def body(params: Tree, tokens, lengths, rows, generated, count):
-            weights, gather_layer = inference_params(model, plan, params, dtype)
+            weights, gather_layer = program.inference_params(params)
             read = functools.partial(model.extend, weights, gather_layer)
             local_rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
             prompts = tokens[:, :-1]

@@ -1,19 +1,16 @@
-"""Heads: what follows the last block and computes an objective's logits and losses.
+"""What follows the last block: a head per objective, with its logits and losses.
 
-In all of this module x is [batch, sequence, width] of the residual stream, h the same after the final norm, and `table`
-the token embedding where the head is tied to it.  A loss is a sum over tokens or rows, each with a weight; the caller
-divides by the weight of the whole global batch, so that the mean does not depend on how the batch is split."""
-
-from typing import NamedTuple
+h is [batch, sequence, width], the residual stream after the final norm.  A loss is a weighted sum over tokens or rows;
+the caller divides by the weight of the whole global batch: the mean does not depend on how the batch is split."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from spmd_lm.batch import Batch
-from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, Model, MultipleChoice, Objective
-from spmd_lm.models.layers import INIT_STD, Norm, add_bias, bias, dense, normal, widen
-from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, LossDict, residual_dropout
+from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, Objective
+from spmd_lm.models.layers import Norm, ParamInit, add_bias, dense, widen
+from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, GATED_ACTIVATIONS, LossDict, residual_dropout
 from spmd_lm.ops.collectives import (
     all_gather,
     from_first_shard,
@@ -24,60 +21,36 @@ from spmd_lm.ops.collectives import (
 from spmd_lm.ops.cross_entropy import cross_entropy, evaluate_cross_entropy
 from spmd_lm.ops.dropout import DropoutKey
 
-Linear = tuple[nnx.Param, nnx.Param | None]
-"""A matrix and its bias."""
-
-
-class LossInputs(NamedTuple):
-    """What losses need besides x and the table.  weights: by loss.  key: of dropout; None for none.  accum_dtype: dtype
-    of long sums of gradients."""
-
-    batch: Batch
-    weights: LossDict
-    key: DropoutKey | None
-    accum_dtype: str
-
 
 class Head(nnx.Module):
     """pooled: whether it has BERT's pooler, a dense layer over a row's first token (arXiv:1810.04805)."""
 
-    def __init__(self, c: Model, rngs: nnx.Rngs, dtype: str, *, pooled: bool = False):
-        self.norm = Norm(c, dtype) if c.norm == "pre" else None
+    def __init__(self, init: ParamInit, *, pooled: bool = False):
+        self.norm = Norm(init) if init.c.norm == "pre" else None
         if pooled:
-            self.pooler, self.pooler_bias = linear(c, c.width, "feature", rngs, dtype)
-        self.dropout = c.dropout
+            self.pooler, self.pooler_bias = init.linear(init.c.width, "feature")
+        self.dropout = init.c.dropout
 
-    def losses(self, x: jax.Array, table: jax.Array | None, inputs: LossInputs) -> LossDict:
-        """Sums of weight x negative log-likelihood."""
+    def losses(self, h: jax.Array, batch: Batch, weights: LossDict, key: DropoutKey | None) -> LossDict:
+        """Sums of weight x negative log-likelihood.  weights: by loss.  key: of dropout; None for none."""
         raise NotImplementedError
 
-    def eval_sums(self, x: jax.Array, table: jax.Array | None, batch: Batch, rows: int) -> dict:
-        """What evaluation metrics are computed from, to be summed over microbatches and devices.  rows: of a step, over
-        all devices."""
+    def eval_sums(self, h: jax.Array, batch: Batch, rows: int) -> dict:
+        """The sums over microbatches and devices that metrics are computed from.  Of tokens, for each loss: (its sum,
+        the weight of correct predictions, the weight of all).  Of labelled examples: logits of all `rows` of a step."""
         raise NotImplementedError
 
-    def logits(self, x: jax.Array, table: jax.Array | None, batch: Batch) -> dict[str, jax.Array]:
+    def logits(self, h: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """By what they predict, float32 or wider."""
         raise NotImplementedError
 
-    def final_norm(self, x: jax.Array) -> jax.Array:
-        return x if self.norm is None else self.norm(x)
-
-    def row_logits(self, h: jax.Array, output: Linear, key: DropoutKey | None = None) -> jax.Array:
+    def row_logits(
+        self, h: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, key: DropoutKey | None = None
+    ) -> jax.Array:
         """Logits [batch, outputs] of the pooled first token, float32 or wider; valid on the device that holds it."""
         pooled = jnp.tanh(add_bias(dense(h[:, :1], self.pooler[...]), self.pooler_bias))
-        return widen(apply_linear(residual_dropout(pooled, self.dropout, key, AFTER_POOLER), output))[:, 0]
-
-
-def linear(c: Model, size: int, name: str, rngs: nnx.Rngs, dtype: str) -> Linear:
-    """From the width to `size` outputs."""
-    return normal(rngs, (c.width, size), ("width", name), INIT_STD, dtype), bias(c, size, name, dtype)
-
-
-def apply_linear(h: jax.Array, output: Linear) -> jax.Array:
-    """h [..., width] -> [..., outputs], in h's dtype."""
-    matrix, output_bias = output
-    return add_bias(dense(h, matrix[...]), output_bias)
+        pooled = residual_dropout(pooled, self.dropout, key, AFTER_POOLER)
+        return widen(add_bias(dense(pooled, matrix[...]), bias))[:, 0]
 
 
 def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -85,47 +58,38 @@ def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)[:, 0]
 
 
-# --- heads over the vocabulary ----------------------------------------------------------------------------------------
-
-
 class CausalLMHead(Head):
-    """Predicts the next token."""
+    """Predicts the next token.  accum_dtype: of long sums of gradients."""
 
-    def __init__(self, c: Model, rngs: nnx.Rngs, dtype: str, *, pooled: bool = False):
-        super().__init__(c, rngs, dtype, pooled=pooled)
-        names = ("vocab", "width")
-        self.tokens = None if c.tie_embeddings else normal(rngs, (c.vocab, c.width), names, INIT_STD, dtype)
-        self.vocab = c.vocab
+    loss_name = "causal_lm"
 
-    def unembedding(self, h: jax.Array, table: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """The factors of the token logits, [batch, sequence, width] and [local rows of the padded vocabulary, width],
-        and their bias [local rows]."""
-        table = self.tokens[...] if self.tokens is not None else table
-        assert table is not None
-        return h, table, None
+    def __init__(self, init: ParamInit, accum_dtype: str, *, pooled: bool = False):
+        super().__init__(init, pooled=pooled)
+        if not init.c.tie_embeddings:
+            self.tokens = init.table(init.c.vocab, "vocab")
+        self.vocab, self.accum_dtype = init.c.vocab, accum_dtype
 
-    def losses(self, x, table, inputs):
-        return {"causal_lm": self.token_loss("causal_lm", self.final_norm(x), table, inputs)}
+    def unembedding(self, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Factors of the token logits, [batch, sequence, width] and [local vocab, width], and their bias [local vocab];
+        the vocabulary is padded."""
+        return h, self.tokens[...], None
 
-    def token_loss(self, name: str, h: jax.Array, table: jax.Array | None, inputs: LossInputs) -> jax.Array:
-        factors, weights = self.unembedding(h, table), inputs.weights[name]
-        return cross_entropy(*factors, inputs.batch.targets, weights, self.vocab, inputs.accum_dtype)
+    def losses(self, h, batch, weights, key):
+        weight = weights[self.loss_name]
+        loss = cross_entropy(*self.unembedding(h), batch.targets, weight, self.vocab, self.accum_dtype)
+        return {self.loss_name: loss}
 
-    def eval_sums(self, x, table, batch, rows):
-        """Of each loss (its sum, the weight of correct predictions, the weight of all)."""
-        return {"causal_lm": self.token_sums(self.final_norm(x), table, batch)}
+    def eval_sums(self, h, batch, rows):
+        weight = batch.loss_weights
+        loss, correct = evaluate_cross_entropy(*self.unembedding(h), batch.targets, weight, self.vocab)
+        return {self.loss_name: (loss, correct, weight.sum(dtype=loss.dtype))}
 
-    def token_sums(self, h: jax.Array, table: jax.Array | None, batch: Batch) -> tuple[jax.Array, ...]:
-        factors = self.unembedding(h, table)
-        loss, correct = evaluate_cross_entropy(*factors, batch.targets, batch.loss_weights, self.vocab)
-        return loss, correct, batch.loss_weights.sum(dtype=loss.dtype)
-
-    def logits(self, x, table, batch):
+    def logits(self, h, batch):
         """`tokens`: [batch, time, padded vocab]; padding is -inf, so that it is never sampled."""
-        h, table, logit_bias = self.unembedding(self.final_norm(x), table)
+        h, table, bias = self.unembedding(h)
         h = gather_sequence(h)
         z = jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.promote_types(h.dtype, jnp.float32))
-        z = z if logit_bias is None else z + logit_bias.astype(z.dtype)
+        z = z if bias is None else z + bias.astype(z.dtype)
         z = jnp.where(global_indices("vocab", z.shape[-1]) < self.vocab, z, -jnp.inf)
         return {"tokens": all_gather(z, "vocab", 2)}
 
@@ -134,36 +98,37 @@ class MaskedLMHead(CausalLMHead):
     """BERT's two predictions (arXiv:1810.04805): masked tokens, through one more layer and the token table; and, from a
     row's first token, whether its two segments are in order (arXiv:1909.11942)."""
 
-    def __init__(self, c: Model, objective: MaskedLM, rngs: nnx.Rngs, dtype: str):
-        super().__init__(c, rngs, dtype, pooled=objective.sentence_order)
-        self.transform, self.transform_bias = linear(c, c.width, "feature", rngs, dtype)
-        self.transform_norm = Norm(c, dtype)
-        self.output_bias = bias(c, c.vocab, "vocab", dtype)
-        self.activation = c.activation if c.activation in ACTIVATIONS else "gelu"
-        self.sentence_order = objective.sentence_order
-        if self.sentence_order:
-            self.binary, self.binary_bias = linear(c, 2, "label", rngs, dtype)
+    loss_name = "masked_lm"
 
-    def unembedding(self, h, table):
+    def __init__(self, init: ParamInit, accum_dtype: str, *, sentence_order: bool):
+        super().__init__(init, accum_dtype, pooled=sentence_order)
+        c = init.c
+        self.transform, self.transform_bias = init.linear(c.width, "feature")
+        self.transform_norm = Norm(init)
+        self.output_bias = init.bias(c.vocab, "vocab")
+        self.activation = "gelu" if c.activation in GATED_ACTIVATIONS else c.activation
+        self.sentence_order = sentence_order
+        if sentence_order:
+            self.binary, self.binary_bias = init.linear(2, "label")
+
+    def unembedding(self, h):
         h = ACTIVATIONS[self.activation](add_bias(dense(h, self.transform[...]), self.transform_bias))
-        h, table, _ = super().unembedding(self.transform_norm(h), table)
+        h, table, _ = super().unembedding(self.transform_norm(h))
         return h, table, None if self.output_bias is None else self.output_bias[...]
 
     def order_logits(self, h: jax.Array) -> jax.Array:
-        """Logits [batch, 2] of a row being in order and swapped; valid on the device that holds the first token."""
-        return self.row_logits(h, (self.binary, self.binary_bias))
+        """Logits [batch, 2] of a row being in order and swapped, as `row_logits`."""
+        return self.row_logits(h, self.binary, self.binary_bias)
 
-    def losses(self, x, table, inputs):
-        h = self.final_norm(x)
-        losses = {"masked_lm": self.token_loss("masked_lm", h, table, inputs)}
+    def losses(self, h, batch, weights, key):
+        losses = super().losses(h, batch, weights, key)
         if self.sentence_order:
-            row_losses = nll(self.order_logits(h), inputs.batch.labels) * inputs.weights["sentence_order"]
+            row_losses = nll(self.order_logits(h), batch.labels) * weights["sentence_order"]
             losses["sentence_order"] = from_first_shard(row_losses.sum())
         return losses
 
-    def eval_sums(self, x, table, batch, rows):
-        h = self.final_norm(x)
-        totals = {"masked_lm": self.token_sums(h, table, batch)}
+    def eval_sums(self, h, batch, rows):
+        totals = super().eval_sums(h, batch, rows)
         if self.sentence_order:
             z = self.order_logits(h)
             w = batch.label_weights.astype(z.dtype)
@@ -171,106 +136,92 @@ class MaskedLMHead(CausalLMHead):
             totals["sentence_order"] = (from_first_shard(loss), from_first_shard(correct), w.sum())
         return totals
 
-    def logits(self, x, table, batch):
-        logits = super().logits(x, table, batch)
+    def logits(self, h, batch):
+        logits = super().logits(h, batch)
         if self.sentence_order:
-            logits["sentence_order"] = from_first_shard(self.order_logits(self.final_norm(x)))
+            logits["sentence_order"] = from_first_shard(self.order_logits(h))
         return logits
-
-
-# --- heads over labels ------------------------------------------------------------------------------------------------
 
 
 class LabelHead(Head):
     """One new matrix after the blocks, for labelled examples."""
 
-    def __init__(self, c: Model, size: int, rngs: nnx.Rngs, dtype: str, *, pooled: bool):
-        super().__init__(c, rngs, dtype, pooled=pooled)
-        self.output, self.output_bias = linear(c, size, "label", rngs, dtype)
+    def __init__(self, init: ParamInit, size: int, *, pooled: bool = True):
+        super().__init__(init, pooled=pooled)
+        self.output, self.output_bias = init.linear(size, "label")
 
-    def label_logits(self, x: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        return self.row_logits(self.final_norm(x), (self.output, self.output_bias), key)
+    def label_logits(self, h: jax.Array, key: DropoutKey | None = None) -> jax.Array:
+        return self.row_logits(h, self.output, self.output_bias, key)
 
-    def eval_sums(self, x, table, batch, rows):
-        """Logits [rows, ...] of all rows of a step, zero but for those of this microbatch and device: the sum over all
-        of them is complete."""
+    def eval_sums(self, h, batch, rows):
+        """Logits [rows, ...] of all rows of a step, zero but for those of this microbatch and device."""
 
         def at_rows(z: jax.Array) -> jax.Array:
             return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[batch.sample_ids].set(z)
 
-        return jax.tree.map(at_rows, self.logits(x, table, batch))
+        return jax.tree.map(at_rows, self.logits(h, batch))
 
 
 class ClassificationHead(LabelHead):
     """Predicts the class of a row."""
 
-    def __init__(self, c: Model, objective: Classification, rngs: nnx.Rngs, dtype: str):
-        super().__init__(c, objective.classes, rngs, dtype, pooled=True)
-
-    def losses(self, x, table, inputs):
-        row_losses = nll(self.label_logits(x, inputs.key), inputs.batch.labels) * inputs.weights["classification"]
+    def losses(self, h, batch, weights, key):
+        row_losses = nll(self.label_logits(h, key), batch.labels) * weights["classification"]
         return {"classification": from_first_shard(row_losses.sum())}
 
-    def logits(self, x, table, batch):
+    def logits(self, h, batch):
         """`classes`: [batch, classes]."""
-        return {"classes": from_first_shard(self.label_logits(x))}
+        return {"classes": from_first_shard(self.label_logits(h))}
 
 
 class MultipleChoiceHead(LabelHead):
     """Predicts which of several rows is correct: one score per row, and a softmax over the rows of a question."""
 
-    def __init__(self, c: Model, objective: MultipleChoice, rngs: nnx.Rngs, dtype: str):
-        super().__init__(c, 1, rngs, dtype, pooled=True)
-        self.choices = objective.choices
+    def __init__(self, init: ParamInit, choices: int):
+        super().__init__(init, 1)
+        self.choices = choices
 
-    def losses(self, x, table, inputs):
-        z = self.label_logits(x, inputs.key)
+    def losses(self, h, batch, weights, key):
+        z = self.label_logits(h, key).reshape(-1, self.choices)
         first = slice(None, None, self.choices)  # the first row of each question has its label and weight
-        question_losses = nll(z.reshape(-1, self.choices), inputs.batch.labels[first])
-        return {"multiple_choice": from_first_shard((question_losses * inputs.weights["multiple_choice"][first]).sum())}
+        question_losses = nll(z, batch.labels[first]) * weights["multiple_choice"][first]
+        return {"multiple_choice": from_first_shard(question_losses.sum())}
 
-    def logits(self, x, table, batch):
+    def logits(self, h, batch):
         """`choices`: [batch]."""
-        return {"choices": from_first_shard(self.label_logits(x))[:, 0]}
+        return {"choices": from_first_shard(self.label_logits(h))[:, 0]}
 
 
 class ExtractiveQAHead(LabelHead):
     """Predicts where an answer starts and ends: two scores per token, and a softmax over a row for each."""
 
-    def __init__(self, c: Model, rngs: nnx.Rngs, dtype: str):
-        super().__init__(c, 2, rngs, dtype, pooled=False)
-
-    def losses(self, x, table, inputs):
-        z, batch = self.logits(x, table, inputs.batch)["spans"], inputs.batch
+    def losses(self, h, batch, weights, key):
+        z = self.logits(h, batch)["spans"]
         row_losses = (nll(z[..., 0], batch.labels) + nll(z[..., 1], batch.end_positions)) / 2
-        return {"span": (row_losses * inputs.weights["span"]).sum()}
+        return {"span": (row_losses * weights["span"]).sum()}
 
-    def logits(self, x, table, batch):
+    def logits(self, h, batch):
         """`spans`: [batch, time, 2], -inf at padding."""
-        z = apply_linear(self.final_norm(x), (self.output, self.output_bias))
-        z = widen(gather_replicated_grad(z))
+        z = widen(gather_replicated_grad(add_bias(dense(h, self.output[...]), self.output_bias)))
         return {"spans": jnp.where(batch.segments[..., None] > 0, z, -jnp.inf)}
 
 
-# --- objectives -------------------------------------------------------------------------------------------------------
-
-
-def make_head(c: Model, objective: Objective, rngs: nnx.Rngs, dtype: str) -> Head:
+def make_head(init: ParamInit, objective: Objective, accum_dtype: str) -> Head:
     match objective:
-        case MaskedLM():
-            return MaskedLMHead(c, objective, rngs, dtype)
-        case Classification():
-            return ClassificationHead(c, objective, rngs, dtype)
-        case MultipleChoice():
-            return MultipleChoiceHead(c, objective, rngs, dtype)
+        case MaskedLM(sentence_order=sentence_order):
+            return MaskedLMHead(init, accum_dtype, sentence_order=sentence_order)
+        case Classification(classes=classes):
+            return ClassificationHead(init, classes)
+        case MultipleChoice(choices=choices):
+            return MultipleChoiceHead(init, choices)
         case ExtractiveQA():
-            return ExtractiveQAHead(c, rngs, dtype)
-    return CausalLMHead(c, rngs, dtype)
+            return ExtractiveQAHead(init, 2, pooled=False)
+    return CausalLMHead(init, accum_dtype)
 
 
 def loss_weights(objective: Objective, batch: Batch) -> LossDict:
     """The weights of the tokens or rows that each loss is a mean over."""
     if not objective.predicts_tokens:
         return {objective.kind: batch.label_weights}
-    weights = {objective.kind: batch.loss_weights}
-    return weights | {"sentence_order": batch.label_weights} if objective.has_sequence_label else weights
+    order = {"sentence_order": batch.label_weights} if objective.has_sequence_label else {}
+    return {objective.kind: batch.loss_weights} | order

@@ -1,13 +1,13 @@
-"""A language model as pure functions of plain dicts of arrays.
+"""A language model as pure functions of plain dicts of arrays; GPT, BERT and Llama are settings of it.
 
 nnx defines the modules and their parameter names; this module turns them into functions: `embed`, `block_fn` and
-`losses` (or `eval_sums`), which a train step or a pipeline runs, and `extend`, which generation runs.  Layers are
-stacked along a leading dimension, `layers`.  GPT, BERT and Llama are settings of it.  Nothing here knows a mesh or a
-rank."""
+`losses` (or `eval_sums`) for a train step or a pipeline, `extend` for generation.  Layers are stacked along a leading
+dimension, `layers`.  Nothing here knows a mesh or a rank."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,42 +17,27 @@ from spmd_lm.axes import SEQUENCE, num_shards
 from spmd_lm.batch import Batch
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
-from spmd_lm.models.embedding import Embedding
-from spmd_lm.models.heads import Head, LossInputs, make_head
-from spmd_lm.models.layers import column_parallel
-from spmd_lm.models.transformer import RESIDUAL, Block, LossDict
+from spmd_lm.models.heads import Head, make_head
+from spmd_lm.models.layers import ParamInit, column_parallel
+from spmd_lm.models.transformer import RESIDUAL, Block, Embedding, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
 from spmd_lm.ops.dropout import DropoutKey
 
-Params = dict
-"""Nested dicts of arrays: embedding, blocks, head."""
-
-Microbatch = tuple[Batch, DropoutKey | None]
-"""A batch without its leading dimension, and the key of its dropout; None for no dropout."""
+Params = dict  # nested dicts of arrays: embedding, blocks, head
+Microbatch = tuple[Batch, DropoutKey | None]  # a batch without its leading dimension; its dropout's key, None for none
+Gather = Callable[[Params], Params]  # makes one layer's parameters, of the stack, whole
 
 
-class Modules(nnx.Module):
-    def __init__(self, c: Model, objective: Objective, rngs: nnx.Rngs, dtype: str):
-        def make_block(rngs: nnx.Rngs) -> Block:
-            return Block(c, rngs, dtype)
-
-        self.embedding = Embedding(c, rngs, dtype)
-        stack = nnx.vmap(make_block, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        self.blocks = nnx.split_rngs(splits=c.unique_layers)(stack)(rngs)
-        self.head = make_head(c, objective, rngs, dtype)
-
-
-def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph and abstract parameters of the module that `make(rngs)` builds.
+def _abstract(make: Callable[[nnx.Rngs], Any]) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graph and abstract parameters of the modules that `make(rngs)` builds.
 
     nnx.eval_shape would look the dimension names up in the current mesh; this does not."""
     with nnx.use_eager_sharding(False):
         return jax.eval_shape(lambda: nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)[:2])
 
 
-def _to_params(state: nnx.State) -> Params:
-    """As plain dicts; a head may have no parameters of its own."""
-    return {"head": {}} | nnx.to_pure_dict(state)
+def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = None) -> Params:
+    return {"head": {}} | nnx.to_pure_dict(state, value)  # a head may have no parameters of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +53,11 @@ class LanguageModel:
     accum_dtype: str = "float32"
     scan_layers: bool = True
 
-    # ---- parameters
-
     @functools.cached_property
     def names(self) -> Params:
         """The dimension names of every parameter."""
         _, state = _abstract(self._modules)
-
-        def dim_names(variable: nnx.Variable) -> nnx.Variable:
-            return variable.replace(variable.get_metadata("out_sharding"))
-
-        return _to_params(jax.tree.map(dim_names, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+        return _to_params(state, lambda variable: variable.get_metadata("out_sharding"))
 
     @functools.cached_property
     def shapes(self) -> Params:
@@ -90,20 +69,26 @@ class LanguageModel:
         with nnx.use_eager_sharding(False):
             return _to_params(nnx.state(self._modules(nnx.Rngs(jax.random.key(seed))), nnx.Param))
 
-    def _modules(self, rngs: nnx.Rngs) -> Modules:
-        return Modules(self.c, self.objective, rngs, self.dtype)
+    def _modules(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
+        @nnx.split_rngs(splits=self.c.unique_layers)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def make_blocks(rngs: nnx.Rngs) -> Block:
+            return Block(ParamInit(self.c, rngs, self.dtype))
+
+        init = ParamInit(self.c, rngs, self.dtype)
+        embedding, blocks = Embedding(init), make_blocks(rngs)
+        return {"embedding": embedding, "blocks": blocks, "head": make_head(init, self.objective, self.accum_dtype)}
 
     @functools.cached_property
-    def _embedding(self) -> nnx.GraphDef:
-        return _abstract(lambda rngs: Embedding(self.c, rngs, self.dtype))[0]
+    def _graphs(self) -> dict[str, nnx.GraphDef]:
+        """A tied head has a table of its own, which is the embedding's: see `_head`."""
+        untied = self.c.model_copy(update={"tie_embeddings": False})
 
-    @functools.cached_property
-    def _block(self) -> nnx.GraphDef:
-        return _abstract(lambda rngs: Block(self.c, rngs, self.dtype))[0]
+        def graph(make: Callable[[ParamInit], nnx.Module]) -> nnx.GraphDef:
+            return _abstract(lambda rngs: make(ParamInit(untied, rngs, self.dtype)))[0]
 
-    @functools.cached_property
-    def _head(self) -> nnx.GraphDef:
-        return _abstract(lambda rngs: make_head(self.c, self.objective, rngs, self.dtype))[0]
+        head = graph(lambda init: make_head(init, self.objective, self.accum_dtype))
+        return {"embedding": graph(Embedding), "block": graph(Block), "head": head}
 
     def embed_params(self, params: Params) -> Params:
         """The subtree that `embed` reads, of a tree like the parameters."""
@@ -111,12 +96,9 @@ class LanguageModel:
 
     def head_params(self, params: Params) -> Params:
         """The subtree that the head reads; a tied token table is in both."""
-        tied = (
-            {"embedding": {"tokens": params["embedding"]["tokens"]}} if self.objective.ties_embeddings(self.c) else {}
-        )
-        return {"head": params["head"]} | tied
-
-    # ---- embedding, blocks, head
+        tied = self.objective.ties_embeddings(self.c)
+        table = {"embedding": {"tokens": params["embedding"]["tokens"]}} if tied else {}
+        return {"head": params["head"]} | table
 
     @property
     def attention_spec(self) -> AttentionSpec:
@@ -127,7 +109,7 @@ class LanguageModel:
     @jax.named_scope("embedding")
     def embed(self, params: Params, microbatch: Microbatch) -> jax.Array:
         """The residual stream [batch, sequence, width] of a microbatch's tokens."""
-        return nnx.merge(self._embedding, params["embedding"])(*microbatch)
+        return nnx.merge(self._graphs["embedding"], params["embedding"])(*microbatch)
 
     def block_fn(self) -> Callable[[Params, jax.Array, Microbatch, jax.Array], tuple[jax.Array, LossDict]]:
         """`block`, as training runs it: the remat policy decides what backward computes again."""
@@ -140,57 +122,53 @@ class LanguageModel:
     def block(
         self, params: Params, x: jax.Array, microbatch: Microbatch, layer: jax.Array | int
     ) -> tuple[jax.Array, LossDict]:
-        """One layer, given its own parameters and its index; tokens attend within their row.  Returns x and its
-        auxiliary losses."""
+        """One layer, given its parameters and index: x and its auxiliary losses.  Tokens attend within their row."""
         batch, key = microbatch
         key = None if key is None else key.at_layer(layer)
         core: Callable = functools.partial(attention, spec=self.attention_spec)
+        core = self._checkpoint(core) if self.remat.recomputes_attention else core
         project: Callable = column_parallel
-        if self.remat.recomputes_attention:
-            core = self._checkpoint(core)
         core = functools.partial(core, positions=batch.positions, segment_ids=batch.segments, key=key)
         if num_shards(SEQUENCE) > 1 and not self.remat.recomputes_layer:
             # Save each device's shard of the stream and gather it again (arXiv:2205.05198, section 4.2.2).
             project = self._checkpoint(column_parallel, static_argnums=2)
-        return nnx.merge(self._block, params)(x, key, core, project)
+        return nnx.merge(self._graphs["block"], params)(x, key, core, project)
 
     def _checkpoint(self, f: Callable, **options) -> Callable:
         """CSE cannot undo remat inside a scan; unrolled it could, so prevent it."""
         return jax.checkpoint(f, prevent_cse=not self.scan_layers, **options)
 
-    def _head_and_table(self, params: Params) -> tuple[Head, jax.Array | None]:
-        table = params["embedding"]["tokens"] if self.objective.ties_embeddings(self.c) else None
-        return nnx.merge(self._head, params["head"]), table
+    def _head(self, params: Params, x: jax.Array) -> tuple[Head, jax.Array]:
+        """The head, and its input: the output of the last block after the final norm."""
+        tied = self.objective.ties_embeddings(self.c)
+        table = {"tokens": params["embedding"]["tokens"]} if tied else {}
+        head = nnx.merge(self._graphs["head"], params["head"] | table)
+        return head, x if head.norm is None else head.norm(x)
 
     @jax.named_scope("head")
     def losses(self, params: Params, x: jax.Array, microbatch: Microbatch, weights: LossDict) -> LossDict:
         """Of each loss the sum of weight x negative log-likelihood.  x: the output of the last block."""
-        head, table = self._head_and_table(params)
+        head, h = self._head(params, x)
         batch, key = microbatch
-        return head.losses(x, table, LossInputs(batch, weights, key, self.accum_dtype))
+        return head.losses(h, batch, weights, key)
 
     @jax.named_scope("head")
     def eval_sums(self, params: Params, x: jax.Array, microbatch: Microbatch, rows: int) -> dict:
-        """What evaluation metrics are computed from, to be summed over microbatches and devices.  Of tokens, for each
-        loss: (its sum, the weight of correct predictions, the weight of all).  Of labelled examples: logits of all
-        `rows` of a step."""
-        head, table = self._head_and_table(params)
-        return head.eval_sums(x, table, microbatch[0], rows)
+        """As Head.eval_sums, of the output x of the last block."""
+        head, h = self._head(params, x)
+        return head.eval_sums(h, microbatch[0], rows)
 
     def logits(self, params: Params, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """By what the head predicts.  x: the output of the last block."""
-        head, table = self._head_and_table(params)
-        return head.logits(x, table, batch)
+        head, h = self._head(params, x)
+        return head.logits(h, batch)
 
-    # ---- inference
-
-    def forward(self, params: Params, gather: Callable[[Params], Params], batch: Batch) -> dict[str, jax.Array]:
-        """Logits of a batch [batch, time].  gather: makes one layer's parameters, of the stack, whole."""
+    def forward(self, params: Params, gather: Gather, batch: Batch) -> dict[str, jax.Array]:
+        """Logits of a batch [batch, time]."""
         block = self.block_fn()
 
         def layer(x, inputs):
-            params, _ = inputs
-            return block(gather(params), x, (batch, None), jnp.int32(0))[0], None
+            return block(gather(inputs[0]), x, (batch, None), jnp.int32(0))[0], None
 
         x, _ = self._scan_layers(layer, self.embed(params, (batch, None)), params["blocks"])
         return self.logits(params, x, batch)
@@ -208,16 +186,10 @@ class LanguageModel:
         return (jnp.zeros((self.c.layers, rows, self.c.context, heads, self.c.head_width), dtype),) * 2
 
     def extend(
-        self,
-        params: Params,
-        gather: Callable[[Params], Params],
-        cache: KVCache,
-        tokens: jax.Array,
-        positions: jax.Array,
-        last: jax.Array,
+        self, params: Params, gather: Gather, cache: KVCache, tokens: jax.Array, positions: jax.Array, last: jax.Array
     ) -> tuple[jax.Array, KVCache]:
         """Adds `tokens` (int32 [batch, time], at `positions`) to the cache; returns logits [batch, padded vocab] after
-        row b's token last[b].  gather: makes one layer's parameters, of the stack, whole."""
+        row b's token last[b]."""
         batch = Batch(tokens, None, None, positions, None, None)
 
         def layer(x, inputs):
@@ -228,7 +200,7 @@ class LanguageModel:
                 out, layer_cache = attention_with_cache(q, k, v, self.attention_spec, layer_cache, positions)
                 return out
 
-            x, _ = nnx.merge(self._block, gather(layer_params))(x, None, core)
+            x, _ = nnx.merge(self._graphs["block"], gather(layer_params))(x, None, core)
             return x, layer_cache
 
         x, cache = self._scan_layers(layer, self.embed(params, (batch, None)), params["blocks"], cache)

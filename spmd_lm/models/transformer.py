@@ -1,7 +1,8 @@
-"""One transformer block: multi-head self-attention, then an MLP, each on a residual branch with a norm of its own.
+"""The embedding, and a block: self-attention and an MLP, each on a residual branch with a norm of its own.
 
 Where `heads` and `mlp` are sharded, each branch begins column-parallel and ends row-parallel."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -11,54 +12,28 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd_lm.axes import SEQUENCE
-from spmd_lm.config.schema import Model
-from spmd_lm.models.layers import (
-    INIT_STD,
-    ColumnParallel,
-    Norm,
-    add_bias,
-    bias,
-    column_parallel,
-    dense,
-    normal,
-    recompute,
-)
+from spmd_lm.batch import Batch
+from spmd_lm.models.layers import INIT_STD, ColumnParallel, Norm, ParamInit, add_bias, column_parallel, dense, recompute
 from spmd_lm.ops.collectives import global_indices, reduce_from_region
 from spmd_lm.ops.dropout import DropoutKey, dropout
+from spmd_lm.ops.embedding import lookup
 
-AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING, AFTER_POOLER = 1, 2, 3, 4
-"""Dropout sites; 0 is that of attention probabilities."""
+AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING, AFTER_POOLER = 1, 2, 3, 4  # dropout sites; 0: attention probabilities
+LossDict = dict[str, jax.Array]  # losses by name
 
 RESIDUAL = "residual"
 """The checkpoint name of the sums x + branch(x) that backward needs: of both branches where a norm follows them."""
-
-LossDict = dict[str, jax.Array]
-"""Losses by name."""
 
 AttentionCore = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention of q [batch, time, heads x head width], k and v [batch, time, kv heads x head width]: over the row in
 training, through a cache in generation."""
 
-
-@recompute
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
-@recompute
-def _gelu_tanh(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-@recompute
-def _swiglu(x: jax.Array, gate: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * x
-
-
-ACTIVATIONS = {"gelu": _gelu, "gelu_tanh": _gelu_tanh}
-
-GATED_ACTIVATIONS = {"swiglu": _swiglu}
-"""Of a hidden layer and a second one that gates it (arXiv:2002.05202)."""
+ACTIVATIONS = {
+    "gelu": recompute(functools.partial(jax.nn.gelu, approximate=False)),
+    "gelu_tanh": recompute(functools.partial(jax.nn.gelu, approximate=True)),
+    "swiglu": recompute(lambda x, gate: jax.nn.silu(gate) * x),
+}
+GATED_ACTIVATIONS = ("swiglu",)  # of a hidden layer and a second one that gates it (arXiv:2002.05202)
 
 
 def residual_dropout(x: jax.Array, rate: float, key: DropoutKey | None, site: int) -> jax.Array:
@@ -71,17 +46,38 @@ def residual_dropout(x: jax.Array, rate: float, key: DropoutKey | None, site: in
     return dropout(x, rate, (w0, w1), row[:, None], column)
 
 
+class Embedding(nnx.Module):
+    """Tables of tokens, learned positions and token types; a norm where blocks have theirs last (arXiv:1810.04805)."""
+
+    def __init__(self, init: ParamInit):
+        c = init.c
+        self.tokens = init.table(c.vocab, "vocab")
+        self.positions = init.table(c.context, "position") if c.positions == "learned" else None
+        self.types = init.table(c.token_types, "type") if c.token_types else None
+        self.norm = Norm(init) if c.norm == "post" else None
+        self.dropout = c.dropout
+
+    def __call__(self, batch: Batch, key: DropoutKey | None) -> jax.Array:
+        """Tokens, positions and types, int32 [batch, time] -> [batch, sequence, width]."""
+        x = lookup(self.tokens[...], batch.tokens, "vocab")
+        if self.positions is not None:
+            x = x + lookup(self.positions[...], batch.positions, "position")
+        if self.types is not None:
+            assert batch.token_type_ids is not None
+            x = x + lookup(self.types[...], batch.token_type_ids, "type")
+        x = x if self.norm is None else self.norm(x)
+        return residual_dropout(x, self.dropout, key, AFTER_EMBEDDING)
+
+
 class Attention(nnx.Module):
     """The projections of multi-head attention; `core` does the rest."""
 
-    def __init__(self, c: Model, out_std: float, rngs: nnx.Rngs, dtype: str):
-        def matrix(size: int, std: float) -> nnx.Param:
-            return normal(rngs, (c.width, size), ("width", "heads"), std, dtype)
-
-        self.query, self.key, self.value = (matrix(size, INIT_STD) for size in (c.width, c.kv_width, c.kv_width))
-        self.out = matrix(c.width, out_std)
-        self.query_bias, self.key_bias = bias(c, c.width, "heads", dtype), bias(c, c.kv_width, "heads", dtype)
-        self.value_bias, self.out_bias = bias(c, c.kv_width, "heads", dtype), bias(c, c.width, "width", dtype)
+    def __init__(self, init: ParamInit, out_std: float):
+        c = init.c
+        self.query, self.query_bias = init.linear(c.width, "heads")
+        self.key, self.key_bias = init.linear(c.kv_width, "heads")
+        self.value, self.value_bias = init.linear(c.kv_width, "heads")
+        self.out, self.out_bias = init.matrix(c.width, "heads", out_std), init.bias(c.width, "width")
 
     def __call__(self, x: jax.Array, core: AttentionCore, project: ColumnParallel) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
@@ -92,25 +88,20 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    def __init__(self, c: Model, out_std: float, rngs: nnx.Rngs, dtype: str):
-        def matrix(std: float) -> nnx.Param:
-            return normal(rngs, (c.width, c.mlp_dim), ("width", "mlp"), std, dtype)
-
+    def __init__(self, init: ParamInit, out_std: float):
+        c = init.c
+        self.up, self.up_bias = init.linear(c.mlp_dim, "mlp")
+        self.down, self.down_bias = init.matrix(c.mlp_dim, "mlp", out_std), init.bias(c.width, "width")
         gated = c.activation in GATED_ACTIVATIONS
-        self.up, self.down = matrix(INIT_STD), matrix(out_std)
-        self.gate = matrix(INIT_STD) if gated else None
-        self.up_bias, self.down_bias = bias(c, c.mlp_dim, "mlp", dtype), bias(c, c.width, "width", dtype)
-        self.gate_bias = bias(c, c.mlp_dim, "mlp", dtype) if gated else None
+        self.gate = init.matrix(c.mlp_dim, "mlp") if gated else None
+        self.gate_bias = init.bias(c.mlp_dim, "mlp") if gated else None
         self.activation = c.activation
 
     def __call__(self, x: jax.Array, project: ColumnParallel) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
-        if self.gate is None:
-            (h,) = project(x, (self.up[...],), "mlp")
-            h = ACTIVATIONS[self.activation](add_bias(h, self.up_bias))
-        else:
-            h, gate = project(x, (self.up[...], self.gate[...]), "mlp")
-            h = GATED_ACTIVATIONS[self.activation](add_bias(h, self.up_bias), add_bias(gate, self.gate_bias))
+        matrices = [matrix[...] for matrix in (self.up, self.gate) if matrix is not None]
+        hidden = map(add_bias, project(x, matrices, "mlp"), (self.up_bias, self.gate_bias))
+        h = ACTIVATIONS[self.activation](*hidden)
         return add_bias(reduce_from_region(dense(h, self.down[...], transpose=True), "mlp"), self.down_bias)
 
 
@@ -119,10 +110,11 @@ class Block(nnx.Module):
 
     Both branches start small, so that depth does not add up (GPT-2)."""
 
-    def __init__(self, c: Model, rngs: nnx.Rngs, dtype: str):
+    def __init__(self, init: ParamInit):
+        c = init.c
         out_std = INIT_STD / math.sqrt(2 * c.layers)
-        self.norm1, self.attention = Norm(c, dtype), Attention(c, out_std, rngs, dtype)
-        self.norm2, self.mlp = Norm(c, dtype), MLP(c, out_std, rngs, dtype)
+        self.norm1, self.attention = Norm(init), Attention(init, out_std)
+        self.norm2, self.mlp = Norm(init), MLP(init, out_std)
         self.dropout, self.post_norm = c.dropout, c.norm == "post"
 
     def __call__(
@@ -130,15 +122,13 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, LossDict]:
         """x: [batch, sequence, width].  key: of dropout; None for none.  Returns x and auxiliary losses; a dense block
         has none."""
+        drop = functools.partial(residual_dropout, rate=self.dropout, key=key)
         if self.post_norm:
             y = self.attention(x, core, project)
-            x = self.norm1(checkpoint_name(x + self.drop(y, key, AFTER_ATTENTION), RESIDUAL))
+            x = self.norm1(checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL))
             y = self.mlp(x, project)
-            return self.norm2(checkpoint_name(x + self.drop(y, key, AFTER_MLP), RESIDUAL)), {}
+            return self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL)), {}
         y = self.attention(self.norm1(x), core, project)
-        x = checkpoint_name(x + self.drop(y, key, AFTER_ATTENTION), RESIDUAL)
+        x = checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL)
         y = self.mlp(self.norm2(x), project)
-        return x + self.drop(y, key, AFTER_MLP), {}
-
-    def drop(self, y: jax.Array, key: DropoutKey | None, site: int) -> jax.Array:
-        return residual_dropout(y, self.dropout, key, site)
+        return x + drop(y, site=AFTER_MLP), {}

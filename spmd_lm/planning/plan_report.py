@@ -14,7 +14,7 @@ from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
-from spmd_lm.step.freeze import frozen_mask, trained_count
+from spmd_lm.step.optimizer import frozen_mask, trained_count
 from spmd_lm.step.program import abstract_plan
 
 

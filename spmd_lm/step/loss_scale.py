@@ -19,26 +19,20 @@ from spmd_lm.parallel.plan import Plan, Tree
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
 
-LARGEST = 2.0**64
-"""Gradients that are all zero would double the scale for ever; a loss times this one is still far from infinity."""
-
-METRICS = ("loss_scale", "skipped", "skipped_steps")
-"""Further metrics of `update`, where there is a scale."""
+LARGEST = 2.0**64  # all-zero gradients would double the scale for ever; a loss times this is still far from infinity
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """Scalars of a run, replicated.
+    """Scalars of a run, replicated."""
 
-    scale: float32, of the next step's loss.  growth_tracker: int32, clean steps since the last overflow or doubling.
-    hysteresis_tracker: int32, overflows left before the first that halves the scale; at 0 and below each one does.
-    skipped: int32, steps skipped so far."""
-
-    scale: Any
-    growth_tracker: Any
-    hysteresis_tracker: Any
-    skipped: Any
+    scale: Any  # float32, of the next step's loss
+    growth_tracker: Any  # int32, clean steps since the last overflow or doubling
+    hysteresis_tracker: (
+        Any  # int32, overflows left before the first that halves the scale; at 0 and below each one does
+    )
+    skipped: Any  # int32, steps skipped so far
 
 
 def init_loss_scale(p: Precision) -> LossScale | None:
@@ -54,12 +48,9 @@ def next_loss_scale(p: Precision, s: LossScale, finite: jax.Array) -> LossScale:
     full = growth == p.scale_window
     doubled = jnp.where(full, jnp.minimum(2 * s.scale, LARGEST), s.scale)
     halved = jnp.where(hysteresis <= 0, jnp.maximum(s.scale / 2, p.min_scale), s.scale)
-    return LossScale(
-        scale=jnp.where(finite, doubled, halved),
-        growth_tracker=jnp.where(finite & ~full, growth, 0),
-        hysteresis_tracker=jnp.where(finite, jnp.where(full, p.hysteresis, s.hysteresis_tracker), hysteresis),
-        skipped=s.skipped + ~finite,
-    )
+    scale, growth = jnp.where(finite, doubled, halved), jnp.where(finite & ~full, growth, 0)
+    hysteresis = jnp.where(finite, jnp.where(full, p.hysteresis, s.hysteresis_tracker), hysteresis)
+    return LossScale(scale, growth, hysteresis, s.skipped + ~finite)
 
 
 def unscale(tree: Tree, s: LossScale | None) -> Tree:
@@ -83,7 +74,7 @@ def update(
     """`optimizer.update` with the gradients of a scaled loss, reduced over data; without a scale nothing more.
 
     Where they are not finite the parameters and the optimizer's state stay as they are, bit for bit, and only `step`
-    and `loss_scale` change.  Also METRICS: loss_scale, float32, of this step; skipped, bool, whether it was;
+    and `loss_scale` change.  Further metrics: loss_scale, float32, of this step; skipped, bool, whether it was;
     skipped_steps, int32, how many were so far, this one included."""
     if (s := state.loss_scale) is None:
         return optimizer.update(plan, state, grads)
@@ -93,5 +84,5 @@ def update(
     new, metrics = optimizer.update(plan, state, grads)
     # A select, which fuses with the update's arithmetic; a conditional would copy the state on a GPU.
     new_or_old = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-    metrics |= dict(zip(METRICS, (s.scale, ~finite, scale.skipped), strict=True))
+    metrics |= {"loss_scale": s.scale, "skipped": ~finite, "skipped_steps": scale.skipped}
     return dataclasses.replace(new_or_old, step=new.step, loss_scale=scale), metrics

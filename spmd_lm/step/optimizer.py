@@ -1,9 +1,9 @@
 """The optimizer: global scalars (gradient norm, learning rate) and an elementwise optax rule per leaf, so that no leaf
-depends on how it is sharded."""
+depends on how it is sharded; and the parameters that it leaves as they are."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,17 @@ import numpy as np
 import optax
 from jax import lax
 
-from spmd_lm.axes import is_dim_names
+from spmd_lm.axes import DimNames, is_dim_names
 from spmd_lm.config.schema import AdamW, Lion
 from spmd_lm.config.schema import Optimizer as OptimizerConfig
+from spmd_lm.config.suggest import did_you_mean
+from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.plan import Plan, Tree
-from spmd_lm.step.state import TrainState, map_param_trees
+from spmd_lm.step.state import TrainState
 
 
 def lr_schedule(optim: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:
-    """Learning rate of the update after `step` updates: a linear warm-up that reaches lr at its end, then decay to
-    min_lr."""
+    """Learning rate after `step` updates: a linear warm-up that reaches lr at its end, then decay to min_lr."""
     decay_steps = max(1, (optim.decay_steps or steps) - optim.warmup)
     decay = {
         "cosine": optax.cosine_decay_schedule(optim.lr, decay_steps, alpha=optim.min_lr / optim.lr),
@@ -43,7 +44,7 @@ def decay_mask(names: Tree) -> Tree:
 class Optimizer:
     """optax's rule, with decoupled weight decay (arXiv:1711.05101) and clipping by the global norm of the gradients.
 
-    steps: of the run, for the learning rate.  frozen: of freeze.frozen_mask, parameters that are not updated and do not
+    steps: of the run, for the learning rate.  frozen: a `frozen_mask`, of parameters that are not updated and do not
     count in the norm; None for none."""
 
     config: OptimizerConfig
@@ -59,23 +60,9 @@ class Optimizer:
                 return optax.scale_by_lion(b1, b2)
         raise AssertionError(self.config)
 
-    def init(self, params: Tree) -> Any:
-        """The state of `rule`."""
-        return self.rule.init(params)
-
-    def state_like(self, params: Tree, per_param: Tree, scalar: Any) -> Any:
-        """The structure of `rule`'s state for parameters of these shapes, with `per_param` in place of every tree that
-        has the parameters' structure and `scalar` in place of every other leaf."""
-        state = jax.eval_shape(self.init, params)
-        structure = jax.tree.structure(params)
-        placeholder = object()
-        marked = map_param_trees(lambda _: placeholder, state, structure)
-        return jax.tree.map(lambda x: per_param if x is placeholder else scalar, marked)
-
     @jax.named_scope("scalars")
     def update(self, plan: Plan, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update, inside `plan.shard_map`; also grad_norm, before clipping, and lr.  grads: sharded as the
-        parameters are."""
+        """One update, inside `plan.shard_map`; also lr, and grad_norm before clipping.  grads: sharded like params."""
         params = state.params
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
         wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
@@ -114,3 +101,41 @@ def _global_norm(plan: Plan, grads: Tree) -> jax.Array:
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
         squares[axes] = squares.get(axes, 0) + jnp.sum(jnp.square(wide))
     return jnp.sqrt(sum(lax.psum(s, axes) if axes else s for axes, s in squares.items()))
+
+
+def frozen_mask(patterns: Sequence[str], names: Tree, shapes: Tree) -> Tree:
+    """Whether training leaves each parameter as it is, bool; for a stack, bool [layers].
+
+    patterns: shell globs of paths in the tree of parameters, in which a layer has its index: embedding.tokens,
+    blocks.[0-5].*, *bias.  names, shapes: trees of the parameters' dimension names and canonical shapes.  Raises
+    ConfigError for a pattern that matches nothing, and if every parameter would be frozen."""
+    known = []
+
+    def is_frozen(*path: str) -> bool:
+        known.append(".".join(path))
+        return any(fnmatchcase(known[-1], pattern) for pattern in patterns)
+
+    def leaf_mask(path: tuple, dim_names: DimNames, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        first, *rest = (key.key for key in path)
+        if "layers" not in dim_names:
+            return np.array(is_frozen(first, *rest))
+        return np.array([is_frozen(first, str(layer), *rest) for layer in range(leaf.shape[0])])
+
+    mask = jax.tree_util.tree_map_with_path(leaf_mask, names, shapes, is_leaf=is_dim_names)
+    problems = []
+    for pattern in sorted(set(patterns)):
+        if not any(fnmatchcase(name, pattern) for name in known):
+            near = did_you_mean(pattern, known)
+            hint = f"Did you mean {near}?" if near else f"Names are like {known[0]} and {known[-1]}."
+            problems.append(f"optim.freeze: {pattern} matches no parameter. {hint}")
+    if not problems and all(leaf.all() for leaf in jax.tree.leaves(mask)):
+        problems.append(f"optim.freeze={' '.join(patterns)} freezes every parameter. Leave some out.")
+    if problems:
+        raise ConfigError(*problems)
+    return mask
+
+
+def trained_count(mask: Tree, shapes: Tree) -> int:
+    """Number of parameters that are not frozen."""
+    pairs = zip(jax.tree.leaves(mask), jax.tree.leaves(shapes), strict=True)
+    return sum(int((~frozen).sum()) * leaf.size // frozen.size for frozen, leaf in pairs)

@@ -7,23 +7,23 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from spmd_lm.analysis import flops
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
-from spmd_lm.parallel.pipeline.schedule import Schedule, make_schedule
+from spmd_lm.parallel.mesh import abstract_mesh, make_mesh, resolve
+from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan, Tree, pad_or_crop
+from spmd_lm.parallel.sharded_model import ShardedModel
 from spmd_lm.parallel.zero import ZeroPolicy
-from spmd_lm.step.eval_step import make_eval_step, make_forward
-from spmd_lm.step.freeze import frozen_mask
 from spmd_lm.step.loss_scale import init_loss_scale
-from spmd_lm.step.optimizer import Optimizer
+from spmd_lm.step.optimizer import Optimizer, frozen_mask
 from spmd_lm.step.state import TrainState
-from spmd_lm.step.train_step import make_train_step, state_specs
+from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
 
 
 def make_model(config: RunConfig, platform: str) -> LanguageModel:
@@ -32,79 +32,52 @@ def make_model(config: RunConfig, platform: str) -> LanguageModel:
     return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, p.reduce, config.scan_layers)
 
 
-def make_plan(config: RunConfig, devices: list[jax.Device]) -> Plan:
-    """The plan of `config` on these devices.  Raises LayoutError if there is none."""
-    layout = resolve(config, len(devices))
-    return _plan(config, layout, make_mesh(layout, devices), devices[0].platform)
-
-
 def abstract_plan(config: RunConfig, devices: int, platform: str) -> Plan:
-    """The plan of `config` on a number of devices that need not exist.  Raises LayoutError if there is none."""
-    layout = resolve(config, devices)
-    return _plan(config, layout, abstract_mesh(layout), platform)
-
-
-def _plan(config: RunConfig, layout: Layout, mesh: Mesh | AbstractMesh, platform: str) -> Plan:
-    enable_float64(config)
-    model, p = make_model(config, platform), config.parallel
-    zero = ZeroPolicy.of_stage(
-        p.zero,
-        reduce_once=p.reduce_once,
-        layers=config.model.unique_layers,
-        breadth_first=p.schedule == "breadth_first" and layout.pipe > 1,
-    )
-    names, shapes = model.names, model.shapes
-    return Plan(layout, mesh, platform, names, shapes, zero, p.sequence, config.chunks, p.run_idle_stages)
-
-
-def enable_float64(config: RunConfig) -> None:
-    """Switches float64 on, for the whole process, if the config asks for it."""
+    """The plan of `config` on a number of devices that need not exist; its mesh is abstract.  Raises LayoutError if
+    there is none.  Switches float64 on, for the whole process, if the config asks for it."""
+    layout, p = resolve(config, devices), config.parallel
     if "float64" in (config.precision.params, config.precision.compute, config.precision.reduce):
         jax.config.update("jax_enable_x64", True)
-
-
-@functools.cache
-def _resize(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: pad_or_crop(x, shape), out_shardings=sharding)
+    model, layers = make_model(config, platform), config.model.unique_layers
+    breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
+    zero = ZeroPolicy.of_stage(p.zero, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
+    mesh, names, shapes = abstract_mesh(layout), model.names, model.shapes
+    return Plan(layout, mesh, platform, names, shapes, zero, p.sequence, config.chunks, p.run_idle_stages)
 
 
 def _fit(tree: Tree, like: Tree) -> Tree:
     """`tree` in the shapes and shardings of `like`; leaves that fit already are returned as they are."""
-    return jax.tree.map(lambda x, to: x if x.shape == to.shape else _resize(to.shape, to.sharding)(x), tree, like)
+
+    def fit(x: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.shape == to.shape:
+            return x
+        return jax.jit(pad_or_crop, static_argnums=1, out_shardings=to.sharding)(x, to.shape)
+
+    return jax.tree.map(fit, tree, like)
 
 
-def _with_shardings(tree: Tree, shardings: Tree) -> Tree:
-    """Shapes and dtypes, with shardings."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+def _shardings(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.sharding, tree)
 
 
 class Program:
-    """One config, bound to devices (default: all there are)."""
+    """One config, bound to devices (default: all there are).  device: one of them, which are all alike.
+
+    flops_per_step: model FLOPs of one step of the whole job; recomputation does not count."""
 
     def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None):
-        self.config = config
-        self.plan = make_plan(config, devices or jax.devices())
-        self.model = make_model(config, self.plan.platform)
+        devices = devices or jax.devices()
+        plan = abstract_plan(config, len(devices), devices[0].platform)
+        mesh = make_mesh(plan.layout, devices)
+        self.config, self.plan, self.device = config, dataclasses.replace(plan, mesh=mesh), mesh.devices.flat[0]
+        self.model = make_model(config, plan.platform)
         patterns = config.optim.freeze.split()
-        mask = frozen_mask(patterns, self.model.names, self.model.shapes) if patterns else None
+        mask = frozen_mask(patterns, plan.names, plan.shapes) if patterns else None
         self.optimizer = Optimizer(config.optim, config.train.steps, mask)
-
-    @property
-    def device(self) -> jax.Device:
-        """One of the devices, which are all alike."""
-        assert isinstance(self.plan.mesh, Mesh)
-        return self.plan.mesh.devices.flat[0]
-
-    # ---- metrics
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.train.batch * self.config.model.context
-
-    @functools.cached_property
-    def flops_per_step(self) -> float:
-        """Model FLOPs of one step of the whole job; recomputation does not count."""
-        return flops.train_step(self.config)
+        p = config.parallel
+        self.schedule = make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
+        self.tokens_per_step = config.train.batch * config.model.context
+        self.flops_per_step = flops.train_step(config)
 
     @functools.cached_property
     def peak(self) -> flops.Peak | None:
@@ -116,107 +89,96 @@ class Program:
         """Peak FLOP/s of the whole job, in the compute dtype."""
         return self.peak.flops * self.plan.layout.devices if self.peak else None
 
-    # ---- state
-
     def init(self) -> TrainState:
         """The initial state, created sharded.  The weights are the same under every layout."""
-
-        def init() -> TrainState:
-            return self._initial_state(self.plan.place(self.model.init(self.config.train.seed)))
-
-        return jax.jit(init, out_shardings=self.state_shardings)()
+        init_params = functools.partial(self.model.init, self.config.train.seed)
+        init = jax.jit(lambda: self._initial_state(self.plan.place(init_params())), out_shardings=self.state_shardings)
+        return init()
 
     def initial_canonical(self, params: Tree) -> TrainState:
         """The canonical state before the first step, with these canonical parameters."""
-        state = jax.jit(self._initial_state, out_shardings=self._canonical_shardings)(params)
+        state = jax.jit(self._initial_state, out_shardings=_shardings(self.abstract_canonical()))(params)
         return dataclasses.replace(state, params=params)
 
     def _initial_state(self, params: Tree) -> TrainState:
         scalars = jax.tree.map(jnp.asarray, init_loss_scale(self.config.precision))
-        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), scalars)
+        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.rule.init(params), scalars)
 
-    @property
-    def _state_specs(self) -> TrainState:
-        return state_specs(self.plan, self.optimizer, self.config.precision)
-
-    @functools.cached_property
-    def state_shardings(self) -> TrainState:
-        return self.plan.sharding(self._state_specs)
-
-    @functools.cached_property
-    def _canonical_shardings(self) -> TrainState:
-        return self.plan.sharding(self._state_specs.map_params(lambda _: self.plan.canonical_specs))
+    def _abstract(self, shapes: Tree, specs: Tree) -> TrainState:
+        """Shapes, dtypes and shardings of a state, given those of its parameters; its scalars are replicated."""
+        state = jax.eval_shape(self._initial_state, shapes)
+        shardings = self.plan.sharding(state.map_params(lambda _: specs, lambda _: P()))
+        return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), state, shardings)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state as devices hold it."""
-        shapes = jax.eval_shape(self._initial_state, self.plan.placed_shapes)
-        return _with_shardings(shapes, self.state_shardings)
+        return self._abstract(self.plan.placed_shapes, self.plan.param_specs)
 
     def abstract_canonical(self) -> TrainState:
         """Shapes, dtypes and shardings of the canonical state, as checkpoints hold it."""
-        return _with_shardings(jax.eval_shape(self._initial_state, self.plan.shapes), self._canonical_shardings)
+        return self._abstract(self.plan.shapes, self.plan.canonical_specs)
+
+    @functools.cached_property
+    def state_shardings(self) -> TrainState:
+        return _shardings(self.abstract_state())
 
     def canonical(self, state: TrainState) -> TrainState:
         """`state` without padding, in model order, as checkpoints hold it.  Already-canonical leaves are returned as
         they are."""
-        return _fit(self._reorder(state, self.plan.to_model_order), self.abstract_canonical())
+        in_order = self._reorder(state, lambda state: state.map_params(self.plan.to_model_order))
+        return _fit(in_order, self.abstract_canonical())
 
     def place(self, canonical: TrainState) -> TrainState:
         """A canonical state, padded and in stage order.  A missing loss scale starts anew."""
         if canonical.loss_scale is None:
             scale = jax.device_put(init_loss_scale(self.config.precision), self.state_shardings.loss_scale)
             canonical = dataclasses.replace(canonical, loss_scale=scale)
-        return self._reorder(_fit(canonical, self.abstract_state()), self.plan.to_stage_order)
+        padded = _fit(canonical, self.abstract_state())
+        return self._reorder(padded, lambda state: state.map_params(self.plan.to_stage_order))
 
     def place_params(self, canonical: Tree) -> Tree:
         """Canonical parameters, padded and in stage order."""
         return self._reorder(_fit(canonical, self.abstract_state().params), self.plan.to_stage_order)
 
     def _reorder(self, tree: Tree, reorder: Callable[[Tree], Tree]) -> Tree:
-        """A state or parameters with the layers in stage order, or back in model order."""
-        if self.plan.chunks == 1:
-            return tree
+        """`reorder`, jitted, where stages hold the layers in another order than the model's."""
+        return tree if self.plan.chunks == 1 else jax.jit(reorder, out_shardings=_shardings(tree))(tree)
 
-        def reorder_state(x: Tree) -> Tree:
-            return x.map_params(reorder) if isinstance(x, TrainState) else reorder(x)
-
-        return jax.jit(reorder_state, out_shardings=jax.tree.map(lambda x: x.sharding, tree))(tree)
-
-    # ---- batches
-
-    @functools.cached_property
-    def _batch_specs(self) -> Batch:
-        return jax.tree.map(lambda _: self.plan.batch_spec, abstract_batch(self.config))
+    def abstract_batch(self) -> Batch:
+        sharding = self.plan.sharding(self.plan.batch_spec)
+        return jax.tree.map(lambda x: x.update(sharding=sharding), abstract_batch(self.config))
 
     @functools.cached_property
     def batch_shardings(self) -> Batch:
-        return self.plan.sharding(self._batch_specs)
-
-    def abstract_batch(self) -> Batch:
-        return _with_shardings(abstract_batch(self.config), self.batch_shardings)
-
-    # ---- steps
-
-    @functools.cached_property
-    def schedule(self) -> Schedule:
-        c = self.config
-        return make_schedule(c.parallel.schedule, self.plan.layout.pipe, c.parallel.microbatches, c.chunks)
+        return _shardings(self.abstract_batch())
 
     @functools.cached_property
     def train_step(self):
-        precision, seed = self.config.precision, self.config.train.seed
-        return make_train_step(self.model, self.optimizer, self.plan, self.schedule, precision, seed, self._batch_specs)
+        specs = jax.tree.map(lambda sharding: sharding.spec, self.state_shardings)
+        return make_train_step(self.config, self.model, self.optimizer, self.plan, self.schedule, specs)
 
     @functools.cached_property
     def evaluate(self):
         """(params, batch) -> LanguageModel.eval_sums of the batch."""
-        c = self.config
-        return make_eval_step(self.model, self.plan, self.schedule, c.precision, self._batch_specs, c.train.batch)
+        return make_eval_step(self.config, self.model, self.plan, self.schedule)
 
     @functools.cached_property
     def forward(self):
-        """(params, batch) -> logits, by what they predict."""
-        return make_forward(self.model, self.plan, self.config.precision, self._batch_specs)
+        """(params, batch) -> logits by what they predict, [microbatches, rows, ...], on every device."""
+        plan, model = self.plan, self.model
+
+        def forward(params: Tree, batch: Batch) -> dict[str, jax.Array]:
+            inference, gather = self.inference_params(params)
+            return lax.map(lambda microbatch: model.forward(inference, gather, microbatch), batch)
+
+        step = plan.shard_map(forward, (plan.param_specs, plan.batch_spec), plan.batch_spec)
+        return jax.jit(step, out_shardings=plan.sharding(P()))
+
+    def inference_params(self, params: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+        """Inside `plan.shard_map`: (parameters in the compute dtype, gather), where gather makes one layer of their
+        stack whole."""
+        fns, compute = model_fns(self.model, lambda params, x, microbatch: {}), jnp.dtype(self.config.precision.compute)
+        return ShardedModel.from_params(fns, self.plan, params, compute, compute).inference_params()
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:

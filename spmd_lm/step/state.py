@@ -12,9 +12,8 @@ from spmd_lm.parallel.trees import Tree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: int32, steps done, which is the position in the data.  params: the master weights.  opt_state: optax's, of
-    any shape.  loss_scale: of step/loss_scale.py; None in runs without.  Canonical in checkpoints, placed on
-    devices."""
+    """step: int32, steps done: the position in the data.  params: the master weights.  opt_state: optax's, of any
+    shape.  loss_scale: of step/loss_scale.py, or None.  Canonical in checkpoints, placed on devices."""
 
     step: Any
     params: Tree
@@ -26,17 +25,12 @@ class TrainState:
         """int32, steps done less those that loss scaling skipped: what the learning rate counts."""
         return self.step if self.loss_scale is None else self.step - self.loss_scale.skipped
 
-    def map_params(self, f: Callable[[Tree], Tree]) -> "TrainState":
-        """`f` applied to every tree of the parameters' structure: the parameters, and moments in `opt_state`."""
-        structure = jax.tree.structure(self.params)
-        opt_state = map_param_trees(f, self.opt_state, structure)
-        return dataclasses.replace(self, params=f(self.params), opt_state=opt_state)
+    def map_params(self, f: Callable[[Tree], Tree], scalar: Callable[[Any], Any] = lambda x: x) -> "TrainState":
+        """`f` applied to every tree of the parameters' structure: the parameters, and moments in `opt_state`; `scalar`
+        to every other leaf."""
+        structure: Any = jax.tree.structure(self.params)
 
+        def is_params(x: Any) -> bool:
+            return jax.tree.structure(x) == structure
 
-def map_param_trees(f: Callable[[Tree], Any], opt_state: Any, structure: Any) -> Any:
-    """`f` applied to every subtree of `opt_state` that has this structure, that of the parameters."""
-
-    def is_param_tree(x: Any) -> bool:
-        return jax.tree.structure(x) == structure
-
-    return jax.tree.map(lambda x: f(x) if is_param_tree(x) else x, opt_state, is_leaf=is_param_tree)
+        return jax.tree.map(lambda x: f(x) if is_params(x) else scalar(x), self, is_leaf=is_params)

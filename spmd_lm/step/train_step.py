@@ -1,7 +1,7 @@
-"""The train step: an ordinary function of (state, batch), jitted under a Plan.  One body serves every layout.
+"""The train step: an ordinary function of (state, batch), jitted under a Plan; and evaluation, its forward half.
 
 For each microbatch forward, loss and backward; then gradients are reduced once, and the optimizer updates each device's
-own shards."""
+own shards.  One body serves every layout."""
 
 import functools
 import operator
@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
-from spmd_lm.config.schema import Precision
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.heads import loss_weights
 from spmd_lm.models.language_model import LanguageModel, Microbatch
 from spmd_lm.models.transformer import LossDict
@@ -30,27 +30,27 @@ from spmd_lm.step.state import TrainState
 
 
 def make_train_step(
-    model: LanguageModel,
-    optimizer: Optimizer,
-    plan: Plan,
-    schedule: Schedule,
-    precision: Precision,
-    seed: int,
-    batch_specs: Batch,
+    config: RunConfig, model: LanguageModel, optimizer: Optimizer, plan: Plan, schedule: Schedule, specs: TrainState
 ) -> Callable:
-    """(state, batch) -> (state, {loss, grad_norm, lr}), and loss_scale.METRICS where the loss is scaled; the state it
-    is given is donated.
+    """(state, batch) -> (state, {loss, grad_norm, lr}), and the metrics of loss_scale.update where the loss is scaled;
+    the state it is given is donated.  specs: PartitionSpecs of the state.
 
     loss: the sum of the objective's losses, each a mean over the global batch, in nats; where there are several, each
     as well, as `NAME_loss`."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
+        compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
         # Scaled where losses are formed: gradients that cross-entropy computes in float16 are scaled already.
         total_weights = loss_scale.unscale(psum_loss_weights(model, plan, batch, compute), state.loss_scale)
-        fns = model_fns(model, functools.partial(mean_losses, model, total_weights))
-        sharded = ShardedModel.from_params(fns, plan, state.params, compute, reduce)
-        microbatches = batch, dropout_keys(model, seed, state.step, batch)
+
+        def mean_losses(params: Tree, x: jax.Array, microbatch: Microbatch) -> LossDict:
+            """A microbatch's share of the mean losses of the global batch."""
+            weights = loss_weights(model.objective, microbatch[0])
+            shares = {name: weights[name].astype(total.dtype) / total for name, total in total_weights.items()}
+            return model.losses(params, x, microbatch, shares)
+
+        sharded = ShardedModel.from_params(model_fns(model, mean_losses), plan, state.params, compute, reduce)
+        microbatches = batch, dropout_keys(model, config.train.seed, state.step, batch)
 
         # forward, loss and backward of every microbatch
         zeros = sharded.zero_losses(microbatches), zero_gradients(sharded, state.params)
@@ -62,14 +62,31 @@ def make_train_step(
         losses = loss_scale.unscale(plan.psum_batch(plan.psum_stages(losses)), state.loss_scale)
         reduced = sharded.reduce_gradients(grads)
         # update
-        state, metrics = loss_scale.update(precision, optimizer, plan, state, reduced)
-        return state, loss_metrics(losses) | metrics
+        state, metrics = loss_scale.update(config.precision, optimizer, plan, state, reduced)
+        each_loss = {f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {}
+        return state, {"loss": sum_losses(losses)} | each_loss | metrics
 
-    specs = state_specs(plan, optimizer, precision)
-    names = [*loss_metrics(dict.fromkeys(loss_weights(model.objective, batch_specs), 0)), "grad_norm", "lr"]
-    out_specs = specs, dict.fromkeys([*names, *(loss_scale.METRICS if specs.loss_scale else ())], P())
-    step = plan.shard_map(train_step, (specs, batch_specs), out_specs)
-    return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding(out_specs))
+    step = plan.shard_map(train_step, (specs, plan.batch_spec), (specs, P()))
+    return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding((specs, P())))
+
+
+def make_eval_step(config: RunConfig, model: LanguageModel, plan: Plan, schedule: Schedule) -> Callable:
+    """(params, batch) -> LanguageModel.eval_sums of the global batch, without dropout."""
+
+    def eval_step(params: Tree, batch: Batch) -> LossDict:
+        compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
+        fns = model_fns(model, functools.partial(model.eval_sums, rows=config.train.batch))
+        sharded = ShardedModel.from_params(fns, plan, params, compute, reduce)
+        microbatches = batch, None
+        zeros = sharded.zero_losses(microbatches)
+        if schedule.stages > 1:
+            totals = Pipeline(sharded, schedule, microbatches).evaluate(zeros)
+        else:
+            totals, _ = lax.scan(lambda total, x: (tree_add(total, sharded.forward(x)), None), zeros, microbatches)
+        return plan.psum_batch(plan.psum_stages(totals))
+
+    step = plan.shard_map(eval_step, (plan.param_specs, plan.batch_spec), P())
+    return jax.jit(step, out_shardings=plan.sharding(P()))
 
 
 def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, Parts]) -> tuple[LossDict, Parts]:
@@ -91,19 +108,14 @@ def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, P
     return lax.scan(add_microbatch, zeros, microbatches)[0]
 
 
+def sum_losses(losses: LossDict) -> jax.Array:
+    return functools.reduce(operator.add, losses.values())
+
+
 def zero_gradients(model: ShardedModel, params: Tree) -> Parts:
     """Zeros to which the microbatches' gradients are added, in the parameters' dtype, or float32 if that is wider."""
     dtype = jnp.result_type(jnp.promote_types(model.compute_dtype, jnp.float32), *jax.tree.leaves(params))
     return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), model.diff_params)
-
-
-def state_specs(plan: Plan, optimizer: Optimizer, precision: Precision) -> TrainState:
-    scalars = jax.tree.map(lambda _: P(), loss_scale.init_loss_scale(precision))
-    opt_state = optimizer.state_like(plan.placed_shapes, plan.param_specs, P())
-    return TrainState(P(), plan.param_specs, opt_state, scalars)
-
-
-# --- the model --------------------------------------------------------------------------------------------------------
 
 
 def model_fns(model: LanguageModel, head: Callable[[Tree, jax.Array, Microbatch], LossDict]) -> ModelFns:
@@ -116,20 +128,12 @@ def model_fns(model: LanguageModel, head: Callable[[Tree, jax.Array, Microbatch]
 def dropout_keys(model: LanguageModel, seed: int, step: jax.Array, batch: Batch) -> DropoutKey | None:
     """The keys of all microbatches, leaves [microbatches, ...]; None for a model without dropout.
 
-    They are arguments of every function of a microbatch: what a block closes over, jax cannot take through two kinds of
-    remat."""
+    Arguments of every function of a microbatch: jax cannot take what a block closes over through two kinds of remat."""
     if not (model.c.dropout or model.c.attention_dropout):
         return None
     microbatches = batch.sample_ids.shape[:1]
-    return DropoutKey(
-        jnp.broadcast_to(jnp.uint32(seed), microbatches),
-        jnp.broadcast_to(step, microbatches),
-        batch.sample_ids,
-        jnp.zeros(microbatches, jnp.int32),
-    )
-
-
-# --- losses -----------------------------------------------------------------------------------------------------------
+    seeds, steps = (jnp.broadcast_to(x, microbatches) for x in (jnp.uint32(seed), step))
+    return DropoutKey(seeds, steps, batch.sample_ids, jnp.zeros(microbatches, jnp.int32))
 
 
 def psum_loss_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: jnp.dtype) -> LossDict:
@@ -138,22 +142,3 @@ def psum_loss_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: j
     weights = loss_weights(model.objective, batch)
     totals = plan.psum_batch({name: w.astype(wide).sum() for name, w in weights.items()})
     return {name: jnp.where(total > 0, total, 1) for name, total in totals.items()}  # with no weight, the mean is 0
-
-
-def mean_losses(
-    model: LanguageModel, total_weights: LossDict, params: Tree, x: jax.Array, microbatch: Microbatch
-) -> LossDict:
-    """A microbatch's share of the mean losses of the global batch."""
-    weights = loss_weights(model.objective, microbatch[0])
-    shares = {name: weights[name].astype(total.dtype) / total for name, total in total_weights.items()}
-    return model.losses(params, x, microbatch, shares)
-
-
-def sum_losses(losses: dict) -> jax.Array:
-    return functools.reduce(operator.add, losses.values())
-
-
-def loss_metrics(losses: dict) -> dict:
-    """Losses as metrics of a step: their sum, and each if there are several."""
-    each = {f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {}
-    return {"loss": sum_losses(losses)} | each

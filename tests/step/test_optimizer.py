@@ -31,7 +31,8 @@ def make_update(config, layout, steps=10):
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float64) for name, shape in SHAPES.items()}
     plan = Plan(layout, make_mesh(layout, jax.devices()[: layout.devices]), "cpu", NAMES, shapes)
     optimizer = Optimizer(config, steps)
-    specs = TrainState(P(), plan.param_specs, optimizer.state_like(shapes, plan.param_specs, P()))
+    abstract = TrainState(jnp.int32(0), shapes, jax.eval_shape(optimizer.rule.init, shapes))
+    specs = abstract.map_params(lambda _: plan.param_specs, lambda _: P())
     body = lambda state, grads: optimizer.update(plan, state, grads)  # noqa: E731
     return jax.jit(plan.shard_map(body, (specs, plan.param_specs), (specs, {"grad_norm": P(), "lr": P()})))
 
@@ -45,7 +46,7 @@ def test_five_updates_are_adamw_s(layout, clip, x64):
     config = OPTIM.model_copy(update={"clip": clip})
     update = make_update(config, layout)
     params, mu, nu = trees(0), trees(0, 0.0), trees(0, 0.0)
-    state = TrainState(jnp.int32(0), params, Optimizer(config, 10).init(params))
+    state = TrainState(jnp.int32(0), params, Optimizer(config, 10).rule.init(params))
     for step in range(5):
         grads = trees(1 + step, 10.0**-step)  # the first ones are clipped, the last ones are not
         params, mu, nu, norm = reference.adamw(config, 10, step, params, mu, nu, grads)
@@ -62,7 +63,7 @@ def test_five_updates_are_lion_s(x64):
     config = Lion(kind="lion", lr=0.01, warmup=2, weight_decay=0.3, clip=0.0)
     update = make_update(config, Layout(data=2, model=4))
     params, momentum = trees(0), trees(0, 0.0)
-    state = TrainState(jnp.int32(0), trees(0), Optimizer(config, 10).init(trees(0)))
+    state = TrainState(jnp.int32(0), trees(0), Optimizer(config, 10).rule.init(trees(0)))
     for step in range(5):
         grads, lr = trees(1 + step), reference.learning_rate(config, 10, step)
         for name, p in params.items():
@@ -110,7 +111,7 @@ def test_no_gradient_is_no_step_but_decay(x64):
     """And no division by the norm."""
     params, zero = trees(0), trees(0, 0.0)
     state, scalars = make_update(OPTIM, Layout())(
-        TrainState(jnp.int32(0), params, Optimizer(OPTIM, 10).init(params)), zero
+        TrainState(jnp.int32(0), params, Optimizer(OPTIM, 10).rule.init(params)), zero
     )
     assert float(scalars["grad_norm"]) == 0
     for name, p in params.items():
