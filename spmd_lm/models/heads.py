@@ -65,7 +65,7 @@ class CausalLMHead(Head):
 
     def __init__(self, init: ParamInit, accum_dtype: str, *, pooled: bool = False):
         super().__init__(init, pooled=pooled)
-        if not init.c.tie_embeddings:
+        if not init.c.tie_embeddings:  # where they are tied, LanguageModel adds the embedding's table
             self.tokens = init.table(init.c.vocab, "vocab")
         self.vocab, self.accum_dtype = init.c.vocab, accum_dtype
 
