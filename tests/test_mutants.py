@@ -61,11 +61,11 @@ def test_parity_of_what_is_judged(objective, x64):
 @pytest.mark.parametrize("run", RUNS[:1], ids=str)
 def test_evaluation(run, x64):
     p, b = program(config(run)), host_batch(make_config(), 0)
-    ((summed, _, weight),) = p.evaluate(p.init().params, device_batch(p, 0)).values()
+    ((loss_sum, _, weight),) = p.evaluate(p.init().params, device_batch(p, 0)).values()
     params = jax.tree.map(np.float64, trained_reference(config()).first.params)
     want = reference.loss(params, p.config, b)
     assert float(weight) == pytest.approx(b.loss_weights.sum(dtype=np.float64), rel=1e-12)
-    assert float(summed) / float(weight) == pytest.approx(float(want), rel=1e-12)
+    assert float(loss_sum) / float(weight) == pytest.approx(float(want), rel=1e-12)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

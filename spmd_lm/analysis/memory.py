@@ -14,7 +14,8 @@ from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import Remat, RunConfig
 from spmd_lm.ops import cross_entropy
 from spmd_lm.parallel.pipeline.schedule import make_schedule, schedule_table
-from spmd_lm.parallel.plan import Plan, Tree, padded_vocab
+from spmd_lm.parallel.plan import Plan, padded_vocab
+from spmd_lm.parallel.trees import Tree
 
 
 def table(config: RunConfig, plan: Plan) -> dict[str, int]:

@@ -19,9 +19,9 @@ from orbax.checkpoint import v1 as ocp
 
 import spmd_lm
 from spmd_lm.errors import CheckpointError
+from spmd_lm.parallel.trees import Tree
 
 Config = dict[str, Any]  # a RunConfig as JSON
-Tree = Any  # a pytree, here a TrainState or a dict of its fields: canonical shapes, any sharding
 Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.query'
 Meta = dict[str, Any]  # JSON: config, data, versions
 

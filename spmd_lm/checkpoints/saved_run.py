@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
-from spmd_lm.parallel.plan import Tree
+from spmd_lm.parallel.trees import Tree
 from spmd_lm.step.program import Program
 
 # Sections and keys that define the model: where they differ, a saved state is meaningless.

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from spmd_lm.config import layout_checks
 from spmd_lm.config.attention_kernels import FUSED_KERNELS, obstacles
-from spmd_lm.config.schema import Data, MaskedLM, Model, Objective, Optimizer, Precision, Synthetic, Task, Train
+from spmd_lm.config.schema import Data, MaskedLM, Model, Objective, OptimizerConfig, Precision, Synthetic, Task, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
@@ -113,7 +113,7 @@ def paths_are_not_empty(data: Data | Synthetic) -> Problems:
             yield f"data.{key}={value} names no file. Give a file, a directory or a pattern: data.{key}='corpus/*.txt'."
 
 
-def learning_rate_decays_after_warmup(optim: Optimizer, train: Train) -> Problems:
+def learning_rate_decays_after_warmup(optim: OptimizerConfig, train: Train) -> Problems:
     if optim.min_lr > optim.lr:
         yield use(f"{optim.min_lr=:g} is more than {optim.lr=:g}", f"optim.min_lr={optim.lr / 10:g} or less")
     end = optim.decay_steps or train.steps

@@ -252,7 +252,7 @@ class Precision(Section):
     min_scale: PositiveFloat = 1.0
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     moments: ClassVar[str]  # what the optimizer's state is called
     num_moments: ClassVar[int]  # values of the state per parameter
     kind: str
@@ -266,7 +266,7 @@ class Optimizer(Section):
     freeze: str = ""  # parameters that are not trained: name patterns, separated by spaces; step/optimizer.py
 
 
-class AdamW(Optimizer):
+class AdamW(OptimizerConfig):
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
 
     moments = "adam moments"
@@ -277,7 +277,7 @@ class AdamW(Optimizer):
     eps: PositiveFloat = 1e-8
 
 
-class Lion(Optimizer):
+class Lion(OptimizerConfig):
     """The sign of an interpolated momentum (arXiv:2302.06675).  Its updates are larger than AdamW's: the paper takes an
     lr 3 to 10 times smaller, and a weight decay as many times larger."""
 

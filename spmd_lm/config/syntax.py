@@ -19,7 +19,7 @@ CORE_SCHEMA = {
 MAX_DIGITS = 18  # of a whole number: fits 64 bits, and is more than any key needs
 
 
-class Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's registry, one per class
     problems: list[str]
 
@@ -44,17 +44,17 @@ class Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's registry, one per class
 
 
-Loader.add_constructor("tag:yaml.org,2002:map", Loader.construct_unique_mapping)
-Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_decimal)
+YamlLoader.add_constructor("tag:yaml.org,2002:map", YamlLoader.construct_unique_mapping)
+YamlLoader.add_constructor("tag:yaml.org,2002:int", YamlLoader.construct_decimal)
 for tag, pattern in CORE_SCHEMA.items():
-    for registry in (Loader, Dumper):
+    for registry in (YamlLoader, Dumper):
         registry.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"), None)
 
 
 def read(text: str) -> tuple[Any, list[str]]:
     """The value of a YAML document, and the problems found in it.  After a syntax error the value is None."""
     try:
-        loader = Loader(text)
+        loader = YamlLoader(text)
         loader.problems = []
         return loader.get_single_data(), loader.problems
     except yaml.MarkedYAMLError as error:

@@ -11,7 +11,7 @@ from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.evaluation.task_metrics import task_metrics
-from spmd_lm.parallel.plan import Tree
+from spmd_lm.parallel.trees import Tree
 from spmd_lm.step.program import Program
 
 

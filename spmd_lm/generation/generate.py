@@ -16,7 +16,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.generation.sampling import Sampling
-from spmd_lm.parallel.plan import Tree
+from spmd_lm.parallel.trees import Tree
 from spmd_lm.step.program import Program
 
 

@@ -13,7 +13,7 @@ from spmd_lm.huggingface.architectures import BERT
 from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_json
 
-CONFIG_FILE = "config.json"
+CONFIG_JSON = "config.json"
 
 # Of an imported run, where neither --config nor the command line sets a key.
 DEFAULTS = {
@@ -43,11 +43,11 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 def open_directory(path: Path) -> ModelDirectory:
     """Raises ConfigError with every problem found, one per line."""
-    config_file = path / CONFIG_FILE
+    config_file = path / CONFIG_JSON
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory. Give one with a {CONFIG_FILE} and .safetensors files.")
+        raise ConfigError(f"{path}: no such directory. Give one with a {CONFIG_JSON} and .safetensors files.")
     if not config_file.exists():
-        raise ConfigError(f"{path}: not a model: no {CONFIG_FILE} in it. Give a directory with one.")
+        raise ConfigError(f"{path}: not a model: no {CONFIG_JSON} in it. Give a directory with one.")
     hf_config = read_json(config_file)
     problems: list[str] = []
     try:
@@ -89,7 +89,7 @@ def _vocabulary_errors(directory: Path, vocab_size: int) -> Iterator[str]:
         else:
             if highest >= vocab_size:
                 yield (
-                    f"{path} has ids up to {highest}, more than vocab_size={vocab_size} of {CONFIG_FILE}. One of the "
+                    f"{path} has ids up to {highest}, more than vocab_size={vocab_size} of {CONFIG_JSON}. One of the "
                     f"two files belongs to another model: download both again."
                 )
 
@@ -114,7 +114,7 @@ def make_run_config(
     """The configuration of a run of this model in `run_dir`: DEFAULTS, `config_file`, config.json, then `overrides`.
 
     Raises ConfigError, also if an override would change the model."""
-    path, parsed, tokenizer_dir = model_dir.path / CONFIG_FILE, model_dir.config, str(Path(run_dir) / TOKENIZER_DIR)
+    path, parsed, tokenizer_dir = model_dir.path / CONFIG_JSON, model_dir.config, str(Path(run_dir) / TOKENIZER_DIR)
     has_tokenizer = any(file.name in VOCABULARY_FILES for file in model_dir.tokenizer_files)
     # Text, read by the model's own tokenizer.  Without one a GPT gets synthetic ids, and a BERT bytes.
     synthetic = not has_tokenizer and parsed.objective["kind"] == "causal_lm"

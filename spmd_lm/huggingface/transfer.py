@@ -20,9 +20,9 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, NonFiniteError
 from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS, HFTensor, Index, Shape, WeightMapping
 from spmd_lm.huggingface.config_json import build_config
-from spmd_lm.huggingface.directory import CONFIG_FILE, ModelDirectory, tokenizer_files
+from spmd_lm.huggingface.directory import CONFIG_JSON, ModelDirectory, tokenizer_files
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, read_json, write_json, write_tensors
-from spmd_lm.parallel.plan import Tree
+from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.step.program import Program
@@ -63,7 +63,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
         with closing(Checkpointer(run_dir / "checkpoints", keep, asynchronous=False)) as checkpointer:
             checkpointer.save(0, state, meta)
         (run_dir / TOKENIZER_DIR).mkdir()
-        for file in (model_dir.path / CONFIG_FILE, *model_dir.tokenizer_files):
+        for file in (model_dir.path / CONFIG_JSON, *model_dir.tokenizer_files):
             shutil.copyfile(file, run_dir / TOKENIZER_DIR / file.name)
         (run_dir / "config.yaml").write_text(dump(config), "utf-8")
     architecture = model_dir.config.architecture
@@ -107,7 +107,7 @@ def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dic
     }
     counted = [f"{len(names)} {problem}: {abbreviate(names)}" for problem, names in names_by_problem.items() if names]
     if counted:
-        where = f"{model_dir.path}: the tensors do not match {CONFIG_FILE}"
+        where = f"{model_dir.path}: the tensors do not match {CONFIG_JSON}"
         raise ConfigError(*(f"{where}: {problem}. Download both again." for problem in counted))
     return file_names
 
@@ -173,15 +173,15 @@ def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int)
     leaves = leaves_by_path(params)
     tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()})
     tokenizer_dir = config.run.directory / TOKENIZER_DIR
-    if (tokenizer_dir / CONFIG_FILE).exists():  # the run was imported
-        source = read_json(tokenizer_dir / CONFIG_FILE)
+    if (tokenizer_dir / CONFIG_JSON).exists():  # the run was imported
+        source = read_json(tokenizer_dir / CONFIG_JSON)
         hf_config |= {key: value for key, value in source.items() if key in SPECIAL_TOKEN_KEYS}
     copied = tokenizer_files(tokenizer_dir)
     with atomic_directory(target) as directory:
         shapes = {tensor.name: tensor.shape for tensor in tensors}
         values = (gather_tensor(tensor, leaves).astype(dtype) for tensor in tensors)
         written = write_tensors(directory, shapes, np.dtype(dtype), values, max_shard_bytes)
-        write_json(directory / CONFIG_FILE, hf_config | {"torch_dtype": dtype})
+        write_json(directory / CONFIG_JSON, hf_config | {"torch_dtype": dtype})
         for file in copied:
             shutil.copyfile(file, directory / file.name)
     return {

@@ -13,7 +13,7 @@ from spmd_lm.parallel.trees import Tree, drop_residuals
 Losses = dict[str, Array]
 Stacks = tuple[Tree, ...]  # trees of arrays [layers, ...]
 
-Block = Callable[..., tuple[Array, Losses]]
+BlockFn = Callable[..., tuple[Array, Losses]]
 """block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: for each stack, its entry of this layer."""
 
 
@@ -28,7 +28,7 @@ class LayersLoop:
     layers_per_block: int = 1
 
     def run(
-        self, block: Block, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
+        self, block: BlockFn, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
     ) -> tuple[Array, Losses]:
         """x through all layers, and the sum of their losses.  first_layer: the model's index of the first layer."""
         if self.layers_per_weight > 1:
@@ -44,7 +44,7 @@ class LayersLoop:
         return x, self._sum(losses)
 
     def vjp(
-        self, block: Block, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
+        self, block: BlockFn, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
     ) -> tuple[Array, Losses, Callable]:
         """As `run`, and accumulate_grads(d_y, grads, first_entry, overwrite) -> (grads, d_x), for the first stack.
 
@@ -82,7 +82,7 @@ class LayersLoop:
 
         return y, self._sum(saved[0] if self.scan else [losses for losses, _ in saved]), accumulate_grads
 
-    def _share_weights(self, block: Block, stacks: Stacks) -> tuple[Block, Stacks]:
+    def _share_weights(self, block: BlockFn, stacks: Stacks) -> tuple[BlockFn, Stacks]:
         """A stack without weights, whose layers all use those of the one layer in `stacks`."""
         layer = jax.tree.map(lambda w: lax.squeeze(w, (0,)), stacks)
 
@@ -91,7 +91,7 @@ class LayersLoop:
 
         return shared_block, (jnp.zeros((self.layers_per_weight, 0)),)
 
-    def _remat_blocks(self, block: Block, stacks: Stacks, first_layer: Array | int) -> tuple[Block, Stacks, int]:
+    def _remat_blocks(self, block: BlockFn, stacks: Stacks, first_layer: Array | int) -> tuple[BlockFn, Stacks, int]:
         """A stack of remat blocks, each of which runs its layers again in backward."""
         inner = LayersLoop(self.scan)
 

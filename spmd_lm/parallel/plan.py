@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,8 @@ from spmd_lm.errors import LayoutError
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules
+from spmd_lm.parallel.trees import Tree
 from spmd_lm.parallel.zero import ZeroPolicy
-
-Tree = Any
 
 
 def _padded(size: int, shards: int, tile: int) -> int:

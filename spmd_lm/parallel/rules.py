@@ -22,7 +22,7 @@ TENSOR: Table = {"heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
 second row-parallel.  The paper's f and g are `copy_to_region` and `reduce_from_region` of ops/collectives.py: one
 all-reduce per branch forward, one backward."""
 
-SEQUENCE: Table = {"sequence": (MODEL,)}
+SEQUENCE_PARALLEL: Table = {"sequence": (MODEL,)}
 """Sequence parallelism (arXiv:2205.05198, section 4.2.2): between the branches the residual stream is sharded along the
 sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes, and norms, dropout and
 saved activations are sharded too."""
@@ -61,4 +61,4 @@ PARAMETERS = Rules({**REPLICATED, **TENSOR, **ZERO, **PIPELINE})
 
 def activation_rules(sequence_parallel: bool) -> Rules:
     """Of activations.  sequence_parallel: whether the residual stream is sharded along the sequence."""
-    return Rules({**REPLICATED, **TENSOR, "batch": BATCH_AXES, **(SEQUENCE if sequence_parallel else {})})
+    return Rules({**REPLICATED, **TENSOR, "batch": BATCH_AXES, **(SEQUENCE_PARALLEL if sequence_parallel else {})})

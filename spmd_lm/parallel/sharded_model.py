@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from spmd_lm.axes import is_dim_names
-from spmd_lm.parallel.layers_loop import Block, LayersLoop, Losses, Stacks
+from spmd_lm.parallel.layers_loop import BlockFn, LayersLoop, Losses, Stacks
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree, cast
 from spmd_lm.parallel.zero import with_gathered_weights
@@ -30,7 +30,7 @@ class ModelFns:
     loop: how layers run."""
 
     embed: Callable[[Tree, Tree], Array]
-    block: Block
+    block: BlockFn
     head: Callable[[Tree, Array, Tree], Losses]
     embed_params: Callable[[Tree], Tree]
     head_params: Callable[[Tree], Tree]
@@ -162,7 +162,7 @@ class ShardedModel:
         """Unsharded gradients, summed over `data` onto the shards."""
         return self.plan.scatter(cast(grads, self.reduce_dtype), names)
 
-    def _block_and_stacks(self) -> tuple[Block, Stacks]:
+    def _block_and_stacks(self) -> tuple[BlockFn, Stacks]:
         """The block, and the stacks of which it takes one layer each."""
         if not self.scatter_in_loop:
             return self.fns.block, (self.diff_params.blocks,)

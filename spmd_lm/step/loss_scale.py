@@ -15,7 +15,8 @@ from jax import lax
 
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.schema import Precision
-from spmd_lm.parallel.plan import Plan, Tree
+from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.trees import Tree
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
 

@@ -12,11 +12,11 @@ import optax
 from jax import lax
 
 from spmd_lm.axes import DimNames, is_dim_names
-from spmd_lm.config.schema import AdamW, Lion
-from spmd_lm.config.schema import Optimizer as OptimizerConfig
+from spmd_lm.config.schema import AdamW, Lion, OptimizerConfig
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.errors import ConfigError
-from spmd_lm.parallel.plan import Plan, Tree
+from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.trees import Tree
 from spmd_lm.step.state import TrainState
 
 

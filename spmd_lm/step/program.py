@@ -17,8 +17,9 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.parallel.mesh import abstract_mesh, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.parallel.plan import Plan, Tree, pad_or_crop
+from spmd_lm.parallel.plan import Plan, pad_or_crop
 from spmd_lm.parallel.sharded_model import ShardedModel
+from spmd_lm.parallel.trees import Tree
 from spmd_lm.parallel.zero import ZeroPolicy
 from spmd_lm.step.loss_scale import init_loss_scale
 from spmd_lm.step.optimizer import Optimizer, frozen_mask

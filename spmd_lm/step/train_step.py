@@ -21,9 +21,9 @@ from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.parallel.layers_loop import LayersLoop
 from spmd_lm.parallel.pipeline.interpreter import Pipeline
 from spmd_lm.parallel.pipeline.schedule import Schedule
-from spmd_lm.parallel.plan import Plan, Tree
+from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ModelFns, Parts, ShardedModel
-from spmd_lm.parallel.trees import tree_add
+from spmd_lm.parallel.trees import Tree, tree_add
 from spmd_lm.step import loss_scale
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
@@ -40,13 +40,14 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
-        # Scaled where losses are formed: gradients that cross-entropy computes in float16 are scaled already.
-        total_weights = loss_scale.unscale(psum_loss_weights(model, plan, batch, compute), state.loss_scale)
+        # The loss scale is in the divisors, so that losses are scaled where they are formed: cross-entropy computes
+        # gradients in its forward, and in float16 they must not underflow there.
+        loss_divisors = loss_scale.unscale(psum_loss_weights(model, plan, batch, compute), state.loss_scale)
 
         def mean_losses(params: Tree, x: jax.Array, microbatch: Microbatch) -> LossDict:
             """A microbatch's share of the mean losses of the global batch."""
             weights = loss_weights(model.objective, microbatch[0])
-            shares = {name: weights[name].astype(total.dtype) / total for name, total in total_weights.items()}
+            shares = {name: weights[name].astype(total.dtype) / total for name, total in loss_divisors.items()}
             return model.losses(params, x, microbatch, shares)
 
         sharded = ShardedModel.from_params(model_fns(model, mean_losses), plan, state.params, compute, reduce)

@@ -88,7 +88,7 @@ def test_a_labeled_objective_adds_its_head_as_by_hand(name):
     _, _, per_row, per_token = LABELED[name]
     layer = 4 * 32 * 32 + 2 * 32 * 128
     assert forward_per_sequence(labeled(name)) == 2 * (16 * (2 * (layer + 2 * 16 * 32) + per_token) + per_row)
-    scales, biases = (2 * 2 + 1) * 32, 2 * (4 * 32 + 128 + 32) + (per_row + per_token) // 32
+    scales, bias_count = (2 * 2 + 1) * 32, 2 * (4 * 32 + 128 + 32) + (per_row + per_token) // 32
     without = 2 * layer + (61 + 16 + 2) * 32 + scales + per_row + per_token
     assert model_parameters(labeled(name, use_bias=False)) == without
-    assert model_parameters(labeled(name)) == without + biases + scales  # a norm has as many biases
+    assert model_parameters(labeled(name)) == without + bias_count + scales  # a norm has as many biases

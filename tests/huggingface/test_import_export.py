@@ -107,8 +107,8 @@ def distance(program: Program, params, model) -> float:
     rows = some_rows(program.config)
     ours, theirs = our_logits(program, params, rows), their_logits(model, rows)
     assert ours.keys() == theirs.keys()
-    of_tokens = rows.real[..., None].astype(bool)
-    mask = {"tokens": of_tokens, "spans": of_tokens}
+    is_token = rows.real[..., None].astype(bool)
+    mask = {"tokens": is_token, "spans": is_token}
     assert all(0.1 < np.abs(z).max() < 100 for z in theirs.values())
     return max(float(np.abs(np.where(mask.get(name, True), ours[name] - theirs[name], 0)).max()) for name in ours)
 

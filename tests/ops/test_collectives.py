@@ -75,10 +75,10 @@ def test_a_stretch_of_split_matrices_computes_their_product(sequence, x64):
         x,
         a,
         b,
-        enter=lambda x: copy_to_region(x, "heads"),
-        leave=lambda y: reduce_from_region(y, "heads"),
+        f_op=lambda x: copy_to_region(x, "heads"),
+        g_op=lambda y: reduce_from_region(y, "heads"),
     ):
-        return leave(jnp.tanh(enter(x) @ a) @ b)
+        return g_op(jnp.tanh(f_op(x) @ a) @ b)
 
     def both(x, a, b, g, **ends):
         out, back = jax.vjp(lambda *args: f(*args, **ends), x, a, b)
@@ -88,7 +88,7 @@ def test_a_stretch_of_split_matrices_computes_their_product(sequence, x64):
     specs = {"ins": (stream, columns, rows, stream), "outs": (stream, stream, columns, rows)}
     got = run(both, X, a, b, g, **specs, sequence=sequence)
     same = lambda x: x  # noqa: E731
-    for ours, plain in zip(got, both(X, a, b, g, enter=same, leave=same), strict=True):
+    for ours, plain in zip(got, both(X, a, b, g, f_op=same, g_op=same), strict=True):
         np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-13)
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, Task, make_schedule, render, schedule_table
+from spmd_lm.parallel.pipeline.schedule import IDLE, PipelineTask, Schedule, make_schedule, render, schedule_table
 
 ONE_CHUNK = [(kind, p, m, 1) for kind in ("gpipe", "1f1b") for p in (1, 2, 3, 4, 8, 16) for m in range(1, 34)]
 CHUNKS = [
@@ -30,11 +30,11 @@ def ticks_of(s: Schedule) -> tuple[dict, dict]:
     return tuple(ticks)
 
 
-def before(stage: int, task: Task, s: Schedule) -> tuple[int, Task] | None:
+def before(stage: int, task: PipelineTask, s: Schedule) -> tuple[int, PipelineTask] | None:
     """The stage and task whose output is the input of `task` on `stage`."""
     if stage:
         return stage - 1, task
-    return (s.stages - 1, Task(task.chunk - 1, task.microbatch)) if task.chunk else None
+    return (s.stages - 1, PipelineTask(task.chunk - 1, task.microbatch)) if task.chunk else None
 
 
 def test_hundreds_of_schedules_are_checked():
@@ -44,7 +44,10 @@ def test_hundreds_of_schedules_are_checked():
 def test_every_stage_runs_every_task_once_each_way_and_never_before_its_input_is_there():
     for s in ALL:
         everything = {
-            (stage, Task(v, i)) for stage in range(s.stages) for v in range(s.chunks) for i in range(s.microbatches)
+            (stage, PipelineTask(v, i))
+            for stage in range(s.stages)
+            for v in range(s.chunks)
+            for i in range(s.microbatches)
         }
         forward, backward = ticks_of(s)
         assert forward.keys() == backward.keys() == everything

@@ -65,12 +65,12 @@ def test_gathering_and_scattering_are_exact(layout):
         shards = made.scatter({name: x * mine for name, x in full.items()}, made.sharded_names)
         return full, made.psum_gradients(shards, made.sharded_names)
 
-    full, summed = jax.jit(made.shard_map(body, (made.param_specs,), (over_data, made.param_specs)))(placed)
+    full, all_reduced = jax.jit(made.shard_map(body, (made.param_specs,), (over_data, made.param_specs)))(placed)
     total = sum(1 + d + 10 * r for d in range(layout.data) for r in range(layout.replica))
     for name in ("table", "up"):
         rows = tuple(slice(n) for n in SHAPES[name])
         np.testing.assert_array_equal(np.asarray(full[name])[rows], whole[name])
-        np.testing.assert_allclose(np.asarray(summed[name]), np.asarray(placed[name]) * total, rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(all_reduced[name]), np.asarray(placed[name]) * total, rtol=1e-6)
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -27,7 +27,7 @@ A = TypeVar("A")
 IDLE = -1
 
 
-class Task(NamedTuple):
+class PipelineTask(NamedTuple):
     """What one stage runs in one half of a tick: a chunk of its layers, on one microbatch."""
 
     chunk: int
@@ -43,27 +43,28 @@ class Schedule:
     stages: int
     microbatches: int
     chunks: int
-    forward_order: tuple[Task, ...]
+    forward_order: tuple[PipelineTask, ...]
     backward_start: int
 
     @functools.cached_property
-    def backward_order(self) -> tuple[Task, ...]:
+    def backward_order(self) -> tuple[PipelineTask, ...]:
         """As forward, with the chunks from the last to the first."""
-        return tuple(Task(self.chunks - 1 - task.chunk, task.microbatch) for task in self.forward_order)
+        return tuple(PipelineTask(self.chunks - 1 - task.chunk, task.microbatch) for task in self.forward_order)
 
     @property
     def ticks(self) -> int:
         return self.backward_start + len(self.forward_order) + self.stages - 1
 
     @functools.cached_property
-    def _order(self) -> dict[Task, int]:
+    def _order(self) -> dict[PipelineTask, int]:
         return {task: i for i, task in enumerate(self.forward_order)}
 
     def ticks_of(self, virtual_stage: int, microbatch: int) -> tuple[int, int]:
         """When a microbatch runs through a virtual stage forward, and when backward.  Chunk c of stage s is virtual
         stage c p + s: their number is the order in which a microbatch runs through them."""
         chunk, stage = divmod(virtual_stage, self.stages)
-        forward, backward = self._order[Task(chunk, microbatch)], self._order[Task(self.chunks - 1 - chunk, microbatch)]
+        forward = self._order[PipelineTask(chunk, microbatch)]
+        backward = self._order[PipelineTask(self.chunks - 1 - chunk, microbatch)]
         return forward + stage, backward + self.backward_start + self.stages - 1 - stage
 
     def _table(self, start_ticks: np.ndarray) -> np.ndarray:
@@ -122,7 +123,7 @@ def make_schedule(kind: Kind, stages: int, microbatches: int, chunks: int = 1) -
     depth_first = kind in ("1f1b", "interleaved")
     group = p if depth_first and v > 1 else m  # microbatches that run through a chunk before the next chunk
     groups = [range(first, min(first + group, m)) for first in range(0, m, group)]
-    order = tuple(Task(chunk, microbatch) for each in groups for chunk in range(v) for microbatch in each)
+    order = tuple(PipelineTask(chunk, microbatch) for each in groups for chunk in range(v) for microbatch in each)
     return Schedule(kind, p, m, v, order, backward_start=v * p - 1 if depth_first else v * m + p - 1)
 
 
@@ -130,7 +131,7 @@ def render(s: Schedule, width: int = 112) -> str:
     """A drawing: stages down, ticks across, forward|backward in each cell; a task is its microbatch and, if there are
     several, the letter of its chunk.  What does not fit in `width` columns is left out of the middle."""
 
-    def name(order: tuple[Task, ...], i: int) -> str:
+    def name(order: tuple[PipelineTask, ...], i: int) -> str:
         first, second = divmod(order[i].chunk, 26)
         letters = (chr(ord("a") + first - 1) if first else "") + chr(ord("a") + second)
         return "." if i == IDLE else f"{order[i].microbatch}{letters if s.chunks > 1 else ''}"
@@ -277,7 +278,7 @@ def _fill_stage(s: Schedule, stage: int, forward: TaskFields, backward: TaskFiel
     return 1 + max(slots.values()), 1 + max(output_grad_slots.values(), default=0)
 
 
-def _assign_slots(intervals: dict[Task, tuple[int, int]]) -> dict[Task, int]:
+def _assign_slots(intervals: dict[PipelineTask, tuple[int, int]]) -> dict[PipelineTask, int]:
     """A slot for each task, so that no two tasks need one slot in one tick.  intervals: first and last tick in which
     each needs it."""
     free_from: list[int] = []
