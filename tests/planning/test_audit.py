@@ -193,7 +193,7 @@ def memory_of(remat: str, dropout: float = 0.0, **parallel) -> dict:
 @pytest.mark.parametrize(
     ("remat", "parallel"),
     [
-        ("full", {"zero": 3}),
+        pytest.param("full", {"zero": 3}, marks=slow),
         pytest.param("none", {"zero": 3}, marks=slow),
         pytest.param("selective", {"zero": 2, "model": 2, "sequence": True}, marks=slow),
         pytest.param("full", {"zero": 1, "microbatches": 4}, marks=slow),
@@ -232,10 +232,11 @@ MODELS = [
     pytest.param("v5p:4x4x4", LLAMA | {"tie_embeddings": False}, {"zero": 3}, marks=slow),
     pytest.param("h100:2x8", ORIGINAL_BERT | {"dropout": 0.1}, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
     pytest.param("h100:2x8", LLAMA | {"dropout": 0.1}, {"zero": 2, "sequence": True}, marks=slow),
-    (
+    pytest.param(
         "v5p:4x4x4",
         ORIGINAL_BERT | {"objective": {"kind": "classification", "classes": 3}},
         {"zero": 2, "sequence": True},
+        marks=slow,
     ),
     pytest.param("h100:2x8", ORIGINAL_BERT | {"objective": {"kind": "multiple_choice"}}, {"zero": 1}, marks=slow),
     pytest.param(
@@ -252,7 +253,7 @@ MODELS = [
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [
-        ("v5p:4x4x4", {"zero": 3, "sequence": True}),
+        pytest.param("v5p:4x4x4", {"zero": 3, "sequence": True}, marks=slow),
         pytest.param("h100:2x8", {"zero": 2}, marks=slow),
         pytest.param("h100:2x8", {"zero": 3, "pipe": 2, "microbatches": 4, "layers": 8}, marks=slow),
     ],

@@ -32,7 +32,7 @@ def case(schedule: str, pipe: int, chunks: int, microbatches: int, remat: str = 
 
 CASES = [
     case("1f1b", 2, 1, 4, "full", watcher, data=2, model=2, zero=3, sequence=True),
-    case("interleaved", 2, 2, 4, "full", watcher, layers=8),
+    case("interleaved", 2, 2, 4, "full", slow, watcher, layers=8),
     case("breadth_first", 2, 2, 4, "full", watcher, data=2, zero=3, layers=8),
     case("gpipe", 2, 1, 2, "block", slow, watcher, model=2, layers=8),
     case("breadth_first", 2, 2, 2, "none", slow, watcher, run_idle_stages=True, data=2, model=2, zero=2, sequence=True),
@@ -85,7 +85,7 @@ def test_parity(parallel, remat):
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"pipe": 2, "microbatches": 4, "data": 2, "model": 2, "zero": 3, "sequence": True},
+        pytest.param({"pipe": 2, "microbatches": 4, "data": 2, "model": 2, "zero": 3, "sequence": True}, marks=slow),
         pytest.param({"pipe": 4, "microbatches": 8, "data": 2, "zero": 1}, marks=slow),
     ],
     ids=str,

@@ -122,7 +122,7 @@ ON = [
     pytest.param("classification", "data4-model2-zero2", 1, "unrolled", "full", marks=slow),
     pytest.param("multiple choice", "data2-model4-sequence-zero1", 2, "unrolled", "none", marks=slow),
     pytest.param("multiple choice", "data4-model2", 1, "scan", "none", marks=slow),
-    ("span", "data4-model2-sequence", 1, "scan", "none"),
+    pytest.param("span", "data4-model2-sequence", 1, "scan", "none", marks=slow),
     pytest.param("span", "replica2-data2-model2-sequence-zero3", 2, "unrolled", "full", marks=slow),
     ("llama", "data2-model4-zero3", 2, "scan", "selective"),
     pytest.param("llama", "data2-model4-sequence-zero1", 1, "unrolled", "full", marks=slow),

@@ -97,6 +97,7 @@ def test_the_same_command_again_trains_nothing_and_reports_the_same(two, capsys)
     assert float(lines[0].split()[1]) == pytest.approx(result_of(two, "two.json")["median"]["eval_loss"], abs=5e-5)
 
 
+@pytest.mark.slow
 def test_more_seeds_leave_finished_ones_alone(again):
     before = snapshot(again)
     assert command(again, 3, "three.json") == Exit.DONE
