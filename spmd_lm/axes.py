@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+# pipe: stages of layers.  data: parts of the batch, over which ZeRO shards; replica: copies of such a group (HSDP).
 PIPE, REPLICA, DATA, MODEL = MESH_AXES = ("pipe", "replica", "data", "model")
 BATCH_AXES = (REPLICA, DATA)
 
@@ -18,7 +19,7 @@ DimNames = tuple[str | None, ...]
 """The names of one array's dimensions, outermost first; None is a dimension that is never sharded."""
 
 SEQUENCE = "sequence"
-"""Dimension 1 of the residual stream, [batch, sequence, width]."""
+"""Dimension 1 of the residual stream, [batch, sequence, width]; in shapes `time` is all of it, on every device."""
 
 
 def is_dim_names(x: Any) -> bool:

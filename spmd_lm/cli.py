@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 from spmd_lm import __version__
 from spmd_lm.commands import audit, bench, config, evaluate, export_hf, generate, import_hf, plan, train
-from spmd_lm.commands.common import Arguments, writable, write_text
+from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.signals import interruptible
@@ -117,7 +117,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         parser.add_argument(positional, nargs="?", metavar=positional, help=POSITIONALS[positional])
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changed keys; values are YAML")
     parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
-    parser.add_argument("--json", type=writable, metavar="PATH", help="write the result as JSON; - for standard output")
+    parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
     if add_options := VERBS[name].add_options:
         add_options(parser)
     parser.arguments = rest

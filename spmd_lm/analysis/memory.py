@@ -65,7 +65,10 @@ def saved_bytes_per_token(config: RunConfig, plan: Plan) -> float:
     remat = config.remat_policy
     if remat.policy == "block":  # the input of each remat block, and everything inside one of them
         inside = saved_bytes_per_token(config.model_copy(update={"remat": Remat()}), plan)
-        return width * size / remat.layers_per_block + inside * remat.layers_per_block / config.layers_per_chunk
+        return (
+            width * size / remat.layers_per_remat_block
+            + inside * remat.layers_per_remat_block / config.layers_per_chunk
+        )
     if remat.recomputes_layer:
         return width * size * remat.saved_streams
     streams = 4 * width * size  # both branches' inputs, and both norms' outputs

@@ -1,7 +1,7 @@
 """What the verbs share: reading the configuration, argument types, and writing the result.
 
-A verb imports its implementation when it runs, after its configuration is valid and its devices are set up: --help and
-error messages never wait for jax."""
+A verb imports what needs jax when it runs, after its configuration is valid and its devices are set up: --help and
+error messages never wait for it."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_lm.errors import Exit, UserError
+from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.formatting import to_json
 
 if TYPE_CHECKING:
@@ -23,7 +23,17 @@ def load_configuration(arguments: Arguments, positional: str = "CONFIG") -> "Run
     """The configuration that this positional argument (a file or a run's directory) and the overrides give."""
     from spmd_lm.api import load_config
 
-    return load_config(getattr(arguments, positional), *arguments.overrides)
+    config = load_config(getattr(arguments, positional), *arguments.overrides)
+    check_json(arguments)
+    return config
+
+
+def check_json(arguments: Arguments) -> None:
+    """Raises ConfigError before the work, not after it, if --json cannot be written."""
+    if arguments.json not in (None, "-"):
+        target = Path(arguments.json)
+        if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise ConfigError(f"--json {target}: cannot be written. Give a file in a writable directory.")
 
 
 def write_result(arguments: Arguments, result: Any, text: str) -> int:
@@ -48,14 +58,6 @@ def write_text(text: str, path: str = "-") -> None:
         if not isinstance(error, BrokenPipeError):
             target = "standard output" if path == "-" else f"--json {path}"
             raise UserError(f"{target}: cannot be written: {error.strerror}. Make room, or write elsewhere.") from error
-
-
-def writable(path: str) -> str:
-    """An argparse type: a file to write, refused before the work, not after it; or `-`."""
-    target = Path(path)
-    if path != "-" and (target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK)):
-        raise argparse.ArgumentTypeError(f"{path} cannot be written: give a file in a writable directory")
-    return path
 
 
 def at_least(low: int) -> Callable[[str], int]:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from spmd_lm.commands.common import Arguments, write_result
+from spmd_lm.commands.common import Arguments, check_json, write_result
 from spmd_lm.runtime.devices import set_up_devices
 from spmd_lm.runtime.directories import require_absent_or_empty
 
@@ -14,6 +14,7 @@ def run(arguments: Arguments) -> int:
 
     model_dir = open_directory(Path(arguments.DIR))
     config = make_run_config(model_dir, arguments.RUN_DIR, arguments.config, arguments.overrides)
+    check_json(arguments)
     set_up_devices(config)
     from spmd_lm.huggingface.transfer import format_result, import_hf
 

@@ -45,14 +45,15 @@ def tensor_parallel_divides_kv_heads(model: Model, parallel: Parallel) -> Proble
         yield use(problem, nearest(f"{parallel.model=}", divisors(kv_heads)), fits)
 
 
-def stages_divide_layers(model: Model, parallel: Parallel, run: Run) -> Problems:
-    stages, chunks = parallel.pipe, parallel.chunks
-    if stages == 1:
-        return
-    if model.share_layers:
+def shared_layers_are_on_one_stage(model: Model, parallel: Parallel) -> Problems:
+    if model.share_layers and parallel.pipe > 1:
         problem = f"model.share_layers=true with {parallel.pipe=}: every stage would need the shared layer"
         yield use(problem, "parallel.pipe=1", "model.share_layers=false")
-    if model.layers % (stages * chunks):
+
+
+def stages_divide_layers(model: Model, parallel: Parallel, run: Run) -> Problems:
+    stages, chunks = parallel.pipe, parallel.chunks
+    if stages > 1 and model.layers % (stages * chunks):
         others = parallel.replica * parallel.model * max(parallel.data, 1)
         fits = [n for n in divisors(model.layers) if n == 1 or run.simulate_devices % (n * others) == 0]
         per_stage, rest = divmod(model.layers, stages)
@@ -77,17 +78,24 @@ def remat_blocks_divide_chunk(model: Model, parallel: Parallel, remat: Remat) ->
         yield use(problem, nearest(f"{remat.block_size=}", divisors(layers)))
 
 
-def schedule_suits_chunks(parallel: Parallel, train: Train) -> Problems:
-    """Schedules with several chunks per stage need enough microbatches to keep all stages busy."""
+ONE_CHUNK = {"gpipe": "breadth_first", "1f1b": "interleaved"}
+"""Schedules of one chunk per stage, and what they are called with several."""
+
+
+def schedule_has_chunks(parallel: Parallel) -> Problems:
     microbatches, stages, chosen = parallel.microbatches, parallel.pipe, f"{parallel.schedule=!s} with"
-    if parallel.chunks == 1 or stages == 1:
-        return
-    other = {"gpipe": "breadth_first", "1f1b": "interleaved"}.get(parallel.schedule)
-    if other:
+    if parallel.chunks > 1 and stages > 1 and parallel.schedule in ONE_CHUNK:
+        other = ONE_CHUNK[parallel.schedule]
         enough = max(microbatches, stages) if other == "breadth_first" else -(-microbatches // stages) * stages
         more = f" parallel.microbatches={enough}" if enough != microbatches else ""
         problem = f"this schedule has one chunk per stage; parallel.schedule={other} has several"
         yield use(f"{chosen} {parallel.chunks=}: {problem}", "parallel.chunks=1", f"parallel.schedule={other}{more}")
+
+
+def microbatches_suit_chunks(parallel: Parallel, train: Train) -> Problems:
+    """Schedules with several chunks per stage need enough microbatches to keep all stages busy."""
+    microbatches, stages, chosen = parallel.microbatches, parallel.pipe, f"{parallel.schedule=!s} with"
+    if parallel.chunks == 1 or stages == 1 or parallel.schedule in ONE_CHUNK:
         return
     if parallel.schedule == "interleaved":
         reason, step = "microbatches run in groups of as many as there are stages", stages
@@ -104,15 +112,20 @@ def check_devices(config: RunConfig, devices: int) -> list[str]:
     return [*layout_uses_all_devices(Run(simulate_devices=devices), config.parallel, config.train, config.objective)]
 
 
+def data_degree_is_not_zero(parallel: Parallel) -> Problems:
+    if parallel.data == 0:
+        yield use("parallel.data=0 is not a number of devices", "parallel.data=-1 for all that the other axes leave")
+
+
 def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objective: Objective) -> Problems:
     devices = run.simulate_devices  # 0 if their number is not known yet
     degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "replica", "data", "model")}
     if degrees["data"] == -1:
         del degrees["data"]
     product, batch_shards = math.prod(degrees.values()), 1
-    if product == 0:
-        yield use("parallel.data=0 is not a number of devices", "parallel.data=-1 for all that the other axes leave")
-    elif devices % product or ("data" in degrees and devices not in (0, product)):
+    if product == 0:  # data_degree_is_not_zero
+        return
+    if devices % product or ("data" in degrees and devices not in (0, product)):
         terms = " x ".join(f"parallel.{axis}={n}" for axis, n in degrees.items() if n > 1) or "parallel.data=1"
         problem = f"makes {product} devices, but there are {devices}"
         if "data" not in degrees:
@@ -120,7 +133,7 @@ def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objectiv
         yield use(f"{terms} {problem}; every device must be used", *_nearest_layouts(degrees, devices))
     elif devices:
         batch_shards = devices // (parallel.pipe * parallel.model)
-    yield from _batch_is_divisible(parallel, train, objective, batch_shards)
+    yield from _microbatch_is_divisible(parallel, train, objective, batch_shards)
 
 
 def _nearest_layouts(degrees: dict[str, int], devices: int) -> list[str]:
@@ -139,16 +152,21 @@ def _nearest_layouts(degrees: dict[str, int], devices: int) -> list[str]:
     return ways or [" ".join(f"parallel.{axis}={n}" for axis, n in data_only.items())]
 
 
-def _batch_is_divisible(parallel: Parallel, train: Train, objective: Objective, shards: int) -> Problems:
-    """By microbatches, then by the rows of a question, which are on one device, then by shards over `replica` and
-    `data`."""
+def microbatches_divide_batch(train: Train, parallel: Parallel) -> Problems:
+    batch, microbatches = f"{train.batch=}", f"{parallel.microbatches=}"
+    if train.batch % parallel.microbatches:
+        ways = nearest(microbatches, divisors(train.batch)), nearest_multiple(batch, parallel.microbatches)
+        yield use(f"{batch} is not divisible by {microbatches}", *ways)
+
+
+def _microbatch_is_divisible(parallel: Parallel, train: Train, objective: Objective, shards: int) -> Problems:
+    """By the rows of a question, which are on one device, then by shards over `replica` and `data`."""
     rows, rest = divmod(train.batch, parallel.microbatches)
     choices = objective.rows_per_example
     batch, microbatches = f"{train.batch=}", f"{parallel.microbatches=}"
-    if rest:
-        ways = nearest(microbatches, divisors(train.batch)), nearest_multiple(batch, parallel.microbatches)
-        yield use(f"{batch} is not divisible by {microbatches}", *ways)
-    elif rows % choices:
+    if rest:  # microbatches_divide_batch
+        return
+    if rows % choices:
         problem = f"gives {rows} rows, not divisible by objective.{choices=}, the rows of one question"
         yield use(f"{batch} in {microbatches} {problem}", nearest_multiple(batch, parallel.microbatches * choices))
     elif rows // choices % shards:
@@ -162,8 +180,12 @@ def _batch_is_divisible(parallel: Parallel, train: Train, objective: Objective, 
 CHECKS: tuple[Callable[..., Problems], ...] = (
     tensor_parallel_divides,
     tensor_parallel_divides_kv_heads,
+    microbatches_divide_batch,
+    shared_layers_are_on_one_stage,
     stages_divide_layers,
     remat_blocks_divide_chunk,
-    schedule_suits_chunks,
+    schedule_has_chunks,
+    microbatches_suit_chunks,
     layout_uses_all_devices,
+    data_degree_is_not_zero,
 )

@@ -19,11 +19,11 @@ Policy = Literal["none", "selective", "residual", "block", "full"]
 class RematPolicy:
     """A policy, resolved for one model and layout.
 
-    layers_per_block: layers per remat block; 1 but for policy `block`.  post_norm: whether norms follow the branches.
-    scan: whether layers run in a loop."""
+    layers_per_remat_block: layers per remat block; 1 but for policy `block`.  post_norm: whether norms follow the
+    branches. scan: whether layers run in a loop."""
 
     policy: Policy = "none"
-    layers_per_block: int = 1
+    layers_per_remat_block: int = 1
     post_norm: bool = False
     scan: bool = True
 
@@ -53,7 +53,7 @@ class RematPolicy:
             return 1 + self.post_norm  # the MLP's only where a norm follows it
         if self.policy == "block":
             # Unrolled, all but the one that ends the last layer of a remat block.
-            return 2.0 if self.scan or self.post_norm else 2 - 1 / self.layers_per_block
+            return 2.0 if self.scan or self.post_norm else 2 - 1 / self.layers_per_remat_block
         return 0
 
     @property

@@ -237,7 +237,7 @@ class Parallel(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
     chunks: Count = 1
     microbatches: Count = 1
-    reduce_once: bool = False
+    reduce_once: bool = False  # ZeRO gathers and scatters once per step, not per microbatch: less sent, more memory
     run_idle_stages: bool = False  # idle pipeline stages compute and discard, so that all devices take one branch
 
 

@@ -43,6 +43,9 @@ class YamlLoader(yaml.SafeLoader):
 class Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's registry, one per class
 
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
 
 YamlLoader.add_constructor("tag:yaml.org,2002:map", YamlLoader.construct_unique_mapping)
 YamlLoader.add_constructor("tag:yaml.org,2002:int", YamlLoader.construct_decimal)
@@ -62,8 +65,10 @@ def read(text: str) -> tuple[Any, list[str]]:
         return None, [f"{line}not YAML: {error.problem}. Quote text that has : # * & @ or % in it; indent with spaces"]
     except RecursionError:
         return None, ["nested too deeply. A value is a scalar or a list of scalars"]
-    except (ReaderError, ValueError, KeyError) as error:  # the last two: of explicit tags, as in `!!int twelve`
+    except ReaderError as error:
         return None, [f"not YAML: {' '.join(str(error).split())}. Save it as UTF-8 text"]
+    except (ValueError, KeyError, AttributeError) as error:  # of explicit tags, as in `!!int twelve`
+        return None, [f"not YAML: {' '.join(str(error).split())}. Remove the tag, or correct the value"]
     except yaml.YAMLError as error:  # construct_decimal's
         return None, [str(error)]
 

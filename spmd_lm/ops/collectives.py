@@ -1,8 +1,8 @@
 """Collectives over named dimensions: Megatron's f and g, and the few others that a model needs.
 
 A step runs on every device on its own shard of each array, and a model is written for one such shard.  A function here
-takes the name of a dimension and runs over the mesh axes that shard it; where none does, it returns its argument
-unchanged.  Only functions decorated `with_gradient` may be differentiated through."""
+takes the name of a dimension (`reduce_scatter`: of a mesh axis) and runs over the mesh axes that shard it; where none
+does, it returns its argument unchanged.  Only functions decorated `with_gradient` may be differentiated through."""
 
 from collections.abc import Callable
 from typing import Any

@@ -11,7 +11,7 @@ from jax import Array, lax
 from spmd_lm.parallel.trees import Tree, drop_residuals
 
 Losses = dict[str, Array]
-Stacks = tuple[Tree, ...]  # trees of arrays [layers, ...]
+Stacks = tuple[Tree, ...]  # trees of arrays [layers, ...]: the weights, or with_gathered_weights' first three arguments
 
 BlockFn = Callable[..., tuple[Array, Losses]]
 """block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: for each stack, its entry of this layer."""
@@ -20,12 +20,12 @@ BlockFn = Callable[..., tuple[Array, Losses]]
 @dataclasses.dataclass(frozen=True)
 class LayersLoop:
     """How a stack of layers runs.  scan: in a lax.scan, otherwise unrolled.  layers_per_weight: how many layers share
-    the weights of the one layer in the stack.  layers_per_block: layers per remat block; only the block's input is
-    saved."""
+    the weights of the one layer in the stack.  layers_per_remat_block: layers per remat block; only the block's input
+    is saved."""
 
     scan: bool = True
     layers_per_weight: int = 1
-    layers_per_block: int = 1
+    layers_per_remat_block: int = 1
 
     def run(
         self, block: BlockFn, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
@@ -33,7 +33,7 @@ class LayersLoop:
         """x through all layers, and the sum of their losses.  first_layer: the model's index of the first layer."""
         if self.layers_per_weight > 1:
             block, stacks = self._share_weights(block, stacks)
-        if self.layers_per_block > 1:
+        if self.layers_per_remat_block > 1:
             block, stacks, first_layer = self._remat_blocks(block, stacks, first_layer)
 
         def step(x: Array, layer: tuple[Stacks, Array]) -> tuple[Array, Losses]:
@@ -48,16 +48,19 @@ class LayersLoop:
     ) -> tuple[Array, Losses, Callable]:
         """As `run`, and accumulate_grads(d_y, grads, first_entry, overwrite) -> (grads, d_x), for the first stack.
 
-        accumulate_grads takes the gradient of the result, and 1 as that of the losses, to that of x.  As each layer's
-        gradients are computed it adds them to `grads`, from `first_entry` on, so that they never all exist beside it.
-        overwrite: if true, overwrite instead.  Layers share no weights here: layout_checks refuses it in pipelines."""
-        if self.layers_per_block > 1:
+        accumulate_grads runs backward: from d_y, the gradient of the result (each loss has gradient 1), it returns d_x.
+        As each layer's gradients are computed it adds them to `grads`, from `first_entry` on, so that they never all
+        exist beside it. overwrite: if true, overwrite instead.  Layers share no weights here: layout_checks refuses it
+        in pipelines."""
+        if self.layers_per_remat_block > 1:
             block, stacks, first_layer = self._remat_blocks(block, stacks, first_layer)
 
         def forward(x, layer):
-            (diff, *rest), i = layer
-            (x, losses), vjp = jax.vjp(lambda diff, x: block(diff, *rest, x, microbatch, first_layer + i), diff, x)
-            return x, (losses, drop_residuals(vjp, (diff, *rest)))
+            (grad_argument, *rest), i = layer
+            (x, losses), vjp = jax.vjp(
+                lambda grad_argument, x: block(grad_argument, *rest, x, microbatch, first_layer + i), grad_argument, x
+            )
+            return x, (losses, drop_residuals(vjp, (grad_argument, *rest)))
 
         def backward(carry, inputs):
             (d_x, grads, overwrite), ((layer, _), (losses, (residuals, rebuild)), entry) = carry, inputs
@@ -74,7 +77,7 @@ class LayersLoop:
         y, saved = self._loop(forward, x, layers)
 
         def accumulate_grads(d_y: Array, grads: Tree, first_entry: Array | int, overwrite: Array | None = None):
-            start = first_entry // self.layers_per_block if self.layers_per_block > 1 else first_entry
+            start = first_entry // self.layers_per_remat_block if self.layers_per_remat_block > 1 else first_entry
             entries = start + jnp.arange(jax.tree.leaves(stacks)[0].shape[0], dtype=jnp.int32)
             inputs = (layers, saved, entries) if self.scan else list(zip(layers, saved, entries, strict=True))
             (d_x, new, _), _ = self._loop(backward, (d_y, self._group(grads), overwrite), inputs, reverse=True)
@@ -97,14 +100,14 @@ class LayersLoop:
 
         def remat_block(*inputs):
             *layers, x, microbatch, index = inputs
-            return inner.run(block, tuple(layers), x, microbatch, first_layer + index * self.layers_per_block)
+            return inner.run(block, tuple(layers), x, microbatch, first_layer + index * self.layers_per_remat_block)
 
         # CSE cannot undo remat inside a scan; unrolled it could, so prevent it.
         return jax.checkpoint(remat_block, prevent_cse=not self.scan), self._group(stacks), 0
 
     def _group(self, stacks: Tree) -> Tree:
         """[layers, ...] as [remat blocks, layers of each, ...]; unchanged without remat blocks."""
-        if (size := self.layers_per_block) == 1:
+        if (size := self.layers_per_remat_block) == 1:
             return stacks
         return jax.tree.map(lambda w: w.reshape(w.shape[0] // size, size, *w.shape[1:]), stacks)
 

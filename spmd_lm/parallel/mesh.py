@@ -1,4 +1,4 @@
-"""From a layout to a mesh: every device used, the model axis inside a host, replicas outermost.
+"""From a layout to a mesh: every device used, the model axis innermost, replicas outermost.
 
 A layout resolves on an abstract mesh, so that plans cost no device; real devices bind last."""
 
@@ -17,7 +17,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import LayoutError
 
 OUTERMOST_FIRST = (REPLICA, DATA, PIPE, MODEL)
-"""Neighbouring devices are fastest: model speaks most, then pipe, then data, then replica."""
+"""Neighbouring devices are fastest: `model` is nearest, because its collectives are on the path of every layer."""
 
 
 @dataclasses.dataclass(frozen=True)

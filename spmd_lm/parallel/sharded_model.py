@@ -24,8 +24,8 @@ class ModelFns:
     """A model as a step runs it.  `microbatch` may hold anything.
 
     embed(params, microbatch) -> x; block(layer_params, x, microbatch, index) -> (x, losses); head(params, x,
-    microbatch) -> losses by name, each already divided by the total weight of the global batch: losses and gradients
-    are summed over microbatches and devices, never averaged.
+    microbatch) -> losses by name, in training each already divided by the total loss weight of the global batch: they
+    and gradients are summed over microbatches and devices, never averaged.
     embed_params, head_params: the subtrees of a tree of parameters that embed and head read; a tied table is in both.
     loop: how layers run."""
 
@@ -54,15 +54,16 @@ def join_params(parts: Parts) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """diff_params: the argument that is differentiated: the gathered weights; or, where gradients are scattered in the
-    loop, the `grad_sinks` of with_gathered_weights.  shards: the parameters between steps.  gathered: weights in the
-    compute dtype; its blocks are None where layers are gathered in the loop.  scatter_in_loop: see ZeroPolicy."""
+    """grad_argument: the argument that is differentiated: the gathered weights; or, where gradients are scattered in
+    the loop, the `grad_sinks` of with_gathered_weights.  shards: the parameters between steps (unsharded in stage 0).
+    gathered: weights in the compute dtype; its blocks are None where layers are gathered in the loop.  scatter_in_loop:
+    see ZeroPolicy."""
 
     fns: ModelFns
     plan: Plan
     compute_dtype: jnp.dtype
     reduce_dtype: jnp.dtype
-    diff_params: Parts
+    grad_argument: Parts
     shards: Parts
     gathered: Parts
     scatter_in_loop: bool
@@ -88,11 +89,11 @@ class ShardedModel:
         gathered = Parts(blocks, plan.gather(compute_params.ends, names.ends))
         grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute_dtype, reduce_dtype)), params)
         in_loop = plan.zero.scatters_in_loop
-        diff_params = split_params(grad_sinks) if in_loop else gathered
-        return cls(fns, plan, compute_dtype, reduce_dtype, diff_params, split_params(params), gathered, in_loop)
+        grad_argument = split_params(grad_sinks) if in_loop else gathered
+        return cls(fns, plan, compute_dtype, reduce_dtype, grad_argument, split_params(params), gathered, in_loop)
 
-    def with_diff_params(self, diff_params: Parts) -> Self:
-        return dataclasses.replace(self, diff_params=diff_params)
+    def with_grad_argument(self, grad_argument: Parts) -> Self:
+        return dataclasses.replace(self, grad_argument=grad_argument)
 
     def chunk(self, first: Array, layers: int) -> Self:
         """The same model with `layers` layers alone, from the one at `first` on."""
@@ -101,8 +102,8 @@ class ShardedModel:
             chunk = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, layers, 0), parts.blocks)
             return parts._replace(blocks=chunk)
 
-        diff_params, shards, gathered = map(slice_blocks, (self.diff_params, self.shards, self.gathered))
-        return dataclasses.replace(self, diff_params=diff_params, shards=shards, gathered=gathered)
+        grad_argument, shards, gathered = map(slice_blocks, (self.grad_argument, self.shards, self.gathered))
+        return dataclasses.replace(self, grad_argument=grad_argument, shards=shards, gathered=gathered)
 
     def gather_blocks(self) -> Tree:
         """The layers' weights, gathered, in the compute dtype."""
@@ -115,7 +116,9 @@ class ShardedModel:
 
     def with_unsharded_gradients(self, blocks: Tree) -> Self:
         """The same model with these gathered layers, whose gradients the caller scatters."""
-        return dataclasses.replace(self, diff_params=self.diff_params._replace(blocks=blocks), scatter_in_loop=False)
+        return dataclasses.replace(
+            self, grad_argument=self.grad_argument._replace(blocks=blocks), scatter_in_loop=False
+        )
 
     def embed(self, microbatch: Tree) -> Array:
         embed, select = self.fns.embed, self.fns.embed_params
@@ -126,7 +129,7 @@ class ShardedModel:
         return self.fns.loop.run(*self._block_and_stacks(), x, microbatch, first_layer)
 
     def vjp_layers(self, x: Array, microbatch: Tree, first_layer: Array) -> tuple[Array, Losses, Callable]:
-        """As `layers`, and LayersLoop.vjp's accumulate_grads for diff_params.blocks."""
+        """As `layers`, and LayersLoop.vjp's accumulate_grads for grad_argument.blocks."""
         return self.fns.loop.vjp(*self._block_and_stacks(), x, microbatch, first_layer)
 
     def head(self, x: Array, microbatch: Tree) -> Losses:
@@ -165,16 +168,16 @@ class ShardedModel:
     def _block_and_stacks(self) -> tuple[BlockFn, Stacks]:
         """The block, and the stacks of which it takes one layer each."""
         if not self.scatter_in_loop:
-            return self.fns.block, (self.diff_params.blocks,)
+            return self.fns.block, (self.grad_argument.blocks,)
         block = self._with_gathered_weights(self.fns.block, self.layer_names, prevent_cse=not self.fns.loop.scan)
-        return block, (self.diff_params.blocks, self.shards.blocks, self.gathered.blocks)
+        return block, (self.grad_argument.blocks, self.shards.blocks, self.gathered.blocks)
 
     def _run_end(self, f: Callable, select: Callable[[Tree], Tree], x: Array | None, microbatch: Tree):
         """f(params, x, microbatch) with the parameters that `select` takes of the ends."""
         if not self.scatter_in_loop:
-            return f(select(self.diff_params.ends), x, microbatch)
+            return f(select(self.grad_argument.ends), x, microbatch)
         run = self._with_gathered_weights(f, select(self.names.ends), scatter_first=True)
-        return run(*map(select, (self.diff_params.ends, self.shards.ends, self.gathered.ends)), x, microbatch)
+        return run(*map(select, (self.grad_argument.ends, self.shards.ends, self.gathered.ends)), x, microbatch)
 
     def _with_gathered_weights(self, f: Callable, names: Tree, **barriers: bool) -> Callable:
         def scatter(grads: Tree) -> Tree:
@@ -183,7 +186,7 @@ class ShardedModel:
         return with_gathered_weights(f, functools.partial(self.gather, names=names), scatter, **barriers)
 
     def reduce_gradients(self, grads: Parts) -> Tree:
-        """Gradients of `diff_params`, summed over the batch axes and sharded as the parameters are."""
+        """Gradients of `grad_argument`, with the sums that are left, sharded as the parameters are."""
         reduced, names = cast(join_params(grads), self.reduce_dtype), self.plan.sharded_names
         if self.plan.zero.stage and not self.scatter_in_loop:
             reduced = self.plan.scatter(reduced, names)

@@ -30,9 +30,9 @@ class ZeroPolicy:
         0       never    never    nothing is sharded; gradients are all-reduced once per step
         1       step     step
         2       step     layer    each layer's gradients as backward computes them
-        3       layer    layer    in the loop over layers; backward gathers again
+        3       layer    layer    in the loop over layers, each time that it runs; backward gathers again
 
-    The embedding and the head are gathered once per step in all of them, and scattered as often as layers.
+    From stage 1 on the embedding and the head are gathered once per step, and scattered as often as layers.
     Breadth-first pipelines have `chunk` in place of `layer`: all microbatches run through one chunk of layers before
     the next, so a chunk is gathered once forward and once backward, and scattered once."""
 
@@ -122,8 +122,8 @@ def with_gathered_weights(
 ) -> Callable:
     """run(grad_sinks, shards, gathered, x, *extra) = f(weights, x, *extra).
 
-    The weights are `gathered`; where that is None they are gathered from `shards`, and again in backward, so that only
-    the shards are saved.  Everything else that backward needs is saved, as f's own remat says.  Backward scatters the
+    The weights are `gathered`; where that is None they are gathered from `shards`, and again in backward: of the
+    weights only the shards are saved, of f's other residuals what its own remat leaves.  Backward scatters the
     weights' gradient.  A custom_vjp must return it as that of some argument: `grad_sinks`, zeros of the shards' shapes
     in `scatter`'s dtype, which are never read.  `shards` and `gathered` have none.
     prevent_cse: keep XLA from merging the second gather with the first, which would hold the weights in between.  It

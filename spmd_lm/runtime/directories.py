@@ -59,18 +59,22 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     with handle_signals(not_ignored(signal.SIGINT, signal.SIGTERM), _exit), remove_if_empty(final.parent):
         try:
             temporary.mkdir(parents=True)
-            yield temporary
-            require_absent_or_empty(target)
-            os.rename(temporary, final)
+            try:
+                yield temporary
+                require_absent_or_empty(target)
+                os.rename(temporary, final)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)  # gone already, once it is renamed
         except OSError as error:
             what = f"{error.filename or target}: {error.strerror}. {target} was not created"
             raise ConfigError(f"{what}: free some space, change the permissions, or choose another name.") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # gone already, once it is renamed
 
 
 def _exit(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # as a shell reports it; an exception, so that cleanup runs
+    """Exceptions, so that cleanup runs; the code is what a shell reports."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
 
 
 @contextmanager

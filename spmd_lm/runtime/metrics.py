@@ -112,11 +112,15 @@ class Status(BaseModel):
         if not os.path.exists(path):  # unlike Path.exists, False without permission to look
             return None
         try:
-            return cls(path=path, **json.loads(path.read_text(encoding="utf-8")))
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(values, dict) or "path" in values:
+                raise ValueError(f"expected an object of its keys, got {values!r:.40}")
+            return cls(path=path, **values)
         except (OSError, TypeError, ValueError) as error:
             problem = str(error)
             if isinstance(error, ValidationError):
-                problem = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+                faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.40}" for e in error.errors()]
+                problem = "; ".join(faults)
             raise CheckpointError(f"{path}: not a run's status ({problem}). Move the file away.") from error
 
     def write(self, **changes: Any) -> None:

@@ -54,9 +54,9 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._interrupts = 0
         self._answer = BEFORE_STEPS
-        self._handlers = handle_signals(STOP_SIGNALS, self._handle)
 
     def __enter__(self) -> "StopSignals":
+        self._handlers = handle_signals(STOP_SIGNALS, self._handle)
         self._handlers.__enter__()
         return self
 

@@ -176,8 +176,8 @@ class Program:
         return jax.jit(step, out_shardings=plan.sharding(P()))
 
     def inference_params(self, params: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
-        """Inside `plan.shard_map`: (parameters in the compute dtype, gather), where gather makes one layer of their
-        stack whole."""
+        """Inside `plan.shard_map`: (parameters, gather), where gather gathers one layer of their stack, in the compute
+        dtype."""
         fns, compute = model_fns(self.model, lambda params, x, microbatch: {}), jnp.dtype(self.config.precision.compute)
         return ShardedModel.from_params(fns, self.plan, params, compute, compute).inference_params()
 

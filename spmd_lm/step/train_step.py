@@ -1,7 +1,7 @@
 """The train step: an ordinary function of (state, batch), jitted under a Plan; and evaluation, its forward half.
 
-For each microbatch forward, loss and backward; then gradients are reduced once, and the optimizer updates each device's
-own shards.  One body serves every layout."""
+For each microbatch forward, loss and backward, in which ZeRO-2 and 3 scatter gradients; then what is left of the
+gradients' sums, once, and the optimizer's update of each device's own shards.  One body serves every layout."""
 
 import functools
 import operator
@@ -35,8 +35,8 @@ def make_train_step(
     """(state, batch) -> (state, {loss, grad_norm, lr}), and the metrics of loss_scale.update where the loss is scaled;
     the state it is given is donated.  specs: PartitionSpecs of the state.
 
-    loss: the sum of the objective's losses, each a mean over the global batch, in nats; where there are several, each
-    as well, as `NAME_loss`."""
+    loss: the sum of the objective's losses, each a mean over the global batch, in nats.  An objective with several
+    losses also reports each, as `NAME_loss`."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
@@ -93,17 +93,17 @@ def make_eval_step(config: RunConfig, model: LanguageModel, plan: Plan, schedule
 def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, Parts]) -> tuple[LossDict, Parts]:
     """Losses and gradients, summed over microbatches one after the other."""
 
-    def loss_fn(diff_params: Parts, microbatch: Microbatch) -> tuple[jax.Array, LossDict]:
-        losses = model.with_diff_params(diff_params).forward(microbatch)
+    def loss_fn(grad_argument: Parts, microbatch: Microbatch) -> tuple[jax.Array, LossDict]:
+        losses = model.with_grad_argument(grad_argument).forward(microbatch)
         return sum_losses(losses), losses
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
     if jax.tree.leaves(microbatches)[0].shape[0] == 1:
-        grads, losses = grad_fn(model.diff_params, jax.tree.map(lambda x: x[0], microbatches))
+        grads, losses = grad_fn(model.grad_argument, jax.tree.map(lambda x: x[0], microbatches))
         return losses, grads
 
     def add_microbatch(total: tuple[LossDict, Parts], microbatch: Microbatch) -> tuple[tuple[LossDict, Parts], None]:
-        grads, losses = grad_fn(model.diff_params, microbatch)
+        grads, losses = grad_fn(model.grad_argument, microbatch)
         return tree_add(total, (losses, grads)), None
 
     return lax.scan(add_microbatch, zeros, microbatches)[0]
@@ -116,20 +116,20 @@ def sum_losses(losses: LossDict) -> jax.Array:
 def zero_gradients(model: ShardedModel, params: Tree) -> Parts:
     """Zeros to which the microbatches' gradients are added, in the parameters' dtype, or float32 if that is wider."""
     dtype = jnp.result_type(jnp.promote_types(model.compute_dtype, jnp.float32), *jax.tree.leaves(params))
-    return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), model.diff_params)
+    return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), model.grad_argument)
 
 
 def model_fns(model: LanguageModel, head: Callable[[Tree, jax.Array, Microbatch], LossDict]) -> ModelFns:
     """`model` as a step runs it.  head(params, x, microbatch): what is computed after the last block."""
     layers_per_weight = model.c.layers if model.c.share_layers else 1
-    loop = LayersLoop(model.scan_layers, layers_per_weight, model.remat.layers_per_block)
+    loop = LayersLoop(model.scan_layers, layers_per_weight, model.remat.layers_per_remat_block)
     return ModelFns(model.embed, model.block_fn(), head, model.embed_params, model.head_params, loop)
 
 
 def dropout_keys(model: LanguageModel, seed: int, step: jax.Array, batch: Batch) -> DropoutKey | None:
     """The keys of all microbatches, leaves [microbatches, ...]; None for a model without dropout.
 
-    Arguments of every function of a microbatch: jax cannot take what a block closes over through two kinds of remat."""
+    Passed as arguments: what a block closes over cannot cross both with_gathered_weights and jax.checkpoint."""
     if not (model.c.dropout or model.c.attention_dropout):
         return None
     microbatches = batch.sample_ids.shape[:1]

@@ -135,6 +135,7 @@ def sample(run: TrainingRun) -> str:
 
 def stop(run: TrainingRun, signals: StopSignals) -> Exit:
     """Saves a checkpoint, whatever checkpoint.every is.  Before the first step there is nothing to save."""
+    assert signals.received is not None
     code = Exit.INTERRUPTED if signals.received == signal.SIGINT else Exit.PREEMPTED
     with run.clock.time("checkpoint"):
         run.checkpoints.wait()

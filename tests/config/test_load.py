@@ -320,6 +320,20 @@ def test_all_problems_are_reported_at_once_with_their_origins(write):
 
 
 @pytest.mark.parametrize(
+    ("invalid", "override", "problem"),
+    [
+        ("train.steps=a", "parallel.data=0", "parallel.data=0 is not a number of devices"),
+        ("objective.kind=a", "parallel.microbatches=3", "is not divisible by parallel.microbatches=3"),
+        ("train.steps=a", "parallel={pipe: 2, chunks: 2}", "parallel.schedule=1f1b with parallel.chunks=2"),
+    ],
+)
+def test_an_invalid_section_keeps_no_other_check_from_running(write, invalid, override, problem):
+    write(top=TINY)
+    found = problems("top.yaml", invalid, override)
+    assert len(found) > 1 and any(problem in each for each in found)
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("model.scan=yes", "model.scan: expected true or false, got 'yes'. Write true."),

@@ -46,6 +46,11 @@ def test_all_duplicate_keys_are_reported_with_both_lines():
     ]
 
 
+def test_what_stands_twice_is_written_twice():
+    shared = ["a"]
+    assert syntax.write({"a": shared, "b": shared}) == "a:\n- a\nb:\n- a\n"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -57,6 +62,7 @@ def test_all_duplicate_keys_are_reported_with_both_lines():
         "!!python/name:os.system x",
         "!!int twelve",
         "!!bool maybe",
+        "a: !!timestamp x",
         "a: \x00",
     ],
 )

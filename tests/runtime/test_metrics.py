@@ -108,6 +108,16 @@ def test_a_foreign_status_is_refused(tmp_path, text):
         Status.read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("[]", r"expected an object of its keys, got \[\]"), ('{"state": 3}', r"state: Input should .*, got 3;")],
+)
+def test_what_is_wrong_with_a_status_is_said(tmp_path, text, problem):
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(CheckpointError, match=problem):
+        Status.read(tmp_path)
+
+
 def test_a_directory_in_place_of_a_file_is_refused_by_name(tmp_path):
     for name in ("metrics.jsonl", "status.json"):
         (tmp_path / name).mkdir()

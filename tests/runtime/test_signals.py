@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from spmd_lm.runtime.directories import atomic_directory
 from spmd_lm.runtime.signals import STOP_SIGNALS, StopSignals
 
 
@@ -61,6 +62,20 @@ def test_handlers_are_restored_even_after_an_exception():
         assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
         raise ZeroDivisionError
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_a_block_can_be_entered_again():
+    signals = StopSignals()
+    for _ in range(2):
+        with signals:
+            assert signals.received is None
+
+
+def test_ctrl_c_interrupts_the_filling_of_a_directory_and_removes_it(tmp_path):
+    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "new") as directory:
+        (directory / "file").touch()
+        signal.raise_signal(signal.SIGINT)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_outside_the_main_thread_nothing_is_installed():

@@ -22,7 +22,7 @@ from spmd_lm.errors import DataError
 class Features:
     """The features of a split, as slices of its texts, with their labels."""
 
-    start: np.ndarray  # int64 [N, 2]: where A and B start in split.texts.tokens
+    start: np.ndarray  # int64 [N, 2]: where A and B start in split.tokens
     length: np.ndarray  # int64 [N, 2]: how many tokens of each the row holds
     has_pair: np.ndarray  # bool [N]: whether there is a B
     example: np.ndarray  # int64 [N]: index of the example

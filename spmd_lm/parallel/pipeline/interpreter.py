@@ -1,9 +1,10 @@
 """Runs a pipeline schedule: one stage's side of it, tick by tick.
 
-In each tick a stage receives what its neighbours sent in the last one, runs one chunk of its layers forward and one
-backward.  Between a task's forward and its backward it saves only the chunk's input, and runs the chunk again for its
-gradients, whatever the remat policy, which applies inside that run.  Idle halves of a tick are skipped by a conditional
-(`cond_in_place`), but their stage takes part in both permutes; no collective inside a conditional spans `pipe`.
+In each tick a stage receives what its neighbours sent in the tick before, and runs at most one chunk of its layers
+forward and one backward, usually of different microbatches.  Between a task's forward and its backward it saves only
+the chunk's input, and runs the chunk again for its gradients, whatever the remat policy, which applies inside that run.
+Idle halves of a tick are skipped by a conditional (`cond_in_place`), but their stage takes part in both permutes; no
+collective inside a conditional spans `pipe`.
 
 A breadth-first schedule runs all microbatches through a chunk before the next.  So weights that ZeRO shards are
 gathered once per chunk and direction, and gradients scattered once per chunk.  Its forward is over before backward
@@ -56,11 +57,11 @@ FORWARD_ONLY, BACKWARD_ONLY = ("activation", "inputs"), ("gradient", "output_gra
 
 
 class TaskResult(NamedTuple):
-    """message: to the neighbour.  embedded: of a forward task, its input if it came from the embedding.  boundary: of
+    """message: to the neighbour.  input: of a forward task; saved where it came from the embedding.  boundary: of
     breadth-first schedules, the output of a forward task, or the gradient of a backward task's input."""
 
     message: Array
-    embedded: Any
+    input: Any
     losses: Losses
     grads: Any = None
     chunk_grads: Any = None
@@ -68,19 +69,22 @@ class TaskResult(NamedTuple):
 
 
 class Pipeline:
-    """batch: leaves [microbatches, local rows, ...]."""
+    """batch: leaves [microbatches, ...]."""
 
     def __init__(self, model: ShardedModel, schedule: Schedule, batch: Tree):
         self.model, self.plan, self.batch = model, model.plan, batch
         self.stages, self.table = schedule.stages, schedule_table(schedule)
-        self.layers_per_chunk = jax.tree.leaves(model.diff_params.blocks)[0].shape[0] // schedule.chunks
-        self.breadth_first, self.per_chunk = schedule.kind == "breadth_first", self.plan.zero.scatter_per == "chunk"
+        self.layers_per_chunk = jax.tree.leaves(model.grad_argument.blocks)[0].shape[0] // schedule.chunks
+        self.breadth_first, self.scatters_per_chunk = (
+            schedule.kind == "breadth_first",
+            self.plan.zero.scatter_per == "chunk",
+        )
         self.stage = lax.axis_index(PIPE)
         self.activation_shape = jax.eval_shape(lambda: model.embed(self.microbatch(0)))  # an activation
         self.transfer = StageTransfer(self.plan, self.activation_shape, wraps=schedule.chunks > 1)
 
     def gradients(self, losses: Losses, grads: Parts) -> tuple[Losses, Parts]:
-        """Losses, and gradients of `model.diff_params`, on this stage.  losses, grads: zeros like them."""
+        """Losses, and gradients of `model.grad_argument`, on this stage.  losses, grads: zeros like them."""
         carry = self.start(losses, grads)
         for i, phase in enumerate(self.table.phases):
             carry = self.run_ticks(carry, *phase)
@@ -102,7 +106,7 @@ class Pipeline:
         )
         if self.breadth_first:
             carry = carry._replace(boundary=self.slots(jax.tree.leaves(self.batch)[0].shape[0]))
-        if self.per_chunk:
+        if self.scatters_per_chunk:
             params = jax.tree.map(jnp.zeros_like, jax.eval_shape(self.gather_chunk, jnp.int32(0)))
             chunk_grads = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, grads.blocks)
             carry = carry._replace(chunk_params=params, chunk_grads=chunk_grads)
@@ -111,7 +115,7 @@ class Pipeline:
     def run_ticks(
         self, carry: Carry, forward: TaskTable | None, backward: TaskTable | None, forward_task: Callable | None = None
     ) -> Carry:
-        """Runs the ticks of a phase.  A field that none of them changes stays out of the loop, which would copy it."""
+        """Runs the ticks of a phase.  Fields that none of them changes stay out of the scan's carry, which copies."""
         unchanged = () if forward and backward else BACKWARD_ONLY if forward else FORWARD_ONLY
         fixed = {name: getattr(carry, name) for name in unchanged}
         absent = dict.fromkeys(unchanged)
@@ -138,36 +142,36 @@ class Pipeline:
         inputs = self.receive("forward", carry.inputs, task.receive_slot, carry.activation)
         x = inputs[task.input_slot]
         output = None if carry.boundary is None else jnp.zeros_like(self.activation_shape)
-        default = TaskResult(
-            self.transfer.zeros(), jnp.zeros_like(self.activation_shape), carry.losses, boundary=output
-        )
-        result = self.cond_in_place("forward_active", task.active, partial(run, task, carry, x), default)
-        inputs = self.write(inputs, task.input_slot, result.embedded, task.active & task.from_embedding)
+        so_far = TaskResult(self.transfer.zeros(), jnp.zeros_like(self.activation_shape), carry.losses, boundary=output)
+        result = self.cond_in_place("forward_active", task.active, partial(run, task, carry, x), so_far)
+        inputs = self.write(inputs, task.input_slot, result.input, task.active & task.from_embedding)
         boundary = carry.boundary
         if boundary is not None:
             boundary = self.write(boundary, task.microbatch, result.boundary, task.active & task.to_head)
         return carry._replace(activation=result.message, inputs=inputs, losses=result.losses, boundary=boundary)
 
-    def forward_task(self, task: StageTask, carry: Carry, x: Array, default: TaskResult) -> TaskResult:
+    def forward_task(self, task: StageTask, carry: Carry, x: Array, so_far: TaskResult) -> TaskResult:
+        """so_far: the result of an idle half.  Sums continue from it, not from `carry`: cond_in_place updates in place
+        what it is given."""
         x, transfer = self.task_input(task, x), self.transfer
         run = partial(self.chunk_forward, task, carry, x)
         if self.breadth_first:
             y, _ = run()
-            return default._replace(message=transfer.pack(y), embedded=x, boundary=y)
+            return so_far._replace(message=transfer.pack(y), input=x, boundary=y)
         # The last chunk is not run ahead: its backward starts with its forward.
         message = self.cond("forward_to_head", task.to_head, transfer.zeros, lambda: transfer.pack(run()[0]))
-        return default._replace(message=message, embedded=x)
+        return so_far._replace(message=message, input=x)
 
-    def evaluate_task(self, task: StageTask, carry: Carry, x: Array, default: TaskResult) -> TaskResult:
+    def evaluate_task(self, task: StageTask, carry: Carry, x: Array, so_far: TaskResult) -> TaskResult:
         x = self.task_input(task, x)
         y, losses = self.chunk_forward(task, carry, x)
-        losses = tree_add_subset(default.losses, losses)
+        losses = tree_add_subset(so_far.losses, losses)
 
         def with_head() -> Losses:
             return tree_add_subset(losses, self.model.head(y, self.microbatch(task.microbatch)))
 
         total = self.cond("forward_to_head", task.to_head, with_head, lambda: losses)
-        return default._replace(message=self.transfer.pack(y), embedded=x, losses=total)
+        return so_far._replace(message=self.transfer.pack(y), input=x, losses=total)
 
     def task_input(self, task: StageTask, x: Array) -> Array:
         """The embedding's output where the task starts there, otherwise x."""
@@ -183,29 +187,29 @@ class Pipeline:
         carry = self.load_chunk("backward", task, carry)
         output_grads = self.receive("backward", carry.output_grads, task.receive_slot, carry.gradient)
         carry = carry._replace(output_grads=output_grads)
-        grads = None if self.per_chunk else carry.grads
-        default = TaskResult(self.transfer.zeros(), None, carry.losses, grads, carry.chunk_grads)
-        default = default._replace(boundary=jnp.zeros_like(self.activation_shape)) if self.breadth_first else default
-        result = self.cond_in_place("backward_active", task.active, partial(self.backward_task, task, carry), default)
+        grads = None if self.scatters_per_chunk else carry.grads
+        so_far = TaskResult(self.transfer.zeros(), None, carry.losses, grads, carry.chunk_grads)
+        so_far = so_far._replace(boundary=jnp.zeros_like(self.activation_shape)) if self.breadth_first else so_far
+        result = self.cond_in_place("backward_active", task.active, partial(self.backward_task, task, carry), so_far)
         carry = carry._replace(gradient=result.message, losses=result.losses, chunk_grads=result.chunk_grads)
         if self.breadth_first:
             starts = task.active & task.from_embedding
             carry = carry._replace(boundary=self.write(carry.boundary, task.microbatch, result.boundary, starts))
-        return self.scatter_chunk(task, carry) if self.per_chunk else carry._replace(grads=result.grads)
+        return self.scatter_chunk(task, carry) if self.scatters_per_chunk else carry._replace(grads=result.grads)
 
-    def backward_task(self, task: StageTask, carry: Carry, default: TaskResult) -> TaskResult:
+    def backward_task(self, task: StageTask, carry: Carry, so_far: TaskResult) -> TaskResult:
         x, d_y = carry.inputs[task.input_slot], carry.output_grads[task.output_grad_slot]
         microbatch, model = self.microbatch(task.microbatch), self.chunk_model(task, carry)
-        if self.layers_per_chunk == 1 and not self.per_chunk:  # its backward follows at once: saves one gather
+        if self.layers_per_chunk == 1 and not self.scatters_per_chunk:  # its backward follows at once: saves one gather
             model = model.with_gathered_blocks()
         y, layer_losses, accumulate_grads = model.vjp_layers(x, microbatch, self.first_layer(task))
-        losses, grads, chunk_grads = default.losses, default.grads, default.chunk_grads
+        losses, grads, chunk_grads = so_far.losses, so_far.grads, so_far.chunk_grads
         if self.breadth_first:
             d_y = jnp.where(task.to_head, carry.boundary[task.microbatch], d_y)
         else:
             losses, d_y, ends = self.head_vjp(task, y, d_y, losses, grads.ends)
         losses = tree_add_subset(losses, layer_losses)
-        if self.per_chunk:
+        if self.scatters_per_chunk:
             chunk_grads, d_x = accumulate_grads(d_y, chunk_grads, 0, overwrite=task.first_of_chunk)
         else:
             blocks, d_x = accumulate_grads(d_y, grads.blocks, task.chunk * self.layers_per_chunk)
@@ -222,7 +226,7 @@ class Pipeline:
 
         def update(old: tuple[Losses, Array, Tree]) -> tuple[Losses, Array, Tree]:
             losses, _, ends = old
-            head_losses, vjp = jax.vjp(head, self.model.diff_params.ends, y)
+            head_losses, vjp = jax.vjp(head, self.model.grad_argument.ends, y)
             d_ends, d_y = vjp(jax.tree.map(jnp.ones_like, head_losses))
             return tree_add_subset(losses, head_losses), d_y, tree_add(ends, d_ends)
 
@@ -235,12 +239,12 @@ class Pipeline:
             return self.with_ends(ends).embed(self.microbatch(task.microbatch))
 
         def update(total: Tree) -> Tree:
-            return tree_add(total, *jax.vjp(embed, self.model.diff_params.ends)[1](d_x))
+            return tree_add(total, *jax.vjp(embed, self.model.grad_argument.ends)[1](d_x))
 
         return self.cond_in_place("backward_from_embedding", task.from_embedding, update, ends)
 
     def with_ends(self, ends: Tree) -> ShardedModel:
-        return self.model.with_diff_params(self.model.diff_params._replace(ends=ends))
+        return self.model.with_grad_argument(self.model.grad_argument._replace(ends=ends))
 
     # ---- chunks
 

@@ -9,11 +9,11 @@ one program serves all of them.  With p stages, m microbatches and v chunks of l
     interleaved     the same with v > 1, p microbatches of a chunk at a time      arXiv:2104.04473, section 2.2.2
     breadth_first   gpipe with v > 1, all microbatches of a chunk at a time       arXiv:2211.05953
 
-A task is a chunk of layers on one microbatch.  Every stage runs its tasks in the same order forward, and in another
-order backward.  Forward, stage s starts s ticks after stage 0; backward, stage 0 starts s ticks after stage s.
-That is all of a schedule.  The bubble is (p - 1) / (v m) of the work; schedules differ in how many inputs a stage holds
-for backward, and for how long it uses the weights of one chunk.  `schedule_table` makes of it what the interpreter
-reads: slots and conditions."""
+A task is a chunk of layers on one microbatch.  All stages run their tasks in one order forward, and in one order
+backward, in which the chunks are reversed.  Forward, stage s starts s ticks after stage 0; backward, stage 0 starts s
+ticks after stage s. That is all of a schedule.  The bubble is (p - 1) / (v m) of the work; schedules differ in how many
+inputs a stage holds for backward, and for how long it uses the weights of one chunk.  `schedule_table` makes of it what
+the interpreter reads: slots and conditions."""
 
 import dataclasses
 import functools

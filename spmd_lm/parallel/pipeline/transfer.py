@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from spmd_lm.axes import MODEL, PIPE
 from spmd_lm.parallel.plan import Plan
@@ -28,7 +29,7 @@ class StageTransfer:
 
     @jax.named_scope("messages")
     def send(self, message: Array, by: int) -> Array:
-        """Sends to the stage `by` stages on; returns what arrives from the stage as many stages back."""
+        """Sends from stage s to stage s + by; returns what stage s - by sent here, or zeros."""
         stages = range(self.stages)
         pairs = [(s, (s + by) % self.stages) for s in stages if self.wraps or 0 <= s + by < self.stages]
         return lax.ppermute(message, PIPE, pairs)
@@ -43,4 +44,4 @@ class StageTransfer:
     def unpack(self, message: Array) -> Array:
         """The activation, of which each device of `model` has received its part."""
         x = lax.all_gather(message, MODEL, axis=1, tiled=True)
-        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))  # that of the slots it is written to
+        return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))  # that of the slots it is written to
