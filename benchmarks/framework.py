@@ -35,7 +35,9 @@ def first_state(program: Program, s: Sizes) -> TrainState:
         return weights.get(path[-1].key, initial)
 
     params = jax.tree_util.tree_map_with_path(workload_weights, program.canonical(state).params)
-    return dataclasses.replace(state, params=jax.device_put(program.plan.place(params), program.state_shardings.params))
+    return dataclasses.replace(
+        state, params=jax.device_put(program.plan.from_canonical(params), program.state_shardings.params)
+    )
 
 
 def main(name: str, scan: bool) -> None:

@@ -1,7 +1,7 @@
-"""The names of mesh axes and of array dimensions, and the placement of one on the other.
+"""The names of mesh axes and of array dimensions, and the axis_rules of one on the other.
 
-A model names the dimensions of its arrays, `heads` or `vocab`, and never speaks of devices.  A `Placement` says which
-mesh axes shard each name; whoever traces a model sets it once, with `use_placement`.  Without a placement every array
+A model names the dimensions of its arrays, `heads` or `vocab`, and never speaks of devices.  A `AxisRules` says which
+mesh axes shard each name; whoever traces a model sets it once, with `use_axis_rules`.  Without a axis_rules every array
 is whole, and the same code runs on one device without a mesh."""
 
 import contextlib
@@ -28,7 +28,7 @@ def is_dim_names(x: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class AxisRules:
     """Which mesh axes shard each name, and how many devices lie along each axis.
 
     `rules` lists every name that a model may use; a name that is not in it is a mistake, not a whole dimension."""
@@ -40,26 +40,26 @@ class Placement:
         return () if name is None else tuple(self.rules[name])
 
 
-_placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar("placement", default=None)
+_axis_rules: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar("axis_rules", default=None)
 
 
 @contextlib.contextmanager
-def use_placement(placement: Placement | None) -> Iterator[None]:
-    """Trace the body under `placement`."""
-    token = _placement.set(placement)
+def use_axis_rules(axis_rules: AxisRules | None) -> Iterator[None]:
+    """Trace the body under `axis_rules`."""
+    token = _axis_rules.set(axis_rules)
     try:
         yield
     finally:
-        _placement.reset(token)
+        _axis_rules.reset(token)
 
 
 def nontrivial_axes(name: str) -> tuple[str, ...]:
     """The mesh axes of more than one device that shard `name`: a collective over one device is none."""
-    placement = _placement.get()
-    return () if placement is None else tuple(a for a in placement.axes(name) if placement.sizes[a] > 1)
+    axis_rules = _axis_rules.get()
+    return () if axis_rules is None else tuple(a for a in axis_rules.axes(name) if axis_rules.sizes[a] > 1)
 
 
 def num_shards(name: str) -> int:
     """How many shards the dimension `name` has."""
-    placement = _placement.get()
-    return math.prod(placement.sizes[a] for a in nontrivial_axes(name)) if placement else 1
+    axis_rules = _axis_rules.get()
+    return math.prod(axis_rules.sizes[a] for a in nontrivial_axes(name)) if axis_rules else 1

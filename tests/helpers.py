@@ -221,14 +221,14 @@ def assert_equal(got: Tree, want: Tree) -> None:
 def over_model(f, model: int, ins: Tree, outs: Tree):
     """`f`, compiled for `model` devices between which heads, mlp and vocab are split.  ins, outs: trees of names."""
     if model == 1:
-        return jax.jit(lambda *args: f(*args))  # a new function: jit does not see the placement it was traced under
+        return jax.jit(lambda *args: f(*args))  # a new function: jit does not see the axis_rules it was traced under
     names = ("batch", "sequence", "position", "width", "heads", "mlp", "vocab")
     split = {name: (axes.MODEL,) if name in ("heads", "mlp", "vocab") else () for name in names}
-    placement = axes.Placement(split, {axes.MODEL: model})
+    axis_rules = axes.AxisRules(split, {axes.MODEL: model})
     specs = lambda tree: jax.tree.map(Rules(split).spec, tree, is_leaf=axes.is_dim_names)  # noqa: E731
 
     def run(*args):
-        with axes.use_placement(placement):
+        with axes.use_axis_rules(axis_rules):
             return f(*args)
 
     mesh = make_mesh(Layout(model=model), jax.devices()[:model])

@@ -24,7 +24,7 @@ from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames, is_
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
 from spmd_lm.parallel.pipeline.schedule import make_schedule, schedule_table
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.zero import SHARD
+from spmd_lm.parallel.zero import ZERO_WIDTH
 
 Axes = tuple[str, ...]
 Array = tuple[str, float]
@@ -124,7 +124,7 @@ class _Step:
         tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
         parameters = []
         leaves = jax.tree_util.tree_leaves_with_path(plan.sharded_names, is_leaf=is_dim_names)
-        shapes, specs = jax.tree.leaves(plan.placed_shapes), jax.tree.leaves(plan.gathered_specs)
+        shapes, specs = jax.tree.leaves(plan.padded_shapes), jax.tree.leaves(plan.gathered_specs)
         for (path, names), shape, spec in zip(leaves, shapes, specs, strict=True):
             keys = tuple(key.key for key in path)
             uses = ("embedding", "head") if keys == tied_table else keys[:1]
@@ -195,13 +195,13 @@ class _Transfers(NamedTuple):
     """How often ZeRO gathers weights, or scatters gradients, in one step.
 
     layers: layers that are sent, and `repeated` those of them that are sent again.  per_stack: collectives for each
-    array of the layers.  ends: times that the arrays of the embedding and the head are sent, by use; None is once."""
+    array of the layers.  rest: times that the arrays of the embedding and the head are sent, by use; None is once."""
 
     formula: str
     layers: float
     per_stack: float
     repeated: float = 0
-    ends: dict[str, float] | None = None
+    rest: dict[str, float] | None = None
 
 
 def _zero(step: _Step) -> Iterator[ExpectedCollective]:
@@ -209,7 +209,7 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     plan, precision = step.plan, step.config.precision
     if not plan.zero.stage:
         return
-    matrices = [(elements, uses) for names, elements, uses in step.parameters() if SHARD in names]
+    matrices = [(elements, uses) for names, elements, uses in step.parameters() if ZERO_WIDTH in names]
     kinds = (
         (ALL_GATHER, "weights", precision.compute, _weight_gathers(step)),
         (REDUCE_SCATTER, "gradients", precision.reduce, _gradient_scatters(step)),
@@ -225,7 +225,7 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
                     sent += transfers.layers / step.layers * bytes_
                     repeated += transfers.repeated / step.layers * bytes_
                 else:
-                    times = sum(transfers.ends[use] for use in uses) if transfers.ends else 1
+                    times = sum(transfers.rest[use] for use in uses) if transfers.rest else 1
                     count += times
                     sent += times * bytes_
             yield ExpectedCollective(kind, (axis,), part, dtype, count, sent, transfers.formula, repeated)
@@ -253,14 +253,14 @@ def _gradient_scatters(step: _Step) -> _Transfers:
     config, runs, model = step.config, step.runs, step.config.model
     sharing = model.layers // model.unique_layers  # layers with one set of weights: each contributes to its gradient
     twice = "; a tied table twice" if config.objective.ties_embeddings(model) else ""
-    ends = {"embedding": runs.embedding_grad, "head": runs.head}
+    rest = {"embedding": runs.embedding_grad, "head": runs.head}
     match step.plan.zero.scatter_per:
         case "chunk":
             layers = runs.chunk_scatters * config.layers_per_chunk
-            ends = {use: times / config.parallel.microbatches for use, times in ends.items()}
-            return _Transfers(f"P, chunk by chunk{twice}", layers * sharing, layers, ends=ends)
+            rest = {use: times / config.parallel.microbatches for use, times in rest.items()}
+            return _Transfers(f"P, chunk by chunk{twice}", layers * sharing, layers, rest=rest)
         case "layer":
-            return _Transfers(f"Pm, layer by layer{twice}", runs.layer_passes * sharing, runs.layer_passes, ends=ends)
+            return _Transfers(f"Pm, layer by layer{twice}", runs.layer_passes * sharing, runs.layer_passes, rest=rest)
     return _Transfers("P, once", step.layers, step.layers // sharing)
 
 
@@ -271,7 +271,7 @@ def _gradient_sums(step: _Step) -> Iterator[ExpectedCollective]:
     formula = "what is not scattered, once" if plan.zero.stage else "P, once"
     sizes: dict[Axes, list[float]] = defaultdict(list)
     for names, elements, _ in step.parameters():
-        sizes[plan.grad_reduce_axes(names)].append(elements / (plan.layout.data if SHARD in names else 1))
+        sizes[plan.grad_reduce_axes(names)].append(elements / (plan.layout.data if ZERO_WIDTH in names else 1))
     for axes in sorted(sizes.keys() - {()}):
         devices = math.prod(plan.sizes[axis] for axis in axes)
         sent = wire_bytes(ALL_REDUCE, sum(sizes[axes]) * dtype_bytes(dtype), devices)

@@ -25,7 +25,7 @@ def table(config: RunConfig, plan: Plan) -> dict[str, int]:
 
 def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     """The rows of `table` that outlive a step."""
-    params = bytes_per_device(plan, plan.placed_shapes, plan.param_specs, config.precision.params)
+    params = bytes_per_device(plan, plan.padded_shapes, plan.param_specs, config.precision.params)
     return {"parameters": params, config.optim.moments: config.optim.num_moments * params}
 
 
@@ -90,7 +90,7 @@ class _Sizes:
     def __init__(self, config: RunConfig, plan: Plan):
         m, p, shards = config.model, config.precision, plan.layout.model
         size, wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
-        shapes, scatters_in_loop = plan.placed_shapes, plan.zero.scatters_in_loop
+        shapes, scatters_in_loop = plan.padded_shapes, plan.zero.scatters_in_loop
         cast = p.compute != p.params
         copied = cast or plan.zero.stage > 0  # otherwise the parameters themselves serve
         gathered = {name: bytes_per_device(plan, shapes[name], plan.gathered_specs[name], p.compute) for name in shapes}
@@ -100,7 +100,7 @@ class _Sizes:
 
         self.layer = gathered["blocks"] // (m.unique_layers // plan.layout.pipe)  # the weights of one
         self.embedding = gathered["embedding"]  # its weights
-        self.ends = gathered["embedding"] + gathered["head"] if copied else 0  # the weights of embedding and head
+        self.rest = gathered["embedding"] + gathered["head"] if copied else 0  # the weights of embedding and head
         self.resident = gathered["blocks"] if copied else 0  # layers' weights that are present in every phase
         if plan.zero.gathers_in_loop:
             self.resident = cast * bytes_per_device(plan, shapes["blocks"], plan.param_specs["blocks"], p.compute)
@@ -147,11 +147,11 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     accumulates = config.parallel.microbatches > 1
     accumulated = sizes.accumulated if accumulates else 0
     gradients = sizes.gradients + accumulated
-    in_backward = sizes.resident + (sizes.layer if plan.zero.gathers_in_loop else sizes.ends)
+    in_backward = sizes.resident + (sizes.layer if plan.zero.gathers_in_loop else sizes.rest)
     unscattered = sizes.layer if plan.zero.scatters_in_loop else 0
-    at_the_end = sizes.resident + (sizes.ends if accumulates else 0)
+    at_the_end = sizes.resident + (sizes.rest if accumulates else 0)
     return [
-        Phase(HEAD, sizes.resident + sizes.ends, sizes.embedding + accumulated, sizes.saved, 2 * sizes.logits),
+        Phase(HEAD, sizes.resident + sizes.rest, sizes.embedding + accumulated, sizes.saved, 2 * sizes.logits),
         Phase(BLOCKS, in_backward, gradients + unscattered, sizes.saved, sizes.workspace),
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.rounding),
     ]
@@ -163,7 +163,7 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
     table = schedule_table(make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
     breadth_first, stream = p.schedule == "breadth_first", stream_bytes(config, plan)
     buffers = (table.input_slots + table.output_grad_slots + 2 + (p.microbatches if breadth_first else 0)) * stream
-    weights, layer_gradients = sizes.resident + sizes.ends, sizes.accumulated + sizes.layer
+    weights, layer_gradients = sizes.resident + sizes.rest, sizes.accumulated + sizes.layer
     chunk = 0
     if plan.zero.scatter_per == "chunk":
         # A chunk's gradients are summed over all microbatches before they are scattered, into nothing else.
@@ -172,7 +172,7 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
     layer = sizes.layer if plan.zero.gather_per == "layer" else 0
     if breadth_first:  # embedding and head run apart from the layers
         head = Phase(HEAD, weights + chunk, sizes.embedding * sizes.widening, buffers, 2 * sizes.logits)
-        embedding = Phase(EMBEDDING, sizes.ends, sizes.accumulated, p.microbatches * stream, sizes.rounding)
+        embedding = Phase(EMBEDDING, sizes.rest, sizes.accumulated, p.microbatches * stream, sizes.rounding)
     else:
         head = Phase(HEAD, weights, sizes.accumulated + sizes.embedding, buffers + sizes.saved, 2 * sizes.logits)
         embedding = Phase(EMBEDDING, weights, sizes.accumulated, buffers, sizes.rounding)

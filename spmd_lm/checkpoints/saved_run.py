@@ -34,9 +34,9 @@ def restore_run(config: RunConfig) -> tuple[Program, Tree, int]:
 
 
 def open_run(config: RunConfig) -> tuple[Program, Tree, int]:
-    """As `restore_run`, with the parameters placed as the program's compiled functions take them."""
+    """As `restore_run`, with the parameters as the program's compiled functions take them."""
     program, params, step = restore_run(config)
-    return program, program.place_params(params), step
+    return program, program.params_from_canonical(params), step
 
 
 def check_compatible(saved: Config, config: Config, directory: Path) -> list[str]:

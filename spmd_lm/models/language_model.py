@@ -7,7 +7,7 @@ dimension, `layers`.  Nothing here knows a mesh or a rank."""
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,12 @@ from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_w
 from spmd_lm.ops.dropout import DropoutKey
 
 Params = dict  # nested dicts of arrays: embedding, blocks, head
-Microbatch = tuple[Batch, DropoutKey | None]  # a batch without its leading dimension; its dropout's key, None for none
 Gather = Callable[[Params], Params]  # makes one layer's parameters, of the stack, whole
+
+
+class Microbatch(NamedTuple):
+    batch: Batch  # without its leading dimension
+    dropout_key: DropoutKey | None = None  # None for no dropout
 
 
 def _abstract(make: Callable[[nnx.Rngs], Any]) -> tuple[nnx.GraphDef, nnx.State]:
@@ -149,14 +153,13 @@ class LanguageModel:
     def losses(self, params: Params, x: jax.Array, microbatch: Microbatch, weights: LossDict) -> LossDict:
         """Of each loss the sum of weight x negative log-likelihood.  x: the output of the last block."""
         head, h = self._head(params, x)
-        batch, key = microbatch
-        return head.losses(h, batch, weights, key)
+        return head.losses(h, microbatch.batch, weights, microbatch.dropout_key)
 
     @jax.named_scope("head")
     def eval_sums(self, params: Params, x: jax.Array, microbatch: Microbatch, rows: int) -> dict:
         """As Head.eval_sums, of the output x of the last block."""
         head, h = self._head(params, x)
-        return head.eval_sums(h, microbatch[0], rows)
+        return head.eval_sums(h, microbatch.batch, rows)
 
     def logits(self, params: Params, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """By what the head predicts.  x: the output of the last block."""
@@ -168,9 +171,9 @@ class LanguageModel:
         block = self.block_fn()
 
         def layer(x, inputs):
-            return block(gather(inputs[0]), x, (batch, None), jnp.int32(0))[0], None
+            return block(gather(inputs[0]), x, Microbatch(batch), jnp.int32(0))[0], None
 
-        x, _ = self._scan_layers(layer, self.embed(params, (batch, None)), params["blocks"])
+        x, _ = self._scan_layers(layer, self.embed(params, Microbatch(batch)), params["blocks"])
         return self.logits(params, x, batch)
 
     def _scan_layers(self, layer: Callable, x: jax.Array, stack: Params, per_layer=None) -> tuple:
@@ -203,6 +206,6 @@ class LanguageModel:
             x, _ = nnx.merge(self._graphs["block"], gather(layer_params))(x, None, core)
             return x, layer_cache
 
-        x, cache = self._scan_layers(layer, self.embed(params, (batch, None)), params["blocks"], cache)
+        x, cache = self._scan_layers(layer, self.embed(params, Microbatch(batch)), params["blocks"], cache)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self.logits(params, x, batch)["tokens"][:, 0], cache

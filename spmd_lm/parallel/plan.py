@@ -1,7 +1,7 @@
 """The Plan: a layout resolved for one model, immutable.  Everything that depends on how arrays are sharded asks it.
 
-Every parameter has two shapes: canonical, as the model defines it and checkpoints hold it; and placed, padded to what
-the mesh divides.  `place` and `canonical` convert between them, exactly."""
+Every parameter has two shapes: canonical, as the model defines it and checkpoints hold it; and padded to what the mesh
+divides, with layers in stage order.  `from_canonical` and `canonical` convert between them, exactly."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, REPLICA, DimNames, Placement, is_dim_names, use_placement
+from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, REPLICA, AxisRules, DimNames, is_dim_names, use_axis_rules
 from spmd_lm.errors import LayoutError
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.mesh import Layout
@@ -71,7 +71,7 @@ class Plan:
     def __post_init__(self):
         problems = []
         leaves = jax.tree_util.tree_leaves_with_path(self.sharded_names, is_leaf=is_dim_names)
-        for (path, names), leaf in zip(leaves, jax.tree.leaves(self.placed_shapes), strict=True):
+        for (path, names), leaf in zip(leaves, jax.tree.leaves(self.padded_shapes), strict=True):
             where = ".".join(key.key for key in path)
             for name, size in zip(names, leaf.shape, strict=True):
                 chunks = self.chunks if name == "layers" else 1
@@ -129,31 +129,31 @@ class Plan:
         return jax.tree.map(spec, self.sharded_names, self.shapes, is_leaf=is_dim_names)
 
     @functools.cached_property
-    def placed_shapes(self) -> Tree:
+    def padded_shapes(self) -> Tree:
         """Shapes and dtypes of the parameters as devices hold them."""
 
-        def placed(names: DimNames, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(tuple(map(self._placed_size, names, leaf.shape)), leaf.dtype)
+        def padded(names: DimNames, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(tuple(map(self._padded_size, names, leaf.shape)), leaf.dtype)
 
-        return jax.tree.map(placed, self.sharded_names, self.shapes, is_leaf=is_dim_names)
+        return jax.tree.map(padded, self.sharded_names, self.shapes, is_leaf=is_dim_names)
 
     def _num_shards(self, name: str | None) -> int:
         return math.prod(self.sizes[axis] for axis in self.param_rules.axes(name))
 
-    def _placed_size(self, name: str | None, size: int) -> int:
+    def _padded_size(self, name: str | None, size: int) -> int:
         if name == "vocab":
             return padded_vocab(size, self.layout.model)
-        return padded_width(size, self._num_shards(name)) if name == zero.SHARD else size
+        return padded_width(size, self._num_shards(name)) if name == zero.ZERO_WIDTH else size
 
     @functools.cached_property
     def batch_spec(self) -> P:
         """PartitionSpec of every array of a batch: microbatches, then rows."""
-        return P(None, self.placement.axes("batch"))
+        return P(None, self.axis_rules.axes("batch"))
 
     def sharding(self, specs: Tree) -> Tree:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))
 
-    # ---- between canonical and placed
+    # ---- between canonical and padded parameters
 
     def to_stage_order(self, params: Tree) -> Tree:
         """Parameters with their layers in the order in which stages hold them, chunk by chunk."""
@@ -172,32 +172,32 @@ class Plan:
 
         return jax.tree.map(interleave_leaf, self.names, params, is_leaf=is_dim_names)
 
-    def place(self, params: Tree) -> Tree:
-        """Canonical parameters, padded with zeros to the placed shapes, in stage order."""
-        return self.to_stage_order(jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), params, self.placed_shapes))
+    def from_canonical(self, params: Tree) -> Tree:
+        """Canonical parameters, padded with zeros to the padded shapes, in stage order."""
+        return self.to_stage_order(jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), params, self.padded_shapes))
 
     def canonical(self, params: Tree) -> Tree:
-        """The inverse of `place`."""
+        """The inverse of `from_canonical`."""
         return jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), self.to_model_order(params), self.shapes)
 
     @functools.cached_property
-    def placement(self) -> Placement:
+    def axis_rules(self) -> AxisRules:
         """What a model may see inside the step."""
-        return self._placement(self.sequence)
+        return self._axis_rules(self.sequence)
 
-    def _placement(self, sequence: bool) -> Placement:
-        return Placement(activation_rules(sequence).with_data_axes(self.data_axes).table, self.sizes)
+    def _axis_rules(self, sequence: bool) -> AxisRules:
+        return AxisRules(activation_rules(sequence).with_data_axes(self.data_axes).table, self.sizes)
 
     def shard_map(self, body: Callable, in_specs: Tree, out_specs: Tree, *, whole_sequence: bool = False) -> Callable:
         """`body` as a function of global arrays; every device runs it on its own shards, and it issues all collectives
         itself.  in_specs, out_specs: trees of PartitionSpecs.  whole_sequence: for bodies whose sequences are too short
         to shard."""
 
-        def placed_body(*args):
-            with use_placement(self._placement(False) if whole_sequence else self.placement):
+        def body_under_rules(*args):
+            with use_axis_rules(self._axis_rules(False) if whole_sequence else self.axis_rules):
                 return body(*args)
 
-        return jax.shard_map(placed_body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(body_under_rules, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     # ---- collectives, inside `shard_map`
 
@@ -224,7 +224,7 @@ class Plan:
 
     def scatter(self, grads: Tree, names: Tree) -> Tree:
         """Gradients of matrices, summed over `data` onto their shards; those of vectors are returned unchanged."""
-        return zero.scatter(grads, names, self.nontrivial_axes(DATA), self._placed_size(zero.SHARD, self._width))
+        return zero.scatter(grads, names, self.nontrivial_axes(DATA), self._padded_size(zero.ZERO_WIDTH, self._width))
 
     def gather_layers(self, stack: Tree) -> Tree:
         """The layers of all stages of this tree of stacks, in model order."""
@@ -247,7 +247,7 @@ class Plan:
         not shard is a partial sum over `model` too."""
         tensor_parallel = any(MODEL in self.param_rules.axes(name) for name in names)
         stages = () if "layers" in names else (PIPE,)  # the first and the last stage both use what is not a layer
-        batch = (REPLICA,) if zero.SHARD in names else BATCH_AXES
+        batch = (REPLICA,) if zero.ZERO_WIDTH in names else BATCH_AXES
         partial = (MODEL,) if self.sequence and not tensor_parallel else ()
         return self.nontrivial_axes(*stages, *batch, *partial)
 

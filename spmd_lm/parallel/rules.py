@@ -27,7 +27,7 @@ SEQUENCE_PARALLEL: Table = {"sequence": (MODEL,)}
 sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes, and norms, dropout and
 saved activations are sharded too."""
 
-ZERO: Table = {"shard": (DATA,)}
+ZERO: Table = {"zero_width": (DATA,)}
 """ZeRO (arXiv:1910.02054): the name that `zero.sharded_names` gives to one dimension of every matrix."""
 
 PIPELINE: Table = {"layers": (PIPE,)}

@@ -38,10 +38,10 @@ class ModelFns:
 
 
 class Parts(NamedTuple):
-    """A tree of parameters in two: the stack of layers; and the ends, embedding and head, that no loop runs over."""
+    """A tree of parameters in two: the stack of blocks, and the rest: embedding and head."""
 
     blocks: Tree
-    ends: Tree
+    rest: Tree
 
 
 def split_params(params: Tree) -> Parts:
@@ -49,7 +49,7 @@ def split_params(params: Tree) -> Parts:
 
 
 def join_params(parts: Parts) -> Tree:
-    return parts.ends | {"blocks": parts.blocks}
+    return parts.rest | {"blocks": parts.blocks}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +74,15 @@ class ShardedModel:
     ) -> Self:
         """Casts, and gathers what the policy gathers once per step."""
         compute_params, names = split_params(cast(params, compute_dtype)), split_params(plan.sharded_names)
+        dtypes = compute_dtype, reduce_dtype
         if plan.zero.stage == 0:
-            return cls(
-                fns,
-                plan,
-                compute_dtype,
-                reduce_dtype,
-                compute_params,
-                compute_params,
-                compute_params,
-                scatter_in_loop=False,
-            )
+            return cls(fns, plan, *dtypes, compute_params, compute_params, compute_params, scatter_in_loop=False)
         blocks = None if plan.zero.gathers_in_loop else plan.gather(compute_params.blocks, names.blocks)
-        gathered = Parts(blocks, plan.gather(compute_params.ends, names.ends))
+        gathered = Parts(blocks, plan.gather(compute_params.rest, names.rest))
         grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute_dtype, reduce_dtype)), params)
         in_loop = plan.zero.scatters_in_loop
         grad_argument = split_params(grad_sinks) if in_loop else gathered
-        return cls(fns, plan, compute_dtype, reduce_dtype, grad_argument, split_params(params), gathered, in_loop)
+        return cls(fns, plan, *dtypes, grad_argument, split_params(params), gathered, in_loop)
 
     def with_grad_argument(self, grad_argument: Parts) -> Self:
         return dataclasses.replace(self, grad_argument=grad_argument)
@@ -122,7 +114,9 @@ class ShardedModel:
 
     def embed(self, microbatch: Tree) -> Array:
         embed, select = self.fns.embed, self.fns.embed_params
-        return self._run_end(lambda params, _, microbatch: embed(params, microbatch), select, None, microbatch)
+        return self._run_embedding_or_head(
+            lambda params, _, microbatch: embed(params, microbatch), select, None, microbatch
+        )
 
     def layers(self, x: Array, microbatch: Tree, first_layer: Array) -> tuple[Array, Losses]:
         """x through all layers, and the sum of their losses.  first_layer: the model's index of the first layer."""
@@ -133,7 +127,7 @@ class ShardedModel:
         return self.fns.loop.vjp(*self._block_and_stacks(), x, microbatch, first_layer)
 
     def head(self, x: Array, microbatch: Tree) -> Losses:
-        return self._run_end(self.fns.head, self.fns.head_params, x, microbatch)
+        return self._run_embedding_or_head(self.fns.head, self.fns.head_params, x, microbatch)
 
     def forward(self, microbatch: Tree) -> Losses:
         """All losses of one microbatch, where one stage has all layers."""
@@ -172,12 +166,12 @@ class ShardedModel:
         block = self._with_gathered_weights(self.fns.block, self.layer_names, prevent_cse=not self.fns.loop.scan)
         return block, (self.grad_argument.blocks, self.shards.blocks, self.gathered.blocks)
 
-    def _run_end(self, f: Callable, select: Callable[[Tree], Tree], x: Array | None, microbatch: Tree):
-        """f(params, x, microbatch) with the parameters that `select` takes of the ends."""
+    def _run_embedding_or_head(self, f: Callable, select: Callable[[Tree], Tree], x: Array | None, microbatch: Tree):
+        """f(params, x, microbatch) with the parameters that `select` takes of the embedding's and the head's."""
         if not self.scatter_in_loop:
-            return f(select(self.grad_argument.ends), x, microbatch)
-        run = self._with_gathered_weights(f, select(self.names.ends), scatter_first=True)
-        return run(*map(select, (self.grad_argument.ends, self.shards.ends, self.gathered.ends)), x, microbatch)
+            return f(select(self.grad_argument.rest), x, microbatch)
+        run = self._with_gathered_weights(f, select(self.names.rest), scatter_first=True)
+        return run(*map(select, (self.grad_argument.rest, self.shards.rest, self.gathered.rest)), x, microbatch)
 
     def _with_gathered_weights(self, f: Callable, names: Tree, **barriers: bool) -> Callable:
         def scatter(grads: Tree) -> Tree:
@@ -197,4 +191,4 @@ class ShardedModel:
         in_loop = self.gathered.blocks is None
         blocks = self.plan.gather_layers(self.shards.blocks if in_loop else self.gathered.blocks)
         gather = functools.partial(self.gather, names=self.layer_names) if in_loop else lambda layer: layer
-        return join_params(Parts(blocks, self.gathered.ends)), gather
+        return join_params(Parts(blocks, self.gathered.rest)), gather

@@ -16,7 +16,7 @@ from spmd_lm.axes import DimNames, is_dim_names
 from spmd_lm.ops.collectives import reduce_scatter
 from spmd_lm.parallel.trees import Tree, drop_residuals
 
-SHARDED_DIM, SHARD = "width", "shard"
+SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
 """The dimension that ZeRO shards, and its name where it is sharded."""
 
 Frequency = Literal["never", "step", "chunk", "layer"]
@@ -66,7 +66,7 @@ class ZeroPolicy:
 def sharded_names(names: DimNames) -> DimNames:
     """The dimension names of a parameter as ZeRO shards it.  A vector's are unchanged."""
     matrix = len([name for name in names if name != "layers"]) > 1
-    return tuple(SHARD if name == SHARDED_DIM else name for name in names) if matrix else names
+    return tuple(ZERO_WIDTH if name == SHARDED_DIM else name for name in names) if matrix else names
 
 
 def _off_minor_dim(x: Array, dim: int) -> tuple[Array, int]:
@@ -80,9 +80,9 @@ def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int) -> T
     names of each leaf.  width: unpadded size of the sharded dimension."""
 
     def gather_leaf(names: DimNames, x: Array) -> Array:
-        if SHARD not in names:
+        if ZERO_WIDTH not in names:
             return x
-        x, at = _off_minor_dim(x, dim := names.index(SHARD))
+        x, at = _off_minor_dim(x, dim := names.index(ZERO_WIDTH))
         for axis in reversed(data_axes):
             x = lax.all_gather(x, axis, axis=at, tiled=True)
         return jnp.moveaxis(lax.slice_in_dim(x, 0, width, axis=at), at, dim)
@@ -99,11 +99,11 @@ def scatter(tree: Tree, names: Tree, data_axes: tuple[str, ...], padded_width: i
     layer by layer."""
 
     def scatter_leaf(names: DimNames, g: Array) -> Array:
-        if SHARD not in names:
+        if ZERO_WIDTH not in names:
             return g
         if names[0] == "layers":
             return lax.map(lambda layer: scatter_leaf(names[1:], layer), g)
-        g, at = _off_minor_dim(g, dim := names.index(SHARD))
+        g, at = _off_minor_dim(g, dim := names.index(ZERO_WIDTH))
         g = jnp.pad(g, [(0, padded_width - g.shape[d] if d == at else 0) for d in range(g.ndim)])
         for axis in data_axes:
             g = reduce_scatter(g, axis, at, row_major=True)

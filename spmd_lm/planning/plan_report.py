@@ -61,7 +61,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
 def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     parameters = []
     leaves = jax.tree_util.tree_leaves_with_path(plan.sharded_names, is_leaf=is_dim_names)
-    shapes, specs = jax.tree.leaves(plan.placed_shapes), jax.tree.leaves(plan.param_specs)
+    shapes, specs = jax.tree.leaves(plan.padded_shapes), jax.tree.leaves(plan.param_specs)
     for (path, names), leaf, mesh_spec in zip(leaves, shapes, specs, strict=True):
         size = memory.bytes_per_device(plan, leaf, mesh_spec, config.precision.params)
         spec = [list(PARAMETERS.axes(name)) for name in names]  # `data` as one axis, which in the mesh may be several

@@ -93,7 +93,9 @@ class Program:
     def init(self) -> TrainState:
         """The initial state, created sharded.  The weights are the same under every layout."""
         init_params = functools.partial(self.model.init, self.config.train.seed)
-        init = jax.jit(lambda: self._initial_state(self.plan.place(init_params())), out_shardings=self.state_shardings)
+        init = jax.jit(
+            lambda: self._initial_state(self.plan.from_canonical(init_params())), out_shardings=self.state_shardings
+        )
         return init()
 
     def initial_canonical(self, params: Tree) -> TrainState:
@@ -113,7 +115,7 @@ class Program:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state as devices hold it."""
-        return self._abstract(self.plan.placed_shapes, self.plan.param_specs)
+        return self._abstract(self.plan.padded_shapes, self.plan.param_specs)
 
     def abstract_canonical(self) -> TrainState:
         """Shapes, dtypes and shardings of the canonical state, as checkpoints hold it."""
@@ -129,7 +131,7 @@ class Program:
         in_order = self._reorder(state, lambda state: state.map_params(self.plan.to_model_order))
         return _fit(in_order, self.abstract_canonical())
 
-    def place(self, canonical: TrainState) -> TrainState:
+    def from_canonical(self, canonical: TrainState) -> TrainState:
         """A canonical state, padded and in stage order.  A missing loss scale starts anew."""
         if canonical.loss_scale is None:
             scale = jax.device_put(init_loss_scale(self.config.precision), self.state_shardings.loss_scale)
@@ -137,7 +139,7 @@ class Program:
         padded = _fit(canonical, self.abstract_state())
         return self._reorder(padded, lambda state: state.map_params(self.plan.to_stage_order))
 
-    def place_params(self, canonical: Tree) -> Tree:
+    def params_from_canonical(self, canonical: Tree) -> Tree:
         """Canonical parameters, padded and in stage order."""
         return self._reorder(_fit(canonical, self.abstract_state().params), self.plan.to_stage_order)
 

@@ -13,7 +13,7 @@ from spmd_lm.parallel.trees import Tree
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """step: int32, steps done: the position in the data.  params: the master weights.  opt_state: optax's, of any
-    shape.  loss_scale: of step/loss_scale.py, or None.  Canonical in checkpoints, placed on devices."""
+    shape.  loss_scale: of step/loss_scale.py, or None.  Canonical in checkpoints, padded on devices."""
 
     step: Any
     params: Tree

@@ -46,12 +46,12 @@ def make_train_step(
 
         def mean_losses(params: Tree, x: jax.Array, microbatch: Microbatch) -> LossDict:
             """A microbatch's share of the mean losses of the global batch."""
-            weights = loss_weights(model.objective, microbatch[0])
+            weights = loss_weights(model.objective, microbatch.batch)
             shares = {name: weights[name].astype(total.dtype) / total for name, total in loss_divisors.items()}
             return model.losses(params, x, microbatch, shares)
 
         sharded = ShardedModel.from_params(model_fns(model, mean_losses), plan, state.params, compute, reduce)
-        microbatches = batch, dropout_keys(model, config.train.seed, state.step, batch)
+        microbatches = Microbatch(batch, dropout_keys(model, config.train.seed, state.step, batch))
 
         # forward, loss and backward of every microbatch
         zeros = sharded.zero_losses(microbatches), zero_gradients(sharded, state.params)
@@ -78,7 +78,7 @@ def make_eval_step(config: RunConfig, model: LanguageModel, plan: Plan, schedule
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
         fns = model_fns(model, functools.partial(model.eval_sums, rows=config.train.batch))
         sharded = ShardedModel.from_params(fns, plan, params, compute, reduce)
-        microbatches = batch, None
+        microbatches = Microbatch(batch)
         zeros = sharded.zero_losses(microbatches)
         if schedule.stages > 1:
             totals = Pipeline(sharded, schedule, microbatches).evaluate(zeros)

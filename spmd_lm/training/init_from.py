@@ -67,7 +67,7 @@ class PretrainedRun:
         own |= self.checkpoints.restore_params_by_path(self.step, abstract)
         params = jax.tree.unflatten(jax.tree.structure(state.params), own.values())
         params = jax.tree.map(_first_rows, params, state.params)
-        return self.program.place(dataclasses.replace(state, params=params))
+        return self.program.from_canonical(dataclasses.replace(state, params=params))
 
     def describe(self) -> str:
         """Where the parameters come from, and which do not, in a line."""

@@ -84,7 +84,7 @@ def initial_state(
     canonical, meta = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
     if meta["data"]["samples"] and meta["data"]["fingerprint"] != corpus.fingerprint:
         progress.log("The text is not the one that this run was trained on so far: its batches differ from here on.")
-    return program.place(canonical)
+    return program.from_canonical(canonical)
 
 
 def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:

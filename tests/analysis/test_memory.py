@@ -73,8 +73,8 @@ def test_logits_are_held_a_chunk_at_a_time(x64):
 
 def test_bytes_of_every_leaf_add_up(x64):
     plan = abstract_plan(make_config(parallel={"data": 4, "model": 2}), 8, "cpu")
-    whole = memory.bytes_per_device(plan, plan.placed_shapes, plan.param_specs, "float32")
-    leaves = zip(jax.tree.leaves(plan.placed_shapes), jax.tree.leaves(plan.param_specs), strict=True)
+    whole = memory.bytes_per_device(plan, plan.padded_shapes, plan.param_specs, "float32")
+    leaves = zip(jax.tree.leaves(plan.padded_shapes), jax.tree.leaves(plan.param_specs), strict=True)
     assert whole == sum(memory.bytes_per_device(plan, *leaf, "float32") for leaf in leaves)
 
 

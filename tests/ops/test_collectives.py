@@ -29,7 +29,7 @@ def run(f, *args, ins=EVERYWHERE, outs=EVERYWHERE, **rules):
     """f on every device of LAYOUT, under RULES."""
 
     def local(*args):
-        with axes.use_placement(axes.Placement(RULES | rules, LAYOUT.sizes)):
+        with axes.use_axis_rules(axes.AxisRules(RULES | rules, LAYOUT.sizes)):
             return f(*args)
 
     mesh = make_mesh(LAYOUT, jax.devices())

@@ -67,7 +67,7 @@ def test_a_width_is_padded_to_tiles_where_it_must_be_padded(width, shards, padde
 
 def test_a_plan_needs_no_devices():
     made = plan(Layout(data=512, model=8))
-    assert made.placed_shapes["table"].shape == (64, 6)
+    assert made.padded_shapes["table"].shape == (64, 6)
     assert made.param_specs == {
         "table": P(("model",), None),
         "blocks": {"up": P(("pipe",), None, ("model",)), "bias": P(("pipe",), ("model",))},
@@ -80,11 +80,11 @@ def test_a_plan_needs_no_devices():
 def test_placing_and_taking_back_changes_no_bit(model):
     made, r = plan(Layout(model=model)), np.random.default_rng(0)
     params = jax.tree.map(lambda s: jnp.asarray(r.normal(size=s.shape), s.dtype), tree())
-    placed = made.place(params)
-    assert jax.tree.map(jnp.shape, placed) == jax.tree.map(lambda s: s.shape, made.placed_shapes)
+    placed = made.from_canonical(params)
+    assert jax.tree.map(jnp.shape, placed) == jax.tree.map(lambda s: s.shape, made.padded_shapes)
     assert_equal(made.canonical(placed), params)
     assert not np.asarray(placed["table"])[61:].any()
-    assert_equal(made.place(made.canonical(placed)), placed)
+    assert_equal(made.from_canonical(made.canonical(placed)), placed)
 
 
 def test_what_does_not_divide_is_refused_all_at_once():
@@ -105,11 +105,11 @@ def test_canonical_arrays_are_split_where_their_own_size_divides():
 
 
 def test_a_model_sees_names_and_the_mesh_axes_that_hold_them():
-    placement = plan(Layout(data=4, model=2)).placement
-    assert [placement.axes(name) for name in ("batch", "sequence", "heads")] == [("replica", "data"), (), ("model",)]
-    assert placement.sizes == {"pipe": 1, "replica": 1, "data": 4, "model": 2}
+    axis_rules = plan(Layout(data=4, model=2)).axis_rules
+    assert [axis_rules.axes(name) for name in ("batch", "sequence", "heads")] == [("replica", "data"), (), ("model",)]
+    assert axis_rules.sizes == {"pipe": 1, "replica": 1, "data": 4, "model": 2}
     with pytest.raises(KeyError, match="haeds"):
-        placement.axes("haeds")
+        axis_rules.axes("haeds")
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -119,7 +119,7 @@ def test_what_is_left_to_sum_of_a_gradient(sequence):
     layout = Layout(pipe=3, replica=2, data=2, model=2)
     made = Plan(layout, abstract_mesh(layout), "cpu", NAMES, tree(), zero=ZeroPolicy.of_stage(1), sequence=sequence)
     model = ("model",) if sequence else ()
-    assert made.grad_reduce_axes(("layers", "shard", "mlp")) == ("replica",)
+    assert made.grad_reduce_axes(("layers", "zero_width", "mlp")) == ("replica",)
     assert made.grad_reduce_axes(("layers", "mlp")) == ("replica", "data")
     assert made.grad_reduce_axes(("layers", "width")) == ("replica", "data", *model)
-    assert made.grad_reduce_axes(("position", "shard")) == ("pipe", "replica", *model)
+    assert made.grad_reduce_axes(("position", "zero_width")) == ("pipe", "replica", *model)

@@ -24,7 +24,7 @@ def test_a_name_that_is_in_no_table_is_refused():
 
 def test_tensor_parallelism_splits_heads_mlp_and_vocabulary_and_nothing_else():
     assert {name for name, on in PARAMETERS.table.items() if "model" in on} == {"heads", "mlp", "vocab"}
-    assert PARAMETERS.table.keys() == activation_rules(False).table.keys() | {"shard"}
+    assert PARAMETERS.table.keys() == activation_rules(False).table.keys() | {"zero_width"}
     tables = [rules.table for rules in (PARAMETERS, activation_rules(False), activation_rules(True))]
     assert {axis for table in tables for on in table.values() for axis in on} <= set(MESH_AXES)
 
@@ -37,8 +37,8 @@ def test_sequence_parallelism_is_one_row():
 
 def test_data_may_be_several_rings_of_a_mesh():
     table = PARAMETERS.with_data_axes(("data0", "data1")).table
-    assert table["shard"] == ("data0", "data1")
+    assert table["zero_width"] == ("data0", "data1")
     assert activation_rules(False).with_data_axes(("data0", "data1")).table["batch"] == ("replica", "data0", "data1")
-    assert {name: on for name, on in table.items() if name != "shard"} == {
-        name: on for name, on in PARAMETERS.table.items() if name != "shard"
+    assert {name: on for name, on in table.items() if name != "zero_width"} == {
+        name: on for name, on in PARAMETERS.table.items() if name != "zero_width"
     }

@@ -21,8 +21,8 @@ def plan(layout: Layout, zero: int, devices=None) -> Plan:
 
 def test_matrices_are_cut_along_width_and_vectors_stay_whole():
     assert {name: sharded_names(names) for name, names in NAMES.items()} == {
-        "table": ("vocab", "shard"),
-        "up": ("layers", "shard", "mlp"),
+        "table": ("vocab", "zero_width"),
+        "up": ("layers", "zero_width", "mlp"),
         "bias": ("layers", "mlp"),
         "norm": ("width",),
     }
@@ -38,14 +38,14 @@ def test_what_is_kept_is_cut_over_data_from_stage_1_on(zero):
 
 def test_shards_that_do_not_divide_are_padded():
     made = plan(Layout(data=4, model=2), 1)
-    assert {name: leaf.shape for name, leaf in made.placed_shapes.items()} == {
+    assert {name: leaf.shape for name, leaf in made.padded_shapes.items()} == {
         "table": (62, 8),
         "up": (3, 8, 16),
         "bias": (3, 16),
         "norm": (6,),
     }
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-    placed = made.place(params)
+    placed = made.from_canonical(params)
     assert float(placed["up"].sum()) == 3 * 6 * 16 and not np.asarray(placed["up"])[:, 6:].any()
     assert_equal(made.canonical(placed), params)
 
@@ -56,7 +56,7 @@ def test_gathering_and_scattering_are_exact(layout):
     made = plan(layout, 3, jax.devices())
     r = np.random.default_rng(0)
     whole = {name: jnp.asarray(r.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
-    placed = made.place(whole)
+    placed = made.from_canonical(whole)
     over_data = jax.tree.map(made.param_rules.spec, NAMES, is_leaf=lambda n: isinstance(n, tuple))
 
     def body(shards):
@@ -102,7 +102,7 @@ def test_state_takes_the_bytes_of_its_stage(x64):
     vectors = sum(
         leaf.size
         for leaf, names in zip(jax.tree.leaves(whole.shapes), leaves(whole.sharded_names), strict=True)
-        if "shard" not in names
+        if "zero_width" not in names
     )
     scalars = 2 * 4  # the step and Adam's count
     assert bytes_of[3] - scalars == (bytes_of[0] - scalars - 3 * 8 * vectors) / 8 + 3 * 8 * vectors

@@ -269,9 +269,9 @@ def test_a_run_may_take_up_float16_and_give_it_up(scaled, tmp_path):
     saved, other = Checkpointer(scaled / "checkpoints"), Checkpointer(tmp_path)
     state, meta = saved.restore(90, without.abstract_canonical())
     assert state.loss_scale is None and int(state.step) == 90
-    other.save(90, without.canonical(without.place(state)), meta)
+    other.save(90, without.canonical(without.from_canonical(state)), meta)
     other.close()
     assert "scaling" not in (tmp_path / "90/state/_METADATA").read_text()
-    again = with_one.place(other.restore(90, with_one.abstract_canonical())[0])
+    again = with_one.from_canonical(other.restore(90, with_one.abstract_canonical())[0])
     assert [x.item() for x in jax.tree.leaves(again.loss_scale)] == [2**32, 0, 2, 0]
     assert_equal(with_one.canonical(again).params, state.params)

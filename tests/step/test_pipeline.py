@@ -117,7 +117,7 @@ def test_evaluation_sampling_and_canonical_states(schedule):
     got, want = (each.evaluate(each.init().params, device_batch(each, 0)) for each in (p, one))
     assert_close(jax.tree.map(np.asarray, got), jax.tree.map(np.asarray, want), 1e-12)
     assert_equal(p.canonical(state), canonical(p, state))
-    assert_equal(p.place(p.canonical(state)), state)
+    assert_equal(p.from_canonical(p.canonical(state)), state)
     prompts = [np.arange(n, dtype=np.int32) for n in (1, 5, 9, 12)]
     texts = [
         Generator(each, 4, Sampling(tokens=8, greedy=True)).generate(each.init().params, prompts) for each in (p, one)

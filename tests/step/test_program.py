@@ -26,7 +26,7 @@ def test_canonical_and_placed_are_inverse_bit_for_bit(x64):
     assert described(bare) == described(p.abstract_canonical())
     assert bare.params["embedding"]["tokens"].shape == (61, 32)
     assert_equal(bare, canonical(p, state))
-    again = p.place(bare)
+    again = p.from_canonical(bare)
     assert described(again) == described(state)
     assert_equal(again, state)
 

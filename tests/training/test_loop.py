@@ -75,7 +75,7 @@ class FakeProgram:
     def canonical(self, state):
         return state
 
-    place = canonical
+    from_canonical = canonical
 
     def abstract_canonical(self):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.init())

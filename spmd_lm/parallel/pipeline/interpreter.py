@@ -37,9 +37,9 @@ class Carry(NamedTuple):
     chunks, from their arrival until their backward.  output_grads: slots for gradients of chunks' outputs, from their
     arrival until their backward.  losses, grads: the sums so far.
 
-    Breadth-first schedules only.  boundary: for each microbatch the output of the last stage, then its gradient, and on
-    the first stage the gradient of the embedding's output.  chunk_params, chunk_grads: gathered weights of the current
-    chunk and their gradients, where ZeRO scatters per chunk."""
+    Breadth-first schedules only.  end_activations: for each microbatch, on the last stage the last block's output, then
+    its gradient; on the first stage the gradient of the embedding's output.  chunk_params, chunk_grads: the gathered
+    weights of the current chunk and their gradients, where ZeRO scatters per chunk."""
 
     activation: Any = None
     gradient: Any = None
@@ -47,7 +47,7 @@ class Carry(NamedTuple):
     output_grads: Any = None
     losses: Any = None
     grads: Any = None
-    boundary: Any = None
+    end_activations: Any = None
     chunk_params: Any = None
     chunk_grads: Any = None
 
@@ -57,28 +57,26 @@ FORWARD_ONLY, BACKWARD_ONLY = ("activation", "inputs"), ("gradient", "output_gra
 
 
 class TaskResult(NamedTuple):
-    """message: to the neighbour.  input: of a forward task; saved where it came from the embedding.  boundary: of
-    breadth-first schedules, the output of a forward task, or the gradient of a backward task's input."""
+    """message: to the neighbour.  input: of a forward task; saved where it came from the embedding.
+    end_activation: for Carry.end_activations; the output of a forward task, the gradient of a backward task's input."""
 
     message: Array
     input: Any
     losses: Losses
     grads: Any = None
     chunk_grads: Any = None
-    boundary: Any = None
+    end_activation: Any = None
 
 
 class Pipeline:
-    """batch: leaves [microbatches, ...]."""
+    """microbatches: leaves [microbatches, ...]."""
 
-    def __init__(self, model: ShardedModel, schedule: Schedule, batch: Tree):
-        self.model, self.plan, self.batch = model, model.plan, batch
+    def __init__(self, model: ShardedModel, schedule: Schedule, microbatches: Tree):
+        self.model, self.plan, self.microbatches = model, model.plan, microbatches
         self.stages, self.table = schedule.stages, schedule_table(schedule)
         self.layers_per_chunk = jax.tree.leaves(model.grad_argument.blocks)[0].shape[0] // schedule.chunks
-        self.breadth_first, self.scatters_per_chunk = (
-            schedule.kind == "breadth_first",
-            self.plan.zero.scatter_per == "chunk",
-        )
+        self.breadth_first = schedule.kind == "breadth_first"
+        self.scatters_per_chunk = self.plan.zero.scatter_per == "chunk"
         self.stage = lax.axis_index(PIPE)
         self.activation_shape = jax.eval_shape(lambda: model.embed(self.microbatch(0)))  # an activation
         self.transfer = StageTransfer(self.plan, self.activation_shape, wraps=schedule.chunks > 1)
@@ -105,7 +103,7 @@ class Pipeline:
             *messages, self.slots(self.table.input_slots), self.slots(self.table.output_grad_slots), losses, grads
         )
         if self.breadth_first:
-            carry = carry._replace(boundary=self.slots(jax.tree.leaves(self.batch)[0].shape[0]))
+            carry = carry._replace(end_activations=self.slots(jax.tree.leaves(self.microbatches)[0].shape[0]))
         if self.scatters_per_chunk:
             params = jax.tree.map(jnp.zeros_like, jax.eval_shape(self.gather_chunk, jnp.int32(0)))
             chunk_grads = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, grads.blocks)
@@ -141,14 +139,14 @@ class Pipeline:
         carry = self.load_chunk("forward", task, carry)
         inputs = self.receive("forward", carry.inputs, task.receive_slot, carry.activation)
         x = inputs[task.input_slot]
-        output = None if carry.boundary is None else jnp.zeros_like(self.activation_shape)
-        so_far = TaskResult(self.transfer.zeros(), jnp.zeros_like(self.activation_shape), carry.losses, boundary=output)
+        output = None if carry.end_activations is None else jnp.zeros_like(self.activation_shape)
+        so_far = TaskResult(
+            self.transfer.zeros(), jnp.zeros_like(self.activation_shape), carry.losses, end_activation=output
+        )
         result = self.cond_in_place("forward_active", task.active, partial(run, task, carry, x), so_far)
         inputs = self.write(inputs, task.input_slot, result.input, task.active & task.from_embedding)
-        boundary = carry.boundary
-        if boundary is not None:
-            boundary = self.write(boundary, task.microbatch, result.boundary, task.active & task.to_head)
-        return carry._replace(activation=result.message, inputs=inputs, losses=result.losses, boundary=boundary)
+        carry = carry._replace(activation=result.message, inputs=inputs, losses=result.losses)
+        return self.write_end(carry, task, result, task.to_head) if carry.end_activations is not None else carry
 
     def forward_task(self, task: StageTask, carry: Carry, x: Array, so_far: TaskResult) -> TaskResult:
         """so_far: the result of an idle half.  Sums continue from it, not from `carry`: cond_in_place updates in place
@@ -157,7 +155,7 @@ class Pipeline:
         run = partial(self.chunk_forward, task, carry, x)
         if self.breadth_first:
             y, _ = run()
-            return so_far._replace(message=transfer.pack(y), input=x, boundary=y)
+            return so_far._replace(message=transfer.pack(y), input=x, end_activation=y)
         # The last chunk is not run ahead: its backward starts with its forward.
         message = self.cond("forward_to_head", task.to_head, transfer.zeros, lambda: transfer.pack(run()[0]))
         return so_far._replace(message=message, input=x)
@@ -189,12 +187,11 @@ class Pipeline:
         carry = carry._replace(output_grads=output_grads)
         grads = None if self.scatters_per_chunk else carry.grads
         so_far = TaskResult(self.transfer.zeros(), None, carry.losses, grads, carry.chunk_grads)
-        so_far = so_far._replace(boundary=jnp.zeros_like(self.activation_shape)) if self.breadth_first else so_far
+        so_far = so_far._replace(end_activation=jnp.zeros_like(self.activation_shape)) if self.breadth_first else so_far
         result = self.cond_in_place("backward_active", task.active, partial(self.backward_task, task, carry), so_far)
         carry = carry._replace(gradient=result.message, losses=result.losses, chunk_grads=result.chunk_grads)
         if self.breadth_first:
-            starts = task.active & task.from_embedding
-            carry = carry._replace(boundary=self.write(carry.boundary, task.microbatch, result.boundary, starts))
+            carry = self.write_end(carry, task, result, task.from_embedding)
         return self.scatter_chunk(task, carry) if self.scatters_per_chunk else carry._replace(grads=result.grads)
 
     def backward_task(self, task: StageTask, carry: Carry, so_far: TaskResult) -> TaskResult:
@@ -205,46 +202,46 @@ class Pipeline:
         y, layer_losses, accumulate_grads = model.vjp_layers(x, microbatch, self.first_layer(task))
         losses, grads, chunk_grads = so_far.losses, so_far.grads, so_far.chunk_grads
         if self.breadth_first:
-            d_y = jnp.where(task.to_head, carry.boundary[task.microbatch], d_y)
+            d_y = jnp.where(task.to_head, carry.end_activations[task.microbatch], d_y)
         else:
-            losses, d_y, ends = self.head_vjp(task, y, d_y, losses, grads.ends)
+            losses, d_y, rest = self.head_vjp(task, y, d_y, losses, grads.rest)
         losses = tree_add_subset(losses, layer_losses)
         if self.scatters_per_chunk:
             chunk_grads, d_x = accumulate_grads(d_y, chunk_grads, 0, overwrite=task.first_of_chunk)
         else:
             blocks, d_x = accumulate_grads(d_y, grads.blocks, task.chunk * self.layers_per_chunk)
-            grads = Parts(blocks, grads.ends if self.breadth_first else self.embedding_vjp(task, d_x, ends))
-        boundary = d_x if self.breadth_first else None
-        return TaskResult(self.transfer.pack(d_x), None, losses, grads, chunk_grads, boundary)
+            grads = Parts(blocks, grads.rest if self.breadth_first else self.embedding_vjp(task, d_x, rest))
+        message, end_activation = self.transfer.pack(d_x), d_x if self.breadth_first else None
+        return TaskResult(message, None, losses, grads, chunk_grads, end_activation)
 
-    def head_vjp(self, task: StageTask, y: Array, d_y: Array, losses: Losses, ends: Tree) -> tuple[Losses, Array, Tree]:
-        """(losses plus the head's, gradient of y, `ends` plus the head's gradients) where y goes to the head; otherwise
+    def head_vjp(self, task: StageTask, y: Array, d_y: Array, losses: Losses, rest: Tree) -> tuple[Losses, Array, Tree]:
+        """(losses plus the head's, gradient of y, `rest` plus the head's gradients) where y goes to the head; otherwise
         the arguments."""
 
-        def head(ends: Tree, y: Array) -> Losses:
-            return self.with_ends(ends).head(y, self.microbatch(task.microbatch))
+        def head(rest: Tree, y: Array) -> Losses:
+            return self.with_rest(rest).head(y, self.microbatch(task.microbatch))
 
         def update(old: tuple[Losses, Array, Tree]) -> tuple[Losses, Array, Tree]:
-            losses, _, ends = old
-            head_losses, vjp = jax.vjp(head, self.model.grad_argument.ends, y)
-            d_ends, d_y = vjp(jax.tree.map(jnp.ones_like, head_losses))
-            return tree_add_subset(losses, head_losses), d_y, tree_add(ends, d_ends)
+            losses, _, rest = old
+            head_losses, vjp = jax.vjp(head, self.model.grad_argument.rest, y)
+            d_rest, d_y = vjp(jax.tree.map(jnp.ones_like, head_losses))
+            return tree_add_subset(losses, head_losses), d_y, tree_add(rest, d_rest)
 
-        return self.cond_in_place("backward_to_head", task.to_head, update, (losses, d_y, ends))
+        return self.cond_in_place("backward_to_head", task.to_head, update, (losses, d_y, rest))
 
-    def embedding_vjp(self, task: StageTask, d_x: Array, ends: Tree) -> Tree:
-        """`ends` plus the embedding's gradients, where the task's input came from it."""
+    def embedding_vjp(self, task: StageTask, d_x: Array, rest: Tree) -> Tree:
+        """`rest` plus the embedding's gradients, where the task's input came from it."""
 
-        def embed(ends: Tree) -> Array:
-            return self.with_ends(ends).embed(self.microbatch(task.microbatch))
+        def embed(rest: Tree) -> Array:
+            return self.with_rest(rest).embed(self.microbatch(task.microbatch))
 
         def update(total: Tree) -> Tree:
-            return tree_add(total, *jax.vjp(embed, self.model.grad_argument.ends)[1](d_x))
+            return tree_add(total, *jax.vjp(embed, self.model.grad_argument.rest)[1](d_x))
 
-        return self.cond_in_place("backward_from_embedding", task.from_embedding, update, ends)
+        return self.cond_in_place("backward_from_embedding", task.from_embedding, update, rest)
 
-    def with_ends(self, ends: Tree) -> ShardedModel:
-        return self.model.with_grad_argument(self.model.grad_argument._replace(ends=ends))
+    def with_rest(self, rest: Tree) -> ShardedModel:
+        return self.model.with_grad_argument(self.model.grad_argument._replace(rest=rest))
 
     # ---- chunks
 
@@ -291,7 +288,7 @@ class Pipeline:
             losses, vjp = jax.vjp(lambda params, y: self.model.fns.head(params, y, microbatch), params, y)
             return losses, *vjp(jax.tree.map(jnp.ones_like, losses))
 
-        return self.run_end("head_of_all", self.stages - 1, self.model.fns.head_params, run, carry)
+        return self.vjp_of_all("head_of_all", self.stages - 1, self.model.fns.head_params, run, carry)
 
     def embedding_of_all(self, carry: Carry) -> Carry:
         """`carry` with the embedding's gradients."""
@@ -300,33 +297,33 @@ class Pipeline:
             _, vjp = jax.vjp(lambda params: self.model.fns.embed(params, microbatch), params)
             return {}, *vjp(d_x), d_x
 
-        return self.run_end("embedding_of_all", 0, self.model.fns.embed_params, run, carry)
+        return self.vjp_of_all("embedding_of_all", 0, self.model.fns.embed_params, run, carry)
 
-    def run_end(
+    def vjp_of_all(
         self, name: str, stage: int, select: Callable[[Tree], Tree], run: Callable[..., tuple], carry: Carry
     ) -> Carry:
-        """`carry` after one end of the model has run backward on its stage, for all microbatches.
+        """`carry` after the embedding or the head has run backward on its stage, for all microbatches.
 
-        select: takes from a tree of ends what that end reads.  run: (its params, boundary entry, microbatch) ->
-        (losses, gradients of its params, gradient for the boundary)."""
-        params = select(self.model.gathered.ends)
-        zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, select(carry.grads.ends))
-        unchanged = carry.losses, carry.boundary, carry.grads.ends
+        select: takes from a Parts.rest what it reads.  run: (its params, its entry of end_activations, microbatch) ->
+        (losses, gradients of its params, the new entry)."""
+        params = select(self.model.gathered.rest)
+        zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, select(carry.grads.rest))
+        unchanged = carry.losses, carry.end_activations, carry.grads.rest
 
         def add_microbatch(total: tuple[Losses, Tree], inputs: tuple) -> tuple[tuple[Losses, Tree], Array]:
-            losses, grads, d_boundary = run(params, *inputs)
-            return (tree_add_subset(total[0], losses), tree_add(total[1], grads)), d_boundary
+            losses, grads, d_activations = run(params, *inputs)
+            return (tree_add_subset(total[0], losses), tree_add(total[1], grads)), d_activations
 
         def run_all() -> tuple[Losses, Array, Tree]:
-            inputs = carry.boundary[:-1], self.batch
-            (losses, grads), d_boundary = lax.scan(add_microbatch, (carry.losses, zeros), inputs)
+            inputs = carry.end_activations[:-1], self.microbatches
+            (losses, grads), d_activations = lax.scan(add_microbatch, (carry.losses, zeros), inputs)
             if self.model.scatter_in_loop:
-                grads = self.model.scatter(grads, select(self.model.names.ends))
-            ends = tree_add_subset(carry.grads.ends, grads)
-            return losses, carry.boundary.at[:-1].set(d_boundary), ends
+                grads = self.model.scatter(grads, select(self.model.names.rest))
+            rest = tree_add_subset(carry.grads.rest, grads)
+            return losses, carry.end_activations.at[:-1].set(d_activations), rest
 
-        losses, boundary, ends = self.cond(name, self.stage == stage, run_all, lambda: unchanged)
-        return carry._replace(losses=losses, boundary=boundary, grads=carry.grads._replace(ends=ends))
+        losses, activations, rest = self.cond(name, self.stage == stage, run_all, lambda: unchanged)
+        return carry._replace(losses=losses, end_activations=activations, grads=carry.grads._replace(rest=rest))
 
     def cond(self, name: str, predicate: Array, true_fn: Callable[[], T], false_fn: Callable[[], T]) -> T:
         """lax.cond in a named scope that audit can find (ScheduleTable.runs); a select if idle stages run, for devices
@@ -354,7 +351,7 @@ class Pipeline:
     # ---- microbatches and slots
 
     def microbatch(self, index: Array | int) -> Tree:
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.batch)
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.microbatches)
 
     def at_stage(self, tasks: TaskTable) -> StageTask:
         return cast(StageTask, jax.tree.map(lambda column: column[self.stage], tasks))
@@ -368,6 +365,10 @@ class Pipeline:
     def write(self, slots: Array, slot: Array, x: Array, predicate: Array | bool = True) -> Array:
         """`slots` with x in `slot`; unchanged where that is IDLE or the predicate is false."""
         return slots.at[jnp.where((slot != IDLE) & predicate, slot, slots.shape[0] - 1)].set(x)
+
+    def write_end(self, carry: Carry, task: StageTask, result: TaskResult, at_end: Array) -> Carry:
+        slots = self.write(carry.end_activations, task.microbatch, result.end_activation, task.active & at_end)
+        return carry._replace(end_activations=slots)
 
     def receive(self, half: str, slots: Array, slot: Array, message: Array) -> Array:
         """`slots` with what has arrived from a neighbour, if anything has."""
