@@ -88,10 +88,10 @@ $(VENV)/.runtime: $(MADE) pyproject.toml constraints.txt
 	@$(INSTALL) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime
-	@echo "installing what the tests need into $(VENV) ..."
+$(VENV)/.dev: $(MADE) pyproject.toml constraints.txt
+	@echo "installing spmd-lm and what the tests need into $(VENV) ..."
 	@$(INSTALL) --editable '.[$(EXTRAS)]'
-	@touch $@
+	@touch $(VENV)/.runtime $@
 
 # Released Pythons of 3.12 and later, on the path or under pyenv; the newest one's own name for itself.
 ABOUT := import sys; v = sys.version_info; v.releaselevel == "final" and print("%d.%d.%d" % v[:3], sys.executable)

@@ -228,7 +228,7 @@ def test_each_stage_of_zero_needs_fewer_temporaries():
 
 LLAMA = {"norm_type": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "use_bias": False}
 MODELS = [
-    ("v5p:4x4x4", ORIGINAL_BERT, {"zero": 1, "sequence": True}),
+    pytest.param("v5p:4x4x4", ORIGINAL_BERT, {"zero": 1, "sequence": True}, marks=slow),
     pytest.param("v5p:4x4x4", LLAMA | {"tie_embeddings": False}, {"zero": 3}, marks=slow),
     pytest.param("h100:2x8", ORIGINAL_BERT | {"dropout": 0.1}, {"zero": 3, "pipe": 2, "microbatches": 4}, marks=slow),
     pytest.param("h100:2x8", LLAMA | {"dropout": 0.1}, {"zero": 2, "sequence": True}, marks=slow),
@@ -321,7 +321,11 @@ def test_untied_embedding_and_head_are_scattered_where_they_are_used(keys):
     )
 
 
-@pytest.mark.parametrize("parallel", [{"schedule": "interleaved", "chunks": 2, "sequence": True}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param({"schedule": "interleaved", "chunks": 2, "sequence": True}, marks=slow), {"zero": 3}],
+    ids=str,
+)
 def test_simulated_pipelines_send_the_same(parallel):
     result = audited("cpu:8", "full", layers=4, **{"pipe": 2, "model": 2, "microbatches": 4} | parallel)
     assert result["ok"], render(result)

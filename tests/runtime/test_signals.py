@@ -9,6 +9,14 @@ from spmd_lm.runtime.directories import atomic_directory
 from spmd_lm.runtime.signals import STOP_SIGNALS, StopSignals
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, which a shell's background job begins without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_ends_the_steps_before_the_next_one(number):
     done = []
@@ -71,7 +79,7 @@ def test_a_block_can_be_entered_again():
             assert signals.received is None
 
 
-def test_ctrl_c_interrupts_the_filling_of_a_directory_and_removes_it(tmp_path):
+def test_ctrl_c_interrupts_the_filling_of_a_directory_and_removes_it(tmp_path, ctrl_c):
     with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "new") as directory:
         (directory / "file").touch()
         signal.raise_signal(signal.SIGINT)

@@ -228,6 +228,7 @@ def scaled(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_finds_its_scale_and_ends_where_float32_does(scaled, tmp_path):
     assert loop.train(run_in(tmp_path, FLOAT32)) is Exit.DONE
     got, want = records(scaled), records(tmp_path)
@@ -244,6 +245,7 @@ def test_a_run_finds_its_scale_and_ends_where_float32_does(scaled, tmp_path):
     assert set(changes) == {-1, 0, 1}  # it grew as well
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_for_bit(scaled, tmp_path):
     """From the middle of a window, after an overflow: every scalar counts."""
     directory = tmp_path / "run"
@@ -263,6 +265,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(scaled, tmp_path):
     assert_equal(*ends)
 
 
+@pytest.mark.slow
 def test_a_run_may_take_up_float16_and_give_it_up(scaled, tmp_path):
     """A scale is left behind, or begins anew; without one a checkpoint is what it was before there were any."""
     with_one, without = (Program(run_in(tmp_path, precision)) for precision in (FLOAT16, FLOAT32))
