@@ -225,7 +225,7 @@ def test_errors_come_without_importing_jax(directory):
     assert (done.returncode, done.stdout) == (Exit.CONFIG, "\n") and "model_type=null is not supported" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_import_leaves_nothing_behind(directory, tmp_path, number):
     program = (
         "import os, signal, sys, time\n"
