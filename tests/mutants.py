@@ -163,7 +163,9 @@ def caught(package: Path, file: str | None = None, source: str = "") -> str | No
         if file:
             (Path(place) / "spmd_lm" / file).write_text(source)
         env = os.environ | {"PYTHONPATH": place, "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
-        command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "--no-header", *WATCHERS]
+        # first those that are likely to notice
+        watchers = sorted(WATCHERS, key=lambda path: ("pipeline" in path) != ("pipeline" in (file or "")))
+        command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "--no-header", *watchers]
         try:
             run = subprocess.run(
                 [*command, "-m", "mutants"], cwd=place, env=env, capture_output=True, text=True, timeout=600
