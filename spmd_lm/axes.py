@@ -1,8 +1,8 @@
-"""The names of mesh axes and of array dimensions, and the axis_rules of one on the other.
+"""The names of mesh axes and of array dimensions, and the rules from one to the other.
 
-A model names the dimensions of its arrays, `heads` or `vocab`, and never speaks of devices.  A `AxisRules` says which
-mesh axes shard each name; whoever traces a model sets it once, with `use_axis_rules`.  Without a axis_rules every array
-is whole, and the same code runs on one device without a mesh."""
+A model names the dimensions of its arrays, `heads` or `vocab`, and never speaks of devices.  `AxisRules` say which mesh
+axes shard each name; whoever traces a model sets them once, with `use_axis_rules`.  Without rules every array is whole,
+and the same code runs on one device without a mesh."""
 
 import contextlib
 import contextvars
@@ -29,7 +29,7 @@ def is_dim_names(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
-    """Which mesh axes shard each name, and how many devices lie along each axis.
+    """Which mesh axes shard each name of an activation's dimension, and how many devices lie along each axis.
 
     `rules` lists every name that a model may use; a name that is not in it is a mistake, not a whole dimension."""
 
@@ -44,9 +44,9 @@ _axis_rules: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar("
 
 
 @contextlib.contextmanager
-def use_axis_rules(axis_rules: AxisRules | None) -> Iterator[None]:
-    """Trace the body under `axis_rules`."""
-    token = _axis_rules.set(axis_rules)
+def use_axis_rules(rules: AxisRules | None) -> Iterator[None]:
+    """Trace the body under `rules`."""
+    token = _axis_rules.set(rules)
     try:
         yield
     finally:
@@ -55,11 +55,11 @@ def use_axis_rules(axis_rules: AxisRules | None) -> Iterator[None]:
 
 def nontrivial_axes(name: str) -> tuple[str, ...]:
     """The mesh axes of more than one device that shard `name`: a collective over one device is none."""
-    axis_rules = _axis_rules.get()
-    return () if axis_rules is None else tuple(a for a in axis_rules.axes(name) if axis_rules.sizes[a] > 1)
+    rules = _axis_rules.get()
+    return () if rules is None else tuple(a for a in rules.axes(name) if rules.sizes[a] > 1)
 
 
 def num_shards(name: str) -> int:
     """How many shards the dimension `name` has."""
-    axis_rules = _axis_rules.get()
-    return math.prod(axis_rules.sizes[a] for a in nontrivial_axes(name)) if axis_rules else 1
+    rules = _axis_rules.get()
+    return math.prod(rules.sizes[a] for a in nontrivial_axes(name)) if rules else 1

@@ -161,8 +161,16 @@ def trained(config: RunConfig) -> Outcome:
     first, metrics = canonical(p, state), []
     for step in range(STEPS):
         state, figures = p.step(state, device_batch(p, step))
+        assert_replicated(figures)
         metrics.append([float(figures[name]) for name in ("loss", "grad_norm", "lr")])
     return Outcome(first, canonical(p, state), *np.transpose(metrics))
+
+
+def assert_replicated(figures: dict[str, jax.Array]) -> None:
+    """All devices have the same figures: each process reads those of its first device alone."""
+    for name, figure in figures.items():
+        values = {float(shard.data) for shard in figure.addressable_shards}
+        assert len(values) == 1, (name, values)
 
 
 @functools.cache

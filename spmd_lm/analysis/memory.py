@@ -90,7 +90,7 @@ class _Sizes:
     def __init__(self, config: RunConfig, plan: Plan):
         m, p, shards = config.model, config.precision, plan.layout.model
         size, wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
-        shapes, scatters_in_loop = plan.padded_shapes, plan.zero.scatters_in_loop
+        shapes, scatters_in_backward = plan.padded_shapes, plan.zero.scatters_in_backward
         cast = p.compute != p.params
         copied = cast or plan.zero.stage > 0  # otherwise the parameters themselves serve
         gathered = {name: bytes_per_device(plan, shapes[name], plan.gathered_specs[name], p.compute) for name in shapes}
@@ -102,15 +102,15 @@ class _Sizes:
         self.embedding = gathered["embedding"]  # its weights
         self.rest = gathered["embedding"] + gathered["head"] if copied else 0  # the weights of embedding and head
         self.resident = gathered["blocks"] if copied else 0  # layers' weights that are present in every phase
-        if plan.zero.gathers_in_loop:
+        if plan.zero.gathers_on_use:
             self.resident = cast * bytes_per_device(plan, shapes["blocks"], plan.param_specs["blocks"], p.compute)
         self.widening = wide // size  # how many times larger float32, or a wider compute dtype, is
         # The embedding's gradient is in at least float32, and then rounded to the compute dtype.
         self.rounding = self.embedding * (1 + self.widening)
         # The sum of gradients over microbatches, in the parameters' dtype or float32.
-        self.accumulated = sharded(p.params) if scatters_in_loop else sum(gathered.values()) * self.widening
+        self.accumulated = sharded(p.params) if scatters_in_backward else sum(gathered.values()) * self.widening
         # The gradients of a step at its end, in the dtype in which they are reduced.
-        self.gradients = sharded(p.reduce) if scatters_in_loop else sum(gathered.values())
+        self.gradients = sharded(p.reduce) if scatters_in_backward else sum(gathered.values())
         # What forward saves in the layers that run in one loop.
         tokens = tokens_per_device(config, plan)
         self.saved = int(tokens * config.layers_per_chunk * saved_bytes_per_token(config, plan))
@@ -147,8 +147,8 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     accumulates = config.parallel.microbatches > 1
     accumulated = sizes.accumulated if accumulates else 0
     gradients = sizes.gradients + accumulated
-    in_backward = sizes.resident + (sizes.layer if plan.zero.gathers_in_loop else sizes.rest)
-    unscattered = sizes.layer if plan.zero.scatters_in_loop else 0
+    in_backward = sizes.resident + (sizes.layer if plan.zero.gathers_on_use else sizes.rest)
+    unscattered = sizes.layer if plan.zero.scatters_in_backward else 0
     at_the_end = sizes.resident + (sizes.rest if accumulates else 0)
     return [
         Phase(HEAD, sizes.resident + sizes.rest, sizes.embedding + accumulated, sizes.saved, 2 * sizes.logits),

@@ -59,7 +59,7 @@ def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 class CausalLMHead(Head):
-    """Predicts the next token.  accum_dtype: of long sums of gradients."""
+    """Predicts the next token.  accum_dtype: of sums of gradients over chunks of tokens."""
 
     loss_name = "causal_lm"
 

@@ -27,8 +27,10 @@ Params = dict  # nested dicts of arrays: embedding, blocks, head
 Gather = Callable[[Params], Params]  # makes one layer's parameters, of the stack, whole
 
 
-class Microbatch(NamedTuple):
-    batch: Batch  # without its leading dimension
+class ModelInput(NamedTuple):
+    """Of one microbatch; a step has one of all its microbatches, with a leading dimension."""
+
+    batch: Batch
     dropout_key: DropoutKey | None = None  # None for no dropout
 
 
@@ -47,7 +49,7 @@ def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = N
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, a key of ops.attention.KERNELS.
-    accum_dtype: of long sums of gradients.  scan_layers: whether layers run in a loop."""
+    accum_dtype: of the head's sums over chunks of tokens, in backward.  scan_layers: whether layers run in a loop."""
 
     c: Model
     objective: Objective
@@ -111,11 +113,11 @@ class LanguageModel:
         return AttentionSpec(c.heads, c.kv_heads or c.heads, c.causal, theta, self.kernel, c.attention_dropout)
 
     @jax.named_scope("embedding")
-    def embed(self, params: Params, microbatch: Microbatch) -> jax.Array:
+    def embed(self, params: Params, microbatch: ModelInput) -> jax.Array:
         """The residual stream [batch, sequence, width] of a microbatch's tokens."""
         return nnx.merge(self._graphs["embedding"], params["embedding"])(*microbatch)
 
-    def block_fn(self) -> Callable[[Params, jax.Array, Microbatch, jax.Array], tuple[jax.Array, LossDict]]:
+    def block_fn(self) -> Callable[[Params, jax.Array, ModelInput, jax.Array], tuple[jax.Array, LossDict]]:
         """`block`, as training runs it: the remat policy decides what backward computes again."""
         if not self.remat.recomputes_layer:
             return self.block
@@ -124,7 +126,7 @@ class LanguageModel:
 
     @jax.named_scope("blocks")
     def block(
-        self, params: Params, x: jax.Array, microbatch: Microbatch, layer: jax.Array | int
+        self, params: Params, x: jax.Array, microbatch: ModelInput, layer: jax.Array | int
     ) -> tuple[jax.Array, LossDict]:
         """One layer, given its parameters and index: x and its auxiliary losses.  Tokens attend within their row."""
         batch, key = microbatch
@@ -150,13 +152,13 @@ class LanguageModel:
         return head, x if head.norm is None else head.norm(x)
 
     @jax.named_scope("head")
-    def losses(self, params: Params, x: jax.Array, microbatch: Microbatch, weights: LossDict) -> LossDict:
+    def losses(self, params: Params, x: jax.Array, microbatch: ModelInput, weights: LossDict) -> LossDict:
         """Of each loss the sum of weight x negative log-likelihood.  x: the output of the last block."""
         head, h = self._head(params, x)
         return head.losses(h, microbatch.batch, weights, microbatch.dropout_key)
 
     @jax.named_scope("head")
-    def eval_sums(self, params: Params, x: jax.Array, microbatch: Microbatch, rows: int) -> dict:
+    def eval_sums(self, params: Params, x: jax.Array, microbatch: ModelInput, rows: int) -> dict:
         """As Head.eval_sums, of the output x of the last block."""
         head, h = self._head(params, x)
         return head.eval_sums(h, microbatch.batch, rows)
@@ -171,9 +173,9 @@ class LanguageModel:
         block = self.block_fn()
 
         def layer(x, inputs):
-            return block(gather(inputs[0]), x, Microbatch(batch), jnp.int32(0))[0], None
+            return block(gather(inputs[0]), x, ModelInput(batch), jnp.int32(0))[0], None
 
-        x, _ = self._scan_layers(layer, self.embed(params, Microbatch(batch)), params["blocks"])
+        x, _ = self._scan_layers(layer, self.embed(params, ModelInput(batch)), params["blocks"])
         return self.logits(params, x, batch)
 
     def _scan_layers(self, layer: Callable, x: jax.Array, stack: Params, per_layer=None) -> tuple:
@@ -206,6 +208,6 @@ class LanguageModel:
             x, _ = nnx.merge(self._graphs["block"], gather(layer_params))(x, None, core)
             return x, layer_cache
 
-        x, cache = self._scan_layers(layer, self.embed(params, Microbatch(batch)), params["blocks"], cache)
+        x, cache = self._scan_layers(layer, self.embed(params, ModelInput(batch)), params["blocks"], cache)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self.logits(params, x, batch)["tokens"][:, 0], cache

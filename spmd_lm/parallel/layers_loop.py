@@ -46,12 +46,12 @@ class LayersLoop:
     def vjp(
         self, block: BlockFn, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
     ) -> tuple[Array, Losses, Callable]:
-        """As `run`, and accumulate_grads(d_y, grads, first_entry, overwrite) -> (grads, d_x), for the first stack.
+        """As `run`, and accumulate_grads(d_y, grads, offset, overwrite) -> (grads, d_x), for the first stack.
 
         accumulate_grads runs backward: from d_y, the gradient of the result (each loss has gradient 1), it returns d_x.
-        As each layer's gradients are computed it adds them to `grads`, from `first_entry` on, so that they never all
-        exist beside it. overwrite: if true, overwrite instead.  Layers share no weights here: layout_checks refuses it
-        in pipelines."""
+        As each layer's gradients are computed it adds them to `grads`, whose layer `offset` is the first of these, so
+        that they never all exist beside it. overwrite: if true, overwrite instead.  Layers share no weights here:
+        layout_checks refuses it in pipelines."""
         if self.layers_per_remat_block > 1:
             block, stacks, first_layer = self._remat_blocks(block, stacks, first_layer)
 
@@ -76,8 +76,8 @@ class LayersLoop:
         layers = self._layers(stacks)
         y, saved = self._loop(forward, x, layers)
 
-        def accumulate_grads(d_y: Array, grads: Tree, first_entry: Array | int, overwrite: Array | None = None):
-            start = first_entry // self.layers_per_remat_block if self.layers_per_remat_block > 1 else first_entry
+        def accumulate_grads(d_y: Array, grads: Tree, offset: Array | int, overwrite: Array | None = None):
+            start = offset // self.layers_per_remat_block if self.layers_per_remat_block > 1 else offset
             entries = start + jnp.arange(jax.tree.leaves(stacks)[0].shape[0], dtype=jnp.int32)
             inputs = (layers, saved, entries) if self.scan else list(zip(layers, saved, entries, strict=True))
             (d_x, new, _), _ = self._loop(backward, (d_y, self._group(grads), overwrite), inputs, reverse=True)

@@ -24,8 +24,8 @@ all-reduce per branch forward, one backward."""
 
 SEQUENCE_PARALLEL: Table = {"sequence": (MODEL,)}
 """Sequence parallelism (arXiv:2205.05198, section 4.2.2): between the branches the residual stream is sharded along the
-sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes, and norms, dropout and
-saved activations are sharded too."""
+sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes.  Norms, dropout and
+saved activations are sharded too; what is saved as shards is gathered once more in backward."""
 
 ZERO: Table = {"zero_width": (DATA,)}
 """ZeRO (arXiv:1910.02054): the name that `zero.sharded_names` gives to one dimension of every matrix."""

@@ -25,7 +25,7 @@ class ModelFns:
 
     embed(params, microbatch) -> x; block(layer_params, x, microbatch, index) -> (x, losses); head(params, x,
     microbatch) -> losses by name, in training each already divided by the total loss weight of the global batch: they
-    and gradients are summed over microbatches and devices, never averaged.
+    and gradients are summed over microbatches and `data`, never averaged; LanguageModel.eval_sums in evaluation.
     embed_params, head_params: the subtrees of a tree of parameters that embed and head read; a tied table is in both.
     loop: how layers run."""
 
@@ -54,10 +54,9 @@ def join_params(parts: Parts) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """grad_argument: the argument that is differentiated: the gathered weights; or, where gradients are scattered in
-    the loop, the `grad_sinks` of with_gathered_weights.  shards: the parameters between steps (unsharded in stage 0).
-    gathered: weights in the compute dtype; its blocks are None where layers are gathered in the loop.  scatter_in_loop:
-    see ZeroPolicy."""
+    """grad_argument: the argument that is differentiated: the gathered weights; or, where backward scatters, the
+    `grad_sinks` of with_gathered_weights.  shards: parameters between steps (in stage 0 as `gathered`).  gathered:
+    weights in the compute dtype; blocks are None where layers are gathered on use.  The last is ZeroPolicy's."""
 
     fns: ModelFns
     plan: Plan
@@ -66,7 +65,7 @@ class ShardedModel:
     grad_argument: Parts
     shards: Parts
     gathered: Parts
-    scatter_in_loop: bool
+    scatters_in_backward: bool
 
     @classmethod
     def from_params(
@@ -76,11 +75,11 @@ class ShardedModel:
         compute_params, names = split_params(cast(params, compute_dtype)), split_params(plan.sharded_names)
         dtypes = compute_dtype, reduce_dtype
         if plan.zero.stage == 0:
-            return cls(fns, plan, *dtypes, compute_params, compute_params, compute_params, scatter_in_loop=False)
-        blocks = None if plan.zero.gathers_in_loop else plan.gather(compute_params.blocks, names.blocks)
+            return cls(fns, plan, *dtypes, compute_params, compute_params, compute_params, scatters_in_backward=False)
+        blocks = None if plan.zero.gathers_on_use else plan.gather(compute_params.blocks, names.blocks)
         gathered = Parts(blocks, plan.gather(compute_params.rest, names.rest))
         grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute_dtype, reduce_dtype)), params)
-        in_loop = plan.zero.scatters_in_loop
+        in_loop = plan.zero.scatters_in_backward
         grad_argument = split_params(grad_sinks) if in_loop else gathered
         return cls(fns, plan, *dtypes, grad_argument, split_params(params), gathered, in_loop)
 
@@ -100,7 +99,7 @@ class ShardedModel:
     def gather_blocks(self) -> Tree:
         """The layers' weights, gathered, in the compute dtype."""
         blocks = self.gathered.blocks
-        return self.gather(self.shards.blocks, self.names.blocks) if blocks is None else blocks
+        return self.gather(self.shards.blocks, self.sharded_names.blocks) if blocks is None else blocks
 
     def with_gathered_blocks(self) -> Self:
         """The same model with its layers gathered; their gradients are scattered as before."""
@@ -109,7 +108,7 @@ class ShardedModel:
     def with_unsharded_gradients(self, blocks: Tree) -> Self:
         """The same model with these gathered layers, whose gradients the caller scatters."""
         return dataclasses.replace(
-            self, grad_argument=self.grad_argument._replace(blocks=blocks), scatter_in_loop=False
+            self, grad_argument=self.grad_argument._replace(blocks=blocks), scatters_in_backward=False
         )
 
     def embed(self, microbatch: Tree) -> Array:
@@ -143,13 +142,13 @@ class ShardedModel:
     # ---- gathering and scattering.  names: dimension names of the shards
 
     @property
-    def names(self) -> Parts:
+    def sharded_names(self) -> Parts:
         return split_params(self.plan.sharded_names)
 
     @property
     def layer_names(self) -> Tree:
         """Of one layer's shards."""
-        return jax.tree.map(lambda names: names[1:], self.names.blocks, is_leaf=is_dim_names)
+        return jax.tree.map(lambda names: names[1:], self.sharded_names.blocks, is_leaf=is_dim_names)
 
     def gather(self, shards: Tree, names: Tree) -> Tree:
         """Gathered weights, in the compute dtype."""
@@ -161,16 +160,16 @@ class ShardedModel:
 
     def _block_and_stacks(self) -> tuple[BlockFn, Stacks]:
         """The block, and the stacks of which it takes one layer each."""
-        if not self.scatter_in_loop:
+        if not self.scatters_in_backward:
             return self.fns.block, (self.grad_argument.blocks,)
         block = self._with_gathered_weights(self.fns.block, self.layer_names, prevent_cse=not self.fns.loop.scan)
         return block, (self.grad_argument.blocks, self.shards.blocks, self.gathered.blocks)
 
     def _run_embedding_or_head(self, f: Callable, select: Callable[[Tree], Tree], x: Array | None, microbatch: Tree):
         """f(params, x, microbatch) with the parameters that `select` takes of the embedding's and the head's."""
-        if not self.scatter_in_loop:
+        if not self.scatters_in_backward:
             return f(select(self.grad_argument.rest), x, microbatch)
-        run = self._with_gathered_weights(f, select(self.names.rest), scatter_first=True)
+        run = self._with_gathered_weights(f, select(self.sharded_names.rest), scatter_first=True)
         return run(*map(select, (self.grad_argument.rest, self.shards.rest, self.gathered.rest)), x, microbatch)
 
     def _with_gathered_weights(self, f: Callable, names: Tree, **barriers: bool) -> Callable:
@@ -182,7 +181,7 @@ class ShardedModel:
     def reduce_gradients(self, grads: Parts) -> Tree:
         """Gradients of `grad_argument`, with the sums that are left, sharded as the parameters are."""
         reduced, names = cast(join_params(grads), self.reduce_dtype), self.plan.sharded_names
-        if self.plan.zero.stage and not self.scatter_in_loop:
+        if self.plan.zero.stage and not self.scatters_in_backward:
             reduced = self.plan.scatter(reduced, names)
         return self.plan.psum_gradients(reduced, names)
 

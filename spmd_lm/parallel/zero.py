@@ -53,13 +53,13 @@ class ZeroPolicy:
         return cls(stage, often if stage == 3 and layers > 1 else "step", often)
 
     @property
-    def gathers_in_loop(self) -> bool:
-        """Whether layers are gathered inside the loop over layers or chunks; otherwise all of them are held."""
+    def gathers_on_use(self) -> bool:
+        """Whether layers are gathered each time that they, or their chunk, run; otherwise once, and all are held."""
         return self.gather_per in ("chunk", "layer")
 
     @property
-    def scatters_in_loop(self) -> bool:
-        """Whether gradients are scattered as backward computes them; otherwise all at once at its end."""
+    def scatters_in_backward(self) -> bool:
+        """Whether gradients are scattered as backward computes them; otherwise once, at the end of the step."""
         return self.scatter_per in ("chunk", "layer")
 
 

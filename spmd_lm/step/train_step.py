@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.heads import loss_weights
-from spmd_lm.models.language_model import LanguageModel, Microbatch
+from spmd_lm.models.language_model import LanguageModel, ModelInput
 from spmd_lm.models.transformer import LossDict
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.parallel.layers_loop import LayersLoop
@@ -44,14 +44,14 @@ def make_train_step(
         # gradients in its forward, and in float16 they must not underflow there.
         loss_divisors = loss_scale.unscale(psum_loss_weights(model, plan, batch, compute), state.loss_scale)
 
-        def mean_losses(params: Tree, x: jax.Array, microbatch: Microbatch) -> LossDict:
+        def mean_losses(params: Tree, x: jax.Array, microbatch: ModelInput) -> LossDict:
             """A microbatch's share of the mean losses of the global batch."""
             weights = loss_weights(model.objective, microbatch.batch)
             shares = {name: weights[name].astype(total.dtype) / total for name, total in loss_divisors.items()}
             return model.losses(params, x, microbatch, shares)
 
         sharded = ShardedModel.from_params(model_fns(model, mean_losses), plan, state.params, compute, reduce)
-        microbatches = Microbatch(batch, dropout_keys(model, config.train.seed, state.step, batch))
+        microbatches = ModelInput(batch, dropout_keys(model, config.train.seed, state.step, batch))
 
         # forward, loss and backward of every microbatch
         zeros = sharded.zero_losses(microbatches), zero_gradients(sharded, state.params)
@@ -78,7 +78,7 @@ def make_eval_step(config: RunConfig, model: LanguageModel, plan: Plan, schedule
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
         fns = model_fns(model, functools.partial(model.eval_sums, rows=config.train.batch))
         sharded = ShardedModel.from_params(fns, plan, params, compute, reduce)
-        microbatches = Microbatch(batch)
+        microbatches = ModelInput(batch)
         zeros = sharded.zero_losses(microbatches)
         if schedule.stages > 1:
             totals = Pipeline(sharded, schedule, microbatches).evaluate(zeros)
@@ -93,7 +93,7 @@ def make_eval_step(config: RunConfig, model: LanguageModel, plan: Plan, schedule
 def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, Parts]) -> tuple[LossDict, Parts]:
     """Losses and gradients, summed over microbatches one after the other."""
 
-    def loss_fn(grad_argument: Parts, microbatch: Microbatch) -> tuple[jax.Array, LossDict]:
+    def loss_fn(grad_argument: Parts, microbatch: ModelInput) -> tuple[jax.Array, LossDict]:
         losses = model.with_grad_argument(grad_argument).forward(microbatch)
         return sum_losses(losses), losses
 
@@ -102,7 +102,7 @@ def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, P
         grads, losses = grad_fn(model.grad_argument, jax.tree.map(lambda x: x[0], microbatches))
         return losses, grads
 
-    def add_microbatch(total: tuple[LossDict, Parts], microbatch: Microbatch) -> tuple[tuple[LossDict, Parts], None]:
+    def add_microbatch(total: tuple[LossDict, Parts], microbatch: ModelInput) -> tuple[tuple[LossDict, Parts], None]:
         grads, losses = grad_fn(model.grad_argument, microbatch)
         return tree_add(total, (losses, grads)), None
 
@@ -119,7 +119,7 @@ def zero_gradients(model: ShardedModel, params: Tree) -> Parts:
     return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), model.grad_argument)
 
 
-def model_fns(model: LanguageModel, head: Callable[[Tree, jax.Array, Microbatch], LossDict]) -> ModelFns:
+def model_fns(model: LanguageModel, head: Callable[[Tree, jax.Array, ModelInput], LossDict]) -> ModelFns:
     """`model` as a step runs it.  head(params, x, microbatch): what is computed after the last block."""
     layers_per_weight = model.c.layers if model.c.share_layers else 1
     loop = LayersLoop(model.scan_layers, layers_per_weight, model.remat.layers_per_remat_block)

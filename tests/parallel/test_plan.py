@@ -105,11 +105,15 @@ def test_canonical_arrays_are_split_where_their_own_size_divides():
 
 
 def test_a_model_sees_names_and_the_mesh_axes_that_hold_them():
-    axis_rules = plan(Layout(data=4, model=2)).axis_rules
-    assert [axis_rules.axes(name) for name in ("batch", "sequence", "heads")] == [("replica", "data"), (), ("model",)]
-    assert axis_rules.sizes == {"pipe": 1, "replica": 1, "data": 4, "model": 2}
+    activation_rules = plan(Layout(data=4, model=2)).activation_rules
+    assert [activation_rules.axes(name) for name in ("batch", "sequence", "heads")] == [
+        ("replica", "data"),
+        (),
+        ("model",),
+    ]
+    assert activation_rules.sizes == {"pipe": 1, "replica": 1, "data": 4, "model": 2}
     with pytest.raises(KeyError, match="haeds"):
-        axis_rules.axes("haeds")
+        activation_rules.axes("haeds")
 
 
 @pytest.mark.parametrize("sequence", [False, True])

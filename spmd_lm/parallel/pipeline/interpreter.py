@@ -3,13 +3,13 @@
 In each tick a stage receives what its neighbours sent in the tick before, and runs at most one chunk of its layers
 forward and one backward, usually of different microbatches.  Between a task's forward and its backward it saves only
 the chunk's input, and runs the chunk again for its gradients, whatever the remat policy, which applies inside that run.
-Idle halves of a tick are skipped by a conditional (`cond_in_place`), but their stage takes part in both permutes; no
+Idle halves of a tick are skipped by a conditional (`cond_in_place`), but their stage takes part in the permutes; no
 collective inside a conditional spans `pipe`.
 
-A breadth-first schedule runs all microbatches through a chunk before the next.  So weights that ZeRO shards are
-gathered once per chunk and direction, and gradients scattered once per chunk.  Its forward is over before backward
-begins: in between the last stage runs the head, and afterwards the first one the embedding's backward, each for all
-microbatches."""
+A breadth-first schedule runs all microbatches through a chunk before the next.  So in training, weights that ZeRO
+shards are gathered once per chunk and direction, and gradients scattered once per chunk.  Its forward is over before
+backward begins: in between the last stage runs the head, and afterwards the first one the embedding's backward, each
+for all microbatches."""
 
 from collections.abc import Callable
 from functools import partial
@@ -87,7 +87,7 @@ class Pipeline:
         for i, phase in enumerate(self.table.phases):
             carry = self.run_ticks(carry, *phase)
             if self.breadth_first:  # phase 0 is forward, phase 1 backward
-                carry = self.embedding_of_all(carry) if i else self.head_of_all(carry)
+                carry = self.embedding_of_all_microbatches(carry) if i else self.head_of_all_microbatches(carry)
         return carry.losses, carry.grads
 
     def evaluate(self, zeros: Losses) -> Losses:
@@ -269,37 +269,38 @@ class Pipeline:
         """`carry` with the gradients of a chunk scattered into `grads`, once they are summed over all microbatches."""
 
         def write_leaf(total: Array, shard: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(
-                total, shard.astype(total.dtype), task.chunk * self.layers_per_chunk, 0
-            )
+            shard, first = shard.astype(total.dtype), task.chunk * self.layers_per_chunk
+            return lax.dynamic_update_slice_in_dim(total, shard, first, 0)
 
         def write(blocks: Tree) -> Tree:
-            return jax.tree.map(write_leaf, blocks, self.model.scatter(carry.chunk_grads, self.model.names.blocks))
+            shards = self.model.scatter(carry.chunk_grads, self.model.sharded_names.blocks)
+            return jax.tree.map(write_leaf, blocks, shards)
 
         blocks = self.cond_in_place("backward_last_of_chunk", task.last_of_chunk, write, carry.grads.blocks)
         return carry._replace(grads=carry.grads._replace(blocks=blocks))
 
     # ---- head and embedding of a breadth-first schedule
 
-    def head_of_all(self, carry: Carry) -> Carry:
+    def head_of_all_microbatches(self, carry: Carry) -> Carry:
         """`carry` with the head's losses and gradients, and the gradients of the last stage's outputs."""
 
         def run(params: Tree, y: Array, microbatch: Tree) -> tuple[Losses, Tree, Array]:
             losses, vjp = jax.vjp(lambda params, y: self.model.fns.head(params, y, microbatch), params, y)
             return losses, *vjp(jax.tree.map(jnp.ones_like, losses))
 
-        return self.vjp_of_all("head_of_all", self.stages - 1, self.model.fns.head_params, run, carry)
+        last, select = self.stages - 1, self.model.fns.head_params
+        return self.vjp_over_microbatches("head_of_all_microbatches", last, select, run, carry)
 
-    def embedding_of_all(self, carry: Carry) -> Carry:
+    def embedding_of_all_microbatches(self, carry: Carry) -> Carry:
         """`carry` with the embedding's gradients."""
 
         def run(params: Tree, d_x: Array, microbatch: Tree) -> tuple[Losses, Tree, Array]:
             _, vjp = jax.vjp(lambda params: self.model.fns.embed(params, microbatch), params)
             return {}, *vjp(d_x), d_x
 
-        return self.vjp_of_all("embedding_of_all", 0, self.model.fns.embed_params, run, carry)
+        return self.vjp_over_microbatches("embedding_of_all_microbatches", 0, self.model.fns.embed_params, run, carry)
 
-    def vjp_of_all(
+    def vjp_over_microbatches(
         self, name: str, stage: int, select: Callable[[Tree], Tree], run: Callable[..., tuple], carry: Carry
     ) -> Carry:
         """`carry` after the embedding or the head has run backward on its stage, for all microbatches.
@@ -317,8 +318,8 @@ class Pipeline:
         def run_all() -> tuple[Losses, Array, Tree]:
             inputs = carry.end_activations[:-1], self.microbatches
             (losses, grads), d_activations = lax.scan(add_microbatch, (carry.losses, zeros), inputs)
-            if self.model.scatter_in_loop:
-                grads = self.model.scatter(grads, select(self.model.names.rest))
+            if self.model.scatters_in_backward:
+                grads = self.model.scatter(grads, select(self.model.sharded_names.rest))
             rest = tree_add_subset(carry.grads.rest, grads)
             return losses, carry.end_activations.at[:-1].set(d_activations), rest
 

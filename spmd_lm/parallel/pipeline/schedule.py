@@ -13,7 +13,7 @@ A task is a chunk of layers on one microbatch.  All stages run their tasks in on
 backward, in which the chunks are reversed.  Forward, stage s starts s ticks after stage 0; backward, stage 0 starts s
 ticks after stage s. That is all of a schedule.  The bubble is (p - 1) / (v m) of the work; schedules differ in how many
 inputs a stage holds for backward, and for how long it uses the weights of one chunk.  `schedule_table` makes of it what
-the interpreter reads: slots and conditions."""
+the interpreter reads: for each stage and tick the slots of its buffers, and the predicates of its conditionals."""
 
 import dataclasses
 import functools
@@ -169,8 +169,8 @@ class TaskFields(NamedTuple, Generic[A]):
     output_grad_slot: A  # holds the gradient of its output
     receive_slot: A  # in which to put what a neighbour has just sent; IDLE for none
     loads_chunk: A  # its chunk differs from that of the stage's previous task
-    first_of_chunk: A  # of backward
-    last_of_chunk: A
+    first_of_chunk: A  # the stage's first backward task of its chunk, in time: gradients start at zero
+    last_of_chunk: A  # and its last: they are complete
 
     def at_ticks(self, ticks: Any) -> "TaskFields[A]":
         """ticks: bool [ticks]."""
@@ -179,7 +179,7 @@ class TaskFields(NamedTuple, Generic[A]):
 
 FLAGS = ("active", "from_embedding", "to_head", "loads_chunk", "first_of_chunk", "last_of_chunk")
 PER_TICK = ("active", "receives", "loads_chunk", "last_of_chunk")
-"""Conditions that the interpreter evaluates in every tick; the others only where the task is active."""
+"""Predicates of the interpreter's conditionals (Pipeline.cond) of every tick; the others are of active tasks alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,26 +207,27 @@ class ScheduleTable:
         return {name: sum(len(half.active) for half in phases if half) for name, phases in halves}
 
     def runs(self, run_idle_stages: bool = False) -> dict[str, np.ndarray]:
-        """float [stages]: how often each condition of the interpreter is true in a step, by name.
+        """float [stages]: how often each predicate is true in a step, by name.
 
-        run_idle_stages: then both branches run wherever a condition is evaluated, as if it were always true."""
+        run_idle_stages: then both branches run wherever a predicate is evaluated, as if it were always true."""
         runs: dict[str, np.ndarray] = {}
         for name, half in (("forward", self.forward), ("backward", self.backward)):
             true = {flag: (getattr(half, flag) & half.active).sum(0) for flag in FLAGS}
-            for condition, times in (true | {"receives": (half.receive_slot != IDLE).sum(0)}).items():
-                runs[f"{name}_{condition}"] = np.full_like(times, self.ticks[name]) if run_idle_stages else times
+            for predicate, times in (true | {"receives": (half.receive_slot != IDLE).sum(0)}).items():
+                runs[f"{name}_{predicate}"] = np.full_like(times, self.ticks[name]) if run_idle_stages else times
         first = np.arange(self.forward.active.shape[1]) == 0
-        # Once per step, and of breadth-first schedules alone.
-        return runs | {"embedding_of_all": first | run_idle_stages, "head_of_all": first[::-1] | run_idle_stages}
+        # Once per step, after a phase of a breadth-first schedule, for all microbatches.
+        embedding, head = first | run_idle_stages, first[::-1] | run_idle_stages
+        return runs | {"embedding_of_all_microbatches": embedding, "head_of_all_microbatches": head}
 
     def shares(self) -> dict[str, np.ndarray]:
-        """float [stages]: the fraction of its evaluations in which each condition is true."""
+        """float [stages]: the fraction of its evaluations in which each predicate is true."""
         runs, shares = self.runs(), {}
         for name, times in runs.items():
-            half, condition = name.split("_", 1)
+            half, predicate = name.split("_", 1)
             evaluated: Any = 1
             if half in self.ticks:
-                evaluated = self.ticks[half] if condition in PER_TICK else np.maximum(runs[f"{half}_active"], 1)
+                evaluated = self.ticks[half] if predicate in PER_TICK else np.maximum(runs[f"{half}_active"], 1)
             shares[name] = times / evaluated
         return shares
 

@@ -11,8 +11,7 @@ from spmd_lm.parallel.plan import Plan
 
 
 class StageTransfer:
-    """Sends activations and their gradients from stage to stage; with n devices along `model`, each
-    sends 1/n of it.
+    """Sends activations and their gradients from stage to stage; with n devices along `model`, each sends 1/n of it.
 
     Where the sequence is not sharded every device of `model` has the whole activation, and it is enough that each sends
     one part (arXiv:2104.04473, section 4.1).  wraps: whether the last stage sends to the first.
