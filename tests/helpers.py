@@ -166,11 +166,11 @@ def trained(config: RunConfig) -> Outcome:
     return Outcome(first, canonical(p, state), *np.transpose(metrics))
 
 
-def assert_replicated(figures: dict[str, jax.Array]) -> None:
-    """All devices have the same figures: each process reads those of its first device alone."""
-    for name, figure in figures.items():
-        values = {float(shard.data) for shard in figure.addressable_shards}
-        assert len(values) == 1, (name, values)
+def assert_replicated(tree: Tree) -> None:
+    """All devices have the same arrays: each process reads those of its first device alone."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        copies = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
+        assert leaf.is_fully_replicated and len(copies) == 1, jax.tree_util.keystr(path)
 
 
 @functools.cache

@@ -72,7 +72,12 @@ WATCHERS = [
     "tests/test_mutants.py",
     "tests/generation/test_generator.py",
     "tests/step/test_pipeline.py",
+    "tests/models/test_language_model.py",
+    "tests/parallel/test_plan.py",
+    "tests/step/test_train_step.py",
 ]  # those tests that are marked `mutants`
+FIRST = {"models": "tests/models", "parallel": "tests/parallel", "pipeline": "test_pipeline"}
+"""By the package of what is broken: the watchers that are likely to notice, or cheap to ask."""
 
 EQUIVALENT = {
     # part of a mutant's name: why nobody who watches numbers and communication can see it
@@ -163,8 +168,8 @@ def caught(package: Path, file: str | None = None, source: str = "") -> str | No
         if file:
             (Path(place) / "spmd_lm" / file).write_text(source)
         env = os.environ | {"PYTHONPATH": place, "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
-        # first those that are likely to notice
-        watchers = sorted(WATCHERS, key=lambda path: ("pipeline" in path) != ("pipeline" in (file or "")))
+        package_of = Path(file or "").parent.name
+        watchers = sorted(WATCHERS, key=lambda path: FIRST.get(package_of, WATCHERS[0]) not in path)
         command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "--no-header", *watchers]
         try:
             run = subprocess.run(

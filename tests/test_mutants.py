@@ -12,7 +12,9 @@ from tests.helpers import (
     ORIGINAL_BERT,
     TASKS,
     assert_close,
+    assert_replicated,
     assert_states_close,
+    canonical,
     device_batch,
     host_batch,
     make_config,
@@ -48,15 +50,41 @@ def test_parity(run, x64):
     assert_states_close(got.last, want.last, 1e-11)
 
 
-@pytest.mark.parametrize("objective", TASKS)
-def test_parity_of_what_is_judged(objective, x64):
-    optim = {"freeze": "blocks.0.mlp.*", "eps": 1e-6}
-    sections = TASKS[objective] | {"model": ORIGINAL_BERT, "optim": optim}
+OBJECTIVES = TASKS | {"masked language model": {"objective": {"kind": "masked_lm"}}}
+OF_BERT = {"model": ORIGINAL_BERT, "optim": {"freeze": "blocks.0.mlp.*", "eps": 1e-6}}
+
+
+def of_bert(objective: str) -> RunConfig:
     microbatches = 1 if objective == "multiple choice" else 2  # of 4 questions with 4 rows each
-    got = trained(run_of("data4-model2-sequence", microbatches, **sections))
-    want = trained_reference(make_config(**sections))
+    return run_of("data4-model2-sequence", microbatches, **OBJECTIVES[objective] | OF_BERT)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_parity_of_what_is_judged(objective, x64):
+    got, want = trained(of_bert(objective)), trained_reference(make_config(**OBJECTIVES[objective] | OF_BERT))
     assert got.losses == pytest.approx(want.losses, rel=1e-12)
     assert_close(got.last.params, want.last.params, 1e-11)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_all_devices_are_told_the_reference_s(objective, x64):
+    p = program(of_bert(objective))
+    params, batch, host = p.init().params, device_batch(p, 0), host_batch(p.config, 0)
+    sums, logits = p.evaluate(params, batch), p.forward(params, batch)
+    assert_replicated((sums, logits))
+    first = jax.tree.map(np.float64, canonical(p, p.init()).params)
+    for name, want in reference.predictions(first, p.config, host).items():
+        if name in ("masked_lm", "sentence_order"):
+            loss, correct, weight = map(float, sums[name])
+            labels = host.targets if name == "masked_lm" else host.labels
+            weights = host.loss_weights if name == "masked_lm" else host.label_weights
+            nll = -np.take_along_axis(np.asarray(jax.nn.log_softmax(want)), labels[..., None], -1)[..., 0]
+            hits = np.asarray(want).argmax(-1) == labels
+            expected = [(weights * x).sum(dtype=np.float64) for x in (nll, hits, np.ones_like(weights))]
+            assert [loss, correct, weight] == pytest.approx(expected, rel=1e-12), name
+        else:
+            (got,) = sums.values()
+            np.testing.assert_allclose(np.asarray(got).reshape(want.shape), want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("run", RUNS[:1], ids=str)

@@ -75,6 +75,7 @@ def test_a_model_without_ties_and_biases_has_a_head_and_no_vectors_but_scales():
     }
 
 
+@pytest.mark.mutants
 def test_weights_are_drawn_as_gpt2_s():
     """0.02; behind a residual branch less by sqrt(2 x layers).  Five sigma of each estimate."""
     big = {"width": 64, "layers": 3, "vocab": 512}
@@ -147,7 +148,7 @@ def loud(params):
     [
         {},
         PLAIN | {"activation": "gelu"},
-        LLAMA,
+        pytest.param(LLAMA, marks=pytest.mark.mutants),
         BERT,
         BERT | {"norm": "pre"},
         BERT | PLAIN | {"token_types": 0, "positions": "rotary", "norm_type": "rms"},

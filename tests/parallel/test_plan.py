@@ -65,6 +65,20 @@ def test_a_width_is_padded_to_tiles_where_it_must_be_padded(width, shards, padde
     assert padded_width(width, shards) == padded
 
 
+@pytest.mark.mutants
+def test_a_size_that_does_not_divide_is_told_with_what_it_should_divide():
+    layout, names, shapes = Layout(pipe=2, data=1, model=2), NAMES["blocks"], tree(mlp=5)["blocks"]
+    shapes = {name: jax.ShapeDtypeStruct((4, *leaf.shape[1:]), leaf.dtype) for name, leaf in shapes.items()}
+    with pytest.raises(LayoutError) as told:
+        Plan(layout, abstract_mesh(layout), "cpu", names, shapes, chunks=3)
+    assert told.value.problems == (
+        "bias: dimension 'layers' of size 4 is not divisible by pipe x chunks = 6",
+        "bias: dimension 'mlp' of size 5 is not divisible by model = 2",
+        "up: dimension 'layers' of size 4 is not divisible by pipe x chunks = 6",
+        "up: dimension 'mlp' of size 5 is not divisible by model = 2",
+    )
+
+
 def test_a_plan_needs_no_devices():
     made = plan(Layout(data=512, model=8))
     assert made.padded_shapes["table"].shape == (64, 6)

@@ -104,7 +104,8 @@ def test_one_stage_has_one_chunk():
     assert one.schedule.chunks == 1 and one.plan.chunks == 1
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=watcher), pytest.param("interleaved", marks=slow)])
+@watcher
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=slow)])
 def test_evaluation_sampling_and_canonical_states(schedule):
     """What does not train finds the same model."""
     chunks = 2 if schedule == "interleaved" else 1

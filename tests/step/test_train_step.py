@@ -167,7 +167,10 @@ def test_layers_run_again_in_groups_and_nothing_changes(parallel, every, shape):
 @slow
 @pytest.mark.parametrize(
     "parallel",
-    [{"data": 4, "model": 2, "zero": 3}, {"pipe": 2, "data": 2, "microbatches": 2}],
+    [
+        {"data": 4, "model": 2, "zero": 3},
+        pytest.param({"pipe": 2, "data": 2, "microbatches": 2}, marks=pytest.mark.mutants),
+    ],
     ids=str,
 )
 def test_what_is_frozen_stays_and_the_rest_computes_the_reference(parallel):
