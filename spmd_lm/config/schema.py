@@ -104,6 +104,7 @@ class Objective(Section):
 
     @property
     def has_sequence_label(self) -> bool:
+        """Whether it predicts a class of each whole row, from the row's first token."""
         return not self.predicts_tokens
 
     @property

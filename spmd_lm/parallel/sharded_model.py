@@ -25,7 +25,7 @@ class ModelFns:
 
     embed(params, microbatch) -> x; block(layer_params, x, microbatch, index) -> (x, losses); head(params, x,
     microbatch) -> losses by name, in training each already divided by the total loss weight of the global batch: they
-    and gradients are summed over microbatches and `data`, never averaged; LanguageModel.eval_sums in evaluation.
+    and gradients are summed over microbatches and BATCH_AXES, never averaged; LanguageModel.eval_sums in evaluation.
     embed_params, head_params: the subtrees of a tree of parameters that embed and head read; a tied table is in both.
     loop: how layers run."""
 
@@ -55,7 +55,7 @@ def join_params(parts: Parts) -> Tree:
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
     """grad_argument: the argument that is differentiated: the gathered weights; or, where backward scatters, the
-    `grad_sinks` of with_gathered_weights.  shards: parameters between steps (in stage 0 as `gathered`).  gathered:
+    `grad_sinks` of with_gathered_weights.  shards: parameters between steps (ZeRO-0: as `gathered`).  gathered:
     weights in the compute dtype; blocks are None where layers are gathered on use.  The last is ZeroPolicy's."""
 
     fns: ModelFns
@@ -71,7 +71,7 @@ class ShardedModel:
     def from_params(
         cls, fns: ModelFns, plan: Plan, params: Tree, compute_dtype: jnp.dtype, reduce_dtype: jnp.dtype
     ) -> Self:
-        """Casts, and gathers what the policy gathers once per step."""
+        """Casts and gathers what the policy gathers once per step; casts all under ZeRO-0."""
         compute_params, names = split_params(cast(params, compute_dtype)), split_params(plan.sharded_names)
         dtypes = compute_dtype, reduce_dtype
         if plan.zero.stage == 0:
@@ -79,9 +79,9 @@ class ShardedModel:
         blocks = None if plan.zero.gathers_on_use else plan.gather(compute_params.blocks, names.blocks)
         gathered = Parts(blocks, plan.gather(compute_params.rest, names.rest))
         grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute_dtype, reduce_dtype)), params)
-        in_loop = plan.zero.scatters_in_backward
-        grad_argument = split_params(grad_sinks) if in_loop else gathered
-        return cls(fns, plan, *dtypes, grad_argument, split_params(params), gathered, in_loop)
+        in_backward = plan.zero.scatters_in_backward
+        grad_argument = split_params(grad_sinks) if in_backward else gathered
+        return cls(fns, plan, *dtypes, grad_argument, split_params(params), gathered, in_backward)
 
     def with_grad_argument(self, grad_argument: Parts) -> Self:
         return dataclasses.replace(self, grad_argument=grad_argument)
@@ -187,7 +187,7 @@ class ShardedModel:
 
     def inference_params(self) -> tuple[Tree, Callable[[Tree], Tree]]:
         """(parameters with the layers of all stages, gather), where `gather` gathers one layer of the stack."""
-        in_loop = self.gathered.blocks is None
-        blocks = self.plan.gather_layers(self.shards.blocks if in_loop else self.gathered.blocks)
-        gather = functools.partial(self.gather, names=self.layer_names) if in_loop else lambda layer: layer
+        on_use = self.gathered.blocks is None
+        blocks = self.plan.gather_layers(self.shards.blocks if on_use else self.gathered.blocks)
+        gather = functools.partial(self.gather, names=self.layer_names) if on_use else lambda layer: layer
         return join_params(Parts(blocks, self.gathered.rest)), gather

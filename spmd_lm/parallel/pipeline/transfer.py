@@ -18,9 +18,9 @@ class StageTransfer:
     sends_unsplit: whether each device sends all that it holds."""
 
     def __init__(self, plan: Plan, activation: jax.ShapeDtypeStruct, wraps: bool):
-        (rows, time, width), n = activation.shape, plan.layout.model
-        self.sends_unsplit = n == 1 or plan.sequence or time % n > 0
-        self.shape, self.dtype = (rows, time if self.sends_unsplit else time // n, width), activation.dtype
+        (rows, sequence, width), n = activation.shape, plan.layout.model
+        self.sends_unsplit = n == 1 or plan.sequence or sequence % n > 0
+        self.shape, self.dtype = (rows, sequence if self.sends_unsplit else sequence // n, width), activation.dtype
         self.stages, self.wraps = plan.layout.pipe, wraps
 
     def zeros(self) -> Array:
