@@ -121,7 +121,10 @@ def host_batch(config: RunConfig, step: int) -> Batch:
 
 def device_batch(p: Program, step: int) -> Batch:
     microbatches = p.config.parallel.microbatches
-    fold = lambda x: x.reshape(microbatches, -1, *x.shape[1:])  # noqa: E731
+
+    def fold(x):
+        return x.reshape(microbatches, -1, *x.shape[1:])
+
     return jax.tree.map(jax.device_put, jax.tree.map(fold, host_batch(p.config, step)), p.batch_shardings)
 
 
@@ -131,7 +134,9 @@ def canonical(p: Program, state: TrainState) -> TrainState:
     chunks = c.chunks if c.pipe > 1 else 1
     n = layers // (c.pipe * chunks)
     stage_order = [(i // n % c.pipe * chunks + i // (n * c.pipe)) * n + i % n for i in range(layers)]
-    cut = lambda x, to: np.asarray(x)[tuple(map(slice, to.shape))]  # noqa: E731
+
+    def cut(x, to):
+        return np.asarray(x)[tuple(map(slice, to.shape))]
 
     def ordered(tree: Tree) -> Tree:
         tree = jax.tree.map(cut, tree, p.plan.shapes)
@@ -233,7 +238,9 @@ def over_model(f, model: int, ins: Tree, outs: Tree):
     names = ("batch", "sequence", "position", "width", "heads", "mlp", "vocab")
     split = {name: (axes.MODEL,) if name in ("heads", "mlp", "vocab") else () for name in names}
     axis_rules = axes.AxisRules(split, {axes.MODEL: model})
-    specs = lambda tree: jax.tree.map(Rules(split).spec, tree, is_leaf=axes.is_dim_names)  # noqa: E731
+
+    def specs(tree):
+        return jax.tree.map(Rules(split).spec, tree, is_leaf=axes.is_dim_names)
 
     def run(*args):
         with axes.use_axis_rules(axis_rules):

@@ -49,7 +49,11 @@ ROUNDED = {  # as the papers print them, in billions
 } | {f"ptd-p/{b}b": b for b in ("1.7", "3.6", "7.5", "18.4", "39.1", "76.1", "145.6", "310.1", "529.6")}
 TRIALS = {"debug", "pipeline", "quickstart", "tinyshakespeare", "bert/quickstart"}  # nobody's but ours
 
-name_of = lambda path: str(path.relative_to(CONFIGS).with_suffix(""))  # noqa: E731
+
+def name_of(path):
+    return str(path.relative_to(CONFIGS).with_suffix(""))
+
+
 shipped = pytest.mark.parametrize("path", SHIPPED, ids=name_of)
 
 

@@ -172,7 +172,10 @@ def test_documents_packed_into_a_row_do_not_see_each_other(x64):
     segments = np.int32(cut <= PLACES)
     batch = batch_of(TOKENS, PLACES - cut * segments, segments)
     packed = jax.jit(lambda p: forward(model(), p, batch)["tokens"])(params)
-    each = lambda p: [reference.logits(p, model().c, part) for part in np.split(TOKENS, [cut], axis=1)]  # noqa: E731
+
+    def each(p):
+        return [reference.logits(p, model().c, part) for part in np.split(TOKENS, [cut], axis=1)]
+
     assert relative(packed, np.concatenate(jax.jit(each)(params), axis=1)) < 1e-13
 
 

@@ -15,8 +15,13 @@ R = np.random.default_rng(0)
 def test_dense_and_its_gradients(back, x64):
     w, bias = R.normal(size=(6, 10)), R.normal(size=6 if back else 10)
     x, g = R.normal(size=(2, 3, 10 if back else 6)), R.normal(size=(2, 3, 6 if back else 10))
-    ours = lambda x, w, bias: add_bias(dense(x, w, transpose=back), nnx.Param(bias))  # noqa: E731
-    plain = lambda x, w, bias: jnp.einsum("bti,oi->bto" if back else "bti,io->bto", x, w) + bias  # noqa: E731
+
+    def ours(x, w, bias):
+        return add_bias(dense(x, w, transpose=back), nnx.Param(bias))
+
+    def plain(x, w, bias):
+        return jnp.einsum("bti,oi->bto" if back else "bti,io->bto", x, w) + bias
+
     got, want = ((y, *back(g)) for y, back in (jax.vjp(f, x, w, bias) for f in (ours, plain)))
     assert_close([*map(np.asarray, got)], [*map(np.asarray, want)], 1e-14)
 

@@ -47,8 +47,13 @@ def check(got, want, tolerance=1e-13):
 def test_xla_attention_is_the_naive_one(time, packed, x64):
     """From 128 on, an even number of positions is done in two blocks."""
     segments = documents(time) if packed else None
-    ours = lambda q, k, v: attention(q, k, v, ALL, segment_ids=segments)  # noqa: E731
-    naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments)  # noqa: E731
+
+    def ours(q, k, v):
+        return attention(q, k, v, ALL, segment_ids=segments)
+
+    def naive(q, k, v):
+        return reference.attention(q, k, v, HEADS, segments)
+
     check(*(jax.jit(with_gradients(f))(*inputs(time)) for f in (ours, naive)))
 
 
@@ -68,8 +73,13 @@ def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
     k, v = (x[..., : of.kv_heads * WIDTH // HEADS] for x in (k, v))
     segments, positions = documents(time), np.random.default_rng(2).integers(0, 300, (2, time), dtype=np.int32)
     rotary = (lambda x: reference.rotate(x, positions, of.rope_theta)) if of.rope_theta else lambda x: x
-    ours = lambda q, k, v: attention(q, k, v, of, positions=positions, segment_ids=segments)  # noqa: E731
-    naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, causal=of.causal, rotary=rotary)  # noqa: E731
+
+    def ours(q, k, v):
+        return attention(q, k, v, of, positions=positions, segment_ids=segments)
+
+    def naive(q, k, v):
+        return reference.attention(q, k, v, HEADS, segments, causal=of.causal, rotary=rotary)
+
     split = (None, None, "heads")
     got = over_model(with_gradients(ours), model, (split,) * 4, (split,) * 4)(q, k, v, g)
     for a, b in zip(got, jax.jit(with_gradients(naive))(q, k, v, g), strict=True):
@@ -81,11 +91,16 @@ def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
 def test_dropout_is_keyed_by_head_and_position_however_heads_are_split(time, model, x64):
     samples, segments = np.array([3, 9]), documents(time)
     key = DropoutKey(jnp.uint32(5), jnp.int32(7), jnp.asarray(samples, jnp.int32), 2)
-    ours = lambda q, k, v: attention(  # noqa: E731
-        q, k, v, dataclasses.replace(ALL, dropout=0.25), key=key, segment_ids=segments
-    )
-    drop = lambda p: reference.Dropout((5, 7), samples).probabilities(p, 0.25, 2)  # noqa: E731
-    naive = lambda q, k, v: reference.attention(q, k, v, HEADS, segments, drop)  # noqa: E731
+
+    def ours(q, k, v):
+        return attention(q, k, v, dataclasses.replace(ALL, dropout=0.25), key=key, segment_ids=segments)
+
+    def drop(p):
+        return reference.Dropout((5, 7), samples).probabilities(p, 0.25, 2)
+
+    def naive(q, k, v):
+        return reference.attention(q, k, v, HEADS, segments, drop)
+
     split = (None, None, "heads")
     check(
         over_model(with_gradients(ours), model, (split,) * 4, (split,) * 4)(*inputs(time)),
@@ -118,7 +133,10 @@ def test_splash_is_the_xla_attention(width, packed, causal, shared):
     shape, segments = (1, 128, 4, width), documents(128, 1) if packed else None
     q, k, v, g = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
     k, v = k[:, :, ::shared], v[:, :, ::shared]
-    run = lambda kernel: with_gradients(lambda q, k, v: kernel(q, k, v, segments, causal, None))(q, k, v, g)  # noqa: E731
+
+    def run(kernel):
+        return with_gradients(lambda q, k, v: kernel(q, k, v, segments, causal, None))(q, k, v, g)
+
     for a, b in zip(run(functools.partial(KERNELS["splash"], interpret=True)), run(KERNELS["xla"]), strict=True):
         assert relative(a, b) < 4e-6
 

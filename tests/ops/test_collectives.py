@@ -87,7 +87,10 @@ def test_a_stretch_of_split_matrices_computes_their_product(sequence, x64):
     stream, columns, rows = P(None, sequence or None), P(None, "model"), P("model")
     specs = {"ins": (stream, columns, rows, stream), "outs": (stream, stream, columns, rows)}
     got = run(both, X, a, b, g, **specs, sequence=sequence)
-    same = lambda x: x  # noqa: E731
+
+    def same(x):
+        return x
+
     for ours, plain in zip(got, both(X, a, b, g, f_op=same, g_op=same), strict=True):
         np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-13)
 

@@ -15,7 +15,10 @@ NAMES = {"table": ("vocab", "width"), "blocks": {"up": ("layers", "width", "mlp"
 
 def tree(vocab=61, mlp=16):
     shapes = {"table": (vocab, 6), "blocks": {"up": (3, 6, mlp), "bias": (3, mlp)}}
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+
+    def is_shape(x):
+        return isinstance(x, tuple)
+
     return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=is_shape)
 
 

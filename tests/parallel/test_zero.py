@@ -86,8 +86,13 @@ def test_fetching_scatters_gradients_and_keeps_no_weights(held):
     run = with_gathered_weights(
         lambda w, x, extra: jnp.tanh(x @ w / 100) * extra, gather, lambda g: 2 * g, prevent_cse=True
     )
-    plain = lambda w, x: (jnp.tanh(x @ (2 * w) / 100) * extra).sum()  # noqa: E731
-    ours = lambda slots, x: run(slots, w, 2 * w if held else None, x, extra).sum()  # noqa: E731
+
+    def plain(w, x):
+        return (jnp.tanh(x @ (2 * w) / 100) * extra).sum()
+
+    def ours(slots, x):
+        return run(slots, w, 2 * w if held else None, x, extra).sum()
+
     assert_equal(jax.grad(ours, (0, 1))(jnp.zeros_like(w), x), jax.grad(plain, (0, 1))(w, x))
     assert len(gathers) == (0 if held else 2)  # forward and backward
     residuals = jax.tree.leaves(jax.vjp(lambda x: run(jnp.zeros_like(w), w, None, x, extra), x)[1])

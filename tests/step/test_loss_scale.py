@@ -147,7 +147,10 @@ def test_the_loss_is_told_unscaled_and_small_gradients_are_kept():
 
 def distance(a, b) -> float:
     """Of two trees, as a share of the second's norm."""
-    norm = lambda tree: np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(tree)))  # noqa: E731
+
+    def norm(tree):
+        return np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(tree)))
+
     return norm(jax.tree.map(np.subtract, jax.device_get(a), jax.device_get(b))) / norm(b)
 
 

@@ -33,7 +33,10 @@ def make_update(config, layout, steps=10):
     optimizer = Optimizer(config, steps)
     abstract = TrainState(jnp.int32(0), shapes, jax.eval_shape(optimizer.rule.init, shapes))
     specs = abstract.map_params(lambda _: plan.param_specs, lambda _: P())
-    body = lambda state, grads: optimizer.update(plan, state, grads)  # noqa: E731
+
+    def body(state, grads):
+        return optimizer.update(plan, state, grads)
+
     return jax.jit(plan.shard_map(body, (specs, plan.param_specs), (specs, {"grad_norm": P(), "lr": P()})))
 
 
