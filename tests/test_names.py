@@ -34,7 +34,7 @@ STANDARD = {
     "stack": "numpy's; of layers, as arrays [layers, ...]",
     "scan": "lax.scan",
     "types": "of tokens, as in token_type_ids; of Python",
-    "ends": "of the model: embedding and head",
+    "ends": "of an answer, as end positions",
     "rows": "of a batch or a table",
     "examples": "labelled ones",
     "words": "of a text",

@@ -22,7 +22,7 @@ PARTS = ("embedding", "blocks", "head", "messages", "weights", "gradients", "sca
 """Named scopes of the step, as they appear in the names of compiled operations."""
 
 Shares = Mapping[str, np.ndarray]
-"""For each condition NAME, of a branch or of a loop of at most one iteration in a scope called when_NAME: the fraction
+"""For each conditional NAME, a branch or a loop of at most one iteration in a scope called when_NAME: the fraction
 of its evaluations in which it is true, float [stages]."""
 
 
@@ -144,11 +144,11 @@ class Instruction(NamedTuple):
 class _CallPath(NamedTuple):
     """The calls, loops and branches that lead from the entry to a computation.
 
-    counts: how often it runs in a step, float [stages].  conditions: names of the conditions on the path.  fused_kind:
-    the collective that the whole computation stands for."""
+    counts: how often it runs in a step, float [stages].  conditionals: their names on the path.  fused_kind: the
+    collective that the whole computation stands for."""
 
     counts: np.ndarray
-    conditions: tuple[str, ...] = ()
+    conditionals: tuple[str, ...] = ()
     fused_kind: str | None = None
 
 
@@ -203,17 +203,17 @@ class HloModule:
                 listed = re.search(r"branch_computations=\{([^}]*)\}", i.attributes)
                 by_flag = [i.attribute("false_computation"), i.attribute("true_computation")]
                 branches = re.findall(r"[\w.\-]+", listed[1]) if listed else by_flag
-            name = self._condition(i, branches, path.conditions)
+            name = self._conditional(i, branches, path.conditionals)
             for index, branch in enumerate(branches):
                 counts = path.counts
                 if name in shares:
                     is_true = index > 0 or i.opcode == "while"
                     counts = counts * (shares[name] if is_true else 1 - shares[name])
-                yield branch, _CallPath(counts, (*path.conditions, name), path.fused_kind)
+                yield branch, _CallPath(counts, (*path.conditionals, name), path.fused_kind)
 
-    def _condition(self, i: Instruction, branches: list[str], outer: tuple[str, ...]) -> str:
-        """NAME of a condition in a scope called when_NAME, from its own scope, or where the compiler dropped that, from
-        its branches' instructions; empty if none has one.  outer: conditions on the path to it."""
+    def _conditional(self, i: Instruction, branches: list[str], outer: tuple[str, ...]) -> str:
+        """NAME of a conditional in a scope called when_NAME, from its own scope; where the compiler dropped that, from
+        its branches' instructions; empty if none has one.  outer: the conditionals on the path to it."""
         inner = [each for branch in branches for each in self.computations[branch]]
         for scope in (each.scope for each in (i, *inner)):
             names = [name for name in re.findall(r"\bwhen_(\w+)/(?:cond|while)", scope) if name not in outer]
@@ -253,7 +253,7 @@ def _collective(i: Instruction, shapes: dict[str, str], path: _CallPath, devices
         stage_counts=tuple(map(float, path.counts)),
         groups=groups,
         scope=i.scope,
-        conditional=bool(path.conditions),
+        conditional=bool(path.conditionals),
         lowered_as=lowered_as,
     )
 

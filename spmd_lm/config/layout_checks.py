@@ -123,9 +123,9 @@ def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objectiv
     if degrees["data"] == -1:
         del degrees["data"]
     product, batch_shards = math.prod(degrees.values()), 1
-    if product == 0:  # data_degree_is_not_zero
-        return
-    if devices % product or ("data" in degrees and devices not in (0, product)):
+    if product == 0:  # data_degree_is_not_zero reports it
+        devices = 0
+    elif devices % product or ("data" in degrees and devices not in (0, product)):
         terms = " x ".join(f"parallel.{axis}={n}" for axis, n in degrees.items() if n > 1) or "parallel.data=1"
         problem = f"makes {product} devices, but there are {devices}"
         if "data" not in degrees:

@@ -67,8 +67,8 @@ def read(text: str) -> tuple[Any, list[str]]:
         return None, ["nested too deeply. A value is a scalar or a list of scalars"]
     except ReaderError as error:
         return None, [f"not YAML: {' '.join(str(error).split())}. Save it as UTF-8 text"]
-    except (ValueError, KeyError, AttributeError) as error:  # of explicit tags, as in `!!int twelve`
-        return None, [f"not YAML: {' '.join(str(error).split())}. Remove the tag, or correct the value"]
+    except (ValueError, KeyError, AttributeError):  # of explicit tags
+        return None, ["a tag does not fit its value, as in `!!int twelve`. Remove the tag, or correct the value"]
     except yaml.YAMLError as error:  # construct_decimal's
         return None, [str(error)]
 

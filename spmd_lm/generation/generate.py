@@ -166,4 +166,4 @@ class Generator:
 
     @property
     def _batch_spec(self) -> P:
-        return P(self.program.plan.activation_rules.axes("batch"))
+        return P(self.program.plan.axis_rules.axes("batch"))

@@ -28,7 +28,7 @@ Gather = Callable[[Params], Params]  # makes one layer's parameters, of the stac
 
 
 class ModelInput(NamedTuple):
-    """Of one microbatch; a step has one of all its microbatches, with a leading dimension."""
+    """One microbatch's input; a step's has a leading dimension, microbatches."""
 
     batch: Batch
     dropout_key: DropoutKey | None = None  # None for no dropout
@@ -49,7 +49,7 @@ def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = N
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, a key of ops.attention.KERNELS.
-    accum_dtype: of the head's sums over chunks of tokens, in backward.  scan_layers: whether layers run in a loop."""
+    accum_dtype: of the head's sums of gradients over chunks of tokens.  scan_layers: whether layers run in a loop."""
 
     c: Model
     objective: Objective

@@ -58,8 +58,8 @@ def widen(x: jax.Array) -> jax.Array:
 def dense(x: jax.Array, w: jax.Array, transpose: bool = False) -> jax.Array:
     """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.
 
-    All products with the matrices of blocks and heads go through here, the token table's apart: one place to change for
-    a backend or a quantizer."""
+    All products with the matrices of blocks and heads go through here, except those with the token table: one place to
+    change for a backend or a quantizer."""
     return lax.dot_general(x, w, (((x.ndim - 1,), (int(transpose),)), ((), ())))
 
 

@@ -1,9 +1,9 @@
 """Cross-entropy of a linear head that never holds all logits: it runs over chunks of tokens, and computes gradients in
 the forward pass.
 
-The vocabulary may be sharded.  Then no logits cross devices: per token a maximum, a normalizer and the target's logit
-do, and the sum of the input's gradient (arXiv:1909.08053, section 3).  Logits are float32 or wider
-whatever the matrices are.  Rows of the table from `vocab` on are padding: they get no probability and no gradient.
+The vocabulary may be sharded.  Then devices exchange a maximum, a normalizer and the target's logit per token, and the
+input's gradient, but no other logits (arXiv:1909.08053, section 3).  Logits are float32 or wider whatever the matrices
+are.  Rows of the table from `vocab` on are padding: they get no probability and no gradient.
 
 Shapes: N tokens of one chunk, V local rows of the table, W width."""
 

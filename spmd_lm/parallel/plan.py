@@ -147,7 +147,7 @@ class Plan:
     @functools.cached_property
     def batch_spec(self) -> P:
         """PartitionSpec of every array of a batch: microbatches, then rows."""
-        return P(None, self.activation_rules.axes("batch"))
+        return P(None, self.axis_rules.axes("batch"))
 
     def sharding(self, specs: Tree) -> Tree:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))
@@ -180,11 +180,11 @@ class Plan:
         return jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), self.to_model_order(params), self.shapes)
 
     @functools.cached_property
-    def activation_rules(self) -> AxisRules:
+    def axis_rules(self) -> AxisRules:
         """Of a model's activations inside the step; parameters have `param_rules`."""
-        return self._activation_rules(self.sequence)
+        return self._axis_rules(self.sequence)
 
-    def _activation_rules(self, sequence: bool) -> AxisRules:
+    def _axis_rules(self, sequence: bool) -> AxisRules:
         return AxisRules(activation_rules(sequence).with_data_axes(self.data_axes).table, self.sizes)
 
     def shard_map(self, body: Callable, in_specs: Tree, out_specs: Tree, *, whole_sequence: bool = False) -> Callable:
@@ -193,7 +193,7 @@ class Plan:
         to shard."""
 
         def body_under_rules(*args):
-            with use_axis_rules(self._activation_rules(False) if whole_sequence else self.activation_rules):
+            with use_axis_rules(self._axis_rules(False) if whole_sequence else self.axis_rules):
                 return body(*args)
 
         return jax.shard_map(body_under_rules, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -59,15 +59,14 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     with handle_signals(not_ignored(signal.SIGINT, signal.SIGTERM), _exit), remove_if_empty(final.parent):
         try:
             temporary.mkdir(parents=True)
-            try:
-                yield temporary
-                require_absent_or_empty(target)
-                os.rename(temporary, final)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)  # gone already, once it is renamed
+            yield temporary
+            require_absent_or_empty(target)
+            os.rename(temporary, final)
         except OSError as error:
             what = f"{error.filename or target}: {error.strerror}. {target} was not created"
             raise ConfigError(f"{what}: free some space, change the permissions, or choose another name.") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # gone already, once it is renamed
 
 
 def _exit(number: int, _: FrameType | None) -> None:

@@ -60,15 +60,18 @@ def test_what_stands_twice_is_written_twice():
         "a: *b",
         "a: 1\n---\nb: 2",
         "!!python/name:os.system x",
-        "!!int twelve",
-        "!!bool maybe",
-        "a: !!timestamp x",
         "a: \x00",
     ],
 )
 def test_invalid_yaml_is_reported_and_not_raised(text):
     value, problems = syntax.read(text)
     assert value is None and len(problems) == 1 and "not YAML: " in problems[0]
+
+
+@pytest.mark.parametrize("text", ["!!int twelve", "!!bool maybe", "a: !!timestamp x"])
+def test_a_tag_that_does_not_fit_its_value_is_reported(text):
+    fits_not = "a tag does not fit its value, as in `!!int twelve`. Remove the tag, or correct the value"
+    assert syntax.read(text) == (None, [fits_not])
 
 
 def test_an_alias_inside_its_own_anchor_is_an_error():

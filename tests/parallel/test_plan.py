@@ -94,14 +94,14 @@ def test_a_plan_needs_no_devices():
 
 
 @pytest.mark.parametrize("model", [1, 2, 4, 8])
-def test_placing_and_taking_back_changes_no_bit(model):
+def test_padding_and_cropping_changes_no_bit(model):
     made, r = plan(Layout(model=model)), np.random.default_rng(0)
     params = jax.tree.map(lambda s: jnp.asarray(r.normal(size=s.shape), s.dtype), tree())
-    placed = made.from_canonical(params)
-    assert jax.tree.map(jnp.shape, placed) == jax.tree.map(lambda s: s.shape, made.padded_shapes)
-    assert_equal(made.canonical(placed), params)
-    assert not np.asarray(placed["table"])[61:].any()
-    assert_equal(made.from_canonical(made.canonical(placed)), placed)
+    padded = made.from_canonical(params)
+    assert jax.tree.map(jnp.shape, padded) == jax.tree.map(lambda s: s.shape, made.padded_shapes)
+    assert_equal(made.canonical(padded), params)
+    assert not np.asarray(padded["table"])[61:].any()
+    assert_equal(made.from_canonical(made.canonical(padded)), padded)
 
 
 def test_what_does_not_divide_is_refused_all_at_once():
@@ -122,15 +122,15 @@ def test_canonical_arrays_are_split_where_their_own_size_divides():
 
 
 def test_a_model_sees_names_and_the_mesh_axes_that_hold_them():
-    activation_rules = plan(Layout(data=4, model=2)).activation_rules
-    assert [activation_rules.axes(name) for name in ("batch", "sequence", "heads")] == [
+    axis_rules = plan(Layout(data=4, model=2)).axis_rules
+    assert [axis_rules.axes(name) for name in ("batch", "sequence", "heads")] == [
         ("replica", "data"),
         (),
         ("model",),
     ]
-    assert activation_rules.sizes == {"pipe": 1, "replica": 1, "data": 4, "model": 2}
+    assert axis_rules.sizes == {"pipe": 1, "replica": 1, "data": 4, "model": 2}
     with pytest.raises(KeyError, match="haeds"):
-        activation_rules.axes("haeds")
+        axis_rules.axes("haeds")
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -45,9 +45,9 @@ def test_shards_that_do_not_divide_are_padded():
         "norm": (6,),
     }
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-    placed = made.from_canonical(params)
-    assert float(placed["up"].sum()) == 3 * 6 * 16 and not np.asarray(placed["up"])[:, 6:].any()
-    assert_equal(made.canonical(placed), params)
+    padded = made.from_canonical(params)
+    assert float(padded["up"].sum()) == 3 * 6 * 16 and not np.asarray(padded["up"])[:, 6:].any()
+    assert_equal(made.canonical(padded), params)
 
 
 @pytest.mark.parametrize("layout", [Layout(data=4, model=2), Layout(replica=2, data=2, model=2)], ids=str)
@@ -56,7 +56,7 @@ def test_gathering_and_scattering_are_exact(layout):
     made = plan(layout, 3, jax.devices())
     r = np.random.default_rng(0)
     whole = {name: jnp.asarray(r.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
-    placed = made.from_canonical(whole)
+    padded = made.from_canonical(whole)
     over_data = jax.tree.map(made.param_rules.spec, NAMES, is_leaf=lambda n: isinstance(n, tuple))
 
     def body(shards):
@@ -65,12 +65,12 @@ def test_gathering_and_scattering_are_exact(layout):
         shards = made.scatter({name: x * mine for name, x in full.items()}, made.sharded_names)
         return full, made.psum_gradients(shards, made.sharded_names)
 
-    full, all_reduced = jax.jit(made.shard_map(body, (made.param_specs,), (over_data, made.param_specs)))(placed)
+    full, all_reduced = jax.jit(made.shard_map(body, (made.param_specs,), (over_data, made.param_specs)))(padded)
     total = sum(1 + d + 10 * r for d in range(layout.data) for r in range(layout.replica))
     for name in ("table", "up"):
         rows = tuple(slice(n) for n in SHAPES[name])
         np.testing.assert_array_equal(np.asarray(full[name])[rows], whole[name])
-        np.testing.assert_allclose(np.asarray(all_reduced[name]), np.asarray(placed[name]) * total, rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(all_reduced[name]), np.asarray(padded[name]) * total, rtol=1e-6)
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -333,7 +333,7 @@ def test_simulated_pipelines_send_the_same(parallel):
 
 @pytest.mark.parametrize(("name", "remat", "scan", "parallel"), PIPELINES, ids=str)
 def test_pipelines_send_what_theory_expects(name, remat, scan, parallel):
-    """Conditions count as often as they are true; permutes run in every tick; no condition holds a collective over
+    """Conditionals count as often as they are true; permutes run in every tick; no conditional holds a collective over
     `pipe`."""
     result = audited(name, remat, scan, layers=4, **parallel)
     exact(result)

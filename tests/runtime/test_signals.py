@@ -79,11 +79,14 @@ def test_a_block_can_be_entered_again():
             assert signals.received is None
 
 
-def test_ctrl_c_interrupts_the_filling_of_a_directory_and_removes_it(tmp_path, ctrl_c):
-    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "new") as directory:
+@pytest.mark.parametrize(
+    ("number", "stopped"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=["ctrl-c", "term"]
+)
+def test_a_signal_interrupts_the_filling_of_a_directory_and_removes_it(tmp_path, ctrl_c, number, stopped):
+    with pytest.raises(stopped) as told, atomic_directory(tmp_path / "new") as directory:
         (directory / "file").touch()
-        signal.raise_signal(signal.SIGINT)
-    assert not [*tmp_path.iterdir()]
+        signal.raise_signal(number)
+    assert getattr(told.value, "code", 143) == 143 and not [*tmp_path.iterdir()]
 
 
 def test_outside_the_main_thread_nothing_is_installed():

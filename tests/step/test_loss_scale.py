@@ -268,6 +268,14 @@ def test_a_resumed_run_is_the_same_bit_for_bit(scaled, tmp_path):
     assert_equal(*ends)
 
 
+def test_a_state_without_a_scale_gets_one():
+    with_one, without = (Program(make_config(precision=p), jax.devices()[:1]) for p in (FLOAT16, FLOAT32))
+    bare = without.canonical(without.init())
+    again = with_one.from_canonical(bare)
+    assert bare.loss_scale is None and again.loss_scale == jax.device_get(init_loss_scale(with_one.config.precision))
+    assert_equal(with_one.canonical(again).params, bare.params)
+
+
 @pytest.mark.slow
 def test_a_run_may_take_up_float16_and_give_it_up(scaled, tmp_path):
     """A scale is left behind, or begins anew; without one a checkpoint is what it was before there were any."""

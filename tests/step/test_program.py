@@ -19,7 +19,7 @@ def test_the_first_state_is_born_as_described(x64):
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(state.opt_state))
 
 
-def test_canonical_and_placed_are_inverse_bit_for_bit(x64):
+def test_canonical_and_from_canonical_are_inverse_bit_for_bit(x64):
     p = program(run_of("model8", 1, "unrolled", "full"))
     state = p.init()
     bare = p.canonical(state)

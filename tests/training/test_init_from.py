@@ -63,7 +63,9 @@ def test_an_objective_without_a_pooler_does_not_use_it(pretrained):
     assert {name for name in ours if name.startswith("head")} == HEAD and "head.pooler" in message
 
 
-@pytest.mark.parametrize(("kind", "new"), [("classification", set()), ("multiple choice", HEAD)])
+@pytest.mark.parametrize(
+    ("kind", "new"), [("classification", set()), pytest.param("multiple choice", HEAD, marks=pytest.mark.slow)]
+)
 def test_a_head_is_reused_by_its_own_objective_alone(pretrained, tmp_path, kind, new):
     """One output here, two there: of other shapes as well, but a span's and two classes' are alike."""
     p, state, _ = warm_start(pretrained[0])

@@ -2,9 +2,9 @@
 
 In each tick a stage receives what its neighbours sent in the tick before, and runs at most one chunk of its layers
 forward and one backward, usually of different microbatches.  Between a task's forward and its backward it saves only
-the chunk's input, and runs the chunk for its gradients again, unless it is the last, whatever the remat policy inside.
-Idle halves of a tick are skipped by a conditional (`cond_in_place`), but their stage takes part in the permutes; no
-collective inside a conditional spans `pipe`.
+the chunk's input, and runs the chunk again for its gradients, whatever the remat policy inside; only the last chunk
+runs once, except in breadth-first schedules.  Idle halves of a tick are skipped by a conditional (`cond_in_place`), but
+their stage takes part in the permutes; no collective inside a conditional spans `pipe`.
 
 A breadth-first schedule runs all microbatches through a chunk before the next.  So in training, weights that ZeRO
 shards are gathered once per chunk and direction, and gradients scattered once per chunk.  Its forward is over before
