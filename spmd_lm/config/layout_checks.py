@@ -129,7 +129,7 @@ def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objectiv
         terms = " x ".join(f"parallel.{axis}={n}" for axis, n in degrees.items() if n > 1) or "parallel.data=1"
         problem = f"makes {product} devices, but there are {devices}"
         if "data" not in degrees:
-            problem = f"does not divide {devices} devices"
+            problem = f"does not divide {devices} device{'s' * (devices > 1)}"
         yield use(f"{terms} {problem}; every device must be used", *_nearest_layouts(degrees, devices))
     elif devices:
         batch_shards = devices // (parallel.pipe * parallel.model)

@@ -224,7 +224,8 @@ def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.split(".")
-        value, errors = syntax.read(text)
+        is_pattern = text.startswith("*")  # as in data.path='*.md'; YAML would look for an anchor of this name
+        value, errors = (cast(Any, text), []) if is_pattern else syntax.read(text)
         if not equals or not all(keys):
             problems.append(f"{COMMAND_LINE}: '{override}' is not an override. Write section.key=value.")
         elif errors:

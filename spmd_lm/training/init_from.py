@@ -31,7 +31,8 @@ class PretrainedRun:
         step = self.checkpoints.latest_step()
         if step is None:
             raise CheckpointError(
-                f"run.init_from={directory}: it holds no checkpoint. Train it first, with checkpoint.every."
+                f"run.init_from={directory}: {'it holds no checkpoint' if directory.exists() else 'no such run'}. "
+                "Train it first, with checkpoint.every."
             )
         saved, config = self.checkpoints.meta(step)["config"], program.config
         check_warm_start(saved, config.model_dump(by_alias=True), directory)

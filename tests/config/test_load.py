@@ -101,6 +101,11 @@ def test_overrides_are_yaml_on_the_same_paths(write):
     assert (config.model.heads, config.model.width) == (4, 64)
 
 
+def test_a_pattern_is_no_alias(write):
+    write(a=TINY)
+    assert load("a.yaml", ["data.source=text", "data.path=*.md"]).data == Text(source="text", path="*.md")
+
+
 def test_a_base_is_relative_to_the_file_that_names_it(write, tmp_path):
     (tmp_path / "deep").mkdir()
     write(root=TINY)

@@ -125,3 +125,5 @@ def test_computation_and_regularization_may_differ(pretrained):
 def test_a_pretrained_run_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"run\.init_from=.*holds no checkpoint\. Train it first"):
         warm_start(tmp_path)
+    with pytest.raises(CheckpointError, match=r"run\.init_from=.*/none: no such run\. Train it first"):
+        warm_start(tmp_path / "none")
