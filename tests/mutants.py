@@ -74,9 +74,10 @@ WATCHERS = [
     "tests/step/test_pipeline.py",
     "tests/models/test_language_model.py",
     "tests/parallel/test_plan.py",
+    "tests/parallel/test_sharded_model.py",
     "tests/step/test_train_step.py",
 ]  # those tests that are marked `mutants`
-FIRST = {"models": "tests/models", "parallel": "tests/parallel", "pipeline": "test_pipeline"}
+FIRST = {"models": ["tests/models"], "parallel": ["tests/parallel"], "pipeline": ["tests/parallel", "test_pipeline"]}
 """By the package of what is broken: the watchers that are likely to notice, or cheap to ask."""
 
 EQUIVALENT = {
@@ -168,8 +169,8 @@ def caught(package: Path, file: str | None = None, source: str = "") -> str | No
         if file:
             (Path(place) / "spmd_lm" / file).write_text(source)
         env = os.environ | {"PYTHONPATH": place, "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax")}
-        package_of = Path(file or "").parent.name
-        watchers = sorted(WATCHERS, key=lambda path: FIRST.get(package_of, WATCHERS[0]) not in path)
+        first = FIRST.get(Path(file or "").parent.name, WATCHERS[:1])
+        watchers = sorted(WATCHERS, key=lambda path: not any(part in path for part in first))
         command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "--no-header", *watchers]
         try:
             run = subprocess.run(

@@ -8,16 +8,19 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.parallel.layers_loop import LayersLoop
 from spmd_lm.parallel.mesh import Layout, make_mesh
+from spmd_lm.parallel.pipeline.interpreter import Pipeline
+from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ModelFns, ShardedModel, join_params
 from spmd_lm.step.train_step import accumulate, zero_gradients
+from tests.helpers import assert_close
 
 STACK = {"w": jnp.array([2.0, 3.0, 5.0])}
 PARAMS = {"blocks": STACK, "start": jnp.array(7.0)}
 
 
 def block(p, x, microbatch, layer):
-    return x * p["w"] + layer, {"balance": p["w"] * microbatch, "size": x}
+    return x * p["w"] + layer, {"balance": (p["w"] * microbatch).sum(), "size": x.sum()}
 
 
 def embed(params, microbatch):
@@ -25,14 +28,14 @@ def embed(params, microbatch):
 
 
 def head(params, x, microbatch):
-    return {"end": 10 * x}
+    return {"end": 10 * x.sum()}
 
 
-def model_fns(scan: bool) -> ModelFns:
+def model_fns(loop: LayersLoop) -> ModelFns:
     def all_params(params):
         return params
 
-    return ModelFns(embed, block, head, all_params, all_params, LayersLoop(scan))
+    return ModelFns(embed, block, head, all_params, all_params, loop)
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -50,7 +53,7 @@ def test_auxiliary_losses_join_the_loss_and_reach_the_gradients(scan):
     plan = Plan(layout, make_mesh(layout, jax.devices()[:1]), "cpu", names, jax.eval_shape(lambda: PARAMS))
 
     def body(params, batch):
-        model = ShardedModel.from_params(model_fns(scan), plan, params, jnp.float32, jnp.float32)
+        model = ShardedModel.from_params(model_fns(LayersLoop(scan)), plan, params, jnp.float32, jnp.float32)
         losses, grads = accumulate(model, batch, (model.zero_losses(batch), zero_gradients(model, params)))
         return losses, join_params(grads)
 
@@ -60,3 +63,42 @@ def test_auxiliary_losses_join_the_loss_and_reach_the_gradients(scan):
     assert losses == {"end": 10 * (43 * 5 + 2), "balance": 10, "size": 7 + 14 + 43}
     assert float(grads["start"]) == 10 * 30 + 1 + 2 + 6
     np.testing.assert_allclose(grads["blocks"]["w"], [10 * 7 * 15 + 1 + 7 + 21, 10 * 14 * 5 + 1 + 14, 10 * 43 + 1])
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize(
+    ("kind", "chunks", "layers_per_remat_block"),
+    [("gpipe", 1, 2), ("1f1b", 1, 1), ("interleaved", 2, 1), ("interleaved", 2, 2), ("breadth_first", 2, 1)],
+)
+def test_every_schedule_computes_what_one_device_does(kind, chunks, layers_per_remat_block, x64):
+    layout, microbatches, layers = Layout(pipe=2), 4, 8
+    r = np.random.default_rng(0)
+    params = {"blocks": {"w": jnp.asarray(r.normal(size=(layers, 3)))}, "start": jnp.asarray(r.normal(size=3))}
+    batch = jnp.asarray(r.normal(size=(microbatches, 2, 5, 3)))
+    names, shapes = {"blocks": {"w": ("layers", "width")}, "start": ("width",)}, jax.eval_shape(lambda: params)
+    plan = Plan(layout, make_mesh(layout, jax.devices()[:2]), "cpu", names, shapes, chunks=chunks)
+    fns = model_fns(LayersLoop(layers_per_remat_block=layers_per_remat_block))
+
+    def body(params, batch):
+        model = ShardedModel.from_params(fns, plan, params, jnp.float64, jnp.float64)
+        pipeline = Pipeline(model, make_schedule(kind, 2, microbatches, chunks), batch)
+        zeros = model.zero_losses(batch)
+        losses, grads = pipeline.gradients(zeros, zero_gradients(model, params))
+        return *map(plan.psum_stages, (losses, pipeline.evaluate(zeros))), model.reduce_gradients(grads)
+
+    def losses_of_all(params):
+        losses = dict.fromkeys(("end", "balance", "size"), 0.0)
+        for microbatch in batch:
+            x = embed(params, microbatch)
+            for i, w in enumerate(params["blocks"]["w"]):
+                x, of_layer = block({"w": w}, x, microbatch, i)
+                losses = {name: loss + of_layer.get(name, 0) for name, loss in losses.items()}
+            losses["end"] += head(params, x, microbatch)["end"]
+        return sum(losses.values()), losses
+
+    run = plan.shard_map(body, (plan.param_specs, P()), (P(), P(), plan.param_specs))
+    trained, evaluated, grads = jax.jit(run)(plan.from_canonical(params), batch)
+    wanted, wanted_losses = jax.jit(jax.grad(losses_of_all, has_aux=True))(params)
+    assert_close(trained, wanted_losses, 1e-12)
+    assert_close(evaluated, wanted_losses, 1e-12)
+    assert_close(plan.canonical(grads), wanted, 1e-12)
