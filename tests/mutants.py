@@ -75,9 +75,15 @@ WATCHERS = [
     "tests/models/test_language_model.py",
     "tests/parallel/test_plan.py",
     "tests/parallel/test_sharded_model.py",
+    "tests/step/test_loss_scale.py",
     "tests/step/test_train_step.py",
 ]  # those tests that are marked `mutants`
-FIRST = {"models": ["tests/models"], "parallel": ["tests/parallel"], "pipeline": ["tests/parallel", "test_pipeline"]}
+FIRST = {
+    "models": ["tests/models"],
+    "parallel": ["tests/parallel"],
+    "pipeline": ["tests/parallel", "test_pipeline"],
+    "step": ["test_loss_scale", "test_mutants"],
+}
 """By the package of what is broken: the watchers that are likely to notice, or cheap to ask."""
 
 EQUIVALENT = {
@@ -87,6 +93,7 @@ EQUIVALENT = {
     "drop a factor: 8 * tile": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "tile * shards": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "(~frozen).sum()) * leaf.size": "a printed count of parameters; tests/step/test_freeze.py sees it",
+    "double psum: lax.psum((~local)": "a count, of which it matters only whether it is 0",
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
     "optimization_barrier((d_sinks, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; test_audit.py sees an H100's",

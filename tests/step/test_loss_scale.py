@@ -50,6 +50,7 @@ TABLE = [  # what a step does to scale, growth_tracker, hysteresis_tracker, skip
 ]
 
 
+@pytest.mark.mutants
 def test_the_scale_moves_as_its_rules_say():
     p = Precision(**FLOAT16, initial_scale=8, scale_window=3)
     state, move = init_loss_scale(p), jax.jit(functools.partial(next_loss_scale, p))
@@ -131,6 +132,7 @@ def test_a_step_after_a_skipped_one_is_the_update_that_it_would_have_been():
     assert told["lr"] == told_too["lr"] and told["loss"] == told_too["loss"]
 
 
+@pytest.mark.mutants
 def test_the_loss_is_told_unscaled_and_small_gradients_are_kept():
     """With the scale in the loss the update follows float32; without, what float16 has no number for is lost."""
     p, exact = program(ONE), program(one_step(FLOAT32, data=1, microbatches=8))
@@ -154,6 +156,7 @@ def distance(a, b) -> float:
     return norm(jax.tree.map(np.subtract, jax.device_get(a), jax.device_get(b))) / norm(b)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize(
     ("worst", "clean"),
     [(1.0, True), (1e30, True), (np.inf, False), (np.nan, False)],  # the square of 1e30 is no float32
