@@ -82,7 +82,7 @@ FIRST = {
     "models": ["tests/models"],
     "parallel": ["tests/parallel"],
     "pipeline": ["tests/parallel", "test_pipeline"],
-    "step": ["test_loss_scale", "test_mutants"],
+    "step": ["test_loss_scale"],
 }
 """By the package of what is broken: the watchers that are likely to notice, or cheap to ask."""
 
