@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import spmd_lm
+from spmd_lm import api
+
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = ("load_config", "plan", "audit", "train", "evaluate", "generate")
 
@@ -22,6 +25,12 @@ def test_importing_the_package_loads_nothing_heavy():
     assert python(f"import spmd_lm; print(set({FUNCTIONS}) <= set(spmd_lm.__all__), hasattr(spmd_lm, 'tree'))") == (
         "True False\n"
     )
+
+
+def test_functions_are_imported_when_they_are_used():
+    assert spmd_lm.load_config is api.load_config and {*FUNCTIONS} <= {*dir(api)}
+    with pytest.raises(AttributeError, match="nothing"):
+        spmd_lm.nothing  # noqa: B018
 
 
 def test_no_module_has_the_name_of_a_public_function():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import spmd_lm
+from spmd_lm import api
 from spmd_lm.cli import VERBS, main
 from spmd_lm.config.load import dump, load
 from spmd_lm.errors import CheckpointError, Exit
@@ -219,6 +220,29 @@ def test_bench_takes_steps_and_warmup(work, capsys):
     assert main(["bench", DEBUG, "--steps", "4", "--warmup", "1"]) == 0
     assert calls[0][1:] == (4, 1)
     assert capsys.readouterr().out == "{'tokens_per_second': 3}\n"
+
+
+def test_audit_s_devices_are_its_topology_s(work, capsys):
+    calls = work("spmd_lm.planning.audit", "audit", {"ok": False}, render=lambda result: "differs")
+    assert main(["audit", DEBUG, "run.simulate_devices=4", "--topology", "cpu:8"]) == Exit.CHECK_FAILED
+    ((config, topology),) = calls
+    assert (config.run.simulate_devices, str(topology)) == (8, "cpu:8") and capsys.readouterr().out == "differs\n"
+    assert main(["audit", DEBUG, "--devices", "4", "--topology", "cpu:8"]) == Exit.CONFIG
+    assert errors(capsys) == ["error: --topology has devices of its own. Leave out --devices."]
+
+
+def test_functions_of_a_run(work):
+    config = api.load_config(DEBUG)
+    work("spmd_lm.training.loop", "train", Exit.DONE)
+    assert api.train(config) == config.run.directory
+    work("spmd_lm.training.loop", "train", Exit.PREEMPTED)
+    with pytest.raises(KeyboardInterrupt, match="resumes it"):
+        api.train(config)
+    work("spmd_lm.evaluation.evaluate", "evaluate_run", {"eval_loss": 1.0})
+    assert api.evaluate(config) == {"eval_loss": 1.0}
+    calls = work("spmd_lm.generation.generate", "generate_run", ["a text"])
+    assert api.generate(config, "a", tokens=3) == "a text"
+    assert calls[-1] == (config, ["a"], Sampling(tokens=3))
 
 
 def test_every_problem_is_one_line_without_a_traceback(capsys):

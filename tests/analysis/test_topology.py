@@ -1,4 +1,6 @@
+import jax
 import pytest
+from jax.experimental import topologies
 
 from spmd_lm.analysis import topology
 from spmd_lm.errors import ConfigError
@@ -48,3 +50,15 @@ def test_a_missing_compiler_names_the_extra_to_install(monkeypatch):
     for text in ("v5p:4x4x4", "h100:2x8"):
         with pytest.raises(ConfigError, match=r"pip install 'spmd-lm\[aot\]'"):
             topology.parse_topology(text).devices()
+
+
+def test_devices_that_the_compiler_does_not_know(monkeypatch):
+    def get_topology_desc(**options):
+        raise jax.errors.JaxRuntimeError("no such slice\nand a trace")
+
+    monkeypatch.setattr(topology, "is_installed", lambda name: True)
+    monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
+    with pytest.raises(
+        ConfigError, match=r"--topology v5p:4x4x4: .* does not know these devices: no such slice\. Known"
+    ):
+        topology.parse_topology("v5p:4x4x4").devices()

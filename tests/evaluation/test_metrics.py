@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_lm.evaluation import task_metrics as metrics
+from spmd_lm.evaluation.evaluate import text_metrics
 
 LABELS_AND_PREDICTIONS = st.integers(1, 40).flatmap(
     lambda n: st.tuples(*[st.lists(st.integers(0, 3), min_size=n, max_size=n)] * 2)
@@ -16,6 +17,22 @@ LABELS_AND_PREDICTIONS = st.integers(1, 40).flatmap(
 
 def arrays(*pair: list[int]) -> list[np.ndarray]:
     return [np.array(each) for each in pair]
+
+
+def test_several_losses_are_summed_and_told_apart():
+    first = {"masked_lm": (6.0, 1.0, 2.0), "sentence_order": (1.0, 1.0, 4.0)}  # loss, weight of the correct, weight
+    second = {"masked_lm": (2.0, 0.0, 2.0), "sentence_order": (1.0, 3.0, 4.0)}
+    assert text_metrics([first, second]) == (
+        {
+            "eval_loss": 2.25,
+            "eval_perplexity": math.exp(2.0),
+            "eval_masked_lm_loss": 2.0,
+            "eval_masked_lm_accuracy": 0.25,
+            "eval_sentence_order_loss": 0.25,
+            "eval_sentence_order_accuracy": 0.5,
+        },
+        4.0,
+    )
 
 
 def test_matthews_of_two_classes_by_hand():

@@ -7,9 +7,10 @@ import pytest
 
 from spmd_lm.axes import is_dim_names
 from spmd_lm.batch import Batch
-from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.models.heads import loss_weights
+from spmd_lm.models.language_model import LanguageModel, ModelInput
 from tests import reference
-from tests.helpers import make_config, relative
+from tests.helpers import TASKS, host_batch, make_config, relative
 
 L, D, M, V, T = 2, 32, 128, 61, 16  # layers, width, MLP, vocabulary, context
 NAMED = {
@@ -165,6 +166,22 @@ def test_logits_are_the_reference_s(changes, x64):
     assert ("sentence_order" in got) == ("sentence_order" in want)
     if "sentence_order" in want:
         assert relative(got["sentence_order"], want["sentence_order"]) < 1e-13
+
+
+@pytest.mark.parametrize("objective", [*TASKS, "masked language model"])
+def test_losses_are_the_reference_s(objective, x64):
+    config = make_config(model=BERT, **TASKS.get(objective, {"objective": MASKED}))
+    model = LanguageModel(config.model, config.objective, "float64", "xla")
+    params, batch = loud(model.init(0)), host_batch(config, 0)
+    weights = {name: w / w.sum(dtype=np.float64) for name, w in loss_weights(config.objective, batch).items()}
+
+    def loss(params):
+        x = model.embed(params, ModelInput(batch))
+        for i in range(config.model.layers):
+            x, _ = model.block(jax.tree.map(lambda p, i=i: p[i], params["blocks"]), x, ModelInput(batch), i)
+        return sum(model.losses(params, x, ModelInput(batch), weights).values())
+
+    assert float(jax.jit(loss)(params)) == pytest.approx(float(reference.loss(params, config, batch)), rel=1e-12)
 
 
 def test_documents_packed_into_a_row_do_not_see_each_other(x64):

@@ -47,6 +47,14 @@ def test_layers_run_in_order_and_know_their_index(scan):
 
 
 @pytest.mark.parametrize("scan", [True, False])
+def test_layers_that_share_weights_know_their_index_too(scan):
+    x, losses = LayersLoop(scan, layers_per_weight=3).run(block, ({"w": jnp.array([2.0])},), jnp.array(7.0), 1.0)
+    inputs = [7.0, 7 * 2.0, (7 * 2) * 2.0 + 1]
+    assert float(x) == inputs[2] * 2 + 2
+    assert {name: float(loss) for name, loss in losses.items()} == {"balance": 6.0, "size": sum(inputs)}
+
+
+@pytest.mark.parametrize("scan", [True, False])
 def test_auxiliary_losses_join_the_loss_and_reach_the_gradients(scan):
     layout = Layout()
     names = {"blocks": {"w": ("layers",)}, "start": ()}

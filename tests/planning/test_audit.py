@@ -11,7 +11,7 @@ from spmd_lm.analysis import topology
 from spmd_lm.analysis.hlo import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.planning.audit import audit, render
+from spmd_lm.planning.audit import _with_available_kernel, audit, render
 from tests.helpers import FILES, ORIGINAL_BERT, make_config
 
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
@@ -418,3 +418,11 @@ def test_an_excess_is_reported_with_its_cost(monkeypatch):
     _audited.cache_clear()
     assert not result["ok"]
     assert "an all-reduce replaces a reduce-scatter" in render(result)
+
+
+def test_a_kernel_that_is_not_installed_is_replaced_and_said(monkeypatch):
+    config = make_config(model=BIG | {"attention_dropout": 0.0}, precision=BF16)
+    for installed, attention in ((True, "auto"), (False, "xla")):
+        monkeypatch.setattr("spmd_lm.planning.audit.is_installed", lambda name, installed=installed: installed)
+        compiled, notice = _with_available_kernel(config)
+        assert (compiled.model.attention, notice is None) == (attention, installed)

@@ -71,6 +71,23 @@ def test_the_text_has_a_line_for_every_parameter():
         assert any(line.startswith(row) and line.endswith(format_bytes(size)) for line in lines)
 
 
+@pytest.mark.parametrize(("schedule", "chunks", "policy"), [("1f1b", 1, "block"), ("breadth_first", 2, "full")])
+def test_a_pipeline_is_drawn_and_ways_to_gather_are_compared(schedule, chunks, policy):
+    parallel = {"pipe": 2, "data": 4, "zero": 3, "microbatches": 4, "schedule": schedule, "chunks": chunks}
+    d = describe(make_config(model={"layers": 4}, parallel=parallel, remat={"policy": policy}, precision=FLOAT32))
+    lines, options = render(d).splitlines(), d["pipeline"]["choices"]
+    assert [line for line in lines if line.startswith("stage 0 ")] and d["pipeline"]["drawing"] in render(d)
+    assert [option["gathers"] for option in options] == [
+        "for each microbatch",
+        "once a step",
+        "for each layer and direction",
+    ]
+    best = min(options, key=lambda option: option["memory"] * option["wire"])
+    assert [option["recommended"] for option in options] == [option is best for option in options]
+    here = next(option for option in options if (option["schedule"], option["reduce_once"]) == (schedule, False))
+    assert here["memory"] == sum(d["memory"].values()) and here["bubble"] == d["pipeline"]["bubble"]
+
+
 def test_singular_and_plural():
     one = summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32)))
     assert "= 1 device (cpu)" in one and "= 1 microbatch x 1 shard x 16" in one

@@ -43,6 +43,39 @@ def make_update(config, layout, steps=10):
 OPTIM = AdamW(lr=0.1, min_lr=0.01, warmup=2, weight_decay=0.3, clip=5.0)
 
 
+@pytest.mark.parametrize(("layout", "chunks"), [(Layout(pipe=2, data=2), 2), (Layout(data=2), 1)], ids=str)
+def test_frozen_layers_stay_wherever_their_stage_is(layout, chunks, x64):
+    """Layers 0, 3 and 6 of eight, and a parameter that is no layer."""
+    r = np.random.default_rng(0)
+    params, grads = (
+        {"blocks": {"w": r.normal(size=(8, 6))}, "start": r.normal(size=6), "end": r.normal(size=6)} for _ in range(2)
+    )
+    frozen = {"blocks": {"w": np.arange(8) % 3 == 0}, "start": np.bool_(True), "end": np.bool_(False)}
+    names = {"blocks": {"w": ("layers", "width")}, "start": ("width",), "end": ("width",)}
+    shapes = jax.eval_shape(lambda: params)
+    mesh = make_mesh(layout, jax.devices()[: layout.devices])
+    plan = Plan(layout, mesh, "cpu", names, shapes, chunks=chunks)
+    optimizer = Optimizer(OPTIM, 10, frozen)
+    in_order = plan.from_canonical(params)
+    state = TrainState(jnp.int32(5), in_order, optimizer.rule.init(in_order))
+    specs = state.map_params(lambda _: plan.param_specs, lambda _: P())
+
+    def body(state, grads):
+        return optimizer.update(plan, state, grads)
+
+    run = plan.shard_map(body, (specs, plan.param_specs), (specs, {"grad_norm": P(), "lr": P()}))
+    state, scalars = jax.jit(run)(state, plan.from_canonical(grads))
+    trained = [grads["blocks"]["w"][~frozen["blocks"]["w"]], grads["end"]]
+    assert float(scalars["grad_norm"]) == pytest.approx(np.sqrt(sum(np.square(g).sum() for g in trained)), rel=1e-14)
+    moved = jax.tree.map(lambda new, old: np.asarray(new != old), plan.canonical(state.params), params)
+    assert (
+        moved["blocks"]["w"].all(1).tolist()
+        == moved["blocks"]["w"].any(1).tolist()
+        == (~frozen["blocks"]["w"]).tolist()
+    )
+    assert not moved["start"].any() and moved["end"].all()
+
+
 @pytest.mark.parametrize("clip", [5.0, 0.0])
 @pytest.mark.parametrize("layout", [Layout(), Layout(data=2, model=4), Layout(replica=2, model=2)], ids=str)
 def test_five_updates_are_adamw_s(layout, clip, x64):

@@ -4,7 +4,8 @@ import pytest
 
 from spmd_lm.errors import LayoutError
 from spmd_lm.step.program import Program, abstract_plan, make_model
-from tests.helpers import FLOAT32, assert_equal, canonical, make_config, program, run_of
+from tests import reference
+from tests.helpers import FLOAT32, assert_equal, canonical, device_batch, host_batch, make_config, program, run_of
 
 
 def described(tree):
@@ -29,6 +30,16 @@ def test_canonical_and_from_canonical_are_inverse_bit_for_bit(x64):
     again = p.from_canonical(bare)
     assert described(again) == described(state)
     assert_equal(again, state)
+
+
+def test_forward_gives_all_devices_the_reference_s_logits(x64):
+    p = program(run_of("data4-model2", 2))
+    got = p.forward(p.init().params, device_batch(p, 0))["tokens"]
+    assert got.is_fully_replicated
+    first = canonical(p, p.init()).params
+    want = reference.predictions(first, p.config, host_batch(p.config, 0))["causal_lm"]
+    without_padding = np.asarray(got)[..., : p.config.model.vocab].reshape(want.shape)
+    np.testing.assert_allclose(without_padding, want, rtol=0, atol=1e-13)
 
 
 def test_a_program_takes_all_devices_and_no_fewer():
