@@ -71,7 +71,7 @@ def test_greedy_text_equals_that_of_full_forward_passes(layout, x64):
 SHARDED = pytest.param("replica2-data2-model2-sequence-zero3", marks=pytest.mark.mutants)
 
 
-@pytest.mark.parametrize("layout", ["data4-model2", "model8", SHARDED])
+@pytest.mark.parametrize("layout", ["data4-model2", pytest.param("model8", marks=pytest.mark.slow), SHARDED])
 def test_every_layout_samples_the_same_text(layout, x64):
     got, want = (generate(where, PROMPTS, tokens=30, seed=1) for where in (layout, "one"))
     assert [text.tolist() for text in got] == [text.tolist() for text in want]

@@ -26,8 +26,10 @@ def package_frames() -> list[str]:
 
 
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    ("scan", "microbatches"),
+    [(True, 1), (False, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, 2), (False, 1)])],
+)
 def test_the_step_is_shallow(scan, microbatches, remat, monkeypatch):
     """Each product of queries, keys and values in ops/attention.py is an einsum, of which jax makes a dot_general."""
     paths, einsum = [], jnp.einsum
