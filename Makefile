@@ -32,14 +32,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-slice test-all test-latest smoke-latest mutants check format clean help
 
-# XLA gives its temporaries back to the system after each step, and faults every page in again. Kept, a step on 8
-# simulated devices takes a third less time, for 0.9 GiB more memory. C libraries other than glibc ignore this.
-MALLOC := hugetlb=1 arena_max=1 mmap_threshold=4294967296 trim_threshold=17179869184 top_pad=268435456
-EMPTY :=
-KEEP_MEMORY := GLIBC_TUNABLES=$(subst $(EMPTY) $(EMPTY),:,$(addprefix glibc.malloc.,$(MALLOC)))
-
 train: $(VENV)/.runtime
-	@$(KEEP_MEMORY) $(BIN)/spmd-lm train configs/quickstart.yaml
+	@$(BIN)/spmd-lm train configs/quickstart.yaml
 	@echo "loss curve: runs/quickstart/loss.png    samples: runs/quickstart/samples.txt, which ends:"
 	@echo; tail -n 12 runs/quickstart/samples.txt
 
