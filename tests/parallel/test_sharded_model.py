@@ -12,6 +12,7 @@ from spmd_lm.parallel.pipeline.interpreter import Pipeline
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ModelFns, ShardedModel, join_params
+from spmd_lm.parallel.zero import ZeroPolicy
 from spmd_lm.step.train_step import accumulate, zero_gradients
 from tests.helpers import assert_close
 
@@ -31,11 +32,16 @@ def head(params, x, microbatch):
     return {"end": 10 * x.sum()}
 
 
-def model_fns(loop: LayersLoop) -> ModelFns:
+def model_fns(loop: LayersLoop, of_vectors=lambda params: params) -> ModelFns:
+    """of_vectors: makes what these functions take of the model's parameters."""
+
+    def of_params(f):
+        return lambda params, *rest: f(of_vectors(params), *rest)
+
     def all_params(params):
         return params
 
-    return ModelFns(embed, block, head, all_params, all_params, loop)
+    return ModelFns(of_params(embed), of_params(block), of_params(head), all_params, all_params, loop)
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -73,38 +79,55 @@ def test_auxiliary_losses_join_the_loss_and_reach_the_gradients(scan):
     np.testing.assert_allclose(grads["blocks"]["w"], [10 * 7 * 15 + 1 + 7 + 21, 10 * 14 * 5 + 1 + 14, 10 * 43 + 1])
 
 
+def columns_summed(matrices):
+    """Vectors, which these functions take, of matrices, which ZeRO shards."""
+    return jax.tree.map(lambda w: w.sum(-1), matrices)
+
+
 @pytest.mark.mutants
 @pytest.mark.parametrize(
-    ("kind", "chunks", "layers_per_remat_block"),
-    [("gpipe", 1, 2), ("1f1b", 1, 1), ("interleaved", 2, 1), ("interleaved", 2, 2), ("breadth_first", 2, 1)],
+    ("kind", "chunks", "layers_per_remat_block", "zero", "layers"),
+    [
+        ("gpipe", 1, 2, 0, 8),
+        ("1f1b", 1, 1, 0, 8),
+        ("1f1b", 1, 1, 3, 2),  # one layer per stage
+        ("interleaved", 2, 1, 0, 8),
+        ("interleaved", 2, 2, 0, 8),
+        ("breadth_first", 2, 1, 0, 8),
+        ("breadth_first", 2, 1, 3, 8),
+    ],
 )
-def test_every_schedule_computes_what_one_device_does(kind, chunks, layers_per_remat_block, x64):
-    layout, microbatches, layers = Layout(pipe=2), 4, 8
+def test_every_schedule_computes_what_one_device_does(kind, chunks, layers_per_remat_block, zero, layers, x64):
+    """With ZeRO the rows are divided over data too, and 2 does not divide the 3 rows of a matrix."""
+    layout, microbatches = Layout(pipe=2, data=2 if zero else 1), 4
     r = np.random.default_rng(0)
-    params = {"blocks": {"w": jnp.asarray(r.normal(size=(layers, 3)))}, "start": jnp.asarray(r.normal(size=3))}
+    params = {"blocks": {"w": jnp.asarray(r.normal(size=(layers, 3, 2)))}, "start": jnp.asarray(r.normal(size=(3, 2)))}
     batch = jnp.asarray(r.normal(size=(microbatches, 2, 5, 3)))
-    names, shapes = {"blocks": {"w": ("layers", "width")}, "start": ("width",)}, jax.eval_shape(lambda: params)
-    plan = Plan(layout, make_mesh(layout, jax.devices()[:2]), "cpu", names, shapes, chunks=chunks)
-    fns = model_fns(LayersLoop(layers_per_remat_block=layers_per_remat_block))
+    names = {"blocks": {"w": ("layers", "width", "mlp")}, "start": ("width", "mlp")}
+    policy = ZeroPolicy.of_stage(zero, layers=layers, breadth_first=kind == "breadth_first")
+    mesh, shapes = make_mesh(layout, jax.devices()[: layout.devices]), jax.eval_shape(lambda: params)
+    plan = Plan(layout, mesh, "cpu", names, shapes, policy, chunks=chunks)
+    fns = model_fns(LayersLoop(layers_per_remat_block=layers_per_remat_block), of_vectors=columns_summed)
 
     def body(params, batch):
         model = ShardedModel.from_params(fns, plan, params, jnp.float64, jnp.float64)
         pipeline = Pipeline(model, make_schedule(kind, 2, microbatches, chunks), batch)
         zeros = model.zero_losses(batch)
         losses, grads = pipeline.gradients(zeros, zero_gradients(model, params))
-        return *map(plan.psum_stages, (losses, pipeline.evaluate(zeros))), model.reduce_gradients(grads)
+        sums = (plan.psum_batch(plan.psum_stages(x)) for x in (losses, pipeline.evaluate(zeros)))
+        return *sums, model.reduce_gradients(grads)
 
     def losses_of_all(params):
         losses = dict.fromkeys(("end", "balance", "size"), 0.0)
         for microbatch in batch:
-            x = embed(params, microbatch)
+            x = embed(columns_summed(params), microbatch)
             for i, w in enumerate(params["blocks"]["w"]):
-                x, of_layer = block({"w": w}, x, microbatch, i)
+                x, of_layer = block(columns_summed({"w": w}), x, microbatch, i)
                 losses = {name: loss + of_layer.get(name, 0) for name, loss in losses.items()}
             losses["end"] += head(params, x, microbatch)["end"]
         return sum(losses.values()), losses
 
-    run = plan.shard_map(body, (plan.param_specs, P()), (P(), P(), plan.param_specs))
+    run = plan.shard_map(body, (plan.param_specs, plan.batch_spec), (P(), P(), plan.param_specs))
     trained, evaluated, grads = jax.jit(run)(plan.from_canonical(params), batch)
     wanted, wanted_losses = jax.jit(jax.grad(losses_of_all, has_aux=True))(params)
     assert_close(trained, wanted_losses, 1e-12)

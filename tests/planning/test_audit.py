@@ -8,10 +8,12 @@ import jax
 import pytest
 
 from spmd_lm.analysis import topology
+from spmd_lm.analysis.expected_collectives import expected_collectives
 from spmd_lm.analysis.hlo import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning.audit import _with_available_kernel, audit, render
+from spmd_lm.step.program import abstract_plan
 from tests.helpers import FILES, ORIGINAL_BERT, make_config
 
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
@@ -329,6 +331,19 @@ def test_untied_embedding_and_head_are_scattered_where_they_are_used(keys):
 def test_simulated_pipelines_send_the_same(parallel):
     result = audited("cpu:8", "full", layers=4, **{"pipe": 2, "model": 2, "microbatches": 4} | parallel)
     assert result["ok"], render(result)
+
+
+@pytest.mark.parametrize(("layers", "gathers"), [(4, 2), (8, 3)])
+def test_a_stage_of_one_layer_keeps_its_weights_for_backward(layers, gathers):
+    """A stage of several gathers each layer once more for each microbatch; the last stage needs no gather ahead."""
+    stages, microbatches, matrices, tables = 4, 8, 6, 2
+    config = make_config(
+        parallel={"pipe": stages, "data": 2, "zero": 3, "microbatches": microbatches}, model={"layers": layers}
+    )
+    rows = expected_collectives(config, abstract_plan(config, 8, "tpu"))
+    (weights,) = [row for row in rows if row.kind == ALL_GATHER]
+    per_layer = microbatches * (gathers - 1 / stages)  # the mean of all stages
+    assert weights.count == layers / stages * matrices * per_layer + tables
 
 
 @pytest.mark.parametrize(("name", "remat", "scan", "parallel"), PIPELINES, ids=str)
