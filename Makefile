@@ -3,6 +3,7 @@
 # make test-slice   a part of the slow tests: SLICE=3/10 is the fourth tenth
 # make test-all     all slow tests, then the suite on the newest Python there is: more than an hour on 2 cores
 # make mutants      break the parallel code in 176 places, one at a time; each must be noticed. Hours
+# make test-slurm   launch/slurm.sbatch on a SLURM of its own, 4 minutes; INSTALL=1 installs Debian's packages, as root
 # make check        format, lint, types, then the suite
 # make format       mend what can be mended
 # make clean        remove environments and caches; runs stay
@@ -24,13 +25,13 @@ MADE := $(VENV)/.made-by$(subst /,-,$(PYTHON))
 PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --only-binary :all: \
 	-c constraints.txt
 UV_INSTALL = $(BIN)/uv pip install -q --python $(BIN)/python --only-binary :all: --no-binary spmd-lm -c constraints.txt
-INSTALL = $(UV_INSTALL) --editable $(1) || { echo "uv cannot, so pip installs"; $(PIP_INSTALL) --editable $(1); }
+EDITABLE = $(UV_INSTALL) --editable $(1) || { echo "uv cannot, so pip installs"; $(PIP_INSTALL) --editable $(1); }
 # A worker runs neighbouring tests, which share what they compile.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Where this is set, each process of a test compiles jax to bytecode again: 4 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slice test-all test-latest smoke-latest mutants check format clean help
+.PHONY: train test test-slice test-slurm test-all test-latest smoke-latest mutants check format clean help
 
 train: $(VENV)/.runtime
 	@$(BIN)/spmd-lm train configs/quickstart.yaml
@@ -41,11 +42,16 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not gpu" $(TESTS)
 
 test-slice: $(VENV)/.dev
-	$(PYTEST) -m "slow and not gpu" --slice $(SLICE)
+	$(PYTEST) -m "slow and not gpu and not slurm" --slice $(SLICE)
 
 test-all: $(VENV)/.dev
-	$(PYTEST) -m "slow and not gpu" || test $$? = 5  # 5: no test is slow
+	$(PYTEST) -m "slow and not gpu and not slurm" || test $$? = 5  # 5: no test is slow
 	$(MAKE) test-latest
+
+test-slurm: $(VENV)/.dev
+	@if [ -n "$(INSTALL)" ] && ! command -v slurmctld shellcheck >/dev/null; then \
+	apt-get install -qq -y --no-install-recommends slurm-wlm shellcheck >/dev/null; fi
+	$(BIN)/python -m pytest -m slurm -rs
 
 test-latest:
 	$(ON_LATEST)
@@ -86,12 +92,12 @@ $(MADE):
 
 $(VENV)/.runtime: $(MADE) pyproject.toml constraints.txt
 	@echo "installing spmd-lm into $(VENV) ..."
-	@$(call INSTALL,.)
+	@$(call EDITABLE,.)
 	@touch $@
 
 $(VENV)/.dev: $(MADE) pyproject.toml constraints.txt
 	@echo "installing spmd-lm and what the tests need into $(VENV) ..."
-	@$(call INSTALL,'.[$(EXTRAS)]')
+	@$(call EDITABLE,'.[$(EXTRAS)]')
 	@touch $(VENV)/.runtime $@
 
 # Released Pythons of 3.12 and later, on the path or under pyenv; the newest one's own name for itself.

@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -13,6 +14,7 @@ from spmd_lm.commands import audit, bench, config, evaluate, export_hf, generate
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
+from spmd_lm.runtime.processes import in_a_job, leave_job
 from spmd_lm.runtime.signals import interruptible
 
 
@@ -55,9 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print(f"error: {problem}", file=sys.stderr)
-        return int(error.code)
+        return leave_job(int(error.code))
     except KeyboardInterrupt:
-        return int(Exit.INTERRUPTED)
+        return leave_job(int(Exit.INTERRUPTED))
+    except Exception:
+        if in_a_job():
+            traceback.print_exc()
+            leave_job(1)
+        raise
 
 
 class Parser(argparse.ArgumentParser):
@@ -110,22 +117,27 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         suggestion = f"Did you mean {near}?" if near else f"Verbs: {', '.join(VERBS)}."
         raise ConfigError(f"spmd-lm: no verb '{name}'. {suggestion}")
 
-    positionals = VERBS[name].positionals
-    usage = f"%(prog)s {' '.join(positionals)} [section.key=value ...] [OPTION ...]"
-    parser = Parser(prog=f"spmd-lm {name}", usage=usage, description=VERBS[name].help, allow_abbrev=False)
-    for positional in positionals:
-        parser.add_argument(positional, nargs="?", metavar=positional, help=POSITIONALS[positional])
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changed keys; values are YAML")
-    parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
-    parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
-    if add_options := VERBS[name].add_options:
-        add_options(parser)
+    parser, positionals = make_parser(name), VERBS[name].positionals
     parser.arguments = rest
     arguments = parser.parse_intermixed_args(rest)
-    for positional in positionals:  # nargs="?" above: argparse would otherwise report missing overrides too
+    for positional in positionals:  # nargs="?" below: argparse would otherwise report missing overrides too
         given = getattr(arguments, positional)
         if given is None or (len(positionals) > 1 and "=" in given and not os.path.exists(given)):
             parser.error(f"no {positional} given: name {POSITIONALS[positional]}")
     if arguments.devices is not None:
         arguments.overrides.append(f"run.simulate_devices={arguments.devices}")
     return name, arguments
+
+
+def make_parser(verb: str) -> Parser:
+    positionals = VERBS[verb].positionals
+    usage = f"%(prog)s {' '.join(positionals)} [section.key=value ...] [OPTION ...]"
+    parser = Parser(prog=f"spmd-lm {verb}", usage=usage, description=VERBS[verb].help, allow_abbrev=False)
+    for positional in positionals:
+        parser.add_argument(positional, nargs="?", metavar=positional, help=POSITIONALS[positional])
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changed keys; values are YAML")
+    parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
+    parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
+    if add_options := VERBS[verb].add_options:
+        add_options(parser)
+    return parser

@@ -1,6 +1,7 @@
 """spmd-lm in processes of its own, as users start it: without the flags that make the suite compile faster."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +11,23 @@ from spmd_lm.errors import Exit
 ROOT = Path(__file__).parents[1]
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
 def start(*arguments: str | Path, **environment: str) -> subprocess.Popen:
     """Starts `spmd-lm` with these arguments."""
+    return start_command([sys.executable, "-m", "spmd_lm", *arguments], stderr=subprocess.PIPE, **environment)
+
+
+def start_command(
+    command: list[str | Path], cwd: Path = ROOT, stderr: int = subprocess.STDOUT, **environment: str
+) -> subprocess.Popen:
     inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "spmd_lm", *arguments],
-        cwd=ROOT,
-        env=inherited | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+    return subprocess.Popen(command, cwd=cwd, env=inherited | environment, **pipes)
 
 
 def wait(*processes: subprocess.Popen, code: Exit = Exit.DONE) -> list[str]:

@@ -96,11 +96,6 @@ class Topology:
             reason = str(e).splitlines()[0]
             raise ConfigError(f"--topology {self}: its compiler does not know these devices: {reason}. {KNOWN}") from e
 
-    @property
-    def compiler_options(self) -> dict[str, str | bool] | None:
-        """XLA's autotuning needs a GPU.  Without it XLA's own matrix products may find no tile sizes; cuBLAS's do."""
-        return {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False} if self.platform == "gpu" else None
-
 
 def parse_topology(text: str) -> Topology:
     """Raises ConfigError if `text` names no hardware that exists."""

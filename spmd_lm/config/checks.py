@@ -154,6 +154,16 @@ def kernel_supports_model(model: Model, precision: Precision) -> Problems:
             yield use(f"{model.attention=!s} with {settings}: {reason}", alternative, "model.attention=xla")
 
 
+def profiled_steps_are_taken(train: Train) -> Problems:
+    """The first step is not traced alone: it has costs that no other has."""
+    if train.profile:
+        first, last = train.profile.steps
+        if not 2 <= first <= last <= train.steps:
+            problem = f"train.profile.steps={train.profile.steps} are not two steps from 2 to {train.steps=}, in order"
+            first = min(max(first, 2), train.steps)
+            yield use(problem, f"train.profile={{steps: [{first}, {min(max(first, last), train.steps)}]}}")
+
+
 CHECKS: tuple[Callable[..., Problems], ...] = (
     heads_divide_width,
     *layout_checks.CHECKS,
@@ -163,6 +173,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     masked_spans_leave_words,
     paths_are_not_empty,
     learning_rate_decays_after_warmup,
+    profiled_steps_are_taken,
     precisions_suit_each_other,
     kernel_supports_model,
 )

@@ -45,6 +45,8 @@ class Run(Section):
     dir: ValidPath | None = None  # default: runs/<name>
     init_from: ValidPath | None = None  # the run whose parameters this one starts from
     simulate_devices: NonNegativeInt = 0  # CPU devices to simulate; 0: use the real devices
+    # XLA's, for the step: those of runtime/xla_options.yaml, none, or {name: value}
+    compiler_options: Literal["auto", "none"] | dict[str, bool | int | float | str] = "auto"
 
     @property
     def directory(self) -> Path:
@@ -54,10 +56,10 @@ class Run(Section):
 class Model(Section):
     kind: Literal["gpt", "bert"] = "gpt"  # bert: bidirectional attention
     layers: Count
-    width: Count
-    heads: Count
-    context: Count
-    vocab: Count
+    width: Count  # of the residual stream
+    heads: Count  # of queries
+    context: Count  # tokens per row
+    vocab: Count  # tokens; padded where it is sharded
     mlp_width: Count | None = None  # hidden width of the MLP; default 4 x width
     kv_heads: Count | None = None  # grouped-query attention: one key/value head per heads / kv_heads; default heads
     token_types: NonNegativeInt = 0  # size of the token type (segment) embedding (BERT: 2); 0: none
@@ -67,13 +69,13 @@ class Model(Section):
     norm_type: Literal["layer", "rms"] = "layer"
     norm_eps: PositiveFloat = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
-    rope_theta: PositiveFloat = 10_000.0
+    rope_theta: PositiveFloat = 10_000.0  # of rotary positions (arXiv:2104.09864)
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"  # GPT-2 uses the tanh approximation
-    use_bias: bool = True
-    tie_embeddings: bool = True
+    use_bias: bool = True  # in matrix products and norms
+    tie_embeddings: bool = True  # the head reuses the token table
     share_layers: bool = False  # all layers share one set of weights (ALBERT, arXiv:1909.11942)
     scan: bool = True  # scan over layers; false unrolls: 4% to 11% faster on a CPU, slower to compile
-    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"  # the kernel; auto: the fastest that fits
 
     @property
     def mlp_dim(self) -> int:
@@ -140,7 +142,7 @@ class Classification(Objective):
 
     kind: Literal["classification"]
     predicts_tokens: ClassVar[bool] = False
-    classes: Annotated[int, Field(ge=2)]
+    classes: Annotated[int, Field(ge=2)]  # labels
 
 
 class MultipleChoice(Objective):
@@ -148,7 +150,7 @@ class MultipleChoice(Objective):
 
     kind: Literal["multiple_choice"]
     predicts_tokens: ClassVar[bool] = False
-    choices: Annotated[int, Field(ge=2)] = 4
+    choices: Annotated[int, Field(ge=2)] = 4  # rows per question
 
     @property
     def rows_per_example(self) -> int:
@@ -220,7 +222,7 @@ class Synthetic(Section):
     """A Markov chain whose entropy per token is known: each token has `branching` equally likely successors."""
 
     source: Literal["synthetic"]
-    branching: Count = 4
+    branching: Count = 4  # successors of a token
 
     @property
     def entropy(self) -> float:
@@ -229,36 +231,38 @@ class Synthetic(Section):
 
 
 class Parallel(Section):
-    pipe: Count = 1
+    pipe: Count = 1  # stages of the pipeline
     data: Annotated[int, Field(ge=-1)] = -1  # -1: all devices that the other axes leave
-    model: Count = 1
-    replica: Count = 1
-    sequence: bool = False
+    model: Count = 1  # degree of tensor parallelism
+    replica: Count = 1  # copies of a ZeRO group, outside `data`
+    sequence: bool = False  # activations between layers are sharded over `model` along the sequence
+    # 1 shards the optimizer's state over `data`, 2 gradients too, 3 parameters too
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
-    chunks: Count = 1
-    microbatches: Count = 1
+    chunks: Count = 1  # of layers per stage, for interleaved and breadth_first
+    microbatches: Count = 1  # a step's batch is computed in so many
     reduce_once: bool = False  # ZeRO gathers and scatters once per step, not per microbatch: less sent, more memory
+    model_across_hosts: bool = False  # `model` may span hosts of GPUs or TPU slices, whose network is slower
     run_idle_stages: bool = False  # idle pipeline stages compute and discard, so that all devices take one branch
 
 
 class Precision(Section):
-    params: Dtype = "float32"
-    compute: Dtype = "bfloat16"
-    reduce: Dtype = "float32"
+    params: Dtype = "float32"  # of master weights and optimizer state
+    compute: Dtype = "bfloat16"  # of activations and matrix products
+    reduce: Dtype = "float32"  # of gradients as they are summed over devices
     loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, see step/loss_scale.py
     initial_scale: Annotated[float, Field(gt=0, le=2**64)] = 2.0**32  # too large for most: halved in the first steps
     scale_window: Count = 1000  # consecutive steps without overflow that double the scale
     hysteresis: Count = 2  # overflows until the scale is first halved; a full window resets the count
-    min_scale: PositiveFloat = 1.0
+    min_scale: PositiveFloat = 1.0  # the scale is never halved below it
 
 
 class OptimizerConfig(Section):
     moments: ClassVar[str]  # what the optimizer's state is called
     num_moments: ClassVar[int]  # values of the state per parameter
     kind: str
-    lr: PositiveFloat
-    min_lr: NonNegativeFloat = 0.0
+    lr: PositiveFloat  # the highest, after warmup
+    min_lr: NonNegativeFloat = 0.0  # the lowest, after decay
     warmup: NonNegativeInt = 0  # steps
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     decay_steps: Count | None = None  # step at which min_lr is reached; default train.steps
@@ -290,23 +294,28 @@ class Lion(OptimizerConfig):
 
 
 class Remat(Section):
-    policy: Policy = "none"
+    policy: Policy = "none"  # which activations backward computes again; config/remat.py
     block_size: Count | None = None  # layers per remat block of policy block; default: whichever saves least
 
 
+class Profile(Section):
+    steps: Annotated[list[Count], Field(min_length=2, max_length=2)]  # the first and the last
+
+
 class Train(Section):
-    steps: Count
+    steps: Count  # updates
     batch: Count  # sequences per step, over all devices
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # one 32-bit word of the dropout generator's key
-    log_every: Count = 10
+    log_every: Count = 10  # steps per line of metrics.jsonl
     eval_every: NonNegativeInt = 0  # 0: never
     eval_batches: Count = 8  # batches of validation sequences per evaluation; a task always evaluates on all of them
+    profile: Profile | None = None  # {steps: [10, 13]} writes an xprof trace of these steps to run.dir/profile
 
 
 class Checkpoint(Section):
-    every: NonNegativeInt = 0  # 0: never
-    keep: Count = 2
-    asynchronous: bool = Field(True, alias="async")
+    every: NonNegativeInt = 0  # steps; 0: never
+    keep: Count = 2  # the newest checkpoints
+    asynchronous: bool = Field(True, alias="async")  # written while training goes on
 
 
 DEFAULT_KINDS = {"optim": "adamw"}

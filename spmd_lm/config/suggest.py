@@ -154,6 +154,10 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
         key, errors = f"{key}[{in_list[0]['loc'][-1]}]", in_list[:1]
     error = errors[0]
     error_type, value, context = error["type"], error["input"], error.get("ctx", {})
+    if error_type in ("missing", "extra_forbidden"):
+        key = ".".join(map(str, error["loc"][error["loc"].index(key) :]))  # of a section within the section
+    if error_type == "extra_forbidden":
+        return f"{key}: unknown key. Remove it."
     if error_type == "missing":
         return f"{key}: missing. Set it in the file, or as {section}.{key}=... on the command line."
     if error_type == "union_tag_not_found":

@@ -58,15 +58,15 @@ def abstract_mesh(layout: Layout) -> AbstractMesh:
     return AbstractMesh(tuple(layout.sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def make_mesh(layout: Layout, devices: list[jax.Device]) -> Mesh:
-    """A mesh of all `devices`, whose number must be the layout's.
+def make_mesh(layout: Layout, devices: list[jax.Device], *, model_across_hosts: bool = False) -> Mesh:
+    """A mesh of all `devices`, whose number must be the layout's.  model_across_hosts: any axis may span TPU slices.
 
     On a TPU `data` may become several axes, data0, data1, ..., each along dimensions of the torus: over one flat axis
     that spans several, its compiler makes full all-reduces of gathers and scatters."""
     assert layout.devices == len(devices), (layout, len(devices))
     data_shape: tuple[int, ...] = (layout.data,)
     if devices[0].platform == "tpu":
-        data_shape, array = _on_torus(layout, devices)
+        data_shape, array = _on_torus(layout, devices, model_across_hosts)
     else:
         array = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
     data = [f"{DATA}{i}" for i in range(len(data_shape))] if len(data_shape) > 1 else [DATA]
@@ -82,18 +82,32 @@ def _mesh_shape(layout: Layout, data_shape: tuple[int, ...]) -> tuple[int, ...]:
     return (layout.replica, *data_shape, layout.pipe, layout.model)
 
 
-def _on_torus(layout: Layout, devices: list[jax.Device]) -> tuple[tuple[int, ...], np.ndarray]:
+def domains_of_model(mesh: Mesh) -> int:
+    """The most domains of fast links that one group of devices along `model` spans: hosts of GPUs, or TPU slices."""
+    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(MODEL), -1).reshape(-1, mesh.shape[MODEL])
+    return max(len({_domain(device) for device in group}) for group in groups)
+
+
+def is_absent(device: Any) -> bool:
+    """Whether this accelerator can be compiled for, not run on."""
+    return device.platform != "cpu" and getattr(device, "local_hardware_id", None) is None
+
+
+def _domain(device: Any) -> int:
+    if device.platform == "gpu" and is_absent(device):
+        return device.process_index  # a process has one host
+    return getattr(device, "slice_index", 0) or 0
+
+
+def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[tuple[int, ...], np.ndarray]:
     """(shape of `data`, array of devices in the order of OUTERMOST_FIRST): the first shape that fits the torus."""
     from jax.experimental import mesh_utils
 
-    def slice_index(device: Any) -> int:
-        return getattr(device, "slice_index", 0) or 0
-
-    slices = len(set(map(slice_index, devices)))
-    if layout.replica % slices:
+    slices = len(set(map(_domain, devices)))
+    if layout.replica % slices and not across:
         raise LayoutError(
             f"parallel.replica={layout.replica} is not a multiple of the {slices} slices, between which only replicas "
-            f"can be. Use parallel.replica={slices}."
+            f"can be. Use parallel.replica={slices}, or parallel.model_across_hosts=true, which is slower."
         )
     for split, data_shape in itertools.product((False, True), _data_shapes(layout, devices)):
         replicas, *shape = _mesh_shape(layout, data_shape)
@@ -101,11 +115,11 @@ def _on_torus(layout: Layout, devices: list[jax.Device]) -> tuple[tuple[int, ...
         try:
             if slices == 1:
                 return data_shape, mesh_utils.create_device_mesh((replicas, *shape), devices, **options)
-            within, across = (replicas // slices, *shape), (slices, *[1] * len(shape))
-            return data_shape, mesh_utils.create_hybrid_device_mesh(within, across, devices, **options)
+            within, between = (replicas // slices, *shape), (slices, *[1] * len(shape))
+            return data_shape, mesh_utils.create_hybrid_device_mesh(within, between, devices, **options)
         except (NotImplementedError, ValueError):
             continue  # no axis of this length lies along the torus
-    return (layout.data,), np.array(sorted(devices, key=lambda d: (slice_index(d), d.process_index, d.id)))
+    return (layout.data,), np.array(sorted(devices, key=lambda d: (_domain(d), d.process_index, d.id)))
 
 
 def _data_shapes(layout: Layout, devices: list[jax.Device]) -> list[tuple[int, ...]]:

@@ -1,7 +1,10 @@
 """SIGTERM and Ctrl-C stop a run between two steps, never in the middle of one.
 
 A handler only takes a note: XLA cannot be interrupted, and a checkpoint can only be written between steps.  A second
-Ctrl-C raises KeyboardInterrupt at once."""
+Ctrl-C raises KeyboardInterrupt at once.
+
+The processes of one job stop after the same step, whichever of them was told to.  They agree on it through jax, which
+takes SIGTERM over when a process joins its job; Ctrl-C is passed on to it."""
 
 import os
 import signal
@@ -10,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
+
+from spmd_lm.runtime.processes import in_a_job
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -56,7 +61,8 @@ class StopSignals:
         self._answer = BEFORE_STEPS
 
     def __enter__(self) -> "StopSignals":
-        self._handlers = handle_signals(STOP_SIGNALS, self._handle)
+        # A process that is in its job already leaves SIGTERM to jax.
+        self._handlers = handle_signals(STOP_SIGNALS[1:] if in_a_job() else STOP_SIGNALS, self._handle)
         self._handlers.__enter__()
         return self
 
@@ -64,18 +70,31 @@ class StopSignals:
         self._handlers.__exit__(*error)
 
     def until_received(self, steps: Iterable[int]) -> Iterator[int]:
-        """Yields `steps`, but none after a signal has come."""
+        """Yields `steps`, but none after a signal has come, to this process or to another one of its job."""
+        if self.received is not None and in_a_job():
+            signal.raise_signal(signal.SIGTERM)  # it came before jax took SIGTERM over
         for step in steps:
-            if self.received is not None:
+            if self._stops_before(step):
                 break
             self._answer = DURING_STEPS
             yield step
         self._answer = AFTER_STEPS
+
+    def _stops_before(self, step: int) -> bool:
+        if not in_a_job():
+            return self.received is not None
+        from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+        stops = reached_preemption_sync_point(step)
+        self.received = self.received or (signal.SIGTERM if stops else None)
+        return stops
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
+        if number == signal.SIGINT and in_a_job():
+            signal.raise_signal(signal.SIGTERM)
         if number == signal.SIGINT:  # os.write: print() is not reentrant, and a handler may run within one
             os.write(2, f"\n{self._answer}\n".encode())

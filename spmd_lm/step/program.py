@@ -11,16 +11,21 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.analysis import flops
+from spmd_lm.analysis.expected_collectives import expected_collectives
+from spmd_lm.axes import MODEL
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.parallel.mesh import abstract_mesh, make_mesh, resolve
+from spmd_lm.parallel.mesh import abstract_mesh, domains_of_model, is_absent, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan, pad_or_crop
 from spmd_lm.parallel.sharded_model import ShardedModel
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.parallel.zero import ZeroPolicy
+from spmd_lm.runtime.formatting import format_bytes
+from spmd_lm.runtime.xla_options import options_for
 from spmd_lm.step.loss_scale import init_loss_scale
 from spmd_lm.step.optimizer import Optimizer, frozen_mask
 from spmd_lm.step.state import TrainState
@@ -61,6 +66,16 @@ def _shardings(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
+def _cost_across_hosts(config: RunConfig, plan: Plan, domains: int) -> str:
+    sent = sum(row.bytes for row in expected_collectives(config, plan) if MODEL in row.axes)
+    links, domain = ("ICI", "slices") if plan.platform == "tpu" else ("NVLink", "hosts")
+    return (
+        f"parallel.model={plan.layout.model} spans {domains} {domain}: of each step, every device would send "
+        f"{format_bytes(sent)} over their network, which is many times slower than {links}. Use "
+        f"parallel.model={plan.layout.model // domains}, or parallel.model_across_hosts=true."
+    )
+
+
 class Program:
     """One config, bound to devices (default: all there are).  device: one of them, which are all alike.
 
@@ -69,7 +84,10 @@ class Program:
     def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None):
         devices = devices or jax.devices()
         plan = abstract_plan(config, len(devices), devices[0].platform)
-        mesh = make_mesh(plan.layout, devices)
+        across_hosts = config.parallel.model_across_hosts
+        mesh = make_mesh(plan.layout, devices, model_across_hosts=across_hosts)
+        if (domains := domains_of_model(mesh)) > 1 and not across_hosts:
+            raise LayoutError(_cost_across_hosts(config, plan, domains))
         self.config, self.plan, self.device = config, dataclasses.replace(plan, mesh=mesh), mesh.devices.flat[0]
         self.model = make_model(config, plan.platform)
         patterns = config.optim.freeze.split()
@@ -79,6 +97,8 @@ class Program:
         self.schedule = make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
         self.tokens_per_step = config.train.batch * config.model.context
         self.flops_per_step = flops.train_step(config)
+        kind, absent = self.device.device_kind, is_absent(self.device)
+        self.xla_options = options_for(config.run.compiler_options, plan.platform, kind, absent=absent)
 
     @functools.cached_property
     def peak(self) -> flops.Peak | None:
@@ -185,8 +205,17 @@ class Program:
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The train step, compiled ahead of time."""
-        return self.train_step.lower(self.abstract_state(), self.abstract_batch()).compile()
+        """The train step, compiled ahead of time.  ConfigError if the compiler refuses it, or an option."""
+        lowered = self.train_step.lower(self.abstract_state(), self.abstract_batch())
+        options = {option.name: option.value for option in self.xla_options}
+        try:
+            return lowered.compile(compiler_options=options or None)
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).splitlines()[0]
+            advice = f" run.compiler_options sets {', '.join(options)}." if options else ""
+            raise ConfigError(
+                f"the compiler for {self.device.device_kind} refuses this step: {reason}.{advice}"
+            ) from error
 
     def compile(self) -> float:
         """Compiles the train step, once; returns the seconds it took."""

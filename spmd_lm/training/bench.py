@@ -69,6 +69,7 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
         "mfu": program.flops_per_step / median / peak_flops if peak_flops else None,
         "mfu_basis": program.peak.source if program.peak else "a device without a published peak",
         "compile_seconds": compile_seconds,
+        "compiler_options": {option.name: option.value for option in program.xla_options},
         "peak_memory_bytes": peak_bytes,
         "peak_memory_source": source,
         "loss": float(metrics["loss"]),
@@ -80,11 +81,12 @@ def render(r: dict[str, Any]) -> str:
     low, median, high = (f"{r['step_seconds'][key] * 1e3:.1f}" for key in ("min", "median", "max"))
     mfu = "unknown" if r["mfu"] is None else f"{r['mfu']:.1%}"
     tera, peak = r["model_flops_per_second"] / 1e12, r["peak_memory_bytes"] / 2**30
-    lines = (
+    lines = [
         f"step     {median} ms, median of {r['steps']} ({low} to {high})",
         f"speed    {r['tokens_per_second']:,.0f} tokens/s, {tera:.3g} model TFLOP/s",
         f"MFU      {mfu} of {r['devices']} x {r['mfu_basis']}",
         f"compile  {r['compile_seconds']:.1f} s",
         f"memory   {peak:.2f} GiB at the peak of one device ({r['peak_memory_source']})",
-    )
+        *(f"xla      {name}={value}" for name, value in r["compiler_options"].items()),
+    ]
     return "\n".join(lines)

@@ -13,12 +13,14 @@ from spmd_lm.config.schema import RunConfig, Synthetic
 from spmd_lm.data.corpus import Corpus, load_data, make_loader
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
+from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import Exit
 from spmd_lm.generation.generate import generate_text
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.planning import plan_report
 from spmd_lm.runtime.formatting import format_duration, pluralize
 from spmd_lm.runtime.metrics import Clock, plot_loss, read_records, write_atomically
+from spmd_lm.runtime.processes import require_agreement
 from spmd_lm.runtime.progress import Progress, format_record
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.step.program import Program
@@ -50,12 +52,15 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
         with clock.time("init"):
             program = Program(config)
             progress.log(plan_report.summary(plan_report.describe(config, program.plan)))
+            progress.log(*map(str, program.xla_options))
         with mark_failed(status, clock):
             with clock.time("init"):
                 # Both loaders and the run to initialize from may refuse the config, before any file is written.
                 init_from = config.run.init_from if run_dir.saved_step is None else None
                 pretrained = PretrainedRun(program, Path(init_from).expanduser()) if init_from else None
                 corpus = load_data(config.data, config.train.seed, config.model.vocab)
+                vocabulary = vocabulary_hash(getattr(config.data, "tokenizer", "bytes"))
+                require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
                 loader = make_loader(config, corpus, "training")
                 validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
                 progress.log(corpus.describe(), *messages)
@@ -137,6 +142,7 @@ def stop(run: TrainingRun, signals: StopSignals) -> Exit:
     """Saves a checkpoint, whatever checkpoint.every is.  Before the first step there is nothing to save."""
     assert signals.received is not None
     code = Exit.INTERRUPTED if signals.received == signal.SIGINT else Exit.PREEMPTED
+    run.end_profile()
     with run.clock.time("checkpoint"):
         run.checkpoints.wait()
         if run.step not in (0, run.checkpoints.latest_step()):

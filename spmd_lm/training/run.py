@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +56,13 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.config, self.step = self.program.config, self.status.step  # steps done
+        self.profiling = False
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
         self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # by the last `speed`
+
+    @property
+    def profile_directory(self) -> Path:
+        return self.config.run.directory / "profile"
 
     def is_due(self, every: int) -> bool:
         """Whether it is time for what happens every `every` steps and at the end; never if `every` is 0."""
@@ -120,6 +126,14 @@ class TrainingRun:
             meta = make_meta(self.config.model_dump(by_alias=True), num_samples, self.corpus.fingerprint)
             self.checkpoints.save(self.step, self.program.canonical(self.state), meta)
 
+    def end_profile(self) -> None:
+        """Writes the trace, if one was started; a run that stops early has its steps so far."""
+        if self.profiling:
+            self.wait()
+            jax.profiler.stop_trace()
+            self.profiling = False
+            self.progress.log(f"traced until step {self.step}: xprof --logdir {self.profile_directory}")
+
     def write_status(self, **changes: object) -> None:
         """Updates status.json."""
         self.clock.update()
@@ -173,5 +187,22 @@ def save_checkpoint(run: TrainingRun) -> None:
         run.write_status()
 
 
-HOOKS: tuple[Callable[[TrainingRun], None], ...] = (evaluate, log, save_checkpoint)
+def start_profile(run: TrainingRun) -> None:
+    """Before the first step that train.profile traces, after what else is due.  jax.named_scope says what runs in it:
+    embedding, blocks and head; messages, weights and gradients that are sent."""
+    profile = run.config.train.profile
+    if profile and run.step == profile.steps[0] - 1:
+        run.wait()
+        jax.profiler.start_trace(run.profile_directory)
+        run.profiling = True
+
+
+def stop_profile(run: TrainingRun) -> None:
+    """After the last step that train.profile traces."""
+    profile = run.config.train.profile
+    if profile and run.step == profile.steps[1]:
+        run.end_profile()
+
+
+HOOKS: tuple[Callable[[TrainingRun], None], ...] = (stop_profile, evaluate, log, save_checkpoint, start_profile)
 """Called after every step; each acts when it is due."""

@@ -203,6 +203,11 @@ def problems(*overrides: str) -> list[str]:
             "optim.warmup=2, or optim.decay_steps=300",
         ),
         (
+            "train.profile.steps=[1,30]",
+            "train.profile.steps=[1, 30] are not two steps from 2 to train.steps=20, in order",
+            "train.profile={steps: [2, 20]}",
+        ),
+        (
             "optim.warmup=8 optim.decay_steps=7",
             "optim.warmup=8 is longer than optim.decay_steps=7, where the decay ends",
             "optim.warmup=0, or optim.decay_steps=80",

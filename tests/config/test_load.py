@@ -174,6 +174,19 @@ def test_an_optimizer_of_another_kind_reads_back_equal(write):
     assert load("b.yaml") == config
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("{}", "train.profile.steps: missing. Set it in the file, or as train.profile.steps=... on the command line."),
+        ("{steps: [2, 3], step: 1}", "train.profile.step: unknown key. Remove it."),
+        ("{steps: [2]}", "train.profile: List should have at least 2 items after validation, not 1, got [2]."),
+    ],
+)
+def test_a_section_within_a_section_names_its_keys(write, value, problem):
+    write(a=TINY)
+    assert problems("a.yaml", f"train.profile={value}") == (f"command line: {problem}",)
+
+
 def test_another_optimizer_keeps_the_schedule_and_asks_for_its_own_lr(write):
     """Its updates have another size, and b2 has another meaning."""
     write(a=TINY.replace("lr: 3e-4", "lr: 3e-4, warmup: 5, clip: 0.5, b2: 0.999, eps: 1e-6"))

@@ -5,9 +5,12 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_lm.analysis.expected_collectives import expected_collectives
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.errors import LayoutError
-from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh, resolve
+from spmd_lm.parallel.mesh import Layout, abstract_mesh, domains_of_model, make_mesh, resolve
+from spmd_lm.runtime.formatting import format_bytes
+from spmd_lm.step.program import Program, abstract_plan
 from tests.helpers import make_config
 
 
@@ -17,6 +20,8 @@ class Device:
     id: int
     platform: str = "gpu"
     device_kind: str = "none"
+    local_hardware_id: int | None = None  # None: to be compiled for
+    slice_index: int = 0
 
 
 CLUSTER = [Device(host, 100 * host + i) for host in range(4) for i in range(4)]
@@ -43,6 +48,31 @@ def test_pipe_lies_between_model_and_data():
     strides = {"model": devices[0, 0, 0, 1], "pipe": devices[1, 0, 0, 0], "data": devices[0, 0, 1, 0]}
     strides["replica"] = devices[0, 1, 0, 0]
     assert {axis: CLUSTER.index(d) for axis, d in strides.items()} == {"model": 1, "pipe": 2, "data": 4, "replica": 8}
+
+
+PROCESS_PER_GPU = [Device(i, i, local_hardware_id=0, slice_index=i // 4) for i in range(16)]
+
+
+@pytest.mark.parametrize("devices", [CLUSTER, PROCESS_PER_GPU], ids=["a process per host", "a process per GPU"])
+@pytest.mark.parametrize(("model", "hosts"), [(1, 1), (4, 1), (8, 2), (16, 4)])
+def test_the_hosts_that_model_spans_are_counted(devices, model, hosts):
+    assert domains_of_model(make_mesh(Layout(data=16 // model, model=model), devices)) == hosts
+
+
+def test_model_across_hosts_is_refused_with_its_cost():
+    """8 of 16 devices on each of two hosts; each sends the collectives of 4 layers over `model`."""
+    hosts = [Device(i // 8, i) for i in range(16)]
+    parallel = {"data": 1, "model": 16}
+    config = make_config(parallel=parallel, model={"heads": 16, "width": 64, "layers": 4})
+    with pytest.raises(LayoutError) as refused:
+        Program(config, hosts)
+    sent = sum(row.bytes for row in expected_collectives(config, abstract_plan(config, 16, "gpu")))
+    assert f"parallel.model=16 spans 2 hosts: of each step, every device would send {format_bytes(sent)}" in str(
+        refused.value
+    )
+    assert "Use parallel.model=8, or parallel.model_across_hosts=true" in str(refused.value)
+    allowed = config.model_copy(update={"parallel": config.parallel.model_copy(update={"model_across_hosts": True})})
+    assert Program(allowed, hosts).plan.layout.model == 16
 
 
 def test_a_mesh_that_would_leave_devices_idle_is_not_made():

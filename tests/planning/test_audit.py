@@ -403,12 +403,13 @@ def test_1f1b_s_temporaries_do_not_grow_with_microbatches_and_gpipe_s_do_by_an_i
     assert many - few == pytest.approx(16 * ONE_INPUT, abs=table)
 
 
-def test_a_step_that_does_not_compile_is_an_error_of_one_line(monkeypatch):
-    monkeypatch.setattr(topology.Topology, "compiler_options", {"xla_no_such_option": "1"})
+def test_an_option_that_the_compiler_does_not_know_is_an_error_of_one_line():
+    config = make_config(parallel={"data": 8}, run={"compiler_options": {"xla_no_such_option": 1}})
     with pytest.raises(
-        ConfigError, match=r"^--topology cpu:8: its compiler cannot compile this step: .*no_such_option"
-    ):
-        audit(make_config(parallel={"data": 8}), topology.parse_topology("cpu:8"))
+        ConfigError, match=r"^the compiler for cpu refuses this step: .*No such compile option"
+    ) as error:
+        audit(config, topology.parse_topology("cpu:8"))
+    assert "run.compiler_options sets xla_no_such_option." in str(error.value)
 
 
 def test_an_excess_is_reported_with_its_cost(monkeypatch):

@@ -18,6 +18,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import Precision, RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
+from spmd_lm.runtime.xla_options import Option
 from spmd_lm.step.state import TrainState
 from spmd_lm.training import loop, run, run_dir
 from spmd_lm.training.run import TrainingRun
@@ -45,7 +46,7 @@ class FakeProgram:
 
     at: dict = {}  # noqa: RUF012 (set by the tests)
     tokens_per_step, flops_per_step, peak_flops = 32, 1e6, 1e12
-    plan = None
+    plan, xla_options = None, [Option("xla_fast", True, "why")]
 
     def __init__(self, config):
         self.config = config
@@ -150,6 +151,27 @@ def test_a_run_leaves_its_files(reference):
     assert (final["state"], final["step"], final["exit_code"], final["restarts"]) == ("done", 12, 0, 0)
     assert set(goodput) == {"init", "compile", "step", "eval", "checkpoint", "data", "other"}
     assert all(goodput[bucket] > 0 for bucket in ("init", "step", "eval", "checkpoint", "data"))
+
+
+def test_options_of_the_compiler_are_shown(tmp_path, capsys):
+    loop.train(make_config(tmp_path, train__steps=1))
+    assert "xla     xla_fast=True: why" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("stops_at", "traced"), [(None, 5), (4, 4), (1, None)])
+def test_some_steps_are_traced(tmp_path, capsys, stops_at, traced):
+    """Steps 3 to 5; a run that stops among them has a trace of those that it took."""
+    if stops_at:
+        kill_at(stops_at, signal.SIGTERM)
+    config = make_config(tmp_path, train__profile={"steps": [3, 5]})
+    assert loop.train(config) == (Exit.PREEMPTED if stops_at else Exit.DONE)
+    traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert len(traces) == (traced is not None)
+    assert (f"traced until step {traced}: xprof --logdir" in capsys.readouterr().out) == (traced is not None)
+    if stops_at == 4:  # what is left of them cannot be traced
+        FakeProgram.at = {}
+        loop.train(config)
+        assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
 
 
 def test_losses_are_written_to_the_last_bit(reference):

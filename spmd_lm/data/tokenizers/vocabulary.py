@@ -7,6 +7,7 @@ data.tokenizer is the path of one of these files, or of a directory that has one
 For the last two, a tokenizer_config.json beside them may set do_lower_case, strip_accents and tokenize_chinese_chars,
 or add_prefix_space."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -45,6 +46,11 @@ def find_vocabulary(name: str) -> Path:
         if os.path.isfile(path / file):
             return path / file
     raise DataError(f"{where}: this directory has no {', '.join(VOCABULARY_FILES)}. Name one that has, or `bytes`.")
+
+
+def vocabulary_hash(name: str) -> str:
+    """SHA-256, in hex, of the vocabulary file that data.tokenizer=name refers to; `bytes` has none."""
+    return name if name == "bytes" else hashlib.sha256(find_vocabulary(name).read_bytes()).hexdigest()
 
 
 def copy_vocabulary(name: str, directory: Path) -> None:

@@ -1,0 +1,144 @@
+"""The processes of one job: they connect, and go on only if all of them run the same thing.
+
+jax.distributed would find most launchers itself, but under SLURM and Open MPI it gives each process one GPU, even one
+that has a host of eight to itself, and process 0 listens on every network of its host."""
+
+import glob
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import spmd_lm
+from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS_ID, ProcessInfo
+
+HEARTBEAT_SECONDS = 30  # a process that says nothing for so long is dead, and ends the others
+WAIT_MS = 600_000  # for a process that still reads its data
+MOST_DIFFERENCES = 5  # that one line names
+
+
+def join(process: ProcessInfo | None) -> None:
+    """Connects this process to the job's others, if there are any.  ConfigError if it cannot."""
+    if process is None and not in_tpu_slice(os.environ):
+        return
+    import jax
+
+    # A TPU's workers: jax asks the metadata server, or reads what GKE sets.
+    options = _connection(process) if process else {}
+    try:
+        jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+    except (ValueError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        where = f"{ADDRESS}={options['coordinator_address']}" if options else "Cloud TPU"
+        raise ConfigError(
+            f"{where}: the processes cannot connect: {reason}. "
+            f"Set {ADDRESS} to host:port of the first process, with {NUM_PROCESSES} and {PROCESS_ID}."
+        ) from error
+
+
+def _connection(process: ProcessInfo) -> dict[str, Any]:
+    """The arguments of jax.distributed.initialize.  On one host nothing outside it can connect."""
+    assert process.coordinator_address is not None
+    address = (
+        f"{LOCALHOST}:{process.coordinator_address.rpartition(':')[2]}"
+        if process.on_one_host
+        else process.coordinator_address
+    )
+    return {
+        "coordinator_address": address,
+        "coordinator_bind_address": address if process.on_one_host else None,
+        "num_processes": process.num_processes,
+        "process_id": process.process_id,
+        "local_device_ids": own_gpus(process),
+        "cluster_detection_method": "deactivate",
+    }
+
+
+def own_gpus(process: ProcessInfo) -> list[int] | None:
+    """This process's share of the GPUs that it sees; None for all of them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = len(glob.glob("/proc/driver/nvidia/gpus/*")) if visible is None else len(visible.split(","))
+    if process.local_processes is None or process.local_id is None or gpus < process.local_processes:
+        return None  # alone on its host, or the launcher has divided them
+    share = gpus // process.local_processes
+    return None if share == gpus else list(range(process.local_id * share, (process.local_id + 1) * share))
+
+
+def in_tpu_slice(environment: Mapping[str, str]) -> bool:
+    """Whether this is a worker of a Cloud TPU, of one host or many; a notebook's TPU has no job."""
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
+    if "," in hosts or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1:
+        return True
+    if hosts or environment.keys() & {"TPU_SKIP_MDS_QUERY", "COLAB_RELEASE_TAG"}:
+        return False
+    vendors = (Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor"))
+    return "0x1ae0" in vendors  # Google's
+
+
+def require_agreement(subject: str, facts: Mapping[str, Any]) -> None:
+    """ConfigError in every process, with what differs and where, unless all processes call this with the same facts.
+    subject: what they are about; used once.
+
+    Each writes its facts to the coordinator's key-value store, which needs no device; the first compares them."""
+    from jax._src.distributed import global_state  # public jax compares arrays only, on devices
+
+    client, key = global_state.client, f"spmd_lm/{subject}"
+    if client is None or global_state.num_processes == 1:
+        return
+    own = {"host": socket.gethostname(), "facts": {name: str(value) for name, value in facts.items()}}
+    client.key_value_set(f"{key}/{global_state.process_id}", json.dumps(own))
+    if global_state.process_id == 0:
+        answers = (client.blocking_key_value_get(f"{key}/{i}", WAIT_MS) for i in range(global_state.num_processes))
+        client.key_value_set(f"{key}/differences", json.dumps(differences(subject, [*map(json.loads, answers)])))
+    found = json.loads(client.blocking_key_value_get(f"{key}/differences", WAIT_MS))
+    if found:
+        import jax
+
+        jax.distributed.shutdown()  # waits for the others: the first may not leave before all have read it
+        raise ConfigError(*found)
+
+
+def differences(subject: str, answers: list[dict[str, Any]]) -> list[str]:
+    """One line for each process whose facts are not those of process 0."""
+    first, *others = answers
+    lines = []
+    for process, other in enumerate(others, 1):
+        names = sorted(first["facts"].keys() | other["facts"].keys())
+        both = {name: (other["facts"].get(name), first["facts"].get(name)) for name in names}
+        unequal = [f"{name}={here}, not {there}" for name, (here, there) in both.items() if here != there]
+        if unequal:
+            more = f" and {len(unequal) - MOST_DIFFERENCES} more" if len(unequal) > MOST_DIFFERENCES else ""
+            what = "; ".join(unequal[:MOST_DIFFERENCES])
+            lines.append(
+                f"process {process} on {other['host']} and process 0 on {first['host']} differ in their {subject}: "
+                f"{what}{more}. Start all of a job's processes with the same code, configuration and files."
+            )
+    return lines
+
+
+def versions() -> dict[str, str]:
+    """What must be the same for processes to compile the same program."""
+    packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")}
+    return {"python": platform.python_version(), "spmd_lm": spmd_lm.__version__} | packages
+
+
+def in_a_job() -> bool:
+    """Whether this process has joined others."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def leave_job(code: int) -> int:
+    """The exit code of a process that failed.  In a job it ends here: at exit jax would wait for the other processes,
+    and they for this one."""
+    if in_a_job():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

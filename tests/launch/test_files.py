@@ -1,0 +1,99 @@
+"""The files of launch/: valid for what reads them, short, and tpu_vm.sh against a gcloud that takes slices away."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.processes import ROOT
+
+LAUNCH = ROOT / "launch"
+SCHEMA = "jobset_v1alpha2_strict.schema.json"
+
+
+@pytest.mark.parametrize("path", sorted(LAUNCH.iterdir()), ids=lambda path: path.name)
+def test_a_launch_file_is_short_and_says_how_to_use_it(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 62 and max(map(len, lines)) <= 120
+    header = "\n".join(lines[:20])
+    assert "    " in header and "edit" in header.lower() and "launch/" in header
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck here")
+def test_shellcheck_is_clean():
+    scripts = [path for path in LAUNCH.iterdir() if path.read_text().startswith("#!/usr/bin/env bash")]
+    assert {path.name for path in scripts} == {"slurm.sbatch", "tpu_vm.sh"}
+    done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.skipif(not os.environ.get("SPMD_LM_DATA"), reason="the JobSet schema is in SPMD_LM_DATA, which is not set")
+def test_the_jobset_file_validates():
+    schema = json.loads((Path(os.environ["SPMD_LM_DATA"]) / SCHEMA).read_text())
+    jobset = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text())
+    jsonschema.validate(jobset, schema)
+    jobset["spec"]["failurePolicy"]["maxRestart"] = 1
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(jobset, schema)
+
+
+UV = Path(sys.executable).with_name("uv")
+READ_TASK = "import sky, sys; task = sky.Task.from_yaml(sys.argv[1]); print(task.num_nodes, *task.resources)"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not UV.exists(), reason="no uv in this environment to install SkyPilot with")
+def test_skypilot_reads_its_file(tmp_path):
+    """In an environment of its own: SkyPilot is 459 MB."""
+    command = [UV, "run", "--quiet", "--no-project", "--with", "skypilot==0.14.1", "python", "-c", READ_TASK]
+    text = (LAUNCH / "skypilot.yaml").read_text()
+    (tmp_path / "wrong.yaml").write_text(text.replace("num_nodes", "num_nodez"))
+    good, wrong = (
+        subprocess.run([*command, path], capture_output=True, text=True)
+        for path in (LAUNCH / "skypilot.yaml", tmp_path / "wrong.yaml")
+    )
+    assert good.returncode == 0 and "H100" in good.stdout and good.stdout.startswith("2 "), good.stderr
+    assert wrong.returncode == 1 and "did you mean 'num_nodes'" in wrong.stderr
+
+
+# A slice is ACTIVE at once.  The first is taken away during the run, the second run is preempted on its own.
+GCLOUD = """#!/usr/bin/env bash
+echo "$*" >> log
+case "$*" in
+    *describe*) cat state 2>/dev/null || exit 1 ;;
+    *create*) echo ACTIVE > state ;;
+    *delete*) rm -f state ;;
+    *ssh*)
+        runs=$(($(cat runs 2>/dev/null || echo 0) + 1))
+        echo $runs > runs
+        [ $runs = 1 ] && echo SUSPENDED > state && exit 255
+        [ $runs = 2 ] && exit 3
+        exit LAST ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("last", [0, 4])
+def test_tpu_vm_starts_again_until_the_run_ends(tmp_path, last):
+    (tmp_path / "gcloud").write_text(GCLOUD.replace("LAST", str(last)))
+    (tmp_path / "gcloud").chmod(0o755)
+    variables = {"NAME": "mine", "ZONE": "z", "TYPE": "v5p-128", "REPOSITORY": "r", "SECONDS_BETWEEN": "0"}
+    done = subprocess.run(
+        [LAUNCH / "tpu_vm.sh", "train", "a b.yaml"],
+        cwd=tmp_path,
+        env=os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == last, done.stderr
+    log = (tmp_path / "log").read_text()
+    calls = [word for line in log.splitlines() for word in ("create", "delete", "ssh") if f" {word}" in line]
+    assert calls == ["create", "ssh", "delete", "create", "ssh", "ssh", "delete"]
+    assert "exec .venv/bin/spmd-lm 'train' 'a b.yaml'" in log and not (tmp_path / "state").exists()

@@ -1,0 +1,125 @@
+"""launch/local: several processes of one job on this machine, as users start it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spmd_lm.errors import Exit
+from tests import processes
+
+LOCAL = processes.ROOT / "launch" / "local"
+FLOAT64 = [f"precision.{key}=float64" for key in ("params", "compute", "reduce")]
+LONG = ["train.steps=100000", "model.layers=2", "checkpoint.every=0"]  # until something ends it
+
+
+def launch(number: int, *arguments: str) -> subprocess.Popen:
+    return processes.start_command([sys.executable, LOCAL, "-n", str(number), "--", *arguments])
+
+
+def train(directory: Path, *overrides: str) -> list[str]:
+    return ["train", "configs/debug.yaml", "--devices", "8", f"run.dir={directory}", *overrides]
+
+
+def lines_until(process: subprocess.Popen, pattern: str) -> list[str]:
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return lines
+    raise AssertionError("".join(lines))
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def end(process: subprocess.Popen, seconds: float = 30) -> tuple[int, str]:
+    """Exit code and remaining output."""
+    output, _ = process.communicate(timeout=seconds)
+    return process.returncode, output
+
+
+@pytest.mark.slow
+def test_two_processes_compute_what_one_does(tmp_path):
+    two = launch(2, *train(tmp_path / "two", *FLOAT64, "parallel.model=2"))
+    output = two.communicate(timeout=600)[0]
+    assert two.returncode == Exit.DONE, output
+    processes.run(*train(tmp_path / "one", *FLOAT64, "parallel.model=2"))
+    got, want = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("two", "one")
+    )
+    assert [record["step"] for record in got] == list(range(1, 21))
+    assert [record["loss"] for record in got] == pytest.approx([record["loss"] for record in want], rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_others(tmp_path, victim):
+    job = launch(2, *train(tmp_path, *LONG))
+    lines_until(job, "step 3/")
+    os.kill(children(job)[victim], signal.SIGKILL)
+    code, _ = end(job)
+    assert code == 128 + signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["the launcher", "one process"])
+def test_a_job_that_is_told_to_stop_saves(tmp_path, to):
+    """Told to one process alone, all stop after the same step."""
+    job = launch(2, *train(tmp_path, *LONG))
+    lines_until(job, "step 3/")
+    os.kill(job.pid if to == "the launcher" else children(job)[1], signal.SIGTERM)
+    code, output = end(job)
+    assert code == Exit.PREEMPTED, output
+    step = int(re.search(r"stopped after step (\d+) of 100000, saved", output)[1])
+    assert (tmp_path / "checkpoints" / str(step) / "commit_success.txt").exists()
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "preempted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["configuration", "dataset", "version"])
+def test_processes_that_differ_all_leave(tmp_path, what):
+    """Exit code 2 in each, which say which process differs, and in what."""
+    texts = tmp_path / "texts"
+    for number in range(2):
+        (texts / str(number)).mkdir(parents=True)
+        (texts / str(number) / "text.txt").write_text(f"{number if what == 'dataset' else 0} to be or not to be " * 200)
+        (texts / str(number) / "sitecustomize.py").write_text(
+            "import importlib.metadata as m; real = m.version\n"
+            "m.version = lambda name: '0.0.1' if name == 'optax' else real(name)\n"
+            if what == "version" and number
+            else ""
+        )
+    job = {"JAX_COORDINATOR_ADDRESS": f"localhost:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    started = time.monotonic()
+    both = [
+        processes.start_command(
+            [sys.executable, "-m", "spmd_lm", "train", str(processes.ROOT / "configs" / "debug.yaml"), "--devices=4"]
+            + [f"run.dir={tmp_path / 'run'}", "data.source=text", "data.path=text.txt", *LONG]
+            + (["optim.lr=0.002"] if what == "configuration" and number else []),
+            cwd=texts / str(number),
+            PYTHONPATH=f"{texts / str(number)}:{processes.ROOT}",
+            JAX_PROCESS_ID=str(number),
+            **job,
+        )
+        for number in range(2)
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [Exit.CONFIG] * 2, outputs
+    assert time.monotonic() - started < 30
+    difference = {
+        "configuration": "their configuration: optim.lr=0.002, not 0.001.",
+        "dataset": "their dataset: sha256=",
+        "version": "their versions: optax=0.0.1, not ",
+    }[what]
+    for output in outputs:
+        assert re.search(rf"process 1 on \S+ and process 0 on \S+ differ in {re.escape(difference)}", output), output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

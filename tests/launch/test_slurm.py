@@ -1,0 +1,168 @@
+"""launch/slurm.sbatch under a SLURM of this machine's own, with two virtual nodes: `make test-slurm`."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.slurm,
+    pytest.mark.skipif(
+        not shutil.which("slurmctld"), reason="no slurmctld here: make test-slurm INSTALL=1 installs it"
+    ),
+]
+SCRIPT = processes.ROOT / "launch" / "slurm.sbatch"
+STEPS = 40
+
+# No munge, so no key; a requeued job waits until its credentials have expired.
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/none
+AuthInfo=cred_expire=5
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool.%n
+SlurmctldPidFile={root}/ctld.pid
+SlurmdPidFile={root}/slurmd.%n.pid
+SlurmctldLogFile={root}/ctld.log
+SlurmdLogFile={root}/slurmd.%n.log
+SlurmctldPort={port}
+NodeName=n[0-1] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 State=UNKNOWN
+PartitionName=low Nodes=n[0-1] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=n[0-1] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class Slurm:
+    """A cluster in a directory: its configuration, logs and jobs' output."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment = {
+            name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")
+        } | {"SLURM_CONF": str(root / "slurm.conf"), "PATH": path, "PYTHONPATH": str(processes.ROOT)}
+
+    def run(self, *command: str | Path) -> str:
+        done = subprocess.run(command, env=self.environment, cwd=processes.ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout.strip()
+
+    def submit(self, *arguments: str | Path) -> str:
+        """The new job's number."""
+        return self.run("sbatch", "--parsable", f"--output={self.root}/%j.log", *arguments)
+
+    def job(self, number: str) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
+
+    def log(self, number: str) -> str:
+        path = self.root / f"{number}.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait(self, number: str, what: Callable[[dict[str, str]], bool], seconds: float = 240) -> dict[str, str]:
+        """Waits until this holds of the job."""
+        end = time.monotonic() + seconds
+        while not what(job := self.job(number)):
+            assert time.monotonic() < end, (job, self.log(number))
+            time.sleep(0.5)
+        return job
+
+    def wait_for_log(self, number: str, text: str) -> None:
+        self.wait(number, lambda job: text in self.log(number))
+
+
+def in_state(*states: str) -> Callable[[dict[str, str]], bool]:
+    return lambda job: job["JobState"] in states
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    slurm = Slurm(tmp_path_factory.mktemp("slurm"))
+    (slurm.root / "state").mkdir()
+    port = processes.free_port()
+    ports = {"port": port, "first": port + 1, "last": port + 2}
+    (slurm.root / "slurm.conf").write_text(CONF.format(root=slurm.root, host=socket.gethostname(), **ports))
+    commands = [["slurmctld", "-D"], ["slurmd", "-D", "-N", "n0"], ["slurmd", "-D", "-N", "n1"]]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    daemons = [subprocess.Popen(command, env=slurm.environment, **quiet) for command in commands]
+    try:
+        for _ in range(60):
+            if (
+                subprocess.run(
+                    ["sinfo", "-hN", "-o%T"], env=slurm.environment, capture_output=True, text=True
+                ).stdout.split()
+                == ["idle"] * 4
+            ):
+                break
+            time.sleep(0.5)
+        yield slurm
+    finally:
+        subprocess.run(["scancel", "--signal=KILL", "--user=root"], env=slurm.environment)
+        for daemon in daemons:
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(30)
+
+
+def train(directory: Path, *overrides: str) -> list[str | Path]:
+    config = [SCRIPT, "train", "configs/debug.yaml", "--devices", "8", f"run.dir={directory}", "model.layers=2"]
+    return [*config, "checkpoint.every=0", f"train.steps={STEPS}", "optim.decay_steps=40", *overrides]
+
+
+def losses(directory: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return {record["step"]: record["loss"] for record in records}
+
+
+def status(directory: Path) -> dict:
+    return json.loads((directory / "status.json").read_text())
+
+
+def test_a_preempted_job_is_requeued_and_ends_as_if_it_had_not_been(slurm, tmp_path):
+    number = slurm.submit(*train(tmp_path / "preempted"))
+    slurm.wait_for_log(number, "step 5/")
+    slurm.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 1")
+    slurm.wait(number, lambda job: job["Restarts"] == "1")
+    assert status(tmp_path / "preempted")["state"] == "preempted" and "saved" in slurm.log(number)
+    job = slurm.wait(number, in_state("COMPLETED", "FAILED"))
+    assert (job["JobState"], job["ExitCode"], status(tmp_path / "preempted")["restarts"]) == ("COMPLETED", "0:0", 1)
+
+    number = slurm.submit(*train(tmp_path / "whole"))
+    slurm.wait(number, in_state("COMPLETED"))
+    assert losses(tmp_path / "preempted") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == STEPS
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(slurm, tmp_path):
+    number = slurm.submit(*train(tmp_path / "run", "train.steps=100000"))
+    slurm.wait_for_log(number, "step 3/")
+    slurm.run("scancel", number)
+    job = slurm.wait(number, in_state("CANCELLED"))
+    slurm.wait(number, lambda job: "saved. The same command" in slurm.log(number))
+    time.sleep(3)
+    assert slurm.job(number)["JobState"] == "CANCELLED" and job["Restarts"] == "0"
+    step = status(tmp_path / "run")["step"]
+    assert status(tmp_path / "run")["state"] == "preempted" and step >= 3
+    assert (tmp_path / "run" / "checkpoints" / str(step) / "commit_success.txt").exists()

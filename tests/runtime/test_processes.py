@@ -1,0 +1,192 @@
+"""The processes of one job: what each launcher tells them, and two of them on this machine."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.devices import simulate_devices
+from spmd_lm.runtime.launchers import ProcessInfo, detect_process
+from spmd_lm.runtime.processes import differences, in_tpu_slice, own_gpus
+from tests import processes
+
+STEPS = ("train.steps=4", "train.log_every=1", "train.eval_every=4", "checkpoint.every=2", "model.layers=4")
+
+
+def start(directory: Path, overrides: tuple[str, ...], **environment: str) -> subprocess.Popen:
+    return processes.start("train", "configs/pipeline.yaml", f"run.dir={directory}", *STEPS, *overrides, **environment)
+
+
+def losses(directory: Path) -> list[tuple[int, float]]:
+    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [(record["step"], record.get("loss", record.get("eval_loss"))) for record in records]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.schedule=1f1b",),  # replicas of the pipeline in each process
+        ("parallel.pipe=4", "parallel.data=1", "parallel.schedule=gpipe", "parallel.zero=0"),  # stages in each
+    ],
+    ids=["data", "pipe"],
+)
+def test_two_processes_train_what_one_does(tmp_path, overrides):
+    address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    both = [start(tmp_path / "two", overrides, **address, JAX_PROCESS_ID=str(which)) for which in (0, 1)]
+    processes.wait(*both)
+    processes.wait(start(tmp_path / "one", overrides))
+    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert [step for step, _ in two] == [step for step, _ in one]
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-6)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[004-006,009]",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.4",
+}
+ONE_NODE = {
+    "SLURM_STEP_NODELIST": "n004",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "PMIX_NAMESPACE": "3170762753",
+}
+JAX = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+POD = {"JAX_COORDINATOR_ADDRESS": "train-workers-0-0.train:1234", "JAX_NUM_PROCESSES": "4", "JOB_COMPLETION_INDEX": "2"}
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Hosts that have an address: a set, to change."""
+    known = {"n004", "10.0.0.4"}
+
+    def getaddrinfo(host, _):
+        if host not in known:
+            raise OSError
+        return [host]
+
+    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("environment", "process"),
+    [
+        ({}, None),
+        (JAX, ProcessInfo(2, 1, "h:1")),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "localhost:1"}, ProcessInfo(2, 1, "localhost:1", 2, 1)),
+        (POD, ProcessInfo(4, 2, "train-workers-0-0.train:1234")),
+        (SLURM, ProcessInfo(7, 3, "n004:61506", 2, 1)),
+        (
+            SLURM | {"SLURM_NODEID": "3", "SLURM_PROCID": "6", "SLURM_LOCALID": "0"},
+            ProcessInfo(7, 6, "n004:61506", 1, 0),
+        ),
+        (SLURM | {"SLURM_STEP_NODELIST": "n004,m[1-2]"}, ProcessInfo(7, 3, "n004:61506", 2, 1)),
+        (SLURM | ONE_NODE, ProcessInfo(2, 1, "127.0.0.1:61506", 2, 1)),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "h:1"}, ProcessInfo(7, 3, "h:1", 2, 1)),
+        (SLURM | JAX, ProcessInfo(2, 1, "h:1")),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # sbatch's script is no step
+        (OPEN_MPI, ProcessInfo(4, 3, "127.0.0.1:61510", 4, 3)),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "JAX_COORDINATOR_ADDRESS": "h:1"},
+            ProcessInfo(4, 3, "h:1", 2, 3),
+        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_each_launcher_says_where_a_process_is(names, environment, process):
+    assert detect_process(environment) == process
+
+
+def test_a_node_without_an_address_of_its_name_is_found_by_srun_s(names):
+    names.remove("n004")
+    assert detect_process(SLURM).coordinator_address == "10.0.0.4:61506"
+    names.clear()
+    with pytest.raises(ConfigError, match="7 processes, and JAX_COORDINATOR_ADDRESS is not set"):
+        detect_process(SLURM)
+
+
+def test_steps_of_a_job_use_ports_of_their_own(names):
+    ports = {detect_process(SLURM | {"SLURM_STEP_ID": str(step)}).coordinator_address for step in range(20)}
+    assert len(ports) == 20
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (JAX | {"JAX_PROCESS_ID": None}, "go together"),
+        (JAX | {"JAX_NUM_PROCESSES": None}, "go together"),
+        (JAX | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two: expected the number"),
+        (JAX | {"JAX_NUM_PROCESSES": "0"}, "JAX_NUM_PROCESSES=0: expected the number"),
+        (JAX | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is not below JAX_NUM_PROCESSES=2"),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "h"}, "JAX_COORDINATOR_ADDRESS=h: expected host:port"),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": None}, "each process would train alone"),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1"}, "no launcher says which process this is. Set JAX_NUM_PROCESSES"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "4 processes, and JAX_COORDINATOR_ADDRESS is not set"),
+    ],
+)
+def test_an_inconsistent_environment_is_refused(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        detect_process({name: value for name, value in environment.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("process", "visible", "own"),
+    [
+        (ProcessInfo(4, 1, "h:1"), "0,1", None),
+        (ProcessInfo(2, 1, "h:1", 1, 0), "0,1,2,3,4,5,6,7", None),  # a process for each host
+        (ProcessInfo(16, 11, "h:1", 8, 3), "0,1,2,3,4,5,6,7", [3]),  # a process for each GPU
+        (ProcessInfo(16, 11, "h:1", 8, 3), "5", None),  # SLURM has divided them
+        (ProcessInfo(4, 3, "h:1", 2, 1), "0,1,2,3,4,5,6,7", [4, 5, 6, 7]),
+    ],
+)
+def test_processes_of_a_host_share_its_gpus(monkeypatch, process, visible, own):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert own_gpus(process) == own
+
+
+@pytest.mark.parametrize(
+    ("environment", "vendor", "expected"),
+    [
+        ({}, "0x8086", False),
+        ({}, "0x1ae0", True),  # a Cloud TPU VM
+        ({"COLAB_RELEASE_TAG": "1"}, "0x1ae0", False),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, "0x1ae0", False),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "0x1ae0", True),  # GKE
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, "0x1ae0", True),
+    ],
+)
+def test_workers_of_a_tpu_slice_join(monkeypatch, tmp_path, environment, vendor, expected):
+    (tmp_path / "vendor").write_text(vendor + "\n")
+    monkeypatch.setattr("glob.glob", lambda _: [tmp_path / "vendor"])
+    assert in_tpu_slice(environment) == expected
+
+
+def test_what_differs_is_named():
+    first = {"host": "a", "facts": {"x": "1", "y": "2"}}
+    assert not differences("files", [first, first])
+    (line,) = differences("files", [first, first, {"host": "b", "facts": {"x": "3", "z": "4"}}])
+    assert "process 2 on b and process 0 on a differ in their files: x=3, not 1; y=None, not 2; z=4, not None." in line
+
+
+def test_simulated_devices_are_divided_among_the_processes():
+    with pytest.raises(ConfigError, match=r"run\.simulate_devices=9 is not divisible by the 2 processes"):
+        simulate_devices(9, processes=2)

@@ -1,0 +1,44 @@
+"""Which options XLA compiles with, by setting and hardware."""
+
+import pytest
+
+from spmd_lm.config.load import load
+from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.xla_options import options_for, table
+
+ABSENT_H100 = {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "absent": True}
+
+
+def names(setting, **hardware) -> dict:
+    return {option.name: option.value for option in options_for(setting, **hardware)}
+
+
+def test_every_row_says_why_and_where_that_was_seen():
+    assert table()
+    for row in table():
+        assert row.platform in ("cpu", "gpu", "tpu") and row.options and row.reason and row.source
+        assert not any(name.startswith("-") for name in row.options)
+
+
+def test_no_hardware_has_an_option_twice():
+    for row in table():
+        options = options_for("auto", row.platform, row.kind, absent=row.absent)
+        assert len({option.name for option in options}) == len(options)
+
+
+def test_auto_is_the_table_s_for_this_hardware():
+    assert "xla_gpu_autotune_level" in names("auto", **ABSENT_H100)
+    assert not names("auto", **ABSENT_H100 | {"absent": False})
+    assert not names("auto", platform="cpu", kind="cpu", absent=False)
+
+
+def test_none_and_options_of_one_s_own_replace_the_table():
+    assert names("none", **ABSENT_H100) == {}
+    assert names({"xla_a": 1}, **ABSENT_H100) == {"xla_a": 1}
+
+
+def test_options_are_set_in_a_file_or_on_the_command_line():
+    config = load("configs/debug.yaml", ["run.compiler_options={xla_a: true, xla_b: 3}"])
+    assert config.run.compiler_options == {"xla_a": True, "xla_b": 3}
+    with pytest.raises(ConfigError, match=r"run\.compiler_options"):
+        load("configs/debug.yaml", ["run.compiler_options=fast"])
