@@ -8,15 +8,15 @@ import enum
 class Exit(enum.IntEnum):
     """The exit code of every verb."""
 
-    DONE = 0
-    CHECK_FAILED = 1
-    CONFIG = 2
-    PREEMPTED = 3  # progress is saved; start again to resume
-    DATA = 4
-    CHECKPOINT = 5
-    NON_FINITE = 6
-    HANG = 7
-    PEER_LOST = 8
+    DONE = 0  # done
+    CHECK_FAILED = 1  # a check failed
+    CONFIG = 2  # configuration, or a directory that cannot be written
+    PREEMPTED = 3  # preempted; progress is saved: start again to resume
+    DATA = 4  # data
+    CHECKPOINT = 5  # checkpoint
+    NON_FINITE = 6  # a loss, a gradient norm or a state is not finite
+    HANG = 7  # a step hangs
+    PEER_LOST = 8  # another process of the job is gone
     INTERRUPTED = 130  # Ctrl-C; progress is saved, unless it was pressed twice
 
 

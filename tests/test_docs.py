@@ -1,5 +1,6 @@
 """What the pages point to is there."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -53,6 +54,15 @@ def test_the_example_of_fine_tuning_takes_model_and_vocabulary_of_its_beginning(
     (base.run.directory / "config.yaml").write_text(dump(base))
     mine = load("mine.yaml")
     assert mine.model == base.model.model_copy(update={"context": 128}) and mine.data.tokenizer == "vocab.txt"
+
+
+def test_the_reference_is_that_of_the_schema_and_the_parser():
+    """If not: python docs/make_reference.py"""
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, page in module.PAGES.items():
+        assert (ROOT / "docs/reference" / name).read_text() == page(), name
 
 
 @pytest.mark.slow
