@@ -14,7 +14,7 @@ from spmd_lm.commands import audit, bench, config, evaluate, export_hf, generate
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
-from spmd_lm.runtime.processes import in_a_job, leave_job
+from spmd_lm.runtime.processes import end_with_parent, in_a_job, leave_job
 from spmd_lm.runtime.signals import interruptible
 
 
@@ -47,6 +47,7 @@ POSITIONALS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    end_with_parent()
     hide_xla_warnings()
     if isinstance(sys.stdout, io.TextIOWrapper):  # text must not be lost to a terminal without letters for it
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import platform
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,23 @@ from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS
 HEARTBEAT_SECONDS = 30  # a process that says nothing for so long is dead, and ends the others
 WAIT_MS = 600_000  # for a process that still reads its data
 MOST_DIFFERENCES = 5  # that one line names
+PARENT = "SPMD_LM_PARENT"
+PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
+
+
+def end_with_parent() -> None:
+    """Where SPMD_LM_PARENT is the pid of the process that started this one, Linux sends SIGTERM to this one when that
+    one ends, even if it was killed.  Ends at once if it has ended already.  Other systems have nothing like it.
+
+    Linux watches the thread that started this process: let it be the main one."""
+    parent = os.environ.pop(PARENT, None)  # not for the processes that this one starts
+    if parent is None or sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if str(os.getppid()) != parent:
+        sys.exit(128 + signal.SIGTERM)
 
 
 def join(process: ProcessInfo | None) -> None:

@@ -85,6 +85,20 @@ def test_a_job_that_is_told_to_stop_saves(tmp_path, to):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone signals the death of a parent")
+def test_a_job_whose_launcher_is_killed_saves(tmp_path):
+    job = launch(2, *train(tmp_path, *LONG))
+    lines_until(job, "step 3/")
+    job.kill()
+    deadline = time.monotonic() + 30
+    while (state := json.loads((tmp_path / "status.json").read_text()))["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert state["state"] == "preempted" and state["exit_code"] == Exit.PREEMPTED
+    assert (tmp_path / "checkpoints" / str(state["step"]) / "commit_success.txt").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["configuration", "dataset", "version"])
 def test_processes_that_differ_all_leave(tmp_path, what):
     """Exit code 2 in each, which say which process differs, and in what."""

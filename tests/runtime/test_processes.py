@@ -1,7 +1,9 @@
 """The processes of one job: what each launcher tells them, and two of them on this machine."""
 
 import json
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -190,3 +192,34 @@ def test_what_differs_is_named():
 def test_simulated_devices_are_divided_among_the_processes():
     with pytest.raises(ConfigError, match=r"run\.simulate_devices=9 is not divisible by the 2 processes"):
         simulate_devices(9, processes=2)
+
+
+# A parent that waits for its child; the child says which signal ends it.
+CHILD = """
+import os, signal, sys, time
+from spmd_lm.runtime.processes import end_with_parent
+
+signal.signal(signal.SIGTERM, lambda number, _: sys.exit(signal.Signals(number).name))
+end_with_parent()
+print("started", os.environ.get("SPMD_LM_PARENT"), flush=True)
+time.sleep(60)
+"""
+WITH_CHILD = """
+import os, subprocess, sys
+variable = {"SPMD_LM_PARENT": str(os.getpid())}
+subprocess.run([sys.executable, "-c", sys.argv[1]], env=os.environ | variable, start_new_session=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone signals the death of a parent")
+def test_a_process_ends_with_the_one_that_started_it():
+    parent = processes.start_command([sys.executable, "-c", WITH_CHILD, CHILD])
+    assert parent.stdout.readline() == "started None\n"  # which does not inherit the variable
+    parent.kill()
+    assert parent.communicate(timeout=30)[0] == "SIGTERM\n"  # the child's last word; then it has closed the pipe
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone signals the death of a parent")
+def test_a_process_that_lost_its_parent_before_it_began_ends_at_once():
+    lost = processes.start("--version", SPMD_LM_PARENT="-1")
+    assert lost.communicate(timeout=30) == ("", "") and lost.returncode == 128 + signal.SIGTERM
