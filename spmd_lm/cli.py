@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from spmd_lm import __version__
-from spmd_lm.commands import audit, bench, config, evaluate, export_hf, generate, import_hf, plan, train
+from spmd_lm.commands import audit, bench, config, evaluate, export_hf, generate, import_hf, plan, sweep, train
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
@@ -32,6 +32,7 @@ VERBS = {
     "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan.run),
     "audit": Verb("compiles the step and compares its collectives with theory", audit.run, audit.add_options),
     "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench.run, bench.add_options),
+    "sweep": Verb("runs of a configuration whose keys vary, resumable", sweep.run, sweep.add_options, ("SWEEP",)),
     "import": Verb("makes a run of a Hugging Face directory", import_hf.run, import_hf.add_options, ("DIR", "RUN_DIR")),
     "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
     "config": Verb("prints the resolved YAML", config.run),
@@ -39,6 +40,7 @@ VERBS = {
 
 POSITIONALS = {
     "CONFIG": "a YAML file, or a run's directory",
+    "SWEEP": "a sweep's YAML file, as in configs/sweeps",
     "RUN_DIR": "a run's directory",
     "DIR": "a Hugging Face directory: config.json, *.safetensors, tokenizer files",
 }

@@ -23,6 +23,7 @@ LAYERS = (
     {"generation"},
     {"training"},
     {"huggingface"},
+    {"sweeps"},
     {"api"},
     {"commands"},
     {"cli"},

@@ -3,35 +3,40 @@
 import argparse
 import contextlib
 import sys
-from typing import Any
 
 from spmd_lm.commands.common import Arguments, at_least, load_configuration, write_result
 from spmd_lm.runtime.devices import set_up_devices
-from spmd_lm.runtime.signals import StopSignals, interruptible
+from spmd_lm.runtime.signals import DURING_SWEEP, StopSignals, interruptible
 
 
 def run(arguments: Arguments) -> int:
+    if arguments.seeds is not None:
+        return run_seeds(arguments)
     with StopSignals() as signals:  # from here on: the imports below take seconds
         with interruptible():
             config = set_up_devices(load_configuration(arguments))
             from spmd_lm.training.loop import train
 
-            if arguments.seeds is not None:
-                from spmd_lm.training.seeds import render, train_seeds
-
-        result: dict[str, Any] = {"directory": str(config.run.directory)}
         with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
-            if arguments.seeds is None:
-                code = train(config, signals)
-            else:
-                code, figures = train_seeds(config, arguments.seeds, signals)
-                result |= figures
-    text = render(result) if "median" in result else ""
+            code = train(config, signals)
+    if arguments.json:
+        write_result(arguments, {"directory": str(config.run.directory), "exit_code": int(code)}, "")
+    return code
+
+
+def run_seeds(arguments: Arguments) -> int:
+    from spmd_lm.sweeps.seeds import render, train_seeds
+
+    config = load_configuration(arguments)
+    with StopSignals(DURING_SWEEP) as signals:
+        code, result = train_seeds(config, arguments.seeds, signals, lambda line: print(line, file=sys.stderr))
+    text = render(result) if result else ""
     if arguments.json or text:
-        write_result(arguments, result | {"exit_code": int(code)}, text)
+        result = {"directory": str(config.run.directory), **result, "exit_code": int(code)}
+        write_result(arguments, result, text)
     return code
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    help = "train N seeds, from train.seed on, in run.dir/seed-N, and report median metrics"
+    help = "train N seeds, from train.seed on, in run.dir/cells/seed-N, and report median metrics"
     parser.add_argument("--seeds", type=at_least(1), metavar="N", help=help)

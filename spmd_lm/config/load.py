@@ -41,10 +41,14 @@ class Layer:
 
 
 def load(
-    path: str | Path | None, overrides: Iterable[str] = (), under: Layer | None = None, over: Layer | None = None
+    path: str | Path | None,
+    overrides: Iterable[str] = (),
+    under: Layer | None = None,
+    over: Layer | None = None,
+    cell: Layer | None = None,
 ) -> RunConfig:
     """The configuration in the file at `path`, if there is one, changed by `overrides`.  under, over: layers below and
-    above the file.  Under an `over`, which knows the whole model, run.init_from is not read.
+    above the file.  Under an `over`, which knows the whole model, run.init_from is not read.  cell: what a sweep sets.
 
     Raises ConfigError with one line per problem: `origin: section.key: what is wrong. How to fix it.`"""
     problems: list[str] = []
@@ -52,7 +56,7 @@ def load(
     files = [] if path is None else _read_chain(path, problems)
     if path is not None and not files:  # there is nothing to check the overrides against
         raise ConfigError(*problems)
-    layers = [layer for layer in (under, *files, over, command_line) if layer]
+    layers = [layer for layer in (under, *files, over, cell, command_line) if layer]
     inherited = Layer("", {}) if over else _inherit(layers, problems)
     return _resolve([inherited, *layers] if inherited else layers, inherited is None, problems)
 
@@ -170,7 +174,7 @@ def _read_chain(path: str | Path, problems: list[str], extended_by: tuple[str, .
     if name in extended_by:
         problems.append(f"{extended_by[-1]}: base: circular chain: {' -> '.join(chain)}. Remove one of these bases.")
         return []
-    tree = _read_file(name, f"{extended_by[-1]}: base: {name}" if extended_by else name, problems)
+    tree = read_yaml_file(name, f"{extended_by[-1]}: base: {name}" if extended_by else name, problems)
     if tree is None:
         return []
     base = tree.pop("base", None)
@@ -183,8 +187,8 @@ def _read_chain(path: str | Path, problems: list[str], extended_by: tuple[str, .
     return [*bases, Layer(name, tree)] if bases else []
 
 
-def _read_file(name: str, origin: str, problems: list[str]) -> dict[str, Any] | None:
-    """The sections of one file, and its `base`; None if it cannot be read.  origin: of a problem with the whole
+def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any] | None:
+    """The sections of one file, and its other keys; None if it cannot be read.  origin: of a problem with the whole
     file."""
     try:
         value, errors = syntax.read(Path(name).read_text("utf-8"))
@@ -220,21 +224,28 @@ def _suggest_file(missing: str) -> str:
 
 def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
     """One layer, so that the order of overrides does not matter, as in `data.source=text data.path=x`."""
-    tree: dict[str, Any] = {}
+    values: list[tuple[str, Any]] = []
     for override in overrides:
         path, equals, text = override.partition("=")
-        keys = path.split(".")
         is_pattern = text.startswith("*")  # as in data.path='*.md'; YAML would look for an anchor of this name
         value, errors = (cast(Any, text), []) if is_pattern else syntax.read(text)
-        if not equals or not all(keys):
+        if not equals or not all(path.split(".")):
             problems.append(f"{COMMAND_LINE}: '{override}' is not an override. Write section.key=value.")
         elif errors:
             problems += [f"{COMMAND_LINE}: {path}: {error}." for error in errors]
         else:
-            for key in reversed(keys):
-                value = {key: value}
-            tree = _merge(tree, value)
-    return Layer(COMMAND_LINE, _sections(tree))
+            values.append((path, value))
+    return make_layer(COMMAND_LINE, values)
+
+
+def make_layer(origin: str, values: Iterable[tuple[str, Any]]) -> Layer:
+    """values: by section.key."""
+    tree: dict[str, Any] = {}
+    for path, value in values:
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        tree = _merge(tree, value)
+    return Layer(origin, _sections(tree))
 
 
 def _sections(tree: dict) -> dict[str, Any]:

@@ -119,6 +119,8 @@ def unknown_section(name: str, value: Any) -> str:
     if name == "base":  # that of a file is read before its sections are
         path = f", or give {value} as the CONFIG" if isinstance(value, str) else ""
         return f"base: belongs in a file. Write it there{path}."
+    if name in ("config", "grid", "zip", "when"):
+        return f"{name}: this is a sweep's file. Run `spmd-lm sweep` with it."
     near = did_you_mean(name, RunConfig.model_fields) or key_of_any_section(name)
     return f"unknown section '{name}'. {_did_you_mean(near, RunConfig.model_fields)}"
 

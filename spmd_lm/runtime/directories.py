@@ -77,17 +77,19 @@ def _exit(number: int, _: FrameType | None) -> None:
 
 
 @contextmanager
-def lock_directory(directory: Path, log: Callable[[str], None], is_first_process: bool) -> Iterator[None]:
+def lock_directory(
+    directory: Path, log: Callable[[str], None], is_first_process: bool, key: str = "run.dir"
+) -> Iterator[None]:
     """Creates the directory and keeps every other run out of it.  ConfigError if another run holds it, or it cannot be
-    written.  The first process of a job locks for all of it.
+    written.  The first process of a job locks for all of it.  key: what names the directory.
 
     At the end the lock file is removed, and so are the created directories if they are empty: a run that is refused
     later leaves no trace."""
     with remove_if_empty(directory):
         while True:
-            with _open_lock_file(directory) as file:
+            with _open_lock_file(directory, key) as file:
                 if is_first_process:
-                    _lock(file, directory, log)
+                    _lock(file, directory, log, key)
                     if not os.path.exists(file.name) or not os.path.samefile(file.name, file.fileno()):
                         continue  # its former holder removed it between our open and our lock
                 try:
@@ -99,7 +101,19 @@ def lock_directory(directory: Path, log: Callable[[str], None], is_first_process
                 return
 
 
-def _open_lock_file(directory: Path) -> TextIO:
+def is_locked(directory: Path) -> bool:
+    """Whether a process holds the directory's lock now."""
+    try:
+        with open(directory / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # none, or a file system without locks
+        return False
+    return False
+
+
+def _open_lock_file(directory: Path, key: str) -> TextIO:
     """Opens the file to lock.  ConfigError if the run cannot write to its directory."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -114,12 +128,12 @@ def _open_lock_file(directory: Path) -> TextIO:
         except (KeyError, NotImplementedError):  # a user without a name, a system without users
             owner = f"user {existing.stat().st_uid}"
         raise ConfigError(
-            f"run.dir={directory}: cannot be written: {error.strerror}. {existing} belongs to {owner} "
-            f"({stat.filemode(existing.stat().st_mode)}). Choose another run.dir, or get write permission."
+            f"{key}={directory}: cannot be written: {error.strerror}. {existing} belongs to {owner} "
+            f"({stat.filemode(existing.stat().st_mode)}). Choose another {key}, or get write permission."
         ) from error
 
 
-def _lock(file: TextIO, directory: Path, log: Callable[[str], None]) -> None:
+def _lock(file: TextIO, directory: Path, log: Callable[[str], None], key: str) -> None:
     """Locks the file and writes this process's name into it.  ConfigError if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,7 +141,7 @@ def _lock(file: TextIO, directory: Path, log: Callable[[str], None]) -> None:
         file.seek(0)
         holder = file.read().strip() or "another process"
         raise ConfigError(
-            f"run.dir={directory}: {holder} is training there. Wait for it, stop it, or choose another run.dir."
+            f"{key}={directory}: {holder} is training there. Wait for it, stop it, or choose another {key}."
         ) from None
     except OSError as error:  # some network file systems have no locks
         log(f"{file.name} cannot be locked ({error.strerror}): make sure that no second run uses {directory}.")

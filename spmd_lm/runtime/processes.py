@@ -17,7 +17,7 @@ from typing import Any
 
 import spmd_lm
 from spmd_lm.errors import ConfigError
-from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS_ID, ProcessInfo
+from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS_ID, ProcessInfo, detect_process
 
 HEARTBEAT_SECONDS = 30  # a process that says nothing for so long is dead, and ends the others
 WAIT_MS = 600_000  # for a process that still reads its data
@@ -97,6 +97,17 @@ def in_tpu_slice(environment: Mapping[str, str]) -> bool:
         return False
     vendors = (Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor"))
     return "0x1ae0" in vendors  # Google's
+
+
+def is_first_process() -> bool:
+    """Whether this process writes what belongs to its whole job; known without joining it."""
+    if process := detect_process(os.environ):
+        return process.process_id == 0
+    if not in_tpu_slice(os.environ):
+        return True
+    from jax._src.clusters import ClusterEnv  # public jax says it only after joining
+
+    return next((env.get_process_id() == 0 for env in ClusterEnv._cluster_types if env.is_env_present()), True)
 
 
 def require_agreement(subject: str, facts: Mapping[str, Any]) -> None:

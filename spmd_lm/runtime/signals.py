@@ -22,6 +22,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BEFORE_STEPS = "Stopping before the next step. Ctrl-C again stops at once."
 DURING_STEPS = "Stopping after this step and saving. Ctrl-C again stops at once, without saving."
 AFTER_STEPS = "Ending: no more steps. Ctrl-C again stops at once."
+DURING_SWEEP = "Stopping: the cells that run are saved. Ctrl-C again stops at once."
 
 
 @contextmanager
@@ -55,10 +56,10 @@ def interruptible() -> AbstractContextManager[None]:
 class StopSignals:
     """Within the `with` block, `received` is the first signal that asked to stop; None outside the main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: str = BEFORE_STEPS) -> None:
         self.received: signal.Signals | None = None
         self._interrupts = 0
-        self._answer = BEFORE_STEPS
+        self._answer = answer
 
     def __enter__(self) -> "StopSignals":
         # A process that is in its job already leaves SIGTERM to jax.

@@ -9,7 +9,7 @@ from spmd_lm.config.schema import AdamW, Lion, PythonStdlib, RunConfig, Syntheti
 from spmd_lm.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "configs"
-CONFIGS = sorted(path for path in FOLDER.rglob("*.yaml") if path.stem != "base")
+CONFIGS = sorted(path for path in FOLDER.rglob("*.yaml") if path.stem != "base" and path.parent.name != "sweeps")
 NAME = "run.name: expected letters, digits, '.', '_' or '-', not beginning with '.'"
 TINY = """
 model: {layers: 2, width: 64, heads: 8, context: 32, vocab: 256}

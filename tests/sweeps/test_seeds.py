@@ -9,10 +9,10 @@ import pytest
 
 from spmd_lm.cli import main
 from spmd_lm.config.load import load_run
-from spmd_lm.errors import DataError, Exit
+from spmd_lm.errors import Exit
 from spmd_lm.runtime.metrics import read_records
-from spmd_lm.runtime.signals import StopSignals
-from spmd_lm.training import seeds
+from spmd_lm.sweeps import seeds
+from spmd_lm.sweeps.runner import Runner
 from spmd_lm.training.loop import train
 
 TINY = """
@@ -50,18 +50,18 @@ def result_of(root: Path, result: str) -> dict:
 
 
 def last(root: Path, seed: int) -> dict:
-    return read_records(root / "runs" / f"seed-{seed}" / "metrics.jsonl")[-1]
+    return read_records(root / "runs" / "cells" / f"seed-{seed}" / "metrics.jsonl")[-1]
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
-    files = (path for path in (root / "runs").rglob("*") if path.is_file())
+    files = (path for path in (root / "runs" / "cells").rglob("*") if path.is_file())
     return {str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def test_each_seed_is_a_separate_run(two):
-    assert {path.name for path in (two / "runs").iterdir()} == {"seed-5", "seed-6"}
+    assert {path.name for path in (two / "runs" / "cells").iterdir()} == {"seed-5", "seed-6"}
     for seed in (5, 6):
-        directory = two / "runs" / f"seed-{seed}"
+        directory = two / "runs" / "cells" / f"seed-{seed}"
         config = load_run(directory)
         assert (config.train.seed, config.run.name) == (seed, f"tiny-seed-{seed}")
         assert (directory / "checkpoints" / "4").is_dir() and last(two, seed)["step"] == 4
@@ -69,7 +69,7 @@ def test_each_seed_is_a_separate_run(two):
 
 
 def test_a_seed_s_run_equals_train_with_that_seed(two, tmp_path):
-    config = load_run(two / "runs" / "seed-6")
+    config = load_run(two / "runs" / "cells" / "seed-6")
     alone = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path / "alone")})})
     assert train(alone) == Exit.DONE
     record = read_records(tmp_path / "alone" / "metrics.jsonl")[-1]
@@ -108,18 +108,9 @@ def test_more_seeds_leave_finished_ones_alone(again):
 
 
 def test_a_stop_ends_all_runs_and_reports_no_metrics(tmp_path, monkeypatch, capsys):
-    ran = []
-
-    def stopped(config, signals):
-        ran.append(config.train.seed)
-        return Exit.DONE if len(ran) < 2 else Exit.PREEMPTED
-
-    monkeypatch.setattr(seeds, "train", stopped)
+    monkeypatch.setattr(Runner, "run", lambda *_: Exit.PREEMPTED)
     assert command(tmp_path, 3, "stopped.json") == Exit.PREEMPTED
-    assert ran == [5, 6] and result_of(tmp_path, "stopped.json") == {
-        "directory": str(tmp_path / "runs"),
-        "exit_code": 3,
-    }
+    assert result_of(tmp_path, "stopped.json") == {"directory": str(tmp_path / "runs"), "exit_code": 3}
     assert "median" not in capsys.readouterr().out
 
 
@@ -129,20 +120,20 @@ def test_without_evaluations_there_is_nothing_to_compare(tmp_path, capsys):
     assert capsys.readouterr().err == message and not (tmp_path / "runs").exists()
 
 
-def test_a_finished_run_without_an_evaluation_is_named(again):
-    path = again / "runs" / "seed-6" / "metrics.jsonl"
+def test_a_finished_run_without_an_evaluation_is_named(again, capsys):
+    path = again / "runs" / "cells" / "seed-6" / "metrics.jsonl"
     path.write_text("")
-    config = load_run(again / "runs" / "seed-5")
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(again / "runs")})})
-    with StopSignals() as signals, pytest.raises(DataError, match=rf"^{path} has no evaluation of step"):
-        seeds.train_seeds(config, 2, signals)
+    assert command(again, 2, "lost.json") == Exit.DATA
+    assert (
+        f"error: {path} has no evaluation of step 4. Delete {path.parent} to train it again." in capsys.readouterr().err
+    )
 
 
 def test_another_recipe_is_refused_before_anything_is_trained(again, capsys):
     before = snapshot(again)
     assert command(again, 3, "other.json", "optim.lr=1e-2") == Exit.CONFIG
     error = capsys.readouterr().err
-    assert "seed-5 is finished, and was trained with other settings (then -> now):" in error and "  optim.lr: " in error
+    assert "were trained with other settings (then -> now):" in error and "seed-5:  optim.lr: " in error
     assert snapshot(again) == before
 
 

@@ -1,0 +1,177 @@
+"""The cells of a sweep: each is a run, in a directory of its own, which says how far it is.
+
+A cell's directory, cells/ID/, holds what any run's does, and its output, output.log.  `exit.json` is there once its
+process has ended other than done: a run that fails before it starts writes no status."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spmd_lm.config.load import CONFIG_FILE, dump, load, make_layer
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import CheckpointError, ConfigError, Exit
+from spmd_lm.runtime.formatting import abbreviate
+from spmd_lm.runtime.metrics import Status, write_atomically
+from spmd_lm.sweeps.sweep_file import SweepFile, Values, cell_ids
+
+IGNORED_CHANGES = ("  parallel.", "  checkpoint.", "  train.log_every:")
+"""Keys, as lines of `check_compatible` begin, that have no effect on what a run learns."""
+
+STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)
+
+
+class Outcome(NamedTuple):
+    """How far a cell is.  reason: why it failed; '' otherwise."""
+
+    status: str  # pending | running | interrupted | preempted | failed | done
+    exit_code: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run of the sweep.  values: of the keys that vary, by section.key."""
+
+    id: str
+    values: Values
+    config: RunConfig
+
+    @property
+    def directory(self) -> Path:
+        return self.config.run.directory
+
+    def outcome(self) -> Outcome:
+        """What its directory says."""
+        try:
+            status = Status.read(self.directory)
+        except CheckpointError as error:
+            return Outcome("failed", int(error.code), str(error))
+        if status and status.state == "done" and status.step >= self.config.train.steps:
+            return Outcome("done", 0)
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            ended = json.loads((self.directory / "exit.json").read_text(encoding="utf-8"))
+            code, reason = int(ended["exit_code"]), str(ended["reason"])
+            return Outcome("preempted" if code in STOPPED else "failed", code, reason)
+        return Outcome("interrupted" if status else "pending")
+
+    def prepare(self) -> None:
+        """Writes what its process starts from.  Its former end is forgotten."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.directory / CONFIG_FILE, dump(self.config))
+        (self.directory / "exit.json").unlink(missing_ok=True)
+
+    def after_exit(self, code: int) -> Outcome:
+        """How far it is after its process has ended with this exit code."""
+        if code == Exit.DONE and (outcome := self.outcome()).status in ("done", "failed"):
+            return outcome
+        if code in STOPPED:
+            return Outcome("preempted", code)
+        return Outcome("failed", code or int(Exit.CHECK_FAILED), self._reason(code))
+
+    def record(self, outcome: Outcome) -> None:
+        """Keeps an outcome that its run's own files do not tell."""
+        if outcome.status != "done":
+            ended = {"exit_code": outcome.exit_code, "reason": outcome.reason}
+            write_atomically(self.directory / "exit.json", json.dumps(ended) + "\n")
+
+    def _reason(self, code: int) -> str:
+        """The last error that its output has, or else its last line; or the signal that killed it."""
+        lines: list[str] = []
+        with suppress(OSError):
+            text = (self.directory / "output.log").read_text(encoding="utf-8", errors="replace")
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        if code > 128 and not errors:
+            return f"killed by signal {code - 128}; see {self.directory / 'output.log'}"
+        return (errors or lines or ["no output"])[-1][:300]
+
+
+def make_cells(sweep: SweepFile, directory: Path, overrides: Sequence[str] = ()) -> list[Cell]:
+    """The cells that `when` leaves, valid each by itself.  overrides: of all cells.
+
+    Raises ConfigError with every problem once, and the cells that have it."""
+    combinations = sweep.combinations()
+    if sweep.conditions:
+        base = _base_values(sweep, combinations, overrides)
+        combinations = [values for values in combinations if _selected(sweep, base, values)]
+    if not combinations:
+        raise ConfigError(f"{sweep.path}: when: no cell is left. Loosen it, or add values.")
+    swept = {key for values in combinations for key in values} | {*sweep.constants}
+    if again := [override for override in overrides if override.partition("=")[0] in swept]:
+        raise ConfigError(f"command line: {again[0]}: the sweep sets this key. Change {sweep.path}.")
+    cells, faults = [], defaultdict[str, list[str]](list)
+    for cell_id, values in zip(cell_ids(combinations), combinations, strict=True):
+        run = {"run.dir": str(directory / "cells" / cell_id), "run.name": f"{sweep.name}-{cell_id}"}
+        try:
+            cells.append(Cell(cell_id, values, _load(sweep, values | run, overrides)))
+        except ConfigError as error:
+            for problem in error.problems:
+                faults[problem].append(cell_id)
+    raise_faults(faults, len(combinations))
+    return cells
+
+
+def raise_faults(faults: dict[str, list[str]], cells: int) -> None:
+    """ConfigError with each problem and the IDs of the cells that have it, if there is one."""
+    if not faults:
+        return
+    lines = [f"{problem} ({_which(ids, cells)})" for problem, ids in faults.items()]
+    if any(len(ids) < cells for ids in faults.values()):
+        lines.append("Nothing was started. `when` leaves out cells that cannot be, as in when: parallel.model <= 4")
+    raise ConfigError(*lines)
+
+
+def _which(ids: list[str], cells: int) -> str:
+    if len(ids) == cells:
+        return "in every cell"
+    return f"in cell{'s' if len(ids) > 1 else ''} {abbreviate(ids)}"
+
+
+def _load(sweep: SweepFile, values: Values, overrides: Sequence[str]) -> RunConfig:
+    layer = make_layer(str(sweep.path), (sweep.constants | values).items())
+    return load(sweep.config, overrides, cell=layer)
+
+
+def _base_values(sweep: SweepFile, combinations: Iterable[Values], overrides: Sequence[str]) -> Values:
+    """Every key of the first cell that is valid: its values stand for those of the keys that no cell sets."""
+    errors = []
+    for values in combinations:
+        try:
+            return flatten(_load(sweep, values, overrides).model_dump(by_alias=True))
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _selected(sweep: SweepFile, base: Values, values: Values) -> bool:
+    try:
+        return all(condition.holds(base | sweep.constants | values) for condition in sweep.conditions)
+    except ConfigError as error:
+        raise ConfigError(*(f"{sweep.path}: {problem}" for problem in error.problems)) from error
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Values:
+    """A tree's leaves by their dotted paths."""
+    flat: Values = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict) and value
+        flat |= flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
+
+
+def different_recipes(cells: Iterable[Cell]) -> list[str]:
+    """The cells that were trained, as far as they are, with other settings than the sweep has now, a line each."""
+    from spmd_lm.checkpoints.saved_run import check_compatible  # imports jax
+
+    lines = []
+    for cell in cells:
+        if Status.read(cell.directory) is None:
+            continue
+        saved = load(cell.directory / CONFIG_FILE).model_dump(by_alias=True)
+        changes = check_compatible(saved, cell.config.model_dump(by_alias=True), cell.directory)
+        lines += [f"{cell.directory}:{line}" for line in changes if not line.startswith(IGNORED_CHANGES)]
+    return lines

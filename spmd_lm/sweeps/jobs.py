@@ -1,0 +1,129 @@
+"""Where the cells of a sweep run: as processes of this machine, or as jobs of a SLURM cluster.
+
+Both have `start`, `poll` and `stop`.  A local process is told to stop when the sweep stops; a job in SLURM's queue goes
+on without it, and the next sweep finds it by the number in its cell's directory."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from spmd_lm.config.load import CONFIG_FILE
+from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.runtime.metrics import Status, write_atomically
+from spmd_lm.runtime.processes import PARENT
+from spmd_lm.sweeps.cells import Cell
+
+
+class Jobs(Protocol):
+    name: str  # of where they run, for messages
+    outlive_sweep: bool  # whether they go on when the sweep is stopped
+
+    def start(self, cell: Cell, slot: int) -> None:
+        """slot: which of the cells that run at once this is."""
+
+    def poll(self, cell: Cell) -> int | None:
+        """The exit code of a cell that was started, once it has ended."""
+
+    def stop(self, number: signal.Signals) -> None:
+        """Tells all that run, once."""
+
+
+class LocalJobs:
+    """A process for each cell, `spmd-lm train cells/ID/config.yaml`.  devices: lists of GPUs, one for each slot, as
+    CUDA_VISIBLE_DEVICES has them; none if cells do not share the machine's."""
+
+    name, outlive_sweep = "this machine", False
+
+    def __init__(self, devices: list[str] | None = None):
+        self._devices = devices
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._told: set[tuple[str, int]] = set()  # IDs, and signals
+
+    def start(self, cell: Cell, slot: int) -> None:
+        environment = os.environ | {PARENT: str(os.getpid())}
+        if self._devices:
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices[slot]
+        command = [sys.executable, "-m", "spmd_lm", "train", str(cell.directory / CONFIG_FILE)]
+        with open(cell.directory / "output.log", "ab") as output:
+            # A session of its own: Ctrl-C reaches the sweep alone, which passes it on once.
+            self._processes[cell.id] = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def poll(self, cell: Cell) -> int | None:
+        code = self._processes[cell.id].poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def stop(self, number: signal.Signals) -> None:
+        for cell_id, process in self._processes.items():
+            if process.poll() is None and (cell_id, number) not in self._told:
+                process.send_signal(number)
+                self._told.add((cell_id, number))
+
+
+class SlurmJobs:
+    """A job for each cell, `sbatch SCRIPT train cells/ID/config.yaml`, with SCRIPT's nodes, time and partition.
+
+    ConfigError where there is no SLURM, or no script."""
+
+    name, outlive_sweep = "SLURM", True
+
+    def __init__(self, script: Path = Path("launch/slurm.sbatch"), seconds_between_polls: float = 2.0):
+        if not shutil.which("sbatch"):
+            raise ConfigError(
+                "--submit slurm: there is no sbatch here. Run this on a login node, or leave out --submit."
+            )
+        if not script.is_file():
+            raise ConfigError(f"--submit slurm: no {script} here. Copy it from the repository, and edit its head.")
+        self._script, self._seconds = script, seconds_between_polls
+        self._queue: set[str] = set()  # numbers of jobs, as of the last time that SLURM was asked
+        self._asked = -self._seconds
+
+    def start(self, cell: Cell, slot: int) -> None:
+        file = cell.directory / "slurm_job"
+        with suppress(OSError):
+            if file.read_text().strip() in self._queued():
+                return  # of a sweep that was stopped
+        options = [f"--job-name={cell.config.run.name}", f"--output={cell.directory.resolve() / 'output.log'}"]
+        command = ["sbatch", "--parsable", *options, str(self._script), "train", str(cell.directory / CONFIG_FILE)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(f"sbatch refused the job: {done.stderr.strip()[:300]}. Edit the head of {self._script}.")
+        number = done.stdout.strip().partition(";")[0]
+        self._queue.add(number)
+        write_atomically(file, number + "\n")
+
+    def poll(self, cell: Cell) -> int | None:
+        if (cell.directory / "slurm_job").read_text().strip() in self._queued():
+            return None
+        return self._exit_code(cell)
+
+    def stop(self, number: signal.Signals) -> None:
+        """They stay in the queue."""
+
+    def _exit_code(self, cell: Cell) -> int:
+        """SLURM's, while it remembers the job, or the run's own; 1 if neither says it."""
+        number = (cell.directory / "slurm_job").read_text().strip()
+        job = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True).stdout
+        if ended := re.search(r"JobState=(?:COMPLETED|FAILED) .* ExitCode=(\d+):0 ", job):
+            return int(ended[1])
+        status = Status.read(cell.directory)
+        if status is None or status.exit_code is None:  # killed by SLURM
+            return int(Exit.CHECK_FAILED)
+        return status.exit_code
+
+    def _queued(self) -> set[str]:
+        """Jobs that wait, run, are being requeued or end."""
+        if time.monotonic() - self._asked >= self._seconds:
+            done = subprocess.run(["squeue", "--noheader", "--me", "--format=%i"], capture_output=True, text=True)
+            if done.returncode == 0:  # else its controller is away: nothing is known to have changed
+                self._queue = {*done.stdout.split()}
+            self._asked = time.monotonic()
+        return self._queue

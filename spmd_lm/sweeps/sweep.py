@@ -1,0 +1,158 @@
+"""`spmd-lm sweep`: from a sweep's file to an exit code.
+
+runs/sweeps/NAME/ holds cells/ID/, a run each, cells.csv, cells.parquet and report.html; sweep.yaml says whose directory
+it is."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spmd_lm.config import syntax
+from spmd_lm.config.layout_checks import check_devices
+from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.runtime.directories import lock_directory
+from spmd_lm.runtime.formatting import format_bytes, format_table
+from spmd_lm.runtime.metrics import Record, write_atomically
+from spmd_lm.runtime.processes import is_first_process
+from spmd_lm.runtime.signals import StopSignals
+from spmd_lm.sweeps.cells import Cell, different_recipes, make_cells, raise_faults
+from spmd_lm.sweeps.jobs import Jobs, LocalJobs, SlurmJobs
+from spmd_lm.sweeps.runner import Runner
+from spmd_lm.sweeps.sweep_file import SweepFile, read_sweep
+from spmd_lm.sweeps.table import make_records, planned, write_tables
+
+Log = Callable[[str], None]
+PROBE = "import jax, json; print(json.dumps([jax.default_backend(), jax.local_device_count()]))"
+
+
+class Machine(NamedTuple):
+    """The devices of this machine, of which the sweep itself uses none."""
+
+    platform: str
+    devices: int
+
+
+def directory_of(sweep: SweepFile) -> Path:
+    return Path("runs/sweeps") / sweep.name
+
+
+def run_sweep(
+    path: Path, overrides: Sequence[str], at_once: int | None, submit: str | None, signals: StopSignals, log: Log
+) -> tuple[Exit, list[Record]]:
+    """Runs what is not done yet of the sweep in this file; returns its exit code and a record for each cell.
+
+    overrides: of every cell.  at_once: cells that run together; default: one here, all in SLURM.  submit: slurm, or
+    None for this machine.  Raises ConfigError, before anything is started or written, for a file or a cell that cannot
+    be, a directory of another sweep or in use, or a missing SLURM."""
+    sweep = read_sweep(path)
+    directory = directory_of(sweep)
+    cells = make_cells(sweep, directory, overrides)
+    jobs: Jobs = SlurmJobs() if submit == "slurm" else local_jobs(cells, at_once or 1)
+    at_once = at_once or (len(cells) if submit else 1)
+    with lock_directory(directory, log, is_first_process(), "name"):
+        check_owner(sweep, cells, directory)
+        check_recipes(cells)
+        write_atomically(directory / "sweep.yaml", syntax.write(owner(sweep, cells)))
+        return run_cells(cells, directory, jobs, at_once, signals, log)
+
+
+def run_cells(
+    cells: Sequence[Cell], directory: Path, jobs: Jobs, at_once: int, signals: StopSignals, log: Log
+) -> tuple[Exit, list[Record]]:
+    """Runs these cells, keeping the tables in `directory` current."""
+    is_first = is_first_process()
+    runner = Runner(cells, jobs, at_once, log if is_first else lambda _: None, is_first)
+
+    def update() -> None:
+        if is_first:
+            write_tables(make_records(cells, runner.outcomes), directory)
+
+    code = runner.run(signals, update)
+    return code, make_records(cells, runner.outcomes)
+
+
+def local_jobs(cells: Sequence[Cell], at_once: int) -> LocalJobs:
+    """Processes of this machine, with a share of its GPUs each.  ConfigError if a cell cannot be laid out on them."""
+    if all(cell.config.run.simulate_devices for cell in cells):
+        return LocalJobs()
+    machine = probe()
+    share, remainder = divmod(machine.devices, at_once)
+    shares: list[str] | None = None
+    if at_once > 1 and machine.platform == "gpu":
+        if remainder:
+            raise ConfigError(f"--jobs {at_once} does not divide {machine.devices} GPUs. Choose a divisor.")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(machine.devices)))).split(",")
+        shares = [",".join(visible[slot * share : (slot + 1) * share]) for slot in range(at_once)]
+        machine = machine._replace(devices=share)
+    elif at_once > 1 and machine.platform == "tpu":
+        raise ConfigError(f"--jobs {at_once}: one process has all of a host's TPUs. Leave out --jobs.")
+    faults = defaultdict[str, list[str]](list)
+    for cell in cells:
+        if not cell.config.run.simulate_devices:
+            for problem in check_devices(cell.config, machine.devices):
+                faults[problem].append(cell.id)
+    raise_faults(faults, len(cells))
+    return LocalJobs(shares)
+
+
+def probe() -> Machine:
+    """Asks a process of its own, since a TPU or a GPU's memory belongs to whoever asks."""
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"jax finds no devices: {reason:.300}. Mend that, or simulate some with --devices N.")
+    return Machine(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def owner(sweep: SweepFile, cells: Sequence[Cell]) -> dict[str, Any]:
+    """What a sweep's directory keeps of it.  More values may come later; other keys are another sweep."""
+    return {"name": sweep.name, "config": str(sweep.config), "keys": sorted({key for c in cells for key in c.values})}
+
+
+def check_owner(sweep: SweepFile, cells: Sequence[Cell], directory: Path) -> None:
+    """ConfigError if the directory is that of another sweep."""
+    path, own = directory / "sweep.yaml", owner(sweep, cells)
+    if not path.exists():
+        return
+    saved, _ = syntax.read(path.read_text(encoding="utf-8"))
+    if saved != own:
+        changed = [key for key in own if not isinstance(saved, dict) or saved.get(key) != own[key]]
+        what = ", ".join(f"{key} {(saved or {}).get(key)}, not {own[key]}" for key in changed)
+        raise ConfigError(f"{directory} is another sweep's: {what}. Choose another name, or delete that directory.")
+
+
+def check_recipes(cells: Sequence[Cell]) -> None:
+    """ConfigError if cells were trained, as far as they are, with other settings than they have now."""
+    if lines := different_recipes(cells):
+        header = "cells were trained with other settings (then -> now):"
+        raise ConfigError("\n".join([header, *lines, "Restore these values, or choose another name."]))
+
+
+def list_cells(path: Path, overrides: Sequence[str], submit: str | None) -> list[Record]:
+    """What `run_sweep` would run, and what `plan` says of each; writes nothing."""
+    sweep = read_sweep(path)
+    cells = make_cells(sweep, directory_of(sweep), overrides)
+    if not submit:
+        local_jobs(cells, 1)
+    records = []
+    for cell in cells:
+        record: Record = {"id": cell.id, "status": cell.outcome().status, "run_dir": str(cell.directory)}
+        records.append(record | cell.values | {"steps": cell.config.train.steps} | planned(cell))
+    return records
+
+
+def render_cells(records: Sequence[Record]) -> str:
+    """The listing of `list_cells` as text."""
+    lines = [("cell", "status", "steps", "mesh", "parameters", "memory per device", "bubble")]
+    for r in records:
+        mesh = " x ".join(f"{axis} {size}" for axis, size in r.get("mesh", {}).items() if size > 1) or "1 device"
+        parameters = f"{r['parameters']:,}" if "parameters" in r else ""
+        memory = format_bytes(r["memory_bytes"]) if "memory_bytes" in r else ""
+        bubble = f"{r['bubble']:.1%}" if "bubble" in r else ""
+        lines.append((r["id"], r["status"], f"{r['steps']:,}", mesh, parameters, memory, bubble))
+    return "\n".join(format_table(lines))

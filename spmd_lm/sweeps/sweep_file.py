@@ -1,0 +1,201 @@
+"""A sweep's file: which keys of a configuration vary, and the cells that their values make.
+
+    name: widths
+    config: ../debug.yaml                        # relative to this file
+    grid:                                        # every combination
+      parallel.model: [1, 2, 4]
+      optim.lr: {geomspace: [1e-4, 1e-2, 3]}     # first, last, count; as numpy's
+      train.steps: 20                            # a single value: the same in all cells
+    zip:                                         # these vary together; a list of such mappings is crossed
+      model.width: [64, 128]
+      model.heads: [4, 8]
+    when: parallel.model <= model.heads          # one condition or a list: conditions.py
+    published:                                   # efficiencies to show beside the measured ones, with their source
+      source: arXiv:1909.08053, Figure 5
+      efficiency: {model parallel: {1: 1.0, 2: 0.95}}
+
+A cell's ID has the values of the lists, as in `model-2_lr-0.001_width-64_heads-4`; it stays the same when values are
+added to them."""
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spmd_lm.config.load import read_yaml_file
+from spmd_lm.config.suggest import did_you_mean
+from spmd_lm.errors import ConfigError
+from spmd_lm.sweeps.conditions import Condition
+
+KEYS = ("name", "config", "grid", "zip", "when", "published")
+MOST_CELLS = 10_000
+LONGEST_ID = 100  # characters; file systems allow names of 255 bytes
+
+Values = dict[str, Any]
+"""Of one cell, by section.key."""
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """A file, read and checked.  factors: each is a list of alternatives, of which a cell has one."""
+
+    path: Path
+    name: str
+    config: Path
+    factors: list[list[Values]]
+    constants: Values
+    conditions: list[Condition]
+    published: dict[str, Any] = field(default_factory=dict)
+
+    def combinations(self) -> list[Values]:
+        """The values of every cell, before `when`.  ConfigError if there are too many."""
+        if (count := math.prod(map(len, self.factors))) > MOST_CELLS:
+            raise ConfigError(f"{self.path}: {count:,} cells. Vary less: at most {MOST_CELLS:,}.")
+        return [{key: each[key] for each in chosen for key in each} for chosen in itertools.product(*self.factors)]
+
+
+def read_sweep(path: Path) -> SweepFile:
+    """ConfigError with one line per problem."""
+    problems: list[str] = []
+    tree = read_yaml_file(str(path), str(path), problems)
+    if problems or tree is None:
+        raise ConfigError(*(problems or [f"{path}: empty. Give {', '.join(KEYS[:3])}."]))
+    for key in [key for key in tree if key not in KEYS]:
+        near = did_you_mean(str(key), KEYS)
+        advice = f"Did you mean {near}?" if near else f"Known: {', '.join(KEYS)}."
+        problems.append(f"{key}: unknown key. {advice}")
+    name, config = tree.get("name"), tree.get("config")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]{0,99}", name):
+        problems.append(f"name: expected letters, digits, '.', '_' or '-', got {name!r:.40}.")
+    if not isinstance(config, str):
+        problems.append(f"config: expected the name of a configuration, relative to this file, got {config!r:.40}.")
+    factors, constants = _read_factors(tree, problems)
+    conditions = _read_conditions(tree.get("when", []), problems)
+    published = _read_published(tree.get("published", {}), problems)
+    if problems:
+        raise ConfigError(*(f"{path}: {problem}" for problem in problems))
+    return SweepFile(path, str(name), path.parent / str(config), factors, constants, conditions, published)
+
+
+def _read_factors(tree: Mapping[str, Any], problems: list[str]) -> tuple[list[list[Values]], Values]:
+    """The factors of `grid` and `zip`, and the constants."""
+    grid, zips = tree.get("grid", {}), tree.get("zip", [])
+    zips = [zips] if isinstance(zips, dict) else zips
+    factors: list[list[Values]] = []
+    constants: Values = {}
+    if not isinstance(grid, dict) or not isinstance(zips, list) or not all(isinstance(each, dict) for each in zips):
+        problems.append("grid and zip: expected mappings of section.key to lists of values.")
+        return factors, constants
+    for key, given in grid.items():
+        values = _read_values(f"grid: {key}", given, problems)
+        if values is None:
+            constants[key] = given
+        else:
+            factors.append([{key: value} for value in values])
+    for group in zips:
+        lists = {key: _read_values(f"zip: {key}", given, problems) for key, given in group.items()}
+        lengths = {key: len(values or []) for key, values in lists.items()}
+        if None in lists.values() or len({*lengths.values()}) > 1:
+            said = ", ".join(f"{key} {length or 'no'}" for key, length in lengths.items())
+            problems.append(f"zip: expected lists of the same length, got {said} values.")
+        else:
+            columns = [[{key: value} for value in values or []] for key, values in lists.items()]
+            factors.append([dict(itertools.chain(*map(dict.items, each))) for each in zip(*columns, strict=True)])
+    repeated = Counter(key for key in [*grid, *itertools.chain(*zips)])
+    problems += [f"{key}: stands twice in grid and zip. Leave one." for key, n in repeated.items() if n > 1]
+    problems += [f"{key}: expected section.key." for key in repeated if not re.fullmatch(r"\w+(\.\w+)+", str(key))]
+    problems += [f"{key}: the sweep sets it for each cell. Remove it." for key in repeated if key in CELL_KEYS]
+    if not factors and not problems:
+        problems.append("grid: nothing varies. Give a key and a list of its values, as in parallel.model: [1, 2].")
+    return factors, constants
+
+
+CELL_KEYS = ("run.dir", "run.name")
+
+
+def _read_values(where: str, given: Any, problems: list[str]) -> list[Any] | None:
+    """The values of a list or a range; None for a single value."""
+    if isinstance(given, dict) and given.keys() == {"geomspace"}:
+        return _geomspace(where, given["geomspace"], problems)
+    if not isinstance(given, list):
+        return None
+    if not given:
+        problems.append(f"{where}: no values. Give some, or remove the key.")
+    if where.startswith("grid") and len({json.dumps(value, default=str) for value in given}) < len(given):
+        problems.append(f"{where}: a value stands twice. Leave one.")
+    return given
+
+
+def _geomspace(where: str, arguments: Any, problems: list[str]) -> list[Any]:
+    """Values with equal ratios, both ends included, at six digits; whole if both ends are."""
+    match arguments:
+        case [int() | float() as first, int() | float() as last, int() as count] if (
+            min(first, last) > 0 and first != last and 2 <= count <= MOST_CELLS
+        ):
+            values = [float(f"{first * (last / first) ** (i / (count - 1)):.6g}") for i in range(count)]
+            integers = isinstance(first, int) and isinstance(last, int)
+            values = [round(value) for value in values] if integers else values
+            if len({*values}) == count:
+                return values
+    problems.append(
+        f"{where}: expected geomspace: [first, last, count] of {MOST_CELLS:,} different positive values at most, "
+        f"got {arguments!r:.40}."
+    )
+    return []
+
+
+def _read_conditions(given: Any, problems: list[str]) -> list[Condition]:
+    conditions = []
+    for text in given if isinstance(given, list) else [given]:
+        try:
+            if not isinstance(text, str):
+                raise ConfigError(f"when: expected a condition, as in parallel.model <= 4, got {text!r:.40}.")
+            conditions.append(Condition(text))
+        except ConfigError as error:
+            problems += error.problems
+    return conditions
+
+
+def _read_published(given: Any, problems: list[str]) -> dict[str, Any]:
+    match given:
+        case {"source": str(), "efficiency": dict() as series, **rest} if not rest and all(
+            isinstance(points, dict)
+            and all(type(n) is int and isinstance(value, int | float) for n, value in points.items())
+            for points in series.values()
+        ):
+            return given
+        case dict() if not given:
+            return {}
+    problems.append("published: expected source: text, efficiency: {name of a series: {devices: efficiency}}.")
+    return {}
+
+
+def cell_ids(cells: Iterable[Values]) -> list[str]:
+    """A name for each cell, of its values: for its directory."""
+    cells = list(cells)
+    last_words = Counter(key.rpartition(".")[2] for key in {key: None for values in cells for key in values})
+    ids = []
+    for values in cells:
+        names = {key: key.rpartition(".")[2] for key in values}
+        names = {key: name if last_words[name] == 1 else key.replace(".", "-") for key, name in names.items()}
+        ids.append("_".join(f"{names[key]}-{_as_text(value)}" for key, value in values.items()))
+    count = Counter(ids)
+    return [
+        id if len(id) <= LONGEST_ID and count[id] == 1 else f"{id[: LONGEST_ID - 9]}-{_digest(values)}"
+        for id, values in zip(ids, cells, strict=True)
+    ]
+
+
+def _as_text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return re.sub(r"[^\w.-]+", "-", text).strip(".") or "empty"
+
+
+def _digest(values: Values) -> str:
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:8]

@@ -1,0 +1,199 @@
+"""Which cells run, when, and what is kept of their ends; the processes are fake."""
+
+import csv
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spmd_lm.config.load import load
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.runtime.directories import lock_directory
+from spmd_lm.runtime.metrics import BUCKETS, Status, write_atomically
+from spmd_lm.runtime.signals import StopSignals
+from spmd_lm.sweeps import runner
+from spmd_lm.sweeps.cells import Cell
+from spmd_lm.sweeps.runner import Runner
+from spmd_lm.sweeps.sweep import check_recipes, run_cells
+from tests.processes import ROOT
+
+
+class FakeJobs:
+    """Processes that end when they are polled for the second time, with the exit codes given by cell ID."""
+
+    name, outlive_sweep = "paper", False
+
+    def __init__(self, codes: dict[str, int] | None = None):
+        self.codes, self.started, self.most_at_once, self.stopped = codes or {}, [], 0, []
+        self._polls: dict[str, int] = {}
+
+    def start(self, cell: Cell, slot: int) -> None:
+        self.started.append(cell.id)
+        self._polls[cell.id] = 0
+        self.most_at_once = max(self.most_at_once, len(self._polls))
+
+    def poll(self, cell: Cell) -> int | None:
+        self._polls[cell.id] += 1
+        if self._polls[cell.id] < 2:
+            return None
+        del self._polls[cell.id]
+        code = Exit.PREEMPTED if self.stopped else self.codes.get(cell.id, 0)
+        if code == 0:
+            finish(cell)
+        return code
+
+    def stop(self, number: signal.Signals) -> None:
+        self.stopped.append(number)
+
+
+def finish(cell: Cell, state: str = "done") -> None:
+    status = Status(path=cell.directory / "status.json", state=state, step=cell.config.train.steps, restarts=0,
+                    goodput=dict.fromkeys(BUCKETS, 0.0), exit_code=0)  # fmt: skip
+    cell.directory.mkdir(parents=True, exist_ok=True)
+    status.write()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(runner, "SECONDS_BETWEEN_POLLS", 0.001)
+
+
+@pytest.fixture
+def cells(tmp_path) -> list[Cell]:
+    return [Cell(name, {"train.seed": i}, config_of(tmp_path / "cells" / name)) for i, name in enumerate("abcd")]
+
+
+def config_of(directory: Path, *overrides: str) -> RunConfig:
+    return load(ROOT / "configs" / "debug.yaml", [f"run.dir={directory}", "run.simulate_devices=8", *overrides])
+
+
+def run(cells, jobs, at_once=1, on_change: Callable[[], None] = lambda: None, received=None):
+    log: list[str] = []
+    signals = StopSignals()
+    signals.received = received
+    each = Runner(cells, jobs, at_once, log.append)
+    return each.run(signals, on_change), each, log
+
+
+def test_all_cells_run_once(cells):
+    jobs = FakeJobs()
+    code, each, _ = run(cells, jobs)
+    assert code == Exit.DONE and {outcome.status for outcome in each.outcomes.values()} == {"done"}
+    assert jobs.started == ["a", "b", "c", "d"] and jobs.most_at_once == 1
+    jobs = FakeJobs()
+    assert run(cells, jobs)[0] == Exit.DONE and not jobs.started
+
+
+def test_at_once_is_a_limit_that_is_used(cells):
+    jobs = FakeJobs()
+    run(cells, jobs, 3)
+    assert jobs.most_at_once == 3 and sorted(jobs.started) == ["a", "b", "c", "d"]
+
+
+def test_a_failed_cell_does_not_stop_the_others_and_is_tried_again(cells):
+    cells[1].directory.mkdir(parents=True)
+    (cells[1].directory / "output.log").write_text("step 1\nerror: first\nerror: the disk is full\n")
+    code, each, log = run(cells, FakeJobs({"b": 2}))
+    assert code == Exit.CHECK_FAILED
+    assert each.outcomes["b"] == cells[1].outcome() == ("failed", 2, "the disk is full")
+    assert "b: failed in" in log[3] and "exit code 2: the disk is full (1 of 4 done)" in log[3]
+    jobs = FakeJobs()
+    code, each, log = run(cells, jobs)
+    assert (code, jobs.started) == (Exit.DONE, ["b"]) and log[:2] == ["3 of 4 cells are done already",
+                                                                      "b: trying again on paper"]  # fmt: skip
+    assert cells[1].outcome() == ("done", 0, "")
+
+
+def test_a_killed_cell_names_the_signal(cells):
+    code, each, _ = run(cells, FakeJobs({"a": 137}))
+    assert code == Exit.CHECK_FAILED and each.outcomes["a"][:2] == ("failed", 137)
+    assert "killed by signal 9" in each.outcomes["a"].reason
+
+
+def test_a_process_that_ends_well_but_is_not_done_is_a_failure(cells, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.finish", lambda cell: None)
+    code, each, _ = run(cells[:1], FakeJobs())
+    assert code == Exit.CHECK_FAILED and each.outcomes["a"].status == "failed"
+
+
+def test_a_preempted_cell_is_resumed_by_the_next_sweep(cells):
+    code, each, _ = run(cells, FakeJobs({"c": 3}))
+    assert code == Exit.PREEMPTED and each.outcomes["c"] == ("preempted", 3, "")
+    code, _, log = run(cells, FakeJobs())
+    assert code == Exit.DONE and "c: resuming on paper" in log
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, Exit.PREEMPTED), (signal.SIGINT, Exit.INTERRUPTED)])
+def test_a_signal_is_passed_on_and_nothing_more_starts(cells, number, code):
+    jobs = FakeJobs()
+    signals = StopSignals()
+    each = Runner(cells, jobs, 2, lambda line: None)
+
+    def stop_when_two_run() -> None:
+        if len(jobs.started) == 2:
+            signals.received = number
+
+    assert each.run(signals, stop_when_two_run) == code
+    assert jobs.started == ["a", "b"] and {*jobs.stopped} == {number}
+    assert [each.outcomes[id].status for id in "abcd"] == ["preempted", "preempted", "pending", "pending"]
+
+
+def test_jobs_that_outlive_the_sweep_are_left_in_their_queue(cells):
+    jobs = FakeJobs()
+    jobs.outlive_sweep = True
+    code, each, log = run(cells, jobs, 4, received=None)
+    assert code == Exit.DONE
+    signals = StopSignals()
+    for cell in cells:
+        (cell.directory / "status.json").unlink()
+    each = Runner(cells, jobs, 4, log.append)
+    jobs.started.clear()
+
+    def stop() -> None:
+        signals.received = signal.SIGTERM if jobs.started else None
+
+    assert each.run(signals, stop) == Exit.PREEMPTED and not jobs.stopped
+    assert log[-1] == "4 cells stay in the queue of paper. The same command waits for them."
+
+
+def test_a_cell_that_another_process_trains_is_waited_for(cells, tmp_path):
+    jobs, signals, log = FakeJobs(), StopSignals(), []
+    each = Runner(cells[:2], jobs, 2, log.append)
+    cells[0].directory.mkdir(parents=True)
+    with lock_directory(cells[0].directory, print, True):
+        assert each._start_waiting() and jobs.started == ["b"]
+        finish(cells[0])
+    assert each.run(signals, lambda: None) == Exit.DONE and jobs.started == ["b"]
+    assert log[0] == f"a: another process trains {cells[0].directory}; waiting until it ends"
+
+
+def test_tables_have_every_cell_and_its_figures(cells, tmp_path):
+    import arro3.io
+
+    (tmp_path / "cells" / "a").mkdir(parents=True)
+    records = [{"step": s, "loss": 5.0 - s, "tokens_per_second": s * 10.0, "mfu": None, "lr": 1e-3} for s in (1, 2, 3)]
+    write_atomically(tmp_path / "cells" / "a" / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in records))
+    with StopSignals() as signals:
+        code, found = run_cells(cells, tmp_path, FakeJobs({"b": 4}), 1, signals, print)
+    assert code == Exit.CHECK_FAILED
+    lines = [*csv.DictReader((tmp_path / "cells.csv").open())]
+    assert list(lines[0])[:6] == ["id", "status", "exit_code", "reason", "run_dir", "train.seed"]
+    assert [(line["id"], line["status"], line["exit_code"]) for line in lines] == [
+        ("a", "done", "0"), ("b", "failed", "4"), ("c", "done", "0"), ("d", "done", "0")
+    ]  # fmt: skip
+    assert (lines[0]["loss"], lines[0]["tokens_per_second"], lines[1]["loss"]) == ("2.0", "25.0", "")
+    assert found[0]["parameters"] > 0 and found[0]["devices"] == 8
+    table = arro3.io.read_parquet(tmp_path / "cells.parquet").read_all()
+    assert table.column_names == list(lines[0])
+    assert table["loss"].to_pylist() == [2.0, None, None, None] and table["train.seed"].to_pylist() == [0, 1, 2, 3]
+
+
+def test_cells_trained_with_other_settings_are_refused(cells, tmp_path):
+    cells[0].prepare()
+    finish(cells[0])
+    other = config_of(cells[0].directory, "optim.lr=0.5")
+    with pytest.raises(ConfigError, match=r"other settings(.|\n)*a:  optim.lr: "):
+        check_recipes([Cell("a", {}, other)])

@@ -1,0 +1,181 @@
+"""`spmd-lm sweep` as a command, with real processes."""
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spmd_lm.cli import main
+from spmd_lm.errors import Exit
+from spmd_lm.runtime.directories import lock_directory
+from tests import processes
+
+TINY = """
+model: {layers: 1, width: 8, heads: 2, context: 8, vocab: 16}
+data: {source: synthetic}
+optim: {lr: 0.1}
+train: {steps: 4, batch: 8, eval_every: 2, eval_batches: 2, log_every: 1}
+checkpoint: {every: 2}
+run: {simulate_devices: 2}
+"""
+SWEEP = "name: two\nconfig: tiny.yaml\ngrid: {parallel.zero: [0, 1]}\n"
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    """A directory with a sweep of two cells, done."""
+    root = tmp_path_factory.mktemp("sweep")
+    (root / "tiny.yaml").write_text(TINY)
+    (root / "sweep.yaml").write_text(SWEEP)
+    command = [sys.executable, "-m", "spmd_lm", "sweep", "sweep.yaml", "--jobs", "2", "--json", "result.json"]
+    process = processes.start_command(command, cwd=root, PYTHONPATH=str(processes.ROOT))
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == Exit.DONE, output
+    (root / "output").write_text(output)
+    return root
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """The working directory, with the sweep's files."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "sweep.yaml").write_text(SWEEP)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def table(root: Path, name: str = "two") -> list[dict[str, str]]:
+    with open(root / "runs" / "sweeps" / name / "cells.csv") as file:
+        return [*csv.DictReader(file)]
+
+
+def files(directory: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_sweep_runs_its_cells_and_keeps_their_figures(done):
+    cells = table(done)
+    assert [(cell["id"], cell["status"], cell["exit_code"]) for cell in cells] == [("zero-0", "done", "0"),
+                                                                                   ("zero-1", "done", "0")]  # fmt: skip
+    assert cells[0]["run_dir"] == "runs/sweeps/two/cells/zero-0" and cells[0]["devices"] == "2"
+    assert float(cells[0]["eval_loss"]) == pytest.approx(float(cells[1]["eval_loss"]), rel=1e-5)
+    result = json.loads((done / "result.json").read_text())
+    assert result["exit_code"] == 0 and [cell["id"] for cell in result["cells"]] == ["zero-0", "zero-1"]
+    assert {path.name for path in (done / "runs/sweeps/two").iterdir()} == {
+        "cells", "cells.csv", "cells.parquet", "sweep.yaml"
+    }  # fmt: skip
+    output = (done / "output").read_text()
+    assert "zero-0: starting on this machine\nzero-1: starting on this machine\n" in output
+    assert "(2 of 2 done)" in output
+
+
+def test_a_finished_sweep_starts_nothing_again(done, monkeypatch, capsys):
+    monkeypatch.chdir(done)
+    before = files(done / "runs/sweeps/two/cells")
+    assert main(["sweep", "sweep.yaml"]) == Exit.DONE
+    assert capsys.readouterr().out.startswith("2 of 2 cells are done already\n")
+    assert files(done / "runs/sweeps/two/cells") == before
+
+
+def test_another_sweep_in_the_same_directory_is_refused(done, monkeypatch, capsys):
+    monkeypatch.chdir(done)
+    before = files(done / "runs")
+    (done / "other.yaml").write_text("name: two\nconfig: tiny.yaml\ngrid: {parallel.model: [1, 2]}\n")
+    assert main(["sweep", "other.yaml"]) == Exit.CONFIG
+    error = capsys.readouterr().err
+    assert "is another sweep's: keys ['parallel.zero'], not ['parallel.model']. Choose another name" in error
+    assert main(["sweep", "sweep.yaml", "train.steps=5"]) == Exit.CONFIG
+    assert "zero-0:  train.steps: 4 -> 5" in capsys.readouterr().err
+    with lock_directory(done / "runs/sweeps/two", print, True):
+        command = [sys.executable, "-m", "spmd_lm", "sweep", "sweep.yaml"]
+        second = subprocess.run(command, capture_output=True, text=True)
+    assert second.returncode == Exit.CONFIG and "is training there. Wait for it" in second.stderr
+    assert files(done / "runs") == before
+
+
+def test_a_dry_run_lists_the_cells_and_writes_nothing(here, capsys):
+    assert main(["sweep", "sweep.yaml", "--dry-run"]) == Exit.DONE
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.split("  ")[0] == "cell" and [line.split()[:4] for line in lines] == [
+        ["zero-0", "pending", "4", "data"], ["zero-1", "pending", "4", "data"]
+    ]  # fmt: skip
+    assert sorted(path.name for path in here.iterdir()) == ["sweep.yaml", "tiny.yaml"]
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["missing.yaml"], "missing.yaml: no such file. Did you mean"),
+        (["tiny.yaml"], "tiny.yaml: model: unknown key"),
+        (["sweep.yaml", "grid.x=1"], "grid: this is a sweep's file"),
+        (["sweep.yaml", "parallel.model=3"], "parallel.model=3 does not divide 2 devices"),
+        (["sweep.yaml", "parallel.modle=3"], "unknown key 'modle'"),
+        (["sweep.yaml", "--submit", "slurm"], "--submit slurm: no launch/slurm.sbatch here"),
+        (["sweep.yaml", "--submit", "pbs"], "invalid choice"),
+        (["sweep.yaml", "--jobs", "0"], "at least 1"),
+        ([], "no SWEEP given"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(here, arguments, problem, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/sbatch")
+    assert main(["sweep", *arguments]) == Exit.CONFIG
+    assert problem in capsys.readouterr().err
+    assert sorted(path.name for path in here.iterdir()) == ["sweep.yaml", "tiny.yaml"]
+
+
+def test_without_slurm_the_message_says_so(here, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert main(["sweep", "sweep.yaml", "--submit", "slurm"]) == Exit.CONFIG
+    assert "there is no sbatch here. Run this on a login node" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_failing_cell_is_shown_with_its_reason(here):
+    (here / "tiny.yaml").write_text(
+        TINY.replace("source: synthetic", "source: text").replace("vocab: 16", "vocab: 256")
+    )
+    (here / "text.txt").write_text("some text to read, again and again\n" * 200)
+    (here / "sweep.yaml").write_text("name: mixed\nconfig: tiny.yaml\ngrid: {data.path: [missing.txt, text.txt]}\n")
+    process = processes.start_command(
+        [sys.executable, "-m", "spmd_lm", "sweep", "sweep.yaml"], cwd=here, PYTHONPATH=str(processes.ROOT)
+    )
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == Exit.CHECK_FAILED, output
+    failed, good = table(here, "mixed")
+    assert (failed["status"], failed["exit_code"], good["status"]) == ("failed", "4", "done")
+    assert "missing.txt" in failed["reason"] and f"exit code 4: {failed['reason']} (0 of 2 done)" in output
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_at_random_loses_and_repeats_nothing(here):
+    """Killed three times: no finished cell starts again, interrupted ones resume, and the tables are complete."""
+    (here / "tiny.yaml").write_text(TINY.replace("steps: 4", "steps: 60"))
+    (here / "sweep.yaml").write_text("name: killed\nconfig: tiny.yaml\ngrid: {train.seed: [0, 1, 2, 3]}\n")
+    command = [sys.executable, "-m", "spmd_lm", "sweep", "sweep.yaml", "--jobs", "2"]
+    cells, finished = here / "runs/sweeps/killed/cells", {}
+    waits = random.Random(os.environ.get("PYTEST_SEED", "7"))
+    for _ in range(3):
+        process = processes.start_command(command, cwd=here, PYTHONPATH=str(processes.ROOT))
+        time.sleep(waits.uniform(6, 14))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert {path: mtime for path, mtime in files(cells).items() if path in finished} == finished
+        statuses = {path: json.loads(path.read_text()) for path in cells.glob("*/status.json")}
+        done_cells = [path.parent for path, status in statuses.items() if status["state"] == "done"]
+        finished = {path: mtime for cell in done_cells for path, mtime in files(cell).items()}
+    process = processes.start_command(command, cwd=here, PYTHONPATH=str(processes.ROOT))
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == Exit.DONE, output
+    assert {path: mtime for path, mtime in files(cells).items() if path in finished} == finished
+    rows = table(here, "killed")
+    assert [(row["id"], row["status"], row["step"]) for row in rows] == [(f"seed-{i}", "done", "60") for i in range(4)]
+    for i in range(4):
+        records = (cells / f"seed-{i}" / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(record)["step"] for record in records] == [*range(1, 61)]

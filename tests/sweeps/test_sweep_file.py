@@ -1,0 +1,126 @@
+"""A sweep's file and the cells that it makes."""
+
+from pathlib import Path
+
+import pytest
+
+from spmd_lm.errors import ConfigError
+from spmd_lm.sweeps.cells import make_cells
+from spmd_lm.sweeps.sweep_file import cell_ids, read_sweep
+from tests.processes import ROOT
+
+DEBUG = ROOT / "configs" / "debug.yaml"
+
+
+def written(tmp_path: Path, text: str, name: str = "s") -> Path:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"name: {name}\nconfig: {DEBUG}\n{text}")
+    return path
+
+
+def cells(tmp_path: Path, text: str, *overrides: str):
+    return make_cells(read_sweep(written(tmp_path, text)), tmp_path / "out", overrides)
+
+
+def problems(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        cells(tmp_path, text, *overrides)
+    return str(error.value)
+
+
+def test_grid_and_zip_are_crossed_and_when_selects(tmp_path):
+    text = """
+grid:
+  parallel.model: [1, 2, 4]
+  optim.lr: {geomspace: [1e-4, 1e-2, 3]}
+  train.steps: 7
+zip:
+  model.width: [64, 128]
+  model.heads: [4, 8]
+when: parallel.model < 4 or model.width == 128
+"""
+    made = cells(tmp_path, text, "run.simulate_devices=4")
+    assert len(made) == 2 * 3 * 2 + 1 * 3 * 1
+    assert made[0].id == "model-1_lr-0.0001_width-64_heads-4"
+    assert [*dict.fromkeys(cell.config.optim.lr for cell in made)] == [1e-4, 1e-3, 1e-2]
+    assert {(c.config.model.width, c.config.model.heads) for c in made} == {(64, 4), (128, 8)}
+    assert {c.config.parallel.model for c in made if c.config.model.width == 64} == {1, 2}
+    assert {(c.config.train.steps, c.config.run.simulate_devices) for c in made} == {(7, 4)}
+    assert made[0].directory == tmp_path / "out" / "cells" / made[0].id
+    assert made[0].config.run.name == f"s-{made[0].id}" and "train.steps" not in made[0].values
+
+
+def test_several_zips_are_crossed_with_each_other(tmp_path):
+    text = "zip: [{model.width: [64, 128], model.heads: [4, 8]}, {train.steps: [1, 2], optim.warmup: [0, 1]}]"
+    assert len(cells(tmp_path, text)) == 4
+
+
+def test_whole_ranges_stay_whole(tmp_path):
+    made = cells(tmp_path, "grid: {train.steps: {geomspace: [10, 1000, 3]}}")
+    assert [cell.values["train.steps"] for cell in made] == [10, 100, 1000]
+
+
+def test_ids_are_safe_unique_and_short():
+    values = [{"data.path": "a/b.txt"}, {"data.path": "a b.txt"}, {"data.path": "x" * 300}, {"data.path": ["p", "q"]}]
+    ids = cell_ids(values)
+    assert len({*ids}) == 4 and max(map(len, ids)) <= 100
+    assert all(character.isalnum() or character in "._-" for id in ids for character in id)
+    assert cell_ids([{"parallel.model": 1, "a.model": 2}]) == ["parallel-model-1_a-model-2"]
+
+
+def test_values_added_later_leave_the_ids_of_the_others(tmp_path):
+    before = [cell.id for cell in cells(tmp_path, "grid: {optim.lr: [1e-3], train.seed: [1]}")]
+    after = [cell.id for cell in cells(tmp_path, "grid: {optim.lr: [1e-3, 2e-3], train.seed: [1, 2]}")]
+    assert before == ["lr-0.001_seed-1"] and before[0] in after and len(after) == 4
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("grid: {parallel.modle: [1, 2]}", "unknown key 'modle'. Did you mean 'model'? (in every cell)"),
+        ("grid: {model.width: [64, 30]}", "(in cell width-30)"),
+        ("grid: {optim.lr: []}", "grid: optim.lr: no values"),
+        ("grid: {}", "grid: nothing varies"),
+        ("", "grid: nothing varies"),
+        ("grid: {train.steps: 3}", "grid: nothing varies"),
+        ("grid: {lr: [1, 2]}", "lr: expected section.key"),
+        ("grid: {optim.lr: [1, 1]}", "a value stands twice"),
+        ("grid: {optim.lr: [1]}\nzip: {optim.lr: [2], train.steps: [2]}", "optim.lr: stands twice"),
+        ("zip: {optim.lr: [1, 2], train.steps: [1]}", "lists of the same length, got optim.lr 2, train.steps 1 values"),
+        ("zip: {optim.lr: 3}", "lists of the same length, got optim.lr no values"),
+        ("grid: [1]", "grid and zip: expected mappings"),
+        ("gird: {optim.lr: [1]}", "gird: unknown key. Did you mean grid?"),
+        ("grid: {run.dir: [a, b]}", "run.dir: the sweep sets it"),
+        ("grid: {optim.lr: {geomspace: [0, 1, 3]}}", "expected geomspace: [first, last, count]"),
+        ("grid: {train.steps: {geomspace: [1, 3, 9]}}", "expected geomspace: [first, last, count]"),
+        ("grid: {optim.lr: [1, 2]}\nwhen: optim.lr > 2", "when: no cell is left"),
+        ("grid: {optim.lr: [1, 2]}\nwhen: 3", "when: expected a condition"),
+        ("grid: {optim.lr: [1, 2]}\npublished: {source: x}", "published: expected source"),
+        ("grid: {optim.lr: {geomspace: [1.0, 2.0, 9000]}, train.steps: [1, 2]}", "18,000 cells"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, text, problem):
+    assert problem in problems(tmp_path, text)
+
+
+def test_cells_that_cannot_be_laid_out_are_named(tmp_path):
+    told = problems(tmp_path, "grid: {parallel.model: [1, 3, 16, 4]}", "run.simulate_devices=8")
+    assert "parallel.model=3" in told and "(in cell model-3)" in told and "(in cell model-16)" in told
+    assert "Nothing was started. `when` leaves out cells" in told and "model-4" not in told
+
+
+def test_a_name_is_one_directory(tmp_path):
+    for name in ("../x", "a/b", "''", ".", "x" * 101):
+        with pytest.raises(ConfigError, match="name: expected letters"):
+            read_sweep(written(tmp_path, "grid: {optim.lr: [1]}", name))
+
+
+def test_overrides_of_swept_keys_are_refused(tmp_path):
+    told = problems(tmp_path, "grid: {optim.lr: [1e-3], train.steps: 5}", "train.steps=6")
+    assert told.startswith("command line: train.steps=6: the sweep sets this key.")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_sweeps_make_cells(path, tmp_path):
+    made = make_cells(read_sweep(path), tmp_path)
+    assert made and path.stem == read_sweep(path).name
