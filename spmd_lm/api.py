@@ -16,6 +16,7 @@ from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import Exit
 from spmd_lm.runtime.devices import set_up_devices, simulate_devices
+from spmd_lm.runtime.signals import StopSignals
 
 
 class Report(dict):
@@ -66,10 +67,12 @@ def train(config: RunConfig) -> Path:
     """Trains, or resumes, the run in run.dir; returns that directory.
 
     Raises KeyboardInterrupt if a signal stopped it; what was done is saved then."""
-    set_up_devices(config)
-    from spmd_lm.training.loop import train
+    with StopSignals() as signals:  # from here on: the import below takes seconds
+        set_up_devices(config)
+        from spmd_lm.training.loop import train
 
-    if train(config) != Exit.DONE:
+        code = train(config, signals)
+    if code != Exit.DONE:
         raise KeyboardInterrupt(f"stopped; training {config.run.directory} again resumes it")
     return config.run.directory
 

@@ -49,6 +49,7 @@ def join(process: ProcessInfo | None) -> None:
 
     # A TPU's workers: jax asks the metadata server, or reads what GKE sets.
     options = _connection(process) if process else {}
+    jax.config.update("jax_enable_preemption_service", False)  # until training starts it: SIGTERM ends other verbs
     try:
         jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except (ValueError, RuntimeError) as error:
@@ -155,6 +156,19 @@ def versions() -> dict[str, str]:
     """What must be the same for processes to compile the same program."""
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")}
     return {"python": platform.python_version(), "spmd_lm": spmd_lm.__version__} | packages
+
+
+def start_preemption_service() -> None:
+    """From here on jax answers SIGTERM, in place of any handler, and reached_preemption_sync_point tells all processes
+    of the job.  Each of them calls this."""
+    import jax
+    from jax._src.distributed import global_state  # public jax starts it when the process joins, or never
+
+    if global_state.preemption_sync_manager is not None:  # of an earlier run, which has given SIGTERM back
+        global_state.preemption_sync_manager.shutdown()
+        global_state.preemption_sync_manager = None
+    jax.config.update("jax_enable_preemption_service", True)
+    global_state.initialize_preemption_sync_manager()
 
 
 def in_a_job() -> bool:

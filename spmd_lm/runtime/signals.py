@@ -4,7 +4,7 @@ A handler only takes a note: XLA cannot be interrupted, and a checkpoint can onl
 Ctrl-C raises KeyboardInterrupt at once.
 
 The processes of one job stop after the same step, whichever of them was told to.  They agree on it through jax, which
-takes SIGTERM over when a process joins its job; Ctrl-C is passed on to it."""
+takes SIGTERM over from the first step on; Ctrl-C is passed on to it."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-from spmd_lm.runtime.processes import in_a_job
+from spmd_lm.runtime.processes import in_a_job, start_preemption_service
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -62,8 +62,8 @@ class StopSignals:
         self._answer = answer
 
     def __enter__(self) -> "StopSignals":
-        # A process that is in its job already leaves SIGTERM to jax.
-        self._handlers = handle_signals(STOP_SIGNALS[1:] if in_a_job() else STOP_SIGNALS, self._handle)
+        self._left_to_jax = False  # SIGTERM
+        self._handlers = handle_signals(STOP_SIGNALS, self._handle)
         self._handlers.__enter__()
         return self
 
@@ -72,8 +72,11 @@ class StopSignals:
 
     def until_received(self, steps: Iterable[int]) -> Iterator[int]:
         """Yields `steps`, but none after a signal has come, to this process or to another one of its job."""
-        if self.received is not None and in_a_job():
-            signal.raise_signal(signal.SIGTERM)  # it came before jax took SIGTERM over
+        if in_a_job() and not self._left_to_jax:
+            start_preemption_service()
+            self._left_to_jax = True
+            if self.received is not None:  # before jax took SIGTERM over
+                signal.raise_signal(signal.SIGTERM)
         for step in steps:
             if self._stops_before(step):
                 break

@@ -19,8 +19,8 @@ FLOAT64 = [f"precision.{key}=float64" for key in ("params", "compute", "reduce")
 LONG = ["train.steps=100000", "model.layers=2", "checkpoint.every=0"]  # until something ends it
 
 
-def launch(number: int, *arguments: str) -> subprocess.Popen:
-    return processes.start_command([sys.executable, LOCAL, "-n", str(number), "--", *arguments])
+def launch(number: int, *arguments: str, **environment: str) -> subprocess.Popen:
+    return processes.start_command([sys.executable, LOCAL, "-n", str(number), "--", *arguments], **environment)
 
 
 def train(directory: Path, *overrides: str) -> list[str]:
@@ -82,6 +82,20 @@ def test_a_job_that_is_told_to_stop_saves(tmp_path, to):
     step = int(re.search(r"stopped after step (\d+) of 100000, saved", output)[1])
     assert (tmp_path / "checkpoints" / str(step) / "commit_success.txt").exists()
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "preempted"
+
+
+@pytest.mark.slow
+def test_a_verb_that_does_not_train_ends_at_once(tmp_path):
+    """In a job as alone; jax, once it watches SIGTERM, would go on to the end."""
+    processes.run(*train(tmp_path / "run", "train.steps=1"))
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    job = launch(2, "eval", str(tmp_path / "run"), "train.eval_batches=1000000", **cache)
+    deadline = time.monotonic() + 60
+    while not [*tmp_path.glob("jit_*")]:  # it has compiled something, so it has joined
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.1)
+    job.terminate()
+    assert end(job, 10)[0] == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
