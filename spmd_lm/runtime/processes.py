@@ -3,6 +3,8 @@
 jax.distributed would find most launchers itself, but under SLURM and Open MPI it gives each process one GPU, even one
 that has a host of eight to itself, and process 0 listens on every network of its host."""
 
+import atexit
+import contextlib
 import glob
 import json
 import os
@@ -10,10 +12,12 @@ import platform
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import spmd_lm
 from spmd_lm.errors import ConfigError
@@ -22,6 +26,9 @@ from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS
 HEARTBEAT_SECONDS = 30  # a process that says nothing for so long is dead, and ends the others
 WAIT_MS = 600_000  # for a process that still reads its data
 MOST_DIFFERENCES = 5  # that one line names
+FAILED = "spmd_lm/failed"  # key of the first process to fail
+POLL_SECONDS = 1  # each process asks the coordinator for it so often
+leaving = threading.Event()  # set when this process ends
 PARENT = "SPMD_LM_PARENT"
 PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 
@@ -59,6 +66,10 @@ def join(process: ProcessInfo | None) -> None:
             f"{where}: the processes cannot connect: {reason}. "
             f"Set {ADDRESS} to host:port of the first process, with {NUM_PROCESSES} and {PROCESS_ID}."
         ) from error
+    watcher = threading.Thread(target=end_with_job, daemon=True)
+    watcher.start()
+    atexit.register(watcher.join)  # before Python ends, which may not find it within the client
+    atexit.register(leaving.set)
 
 
 def _connection(process: ProcessInfo) -> dict[str, Any]:
@@ -177,11 +188,44 @@ def in_a_job() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
+def end_with_job() -> None:
+    """Ends this process when another one of its job has failed, with that one's exit code.  It would wait for that one
+    in a collective until the heartbeats stop."""
+    import jax
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+    while not leaving.wait(POLL_SECONDS):
+        try:
+            failure = json.loads(client.key_value_try_get(FAILED))
+        except jax.errors.JaxRuntimeError:  # none has
+            continue
+        which = f"process {failure['process']} on {failure['host']}"
+        print(f"error: {which} failed with exit code {failure['code']}: see its output.", file=sys.stderr)
+        _exit(failure["code"])
+
+
 def leave_job(code: int) -> int:
-    """The exit code of a process that failed.  In a job it ends here: at exit jax would wait for the other processes,
-    and they for this one."""
+    """The exit code of a process that failed.  In a job it ends here, and so do the others: at exit jax would wait for
+    them, and they for this one."""
     if in_a_job():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        import jax
+        from jax._src.distributed import global_state
+
+        leaving.set()
+        client: Any = global_state.client
+        failure = {"process": global_state.process_id, "host": socket.gethostname(), "code": code}
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first, or the coordinator has ended
+            client.key_value_set(FAILED, json.dumps(failure))
+        _exit(code)
     return code
+
+
+def _exit(code: int) -> NoReturn:
+    from jax._src.distributed import global_state
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if global_state.process_id == 0:
+        time.sleep(2 * POLL_SECONDS)  # the coordinator is here, and the others still ask it
+    os._exit(code)

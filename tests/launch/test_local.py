@@ -112,6 +112,38 @@ def test_a_job_whose_launcher_is_killed_saves(tmp_path):
     assert (tmp_path / "checkpoints" / str(state["step"]) / "commit_success.txt").exists()
 
 
+def start_apart(directories: list[Path], own: list[list[str]], *overrides: str) -> list[subprocess.Popen]:
+    """Two processes of a job without a launcher, each in a directory of its own, as on two hosts: they train on its
+    text.txt."""
+    job = {"JAX_COORDINATOR_ADDRESS": f"localhost:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    command = [sys.executable, "-m", "spmd_lm", "train", str(processes.ROOT / "configs" / "debug.yaml"), "--devices=4"]
+    command += ["data.source=text", "data.path=text.txt", *overrides]
+    return [
+        processes.start_command(
+            [*command, *own[number]],
+            cwd=directory,
+            PYTHONPATH=f"{directory}:{processes.ROOT}",
+            JAX_PROCESS_ID=str(number),
+            **job,
+        )
+        for number, directory in enumerate(directories)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_fails_ends_the_others_without_a_launcher(tmp_path, victim):
+    """With its exit code; they say which one it was."""
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    (tmp_path / str(1 - victim) / "text.txt").write_text("to be or not to be " * 200)
+    both = start_apart([tmp_path / "0", tmp_path / "1"], [[], []], f"run.dir={tmp_path / 'run'}", *LONG)
+    outputs = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [Exit.DATA] * 2, outputs
+    assert "text.txt: " in outputs[victim] and "failed" not in outputs[victim]
+    assert re.search(rf"error: process {victim} on \S+ failed with exit code 4:", outputs[1 - victim])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["configuration", "dataset", "version"])
 def test_processes_that_differ_all_leave(tmp_path, what):
@@ -126,20 +158,9 @@ def test_processes_that_differ_all_leave(tmp_path, what):
             if what == "version" and number
             else ""
         )
-    job = {"JAX_COORDINATOR_ADDRESS": f"localhost:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
     started = time.monotonic()
-    both = [
-        processes.start_command(
-            [sys.executable, "-m", "spmd_lm", "train", str(processes.ROOT / "configs" / "debug.yaml"), "--devices=4"]
-            + [f"run.dir={tmp_path / 'run'}", "data.source=text", "data.path=text.txt", *LONG]
-            + (["optim.lr=0.002"] if what == "configuration" and number else []),
-            cwd=texts / str(number),
-            PYTHONPATH=f"{texts / str(number)}:{processes.ROOT}",
-            JAX_PROCESS_ID=str(number),
-            **job,
-        )
-        for number in range(2)
-    ]
+    own = ["optim.lr=0.002"] if what == "configuration" else []
+    both = start_apart([texts / "0", texts / "1"], [[], own], f"run.dir={tmp_path / 'run'}", *LONG)
     outputs = [process.communicate(timeout=60)[0] for process in both]
     assert [process.returncode for process in both] == [Exit.CONFIG] * 2, outputs
     assert time.monotonic() - started < 30
