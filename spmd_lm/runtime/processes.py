@@ -6,6 +6,7 @@ that has a host of eight to itself, and process 0 listens on every network of it
 import atexit
 import contextlib
 import glob
+import itertools
 import json
 import os
 import platform
@@ -28,6 +29,7 @@ WAIT_MS = 600_000  # for a process that still reads its data
 MOST_DIFFERENCES = 5  # that one line names
 FAILED = "spmd_lm/failed"  # key of the first process to fail
 POLL_SECONDS = 1  # each process asks the coordinator for it so often
+agreements = itertools.count()  # a process may train twice: keys are written once
 leaving = threading.Event()  # set when this process ends
 PARENT = "SPMD_LM_PARENT"
 PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
@@ -49,8 +51,8 @@ def end_with_parent() -> None:
 
 
 def join(process: ProcessInfo | None) -> None:
-    """Connects this process to the job's others, if there are any.  ConfigError if it cannot."""
-    if process is None and not in_tpu_slice(os.environ):
+    """Connects this process to the job's others, if there are any, once.  ConfigError if it cannot."""
+    if in_a_job() or (process is None and not in_tpu_slice(os.environ)):
         return
     import jax
 
@@ -124,12 +126,12 @@ def is_first_process() -> bool:
 
 def require_agreement(subject: str, facts: Mapping[str, Any]) -> None:
     """ConfigError in every process, with what differs and where, unless all processes call this with the same facts.
-    subject: what they are about; used once.
+    subject: what they are about.
 
     Each writes its facts to the coordinator's key-value store, which needs no device; the first compares them."""
     from jax._src.distributed import global_state  # public jax compares arrays only, on devices
 
-    client, key = global_state.client, f"spmd_lm/{subject}"
+    client, key = global_state.client, f"spmd_lm/{next(agreements)}/{subject}"
     if client is None or global_state.num_processes == 1:
         return
     own = {"host": socket.gethostname(), "facts": {name: str(value) for name, value in facts.items()}}

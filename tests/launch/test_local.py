@@ -98,6 +98,33 @@ def test_a_verb_that_does_not_train_ends_at_once(tmp_path):
     assert end(job, 10)[0] == 128 + signal.SIGTERM
 
 
+SCRIPT = """
+import sys, spmd_lm
+first, last = (spmd_lm.load_config("configs/debug.yaml", *options.split()) for options in sys.argv[1:])
+print(spmd_lm.evaluate(spmd_lm.train(first))["step"])
+try:
+    spmd_lm.train(last)
+except KeyboardInterrupt as stop:
+    print(stop, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_of_several_processes_trains_twice_and_stops_when_told(tmp_path):
+    options = [
+        " ".join(["run.simulate_devices=8", f"run.dir={tmp_path / name}", "train.log_every=1", *overrides])
+        for name, overrides in (("first", ["train.steps=2"]), ("last", LONG))
+    ]
+    job = {"JAX_COORDINATOR_ADDRESS": f"localhost:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    command = [sys.executable, "-c", SCRIPT, *options]
+    both = [processes.start_command(command, JAX_PROCESS_ID=str(number), **job) for number in range(2)]
+    lines_until(both[0], "step 3/100000")
+    both[1].terminate()
+    outputs = [end(process) for process in both]
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    assert "saved" in outputs[0][1] and all("stopped; training" in output for _, output in outputs)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone signals the death of a parent")
 def test_a_job_whose_launcher_is_killed_saves(tmp_path):
