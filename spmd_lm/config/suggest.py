@@ -61,6 +61,7 @@ TYPES = {
     "string_type": "text",
     "string_pattern_mismatch": "letters, digits, '.', '_' or '-', not beginning with '.'",  # that of run.name
     "list_type": "a list",
+    "dict_type": "{name: value}",
 }
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -154,6 +155,11 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
     in_list = [error for error in errors if error["loc"] and isinstance(error["loc"][-1], int)]
     if in_list:  # the value is a list, as it may be: that it has none of the other types is no error
         key, errors = f"{key}[{in_list[0]['loc'][-1]}]", in_list[:1]
+    whole_value = errors[0]["input"]
+    in_mapping = [error for error in errors if isinstance(whole_value, dict) and error["input"] is not whole_value]
+    if in_mapping:  # likewise; its name stands before the type that pydantic tried
+        name = in_mapping[0]["loc"][-2]
+        key, errors = f"{key}.{name}", [error for error in in_mapping if error["loc"][-2] == name]
     error = errors[0]
     error_type, value, context = error["type"], error["input"], error.get("ctx", {})
     if error_type in ("missing", "extra_forbidden"):
@@ -165,23 +171,26 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
     if error_type == "union_tag_not_found":
         return f"{key}: missing. Choose {_either(variants(section))}."
     if error_type in ("union_tag_invalid", "literal_error"):
-        return f"{key}: {_wrong_choice(section, key, error)}"
+        others = [TYPES[each["type"]] for each in errors[1:] if each["type"] in TYPES]
+        return f"{key}: {_wrong_choice(section, key, error, others)}"
     bound = next((f"{words} {context[name]:.15g}" for name, words in BOUNDS.items() if name in context), None)
     if bound:
         what = f"must be {bound}, got {_show(value)}"
     elif all(each["type"] in TYPES for each in errors):
-        what = f"expected {' or '.join(dict.fromkeys(TYPES[each['type']] for each in errors))}, got {_show(value)}"
+        what = f"expected {_either(dict.fromkeys(TYPES[each['type']] for each in errors))}, got {_show(value)}"
     else:
         what = f"{error['msg']}, got {_show(value)}"
     return f"{key}: {what}.{_correction(error_type, value) or _default(section, str(error['loc'][0]), key)}"
 
 
-def _wrong_choice(section: str, key: str, error: ErrorDetails) -> str:
+def _wrong_choice(section: str, key: str, error: ErrorDetails, others: list[str]) -> str:
+    """others: what else than a choice the value may be."""
     context = error["ctx"]
     choices = re.findall(r"'([^']*)'", context.get("expected_tags") or context["expected"])
     value = error["input"].get(key) if "tag" in context else error["input"]
     near = RENAMED_VALUES.get(f"{section}.{key}={value}") or did_you_mean(str(value), choices, cutoff=0.5)
-    return f"expected {_either(choices)}, got {_show(value)}." + (f" Did you mean '{near}'?" if near else "")
+    suggestion = f" Did you mean '{near}'?" if near else ""
+    return f"expected {_either([*choices, *others])}, got {_show(value)}.{suggestion}"
 
 
 def _correction(error_type: str, value: Any) -> str:

@@ -40,5 +40,19 @@ def test_none_and_options_of_one_s_own_replace_the_table():
 def test_options_are_set_in_a_file_or_on_the_command_line():
     config = load("configs/debug.yaml", ["run.compiler_options={xla_a: true, xla_b: 3}"])
     assert config.run.compiler_options == {"xla_a": True, "xla_b": 3}
-    with pytest.raises(ConfigError, match=r"run\.compiler_options"):
-        load("configs/debug.yaml", ["run.compiler_options=fast"])
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("fast", ": expected auto, none or {name: value}, got 'fast'. Did you mean 'auto'?"),
+        ("3", ": expected auto, none or {name: value}, got 3."),
+        ("{a: 1, b: {c: 1}}", ".b: expected true or false, a whole number, a number or text, got a mapping."),
+        ("{a: }", ".a: expected true or false, a whole number, a number or text, got nothing."),
+        ("{1: 2}", '.1: expected text, got 1. Quote it: "1".'),
+    ],
+)
+def test_wrong_options_are_refused(value, problem):
+    with pytest.raises(ConfigError) as error:
+        load("configs/debug.yaml", [f"run.compiler_options={value}"])
+    assert str(error.value) == f"command line: run.compiler_options{problem}"
