@@ -16,7 +16,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, Exit
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.metrics import Status, write_atomically
-from spmd_lm.sweeps.sweep_file import SweepFile, Values, cell_ids
+from spmd_lm.sweeps.sweep_file import SweepFile, Values
 
 IGNORED_CHANGES = ("  parallel.", "  checkpoint.", "  train.log_every:")
 """Keys, as lines of `check_compatible` begin, that have no effect on what a run learns."""
@@ -96,15 +96,15 @@ def make_cells(sweep: SweepFile, directory: Path, overrides: Sequence[str] = ())
     Raises ConfigError with every problem once, and the cells that have it."""
     combinations = sweep.combinations()
     if sweep.conditions:
-        base = _base_values(sweep, combinations, overrides)
-        combinations = [values for values in combinations if _selected(sweep, base, values)]
+        base = _base_values(sweep, [values for _, values in combinations], overrides)
+        combinations = [(cell_id, values) for cell_id, values in combinations if _selected(sweep, base, values)]
     if not combinations:
         raise ConfigError(f"{sweep.path}: when: no cell is left. Loosen it, or add values.")
-    swept = {key for values in combinations for key in values} | {*sweep.constants}
+    swept = {key for _, values in combinations for key in values} | {*sweep.constants}
     if again := [override for override in overrides if override.partition("=")[0] in swept]:
         raise ConfigError(f"command line: {again[0]}: the sweep sets this key. Change {sweep.path}.")
     cells, faults = [], defaultdict[str, list[str]](list)
-    for cell_id, values in zip(cell_ids(combinations), combinations, strict=True):
+    for cell_id, values in combinations:
         run = {"run.dir": str(directory / "cells" / cell_id), "run.name": f"{sweep.name}-{cell_id}"}
         try:
             cells.append(Cell(cell_id, values, _load(sweep, values | run, overrides)))

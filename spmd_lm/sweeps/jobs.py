@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from spmd_lm.config.load import CONFIG_FILE
+from spmd_lm.config.schema import Parallel
 from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.metrics import Status, write_atomically
 from spmd_lm.runtime.processes import PARENT
@@ -35,21 +37,27 @@ class Jobs(Protocol):
         """Tells all that run, once."""
 
 
+def devices_used(p: Parallel, most: int) -> int:
+    """What a layout asks for, where it says so; otherwise all that there are, at most as many."""
+    return most if p.data == -1 else min(p.pipe * p.replica * p.data * p.model, most)
+
+
 class LocalJobs:
-    """A process for each cell, `spmd-lm train cells/ID/config.yaml`.  devices: lists of GPUs, one for each slot, as
-    CUDA_VISIBLE_DEVICES has them; none if cells do not share the machine's."""
+    """A process for each cell, `spmd-lm train cells/ID/config.yaml`.  gpus: those of each slot, as CUDA_VISIBLE_DEVICES
+    names them; none on a machine without."""
 
     name, outlive_sweep = "this machine", False
 
-    def __init__(self, devices: list[str] | None = None):
-        self._devices = devices
+    def __init__(self, gpus: Sequence[Sequence[str]] = ()):
+        self._gpus = gpus
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._told: set[tuple[str, int]] = set()  # IDs, and signals
 
     def start(self, cell: Cell, slot: int) -> None:
         environment = os.environ | {PARENT: str(os.getpid())}
-        if self._devices:
-            environment["CUDA_VISIBLE_DEVICES"] = self._devices[slot]
+        if self._gpus and not cell.config.run.simulate_devices:
+            own = self._gpus[slot]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own[: devices_used(cell.config.parallel, len(own))])
         command = [sys.executable, "-m", "spmd_lm", "train", str(cell.directory / CONFIG_FILE)]
         with open(cell.directory / "output.log", "ab") as output:
             # A session of its own: Ctrl-C reaches the sweep alone, which passes it on once.

@@ -21,7 +21,7 @@ from spmd_lm.runtime.metrics import Record, write_atomically
 from spmd_lm.runtime.processes import is_first_process
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.sweeps.cells import Cell, different_recipes, make_cells, raise_faults
-from spmd_lm.sweeps.jobs import Jobs, LocalJobs, SlurmJobs
+from spmd_lm.sweeps.jobs import Jobs, LocalJobs, SlurmJobs, devices_used
 from spmd_lm.sweeps.runner import Runner
 from spmd_lm.sweeps.sweep_file import SweepFile, read_sweep
 from spmd_lm.sweeps.table import make_records, planned, write_tables
@@ -82,22 +82,22 @@ def local_jobs(cells: Sequence[Cell], at_once: int) -> LocalJobs:
         return LocalJobs()
     machine = probe()
     share, remainder = divmod(machine.devices, at_once)
-    shares: list[str] | None = None
-    if at_once > 1 and machine.platform == "gpu":
+    gpus: list[list[str]] = []
+    if machine.platform == "gpu":
         if remainder:
             raise ConfigError(f"--jobs {at_once} does not divide {machine.devices} GPUs. Choose a divisor.")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(machine.devices)))).split(",")
-        shares = [",".join(visible[slot * share : (slot + 1) * share]) for slot in range(at_once)]
-        machine = machine._replace(devices=share)
+        gpus = [visible[slot * share : (slot + 1) * share] for slot in range(at_once)]
     elif at_once > 1 and machine.platform == "tpu":
         raise ConfigError(f"--jobs {at_once}: one process has all of a host's TPUs. Leave out --jobs.")
     faults = defaultdict[str, list[str]](list)
     for cell in cells:
         if not cell.config.run.simulate_devices:
-            for problem in check_devices(cell.config, machine.devices):
+            devices = devices_used(cell.config.parallel, share) if gpus else machine.devices
+            for problem in check_devices(cell.config, devices):
                 faults[problem].append(cell.id)
     raise_faults(faults, len(cells))
-    return LocalJobs(shares)
+    return LocalJobs(gpus)
 
 
 def probe() -> Machine:

@@ -7,6 +7,7 @@
       optim.lr: {geomspace: [1e-4, 1e-2, 3]}     # first, last, count; as numpy's
       train.steps: 20                            # a single value: the same in all cells
     zip:                                         # these vary together; a list of such mappings is crossed
+      id: [small, large]                         # optional: what they are called in a cell's ID
       model.width: [64, 128]
       model.heads: [4, 8]
     when: parallel.model <= model.heads          # one condition or a list: conditions.py
@@ -14,8 +15,7 @@
       source: arXiv:1909.08053, Figure 5
       efficiency: {model parallel: {1: 1.0, 2: 0.95}}
 
-A cell's ID has the values of the lists, as in `model-2_lr-0.001_width-64_heads-4`; it stays the same when values are
-added to them."""
+A cell's ID has the values of the lists, as in `model-2_lr-0.001_small`; it stays the same when values are added."""
 
 import hashlib
 import itertools
@@ -23,10 +23,10 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd_lm.config.load import read_yaml_file
 from spmd_lm.config.suggest import did_you_mean
@@ -34,11 +34,19 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.sweeps.conditions import Condition
 
 KEYS = ("name", "config", "grid", "zip", "when", "published")
+CELL_KEYS = ("run.dir", "run.name")
 MOST_CELLS = 10_000
 LONGEST_ID = 100  # characters; file systems allow names of 255 bytes
 
 Values = dict[str, Any]
 """Of one cell, by section.key."""
+
+
+class Alternative(NamedTuple):
+    """Values that a cell has together.  name: what stands for them in its ID; None for the values themselves."""
+
+    values: Values
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,16 +56,18 @@ class SweepFile:
     path: Path
     name: str
     config: Path
-    factors: list[list[Values]]
+    factors: list[list[Alternative]]
     constants: Values
     conditions: list[Condition]
     published: dict[str, Any] = field(default_factory=dict)
 
-    def combinations(self) -> list[Values]:
-        """The values of every cell, before `when`.  ConfigError if there are too many."""
+    def combinations(self) -> list[tuple[str, Values]]:
+        """The ID and the values of every cell, before `when`.  ConfigError if there are too many."""
         if (count := math.prod(map(len, self.factors))) > MOST_CELLS:
             raise ConfigError(f"{self.path}: {count:,} cells. Vary less: at most {MOST_CELLS:,}.")
-        return [{key: each[key] for each in chosen for key in each} for chosen in itertools.product(*self.factors)]
+        cells = [*itertools.product(*self.factors)]
+        values = [{key: each.values[key] for each in cell for key in each.values} for cell in cells]
+        return [*zip(cell_ids(cells), values, strict=True)]
 
 
 def read_sweep(path: Path) -> SweepFile:
@@ -83,11 +93,11 @@ def read_sweep(path: Path) -> SweepFile:
     return SweepFile(path, str(name), path.parent / str(config), factors, constants, conditions, published)
 
 
-def _read_factors(tree: Mapping[str, Any], problems: list[str]) -> tuple[list[list[Values]], Values]:
+def _read_factors(tree: Mapping[str, Any], problems: list[str]) -> tuple[list[list[Alternative]], Values]:
     """The factors of `grid` and `zip`, and the constants."""
     grid, zips = tree.get("grid", {}), tree.get("zip", [])
     zips = [zips] if isinstance(zips, dict) else zips
-    factors: list[list[Values]] = []
+    factors: list[list[Alternative]] = []
     constants: Values = {}
     if not isinstance(grid, dict) or not isinstance(zips, list) or not all(isinstance(each, dict) for each in zips):
         problems.append("grid and zip: expected mappings of section.key to lists of values.")
@@ -97,17 +107,9 @@ def _read_factors(tree: Mapping[str, Any], problems: list[str]) -> tuple[list[li
         if values is None:
             constants[key] = given
         else:
-            factors.append([{key: value} for value in values])
-    for group in zips:
-        lists = {key: _read_values(f"zip: {key}", given, problems) for key, given in group.items()}
-        lengths = {key: len(values or []) for key, values in lists.items()}
-        if None in lists.values() or len({*lengths.values()}) > 1:
-            said = ", ".join(f"{key} {length or 'no'}" for key, length in lengths.items())
-            problems.append(f"zip: expected lists of the same length, got {said} values.")
-        else:
-            columns = [[{key: value} for value in values or []] for key, values in lists.items()]
-            factors.append([dict(itertools.chain(*map(dict.items, each))) for each in zip(*columns, strict=True)])
-    repeated = Counter(key for key in [*grid, *itertools.chain(*zips)])
+            factors.append([Alternative({key: value}) for value in values])
+    factors += (_read_zip(group, problems) for group in zips)
+    repeated = Counter(key for key in [*grid, *itertools.chain(*zips)] if key != "id" or key in grid)
     problems += [f"{key}: stands twice in grid and zip. Leave one." for key, n in repeated.items() if n > 1]
     problems += [f"{key}: expected section.key." for key in repeated if not re.fullmatch(r"\w+(\.\w+)+", str(key))]
     problems += [f"{key}: the sweep sets it for each cell. Remove it." for key in repeated if key in CELL_KEYS]
@@ -116,7 +118,17 @@ def _read_factors(tree: Mapping[str, Any], problems: list[str]) -> tuple[list[li
     return factors, constants
 
 
-CELL_KEYS = ("run.dir", "run.name")
+def _read_zip(group: Mapping[str, Any], problems: list[str]) -> list[Alternative]:
+    lists = {key: _read_values(f"zip: {key}", given, problems) for key, given in group.items()}
+    lengths = {key: len(values or []) for key, values in lists.items()}
+    if None in lists.values() or len({*lengths.values()}) > 1:
+        said = ", ".join(f"{key} {length or 'no'}" for key, length in lengths.items())
+        problems.append(f"zip: expected lists of the same length, got {said} values.")
+        return []
+    names = lists.pop("id", None)
+    rows = zip(*(values or [] for values in lists.values()), strict=True)
+    alternatives = [dict(zip(lists, row, strict=True)) for row in rows]
+    return [Alternative(each, str(names[i]) if names else None) for i, each in enumerate(alternatives)]
 
 
 def _read_values(where: str, given: Any, problems: list[str]) -> list[Any] | None:
@@ -176,19 +188,24 @@ def _read_published(given: Any, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def cell_ids(cells: Iterable[Values]) -> list[str]:
+def cell_ids(cells: Iterable[Sequence[Alternative]]) -> list[str]:
     """A name for each cell, of its values: for its directory."""
     cells = list(cells)
-    last_words = Counter(key.rpartition(".")[2] for key in {key: None for values in cells for key in values})
-    ids = []
-    for values in cells:
-        names = {key: key.rpartition(".")[2] for key in values}
-        names = {key: name if last_words[name] == 1 else key.replace(".", "-") for key, name in names.items()}
-        ids.append("_".join(f"{names[key]}-{_as_text(value)}" for key, value in values.items()))
+    keys = dict.fromkeys(key for cell in cells for each in cell for key in each.values)
+    last_words = Counter(key.rpartition(".")[2] for key in keys)
+
+    def text(each: Alternative) -> str:
+        if each.name is not None:
+            return _as_text(each.name)
+        words = [(key, key.rpartition(".")[2]) for key in each.values]
+        names = [word if last_words[word] == 1 else key.replace(".", "-") for key, word in words]
+        return "_".join(f"{name}-{_as_text(value)}" for name, value in zip(names, each.values.values(), strict=True))
+
+    ids = ["_".join(map(text, cell)) for cell in cells]
     count = Counter(ids)
     return [
-        id if len(id) <= LONGEST_ID and count[id] == 1 else f"{id[: LONGEST_ID - 9]}-{_digest(values)}"
-        for id, values in zip(ids, cells, strict=True)
+        id if len(id) <= LONGEST_ID and count[id] == 1 else f"{id[: LONGEST_ID - 9]}-{_digest(cell)}"
+        for id, cell in zip(ids, cells, strict=True)
     ]
 
 
@@ -197,5 +214,5 @@ def _as_text(value: Any) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip(".") or "empty"
 
 
-def _digest(values: Values) -> str:
-    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()[:8]
+def _digest(cell: Sequence[Alternative]) -> str:
+    return hashlib.sha256(json.dumps([each.values for each in cell], default=str).encode()).hexdigest()[:8]

@@ -166,3 +166,30 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm, tmp_path):
     step = status(tmp_path / "run")["step"]
     assert status(tmp_path / "run")["state"] == "preempted" and step >= 3
     assert (tmp_path / "run" / "checkpoints" / str(step) / "commit_success.txt").exists()
+
+
+def test_a_sweep_goes_through_slurm_and_may_be_left_alone(slurm, tmp_path):
+    """Four cells on one node each; the sweep is stopped while they are queued, and the next one waits for the same
+    jobs."""
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "slurm.sbatch").write_text(SCRIPT.read_text().replace("--nodes=2", "--nodes=1"))
+    (tmp_path / "sweep.yaml").write_text(
+        f"name: queued\nconfig: {processes.ROOT}/configs/debug.yaml\n"
+        "grid: {parallel.zero: [0, 1, 2, 3], run.simulate_devices: 2, model.layers: 1, train.steps: 6}\n"
+    )
+    command = [sys.executable, "-m", "spmd_lm", "sweep", "sweep.yaml", "--submit", "slurm"]
+    pipes = {"env": slurm.environment, "cwd": tmp_path, "stdout": subprocess.PIPE, "text": True}
+    first = subprocess.Popen(command, stderr=subprocess.STDOUT, **pipes)
+    for _ in range(4):
+        assert "starting on SLURM" in first.stdout.readline()
+    first.terminate()
+    assert first.wait(30) == 3 and "4 cells stay in the queue of SLURM" in first.stdout.read()
+    cells = tmp_path / "runs/sweeps/queued/cells"
+    jobs = {path.parent.name: path.read_text() for path in cells.glob("*/slurm_job")}
+    assert sorted(jobs) == ["zero-0", "zero-1", "zero-2", "zero-3"]
+
+    second = subprocess.run(command, timeout=400, stderr=subprocess.STDOUT, **pipes)
+    assert second.returncode == 0 and "(4 of 4 done)" in second.stdout, second.stdout
+    assert {path.parent.name: path.read_text() for path in cells.glob("*/slurm_job")} == jobs
+    last = [losses(cell)[6] for cell in cells.iterdir()]
+    assert max(last) - min(last) < 1e-4 and all(status(cell)["restarts"] == 0 for cell in cells.iterdir())

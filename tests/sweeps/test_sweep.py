@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from spmd_lm.cli import main
-from spmd_lm.errors import Exit
+from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.directories import lock_directory
+from spmd_lm.sweeps import sweep
+from spmd_lm.sweeps.cells import make_cells
+from spmd_lm.sweeps.sweep_file import read_sweep
 from tests import processes
 
 TINY = """
@@ -179,3 +183,41 @@ def test_a_sweep_that_is_killed_at_random_loses_and_repeats_nothing(here):
     for i in range(4):
         records = (cells / f"seed-{i}" / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(record)["step"] for record in records] == [*range(1, 61)]
+
+
+@pytest.mark.parametrize(
+    "machine, at_once, told",
+    [
+        (("gpu", 8), 4, [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
+        (("gpu", 8), 3, "--jobs 3 does not divide 8 GPUs"),
+        (("tpu", 4), 2, "--jobs 2: one process has all of a host's TPUs"),
+        (("tpu", 4), 1, []),
+        (("gpu", 1), 1, "parallel.model=2 makes 2 devices, but there are 1"),
+    ],
+)
+def test_cells_share_the_accelerators_of_a_machine(machine, at_once, told, monkeypatch, here):
+    monkeypatch.setattr(sweep, "probe", lambda: sweep.Machine(*machine))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    path = here / "sweep.yaml"
+    path.write_text(
+        "name: a\nconfig: tiny.yaml\n"
+        "grid: {parallel.model: [1, 2], parallel.data: DATA, run.simulate_devices: 0}\n".replace(
+            "DATA", "1" if machine[0] == "gpu" else "-1"
+        )
+    )
+    cells = make_cells(read_sweep(path), here / "out")
+    if isinstance(told, str):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            sweep.local_jobs(cells, at_once)
+        return
+    jobs = sweep.local_jobs(cells, at_once)
+    assert jobs._gpus == told
+    environments = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: environments.append(env))
+    for slot, cell in enumerate(cells):
+        cell.prepare()
+        jobs.start(cell, slot)
+    if told:  # a fixed layout takes no more than it needs
+        assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == ["0", "2,3"]
+    else:
+        assert all("CUDA_VISIBLE_DEVICES" not in env for env in environments)

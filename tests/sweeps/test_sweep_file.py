@@ -6,7 +6,7 @@ import pytest
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.sweeps.cells import make_cells
-from spmd_lm.sweeps.sweep_file import cell_ids, read_sweep
+from spmd_lm.sweeps.sweep_file import Alternative, cell_ids, read_sweep
 from tests.processes import ROOT
 
 DEBUG = ROOT / "configs" / "debug.yaml"
@@ -61,11 +61,19 @@ def test_whole_ranges_stay_whole(tmp_path):
 
 
 def test_ids_are_safe_unique_and_short():
-    values = [{"data.path": "a/b.txt"}, {"data.path": "a b.txt"}, {"data.path": "x" * 300}, {"data.path": ["p", "q"]}]
-    ids = cell_ids(values)
+    paths = ["a/b.txt", "a b.txt", "x" * 300, ["p", "q"]]
+    ids = cell_ids([[Alternative({"data.path": path})] for path in paths])
     assert len({*ids}) == 4 and max(map(len, ids)) <= 100
     assert all(character.isalnum() or character in "._-" for id in ids for character in id)
-    assert cell_ids([{"parallel.model": 1, "a.model": 2}]) == ["parallel-model-1_a-model-2"]
+    one, other = Alternative({"parallel.model": 1}), Alternative({"a.model": 2})
+    assert cell_ids([[one, other]]) == ["parallel-model-1_a-model-2"]
+
+
+def test_what_varies_together_may_have_a_name(tmp_path):
+    text = "zip: {id: [S, XL], model.width: [64, 128], model.heads: [4, 8]}\ngrid: {train.seed: [1]}"
+    assert [cell.id for cell in cells(tmp_path, text)] == ["seed-1_S", "seed-1_XL"]
+    assert "id" not in cells(tmp_path, text)[0].values
+    assert "lists of the same length, got id 1" in problems(tmp_path, text.replace("S, XL", "S"))
 
 
 def test_values_added_later_leave_the_ids_of_the_others(tmp_path):
