@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(
         not shutil.which("slurmctld"), reason="no slurmctld here: make test-slurm INSTALL=1 installs it"
     ),
+    pytest.mark.skipif(os.geteuid() != 0, reason="SLURM's daemons need root"),
 ]
 SCRIPT = processes.ROOT / "launch" / "slurm.sbatch"
 STEPS = 40
@@ -60,14 +61,24 @@ class Slurm:
     def __init__(self, root: Path):
         self.root = root
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.environment = {
-            name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")
-        } | {"SLURM_CONF": str(root / "slurm.conf"), "PATH": path, "PYTHONPATH": str(processes.ROOT)}
+        own = {"SLURM_CONF": str(root / "slurm.conf"), "PATH": path, "PYTHONPATH": str(processes.ROOT)}
+        self.environment = os.environ | own
 
     def run(self, *command: str | Path) -> str:
         done = subprocess.run(command, env=self.environment, cwd=processes.ROOT, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout.strip()
+
+    def wait_until_idle(self) -> None:
+        """Both nodes, each in both partitions."""
+        command, end = ["sinfo", "--noheader", "--Node", "--format=%T"], time.monotonic() + 60
+        while True:
+            done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+            if done.stdout.split() == ["idle"] * 4:
+                return
+            logs = [path.read_text()[-2000:] for path in self.root.glob("*.log")]
+            assert time.monotonic() < end, (done.stdout, done.stderr, *logs)
+            time.sleep(0.5)
 
     def submit(self, *arguments: str | Path) -> str:
         """The new job's number."""
@@ -107,15 +118,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     daemons = [subprocess.Popen(command, env=slurm.environment, **quiet) for command in commands]
     try:
-        for _ in range(60):
-            if (
-                subprocess.run(
-                    ["sinfo", "-hN", "-o%T"], env=slurm.environment, capture_output=True, text=True
-                ).stdout.split()
-                == ["idle"] * 4
-            ):
-                break
-            time.sleep(0.5)
+        slurm.wait_until_idle()
         yield slurm
     finally:
         subprocess.run(["scancel", "--signal=KILL", "--user=root"], env=slurm.environment)
@@ -146,11 +149,11 @@ def test_a_preempted_job_is_requeued_and_ends_as_if_it_had_not_been(slurm, tmp_p
     slurm.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 1")
     slurm.wait(number, lambda job: job["Restarts"] == "1")
     assert status(tmp_path / "preempted")["state"] == "preempted" and "saved" in slurm.log(number)
+
+    whole = slurm.submit(*train(tmp_path / "whole"))  # while the requeued job waits
     job = slurm.wait(number, in_state("COMPLETED", "FAILED"))
     assert (job["JobState"], job["ExitCode"], status(tmp_path / "preempted")["restarts"]) == ("COMPLETED", "0:0", 1)
-
-    number = slurm.submit(*train(tmp_path / "whole"))
-    slurm.wait(number, in_state("COMPLETED"))
+    slurm.wait(whole, in_state("COMPLETED"))
     assert losses(tmp_path / "preempted") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == STEPS
 
