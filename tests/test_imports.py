@@ -16,7 +16,7 @@ LAYERS = (
     {"config"},
     {"ops", "batch"},
     {"models", "parallel", "data", "runtime"},
-    {"analysis"},
+    {"analysis", "plots"},
     {"step"},
     {"checkpoints"},
     {"evaluation", "planning"},

@@ -1,4 +1,4 @@
-"""The files that report a run's progress: metrics.jsonl, TensorBoard events, status.json, loss.png.
+"""The files that report a run's progress: metrics.jsonl, TensorBoard events, status.json.
 
 metrics.jsonl is the source of truth: one record per logged step, however often the run was restarted, with step, loss,
 grad_norm, lr, tokens (since step 1), tokens_per_second, mfu (null where the hardware's peak is unknown), seconds (per
@@ -160,21 +160,3 @@ class Clock:
         finally:
             self.update()
             self._buckets.pop()
-
-
-def plot_loss(records: list[Record], path: Path, title: str) -> None:
-    """Training and evaluation loss over steps, as a PNG."""
-    from matplotlib.figure import Figure  # takes 0.5 s
-
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    for key, name, color, marker in (("loss", "training", "#4c72b0", ""), ("eval_loss", "evaluation", "#dd8452", "o")):
-        if points := [(record["step"], record[key]) for record in records if record.get(key) is not None]:
-            label = f"{name} ({points[-1][1]:.3f})"
-            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, marker=marker, markersize=4, label=label)
-            axes.legend(frameon=False)
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set(xlabel="step", ylabel="loss (nats)")
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)

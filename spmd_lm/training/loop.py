@@ -19,7 +19,7 @@ from spmd_lm.generation.generate import generate_text
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.planning import plan_report
 from spmd_lm.runtime.formatting import format_duration, pluralize
-from spmd_lm.runtime.metrics import Clock, plot_loss, read_records, write_atomically
+from spmd_lm.runtime.metrics import Clock, Record, read_records, write_atomically
 from spmd_lm.runtime.processes import require_agreement
 from spmd_lm.runtime.progress import Progress, format_record
 from spmd_lm.runtime.signals import StopSignals
@@ -115,7 +115,7 @@ def finish(run: TrainingRun) -> Exit:
     texts = sample(run)  # in every process: the parameters are sharded over them
     if run.metrics_log is not None:
         records, directory = read_records(run.metrics_log.path), run.config.run.directory
-        plot_loss(records, directory / "loss.png", f"{run.config.run.name}: {run.corpus.name}")
+        draw_loss(records, directory / "loss.png", f"{run.config.run.name}: {run.corpus.name}")
         if texts:
             write_atomically(directory / "samples.txt", texts)
         seconds, total_seconds = run.clock.elapsed()
@@ -128,6 +128,13 @@ def finish(run: TrainingRun) -> Exit:
         run.progress.log(f"{nothing} (checkpoint.every=0): set it to evaluate, generate or continue from the end.")
     run.write_status(state="done", exit_code=int(Exit.DONE))
     return Exit.DONE
+
+
+def draw_loss(records: list[Record], path: Path, title: str) -> None:
+    """Training and evaluation loss over steps, as a PNG."""
+    from spmd_lm.plots.lines import curves  # takes 0.5 s
+
+    curves(records, title=title, size=(8, 4.5)).savefig(path, dpi=150)
 
 
 def sample(run: TrainingRun) -> str:

@@ -8,7 +8,7 @@ import pytest
 from spmd_lm.errors import CheckpointError
 from spmd_lm.runtime import metrics
 from spmd_lm.runtime.formatting import format_duration, format_quantity
-from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, plot_loss, read_records, write_atomically
+from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, read_records, write_atomically
 from spmd_lm.runtime.progress import format_record
 
 
@@ -145,21 +145,6 @@ def test_the_clock_counts_each_second_once(monkeypatch):
     later = Clock(seconds)
     now += 2
     assert later.elapsed() == (2, 33)
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        [],
-        [{"step": 1, "eval_loss": 2.0}],
-        [{"step": s, "loss": 5 / s, "eval_loss": 6 / s} for s in (1, 2, 3)],
-        [{"step": 1, "loss": None}],
-    ],
-    ids=["nothing", "evaluations alone", "both", "null"],
-)
-def test_the_plot_is_an_image_whatever_the_records(tmp_path, records):
-    plot_loss(records, tmp_path / "loss.png", "a run")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

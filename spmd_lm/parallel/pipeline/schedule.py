@@ -19,7 +19,6 @@ import dataclasses
 import functools
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-import jax
 import numpy as np
 
 Kind = Literal["gpipe", "1f1b", "interleaved", "breadth_first"]
@@ -174,7 +173,8 @@ class TaskFields(NamedTuple, Generic[A]):
 
     def at_ticks(self, ticks: Any) -> "TaskFields[A]":
         """ticks: bool [ticks]."""
-        return jax.tree.map(lambda column: column[ticks], self)
+        columns: tuple[Any, ...] = self
+        return TaskFields(*(column[ticks] for column in columns))
 
 
 FLAGS = ("active", "from_embedding", "to_head", "loads_chunk", "first_of_chunk", "last_of_chunk")

@@ -1,0 +1,27 @@
+"""Pictures of layouts, schedules, costs and training runs, for notebooks and reports.
+
+Each function takes plain data, as `spmd_lm.plan`, `spmd_lm.audit` and metrics.jsonl have it, and returns a `Figure`,
+which shows itself in a notebook.  None of them starts a device or imports jax.
+
+    plots.mesh(spmd_lm.plan(config))
+    plots.curves({"small": read_records(path)}, "loss")"""
+
+from spmd_lm.plots.bars import collectives, goodput, memory
+from spmd_lm.plots.layouts import mesh, sharding, sharding_of
+from spmd_lm.plots.lines import curves
+from spmd_lm.plots.pipelines import schedule
+from spmd_lm.plots.scaling import efficiency
+from spmd_lm.plots.style import Figure
+
+__all__ = [
+    "Figure",
+    "collectives",
+    "curves",
+    "efficiency",
+    "goodput",
+    "memory",
+    "mesh",
+    "schedule",
+    "sharding",
+    "sharding_of",
+]
