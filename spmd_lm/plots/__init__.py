@@ -6,7 +6,7 @@ which shows itself in a notebook.  None of them starts a device or imports jax.
     plots.mesh(spmd_lm.plan(config))
     plots.curves({"small": read_records(path)}, "loss")"""
 
-from spmd_lm.plots.bars import collectives, goodput, memory
+from spmd_lm.plots.bars import collectives, compare, goodput, memory
 from spmd_lm.plots.layouts import mesh, sharding, sharding_of
 from spmd_lm.plots.lines import curves
 from spmd_lm.plots.pipelines import schedule
@@ -16,6 +16,7 @@ from spmd_lm.plots.style import Figure
 __all__ = [
     "Figure",
     "collectives",
+    "compare",
     "curves",
     "efficiency",
     "goodput",

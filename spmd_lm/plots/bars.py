@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from spmd_lm.plots.lines import add_legend
+from spmd_lm.plots.lines import LABELS, add_legend
 from spmd_lm.plots.style import (
     BLUE,
     CYCLE,
@@ -16,6 +16,7 @@ from spmd_lm.plots.style import (
     RED,
     WIDTH,
     Figure,
+    format_tick,
     house_style,
     new_axes,
     printable,
@@ -145,4 +146,16 @@ def goodput(runs: Mapping[str, Mapping[str, float]], *, width: float = WIDTH) ->
     axes.set_title("time spent")
     finish_bars(axes, len(runs), 1.0)
     add_legend(figure, entries)
+    return figure
+
+
+@house_style()
+def compare(values: Mapping[str, float], key: str, *, width: float = WIDTH) -> Figure:
+    """One metric of several runs, as a bar for each."""
+    figure, axes = new_axes(width, 0.55 + len(values) * (BAR + LABEL + 0.08))
+    for i, (name, value) in enumerate(values.items()):
+        axes.barh(i + 0.16, value, height=0.42, color=tint(BLUE, 0.75))
+        axes.text(0, i - 0.12, f"{printable(name)}:  {format_tick(value)}", va="bottom", color=INK)
+    axes.set_title(LABELS.get(key, printable(key)))
+    finish_bars(axes, len(values), max(values.values(), default=1.0))
     return figure

@@ -1,61 +1,45 @@
 """How throughput grows with devices, and loss falls with parameters and tokens."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from spmd_lm.plots.lines import add_legend
 from spmd_lm.plots.style import CYCLE, GRAY, WIDTH, Figure, format_tick, house_style, new_axes, printable
 
-Points = Sequence[tuple[float, float]]
-"""Pairs of a number of devices and the throughput of all of them, in any unit."""
+Efficiencies = Mapping[str, Mapping[int, float]]
+"""By the name of a series and the number of devices; 1.0 is what the fewest devices reach."""
 
 
 @house_style()
 def efficiency(
-    measured: Mapping[str, Points],
-    published: Mapping[str, Points] | None = None,
+    measured: Efficiencies,
+    published: Efficiencies | None = None,
     *,
-    scaling: Literal["weak", "strong"] = "weak",
-    title: str | None = None,
+    title: str = "scaling efficiency",
     width: float = WIDTH,
 ) -> Figure:
-    """Throughput against devices, relative to each series' smallest number of devices, beside the ideal.
-
-    scaling: weak, with work that grows with the devices, shows the efficiency (throughput per device); strong, with the
-    same work on more devices, the speed-up.  Measured series are solid with filled points, published ones dashed with
-    hollow points, and the legend says which is which."""
-    weak = scaling == "weak"
+    """Efficiency against devices.  Measured series are solid with filled points, published ones dashed with hollow
+    points, and the legend says which is which; 100% is a dotted line."""
     figure, axes = new_axes(width, 2.9)
     entries: dict[str, Any] = {}
-    counts: set[float] = set()
     for kind, all_series in (("measured", measured), ("published", published or {})):
         for name, points in all_series.items():
             color = CYCLE[len(entries) % len(CYCLE)]
-            devices, throughput = np.array(sorted(points), float).T
-            relative = throughput / throughput[0] / (devices / devices[0] if weak else 1)
-            x = devices if weak else devices / devices[0]
             style: dict[str, Any] = {"linestyle": "-", "marker": "o"}
             if kind == "published":
                 style = {"linestyle": "--", "marker": "s", "markerfacecolor": "white"}
-            (line,) = axes.plot(x, relative, color=color, linewidth=1.5, markersize=6, **style)
+            (line,) = axes.plot(*zip(*sorted(points.items()), strict=True), color=color, linewidth=1.5, **style)
             entries[f"{printable(name)} ({kind})"] = line
-            counts |= set(x)
-    ticks = sorted(counts) or [1.0]
-    ideal = [1.0, 1.0] if weak else [ticks[0], ticks[-1]]
-    (entries["ideal"],) = axes.plot([ticks[0], ticks[-1]], ideal, color=GRAY, linewidth=1.0, linestyle=":")
+    devices = sorted({n for series in (measured, published or {}) for points in series.values() for n in points})
+    axes.axhline(1.0, color=GRAY, linewidth=1.0, linestyle=":")
     axes.set_xscale("log", base=2)
-    _label_devices(axes.xaxis, ticks)
-    if weak:
-        axes.set_ylim(0, max(1.1, axes.get_ylim()[1]))
-        axes.yaxis.set_major_formatter(FuncFormatter(_percent))
-    else:
-        axes.set_yscale("log", base=2)
-        _label_devices(axes.yaxis, ticks)
-    axes.set_title(printable(title, 60) if title is not None else f"{scaling} scaling")
-    axes.set(xlabel="devices" if weak else "times as many devices", ylabel="efficiency" if weak else "times as fast")
+    _label_devices(axes.xaxis, devices or [1])
+    axes.set_ylim(0, max(1.1, axes.get_ylim()[1]))
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.set_title(printable(title, 60))
+    axes.set(xlabel="devices", ylabel="efficiency")
     add_legend(figure, entries)
     return figure
 

@@ -165,12 +165,17 @@ def test_a_long_run_keeps_its_extremes():
 
 
 def test_measured_and_published_scaling_are_told_apart():
-    figure = plots.efficiency({"ours": [(1, 10.0), (4, 36.0)]}, {"paper": [(8, 5.0), (16, 8.0)]})
+    figure = plots.efficiency({"ours": {4: 0.9, 1: 1.0}}, {"paper": {8: 1.0, 16: 0.8}})
     measured, published, _ = figure.axes[0].lines
-    assert measured.get_ydata().tolist() == [1, 0.9] and published.get_ydata().tolist() == [1, 0.8]
-    assert {"ours (measured)", "paper (published)", "ideal", "100%"} <= set(texts(figure))
-    figure = plots.efficiency({"ours": [(1, 10.0), (4, 36.0)]}, scaling="strong")
-    assert figure.axes[0].lines[0].get_ydata().tolist() == pytest.approx([1, 3.6])
+    assert measured.get_xydata().tolist() == [[1, 1], [4, 0.9]] and published.get_ydata().tolist() == [1, 0.8]
+    assert (measured.get_linestyle(), published.get_linestyle()) == ("-", "--")
+    assert {"ours (measured)", "paper (published)", "100%"} <= set(texts(figure))
+
+
+def test_a_metric_of_several_runs_is_a_bar_for_each():
+    figure = plots.compare({"one": 1200.0, "two": 300.0}, "tokens_per_second")
+    assert [bar.get_width() for bar in figure.axes[0].patches] == [1200, 300]
+    assert {"tokens per second", "one:  1.2k", "two:  300"} <= set(texts(figure))
 
 
 def test_every_text_is_legible_and_none_is_math(pipeline):
