@@ -8,14 +8,14 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLo
 from spmd_lm.plots.lines import add_legend
 from spmd_lm.plots.style import CYCLE, GRAY, WIDTH, Figure, format_tick, house_style, new_axes, printable
 
-Efficiencies = Mapping[str, Mapping[int, float]]
+EfficiencySeries = Mapping[str, Mapping[int, float]]
 """By the name of a series and the number of devices; 1.0 is what the fewest devices reach."""
 
 
 @house_style()
 def efficiency(
-    measured: Efficiencies,
-    published: Efficiencies | None = None,
+    measured: EfficiencySeries,
+    published: EfficiencySeries | None = None,
     *,
     title: str = "scaling efficiency",
     width: float = WIDTH,

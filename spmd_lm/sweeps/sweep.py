@@ -24,7 +24,7 @@ from spmd_lm.sweeps.cells import Cell, different_recipes, make_cells, raise_faul
 from spmd_lm.sweeps.jobs import Jobs, LocalJobs, SlurmJobs, devices_used
 from spmd_lm.sweeps.runner import Runner
 from spmd_lm.sweeps.sweep_file import SweepFile, read_sweep
-from spmd_lm.sweeps.table import make_records, planned, write_tables
+from spmd_lm.sweeps.table import CellTable, planned, write_tables
 
 Log = Callable[[str], None]
 PROBE = "import jax, json; print(json.dumps([jax.default_backend(), jax.local_device_count()]))"
@@ -66,14 +66,14 @@ def run_cells(
 ) -> tuple[Exit, list[Record]]:
     """Runs these cells, keeping the tables in `directory` current."""
     is_first = is_first_process()
-    runner = Runner(cells, jobs, at_once, log if is_first else lambda _: None, is_first)
+    runner, table = Runner(cells, jobs, at_once, log if is_first else lambda _: None, is_first), CellTable(cells)
 
     def update() -> None:
         if is_first:
-            write_tables(make_records(cells, runner.outcomes), directory)
+            write_tables(table.records(runner.outcomes), directory)
 
     code = runner.run(signals, update)
-    return code, make_records(cells, runner.outcomes)
+    return code, table.records(runner.outcomes)
 
 
 def local_jobs(cells: Sequence[Cell], at_once: int) -> LocalJobs:

@@ -5,7 +5,7 @@ Columns: id, status, exit_code, reason, run_dir; the keys that vary; then figure
 import csv
 import io
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,23 @@ SPEEDS = ("tokens_per_second", "mfu", "seconds")
 """Of a step: medians, without the first record, which has the first step's slow start."""
 
 
-def make_records(cells: Iterable[Cell], outcomes: dict[str, Outcome]) -> list[Record]:
-    """One for each cell, all with the same columns."""
-    records = []
-    for cell in cells:
-        outcome = outcomes[cell.id]._asdict()
-        records.append({"id": cell.id, **outcome, "run_dir": str(cell.directory), **cell.values, **figures(cell)})
-    columns = list(dict.fromkeys(column for record in records for column in record))
-    return [{column: record.get(column) for column in columns} for record in records]
+class CellTable:
+    """A record for each cell, with the same columns; a cell's figures are read again when its outcome has changed."""
+
+    def __init__(self, cells: Sequence[Cell]):
+        self._cells = cells
+        self._read: dict[str, tuple[Outcome, dict[str, Any]]] = {}  # by ID
+
+    def records(self, outcomes: Mapping[str, Outcome]) -> list[Record]:
+        records = []
+        for cell in self._cells:
+            outcome = outcomes[cell.id]
+            if cell.id not in self._read or self._read[cell.id][0] != outcome:
+                self._read[cell.id] = outcome, figures(cell)
+            own = {"id": cell.id, **outcome._asdict(), "run_dir": str(cell.directory), **cell.values}
+            records.append(own | self._read[cell.id][1])
+        columns = list(dict.fromkeys(column for record in records for column in record))
+        return [{column: record.get(column) for column in columns} for record in records]
 
 
 def figures(cell: Cell) -> dict[str, Any]:
