@@ -118,7 +118,7 @@ def commands() -> str:
     lines += [f"| {code.value} | {comments(errors.__file__)['Exit'][code.name]} |" for code in errors.Exit]
     for name, verb in VERBS.items():
         parser = make_parser(name)
-        usage = f"    spmd-lm {name} {' '.join(verb.positionals)} [section.key=value ...] [OPTION ...]"
+        usage = f"    spmd-lm {name} {verb.usage}"
         lines += ["", f"## {name}", "", verb.help[0].upper() + verb.help[1:] + ".", "", usage, ""]
         lines += ["| | |", "| --- | --- |"]
         lines += [f"| `{each}` | {POSITIONALS[each]} |" for each in verb.positionals]

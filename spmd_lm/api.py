@@ -97,5 +97,16 @@ def generate(run: str | Path | RunConfig, prompt: str = "", **sampling: Any) -> 
     return generate_run(config, [prompt], options)[0]
 
 
+def report(*runs: str | Path, out: str | Path | None = None) -> Path:
+    """Writes an HTML page about a run, or about several laid over each other, and returns its path, by default
+    report.html in the first run's directory.  Starts no devices.
+
+    Raises ConfigError if a directory is no run or the page cannot be written, and CheckpointError if a run's records
+    are damaged; nothing is written then."""
+    from spmd_lm.reports.runs import write_report
+
+    return write_report([Path(run) for run in runs], None if out is None else Path(out))
+
+
 def _run_config(run: str | Path | RunConfig) -> RunConfig:
     return run if isinstance(run, RunConfig) else load_run(Path(run))

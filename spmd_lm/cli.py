@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from spmd_lm import __version__
-from spmd_lm.commands import audit, bench, config, evaluate, export_hf, generate, import_hf, plan, sweep, train
+from spmd_lm.commands import audit, bench, config, evaluate, export_hf, generate, import_hf, plan, report, sweep, train
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
@@ -23,6 +23,13 @@ class Verb(NamedTuple):
     run: Callable[[Arguments], int]  # returns the exit code
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
     positionals: tuple[str, ...] = ("CONFIG",)  # before the overrides
+    takes_config: bool = True  # overrides, and --devices; otherwise the one positional may be repeated
+
+    @property
+    def usage(self) -> str:
+        """Its arguments."""
+        more = "[section.key=value ...]" if self.takes_config else f"[{self.positionals[0]} ...]"
+        return f"{' '.join(self.positionals)} {more} [OPTION ...]"
 
 
 VERBS = {
@@ -33,6 +40,7 @@ VERBS = {
     "audit": Verb("compiles the step and compares its collectives with theory", audit.run, audit.add_options),
     "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench.run, bench.add_options),
     "sweep": Verb("runs of a configuration whose keys vary, resumable", sweep.run, sweep.add_options, ("SWEEP",)),
+    "report": Verb("makes an HTML page of runs", report.run, report.add_options, ("RUN",), takes_config=False),
     "import": Verb("makes a run of a Hugging Face directory", import_hf.run, import_hf.add_options, ("DIR", "RUN_DIR")),
     "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
     "config": Verb("prints the resolved YAML", config.run),
@@ -42,6 +50,7 @@ POSITIONALS = {
     "CONFIG": "a YAML file, or a run's directory",
     "SWEEP": "a sweep's YAML file, as in configs/sweeps",
     "RUN_DIR": "a run's directory",
+    "RUN": "a run's directory; several are laid over each other",
     "DIR": "a Hugging Face directory: config.json, *.safetensors, tokenizer files",
 }
 
@@ -125,21 +134,22 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     arguments = parser.parse_intermixed_args(rest)
     for positional in positionals:  # nargs="?" below: argparse would otherwise report missing overrides too
         given = getattr(arguments, positional)
-        if given is None or (len(positionals) > 1 and "=" in given and not os.path.exists(given)):
+        if not given or (len(positionals) > 1 and "=" in given and not os.path.exists(given)):
             parser.error(f"no {positional} given: name {POSITIONALS[positional]}")
-    if arguments.devices is not None:
+    if VERBS[name].takes_config and arguments.devices is not None:
         arguments.overrides.append(f"run.simulate_devices={arguments.devices}")
     return name, arguments
 
 
 def make_parser(verb: str) -> Parser:
-    positionals = VERBS[verb].positionals
-    usage = f"%(prog)s {' '.join(positionals)} [section.key=value ...] [OPTION ...]"
+    usage = f"%(prog)s {VERBS[verb].usage}"
     parser = Parser(prog=f"spmd-lm {verb}", usage=usage, description=VERBS[verb].help, allow_abbrev=False)
-    for positional in positionals:
-        parser.add_argument(positional, nargs="?", metavar=positional, help=POSITIONALS[positional])
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changed keys; values are YAML")
-    parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
+    for positional in VERBS[verb].positionals:
+        nargs = "?" if VERBS[verb].takes_config else "*"
+        parser.add_argument(positional, nargs=nargs, metavar=positional, help=POSITIONALS[positional])
+    if VERBS[verb].takes_config:
+        parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changed keys; values are YAML")
+        parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
     parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
     if add_options := VERBS[verb].add_options:
         add_options(parser)

@@ -20,7 +20,7 @@ LAYERS = (
     {"step"},
     {"checkpoints"},
     {"evaluation", "planning"},
-    {"generation"},
+    {"generation", "reports"},
     {"training"},
     {"huggingface"},
     {"sweeps"},

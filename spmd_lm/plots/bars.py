@@ -76,7 +76,7 @@ def collectives(
 
     reports: audits, or rows of theory, by name; or one of them."""
     alone = not isinstance(reports, Mapping) or {"theory", "collectives"} <= reports.keys()
-    named = {"": reports} if alone else reports
+    named: Any = {"": reports} if alone else reports
     bars: dict[str, list[tuple[str, float, Any]]] = defaultdict(list)
     for i, (name, report) in enumerate(named.items()):
         color = CYCLE[i % len(CYCLE)]

@@ -135,7 +135,7 @@ def mesh(plan: Mapping[str, Any]) -> Figure:
             panels=[f"stage {i}" for i in range(grid.size(stages))] if grid.size(stages) > 1 else [""],
             rows=rows,
             columns=columns,
-            box=(max(map(text_width, columns)) + 0.02, 0.34),
+            box=(max(map(text_width, columns)) + 0.12, 0.34),
             text=device,
             color=lambda stage, part, shard: tint(CYCLE[stage % len(CYCLE)], 0.3),
         )

@@ -1,7 +1,7 @@
 """Metrics of runs over steps or tokens."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from spmd_lm.plots.style import (
     ORANGE,
     WIDTH,
     Figure,
+    format_percent,
     format_tick,
     house_style,
     new_axes,
@@ -28,7 +29,7 @@ LABELS = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second",
-    "mfu": "MFU (share of the peak FLOP/s)",
+    "mfu": "MFU (share of peak FLOP/s)",
     "loss_scale": "loss scale",
 }
 MOST_NAMES = 12  # in a legend
@@ -57,19 +58,23 @@ def curves(
     entries: dict[str, Any] = {}  # of the legend
     for i, (name, records) in enumerate(named.items()):
         color, dashes = CYCLE[i % len(CYCLE)], DASHES[i // len(CYCLE) % len(DASHES)]
+        label = "training" if alone else _unique(name, entries)
         x, y = series(records, key, over)
         if np.isfinite(y).any():
             (line,) = axes.plot(x, y, dashes, color=color, linewidth=1.5, marker=".", markevery=isolated(y))
-            entries["training" if alone else _unique(name, entries)] = line
+            entries[label] = line
         x, y = series(records, f"eval_{key}", over)
         if np.isfinite(y).any():
             color = ORANGE if alone else color
             (dots,) = axes.plot(x, y, linewidth=0.8, color=color, marker="o", markersize=5, markeredgecolor="white")
-            entries["evaluation"] = entries.pop("evaluation", dots)  # last, once
+            if alone or label in entries:
+                entries["evaluation"] = entries.pop("evaluation", dots)  # last, once
+            else:  # it was never recorded in training
+                entries[label] = dots
     label = LABELS.get(key, printable(key))
     axes.set_title(label if title is None else printable(title, 60))
     axes.set(xlabel=over, ylabel="" if title is None else label)
-    _finish(axes, log)
+    _finish(axes, log, format_percent if key == "mfu" or key.endswith("accuracy") else format_tick)
     if len(entries) > 1 or "evaluation" in entries:
         add_legend(figure, entries)
     if not entries:
@@ -119,12 +124,12 @@ def _unique(name: str, entries: Mapping[str, Any]) -> str:
     return label
 
 
-def _finish(axes: Any, log: bool) -> None:
+def _finish(axes: Any, log: bool, format_value: Callable[..., str]) -> None:
     values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.ones(1)])
     if log and (values[np.isfinite(values)] > 0).all():
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(FuncFormatter(_between_powers))
-    axes.yaxis.set_major_formatter(FuncFormatter(format_tick))
+    axes.yaxis.set_major_formatter(FuncFormatter(format_value))
     axes.xaxis.set_major_formatter(FuncFormatter(format_tick))
     if not log:
         axes.yaxis.set_major_locator(MaxNLocator(5))

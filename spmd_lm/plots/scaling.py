@@ -6,7 +6,17 @@ from typing import Any
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from spmd_lm.plots.lines import add_legend
-from spmd_lm.plots.style import CYCLE, GRAY, WIDTH, Figure, format_tick, house_style, new_axes, printable
+from spmd_lm.plots.style import (
+    CYCLE,
+    GRAY,
+    WIDTH,
+    Figure,
+    format_percent,
+    format_tick,
+    house_style,
+    new_axes,
+    printable,
+)
 
 EfficiencySeries = Mapping[str, Mapping[int, float]]
 """By the name of a series and the number of devices; 1.0 is what the fewest devices reach."""
@@ -37,15 +47,11 @@ def efficiency(
     axes.set_xscale("log", base=2)
     _label_devices(axes.xaxis, devices or [1])
     axes.set_ylim(0, max(1.1, axes.get_ylim()[1]))
-    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.yaxis.set_major_formatter(FuncFormatter(format_percent))
     axes.set_title(printable(title, 60))
     axes.set(xlabel="devices", ylabel="efficiency")
     add_legend(figure, entries)
     return figure
-
-
-def _percent(value: float, _: object = None) -> str:
-    return f"{value:.0%}"
 
 
 def _label_devices(axis: Any, ticks: Sequence[float]) -> None:

@@ -155,8 +155,13 @@ def format_tick(value: float, _: object = None) -> str:
     size = abs(value)
     for unit_size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= unit_size:
-            return f"{value / unit_size:.4g}{unit}"
-    if 1e-12 < size < 1e-3:
-        digits, exponent = f"{value:.3e}".split("e")
+            return f"{value / unit_size:.6g}{unit}"
+    if 1e-12 < size < 1e-2:
+        digits, exponent = f"{value:.5e}".split("e")
         return f"{float(digits):g}e{int(exponent)}"
-    return f"{value if size > 1e-12 else 0:.4g}"
+    return f"{value if size > 1e-12 else 0:.6g}"
+
+
+def format_percent(value: float, _: object = None) -> str:
+    """A share as a tick's label."""
+    return f"{100 * value:.6g}%"

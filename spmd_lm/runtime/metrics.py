@@ -11,7 +11,8 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ Record = dict[str, Any]
 
 BUCKETS = ("init", "compile", "step", "eval", "checkpoint", "data", "other")
 """What wall-clock seconds are spent on: the keys of status.json's goodput."""
+
+MAX_LIVES = 100
+"""Starts that status.json remembers: a spot machine's run may have thousands."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -92,6 +96,48 @@ class MetricsLog:
         self._tensorboard.close()
 
 
+class Life(BaseModel):
+    """One start of a run: what it ran on, and how far it came."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    started: str  # ISO 8601, UTC
+    first_step: int
+    last_step: int  # done so far; before its first step, the one before that
+    seconds: float = 0.0
+    exit_code: int | None = None  # None while running, and of a process that was killed
+    devices: int
+    platform: str
+    device_kind: str
+    processes: int
+    peak_bytes: int | None = None  # the most memory on one device of the first process; None where it is not measured
+
+    @classmethod
+    def begin(cls, steps_done: int) -> "Life":
+        """Of this process, on all of jax's devices."""
+        import jax  # a run's status is read without it
+
+        device = jax.devices()[0]
+        return cls(
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            first_step=steps_done + 1,
+            last_step=steps_done,
+            devices=jax.device_count(),
+            platform=device.platform,
+            device_kind=device.device_kind,
+            processes=jax.process_count(),
+        )
+
+    def measure(self) -> None:
+        """Updates peak_bytes, where the backend counts."""
+        import jax
+
+        with suppress(RuntimeError):  # of a device that is lost: the error that tells so must not be hidden
+            stats = [device.memory_stats() or {} for device in jax.local_devices()]
+            peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
+            self.peak_bytes = max(peaks, default=self.peak_bytes)
+
+
 class Status(BaseModel):
     """status.json: where a run stands."""
 
@@ -104,6 +150,7 @@ class Status(BaseModel):
     restarts: int
     goodput: dict[str, float]  # wall-clock seconds of all its starts, by BUCKETS
     compile_seconds: float | None = None  # of the last compilation: an estimate of the next one
+    lives: list[Life] = []  # the last MAX_LIVES starts, the newest last; none of versions that did not write them
 
     @classmethod
     def read(cls, directory: Path) -> "Status | None":
@@ -123,9 +170,14 @@ class Status(BaseModel):
                 problem = "; ".join(faults)
             raise CheckpointError(f"{path}: not a run's status ({problem}). Move the file away.") from error
 
-    def write(self, **changes: Any) -> None:
+    def write(self, clock: "Clock | None" = None, **changes: Any) -> None:
+        """clock: of this start, whose life is then brought up to date too."""
         for key, value in changes.items():
             setattr(self, key, value)
+        if clock is not None and self.lives:
+            life = self.lives[-1]
+            life.seconds, life.last_step, life.exit_code = clock.elapsed()[0], self.step, self.exit_code
+            life.measure()
         write_atomically(self.path, to_json(self.model_dump(), indent=2) + "\n")
 
 

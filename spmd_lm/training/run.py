@@ -138,7 +138,7 @@ class TrainingRun:
         """Updates status.json."""
         self.clock.update()
         if self.metrics_log is not None:
-            self.status.write(step=self.step, **changes)
+            self.status.write(self.clock, step=self.step, **changes)
 
     def speed(self) -> Record:
         """Since the last call.  Only steps and their data count, not evaluations and checkpoints."""

@@ -16,7 +16,7 @@ from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, find_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
 from spmd_lm.runtime.directories import lock_directory
-from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, write_atomically
+from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, Clock, Life, MetricsLog, Status, write_atomically
 
 FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock")
 DIRECTORIES = ("tensorboard", "checkpoints")
@@ -92,10 +92,12 @@ class RunDir:
     def next_status(self) -> Status:
         """The status of this start."""
         last, path, goodput = self.status, self.path / "status.json", dict.fromkeys(BUCKETS, 0.0)
-        status = Status(path=path, state="running", step=self.saved_step or 0, restarts=0, goodput=goodput)
+        life = Life.begin(step := self.saved_step or 0)
+        status = Status(path=path, state="running", step=step, restarts=0, goodput=goodput, lives=[life])
         if last is None:
             return status
-        history = {"restarts": last.restarts + 1, "goodput": goodput | last.goodput}
+        history: dict[str, Any] = {"restarts": last.restarts + 1, "goodput": goodput | last.goodput}
+        history["lives"] = [*last.lives, life][-MAX_LIVES:]
         return status.model_copy(update=history | {"compile_seconds": last.compile_seconds})
 
     def open_files(self, status: Status, log: Callable[[str], None]) -> AbstractContextManager[MetricsLog | None]:
@@ -181,6 +183,5 @@ def mark_failed(status: Status, clock: Clock) -> Iterator[None]:
             code = Exit.INTERRUPTED
         with suppress(OSError):  # a full disk must not hide the original error
             if jax.process_index() == 0 and status.path.exists():
-                clock.update()
-                status.write(state="failed", exit_code=int(code))
+                status.write(clock, state="failed", exit_code=int(code))
         raise

@@ -8,7 +8,7 @@ import pytest
 from spmd_lm.errors import CheckpointError
 from spmd_lm.runtime import metrics
 from spmd_lm.runtime.formatting import format_duration, format_quantity
-from spmd_lm.runtime.metrics import BUCKETS, Clock, MetricsLog, Status, read_records, write_atomically
+from spmd_lm.runtime.metrics import BUCKETS, Clock, Life, MetricsLog, Status, read_records, write_atomically
 from spmd_lm.runtime.progress import format_record
 
 
@@ -84,6 +84,10 @@ def test_an_atomic_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
 def test_status_reads_back(tmp_path):
     assert Status.read(tmp_path) is None
     status = Status(path=tmp_path / "status.json", state="running", step=3, restarts=1, goodput={"step": 1.5})
+    assert status.lives == []  # as of versions that did not write them
+    status.lives = [
+        Life(started="then", first_step=1, last_step=0, devices=1, platform="tpu", device_kind="v5", processes=1)
+    ]
     status.write(state="preempted", exit_code=3)
     assert Status.read(tmp_path) == status
     assert json.loads(status.path.read_text())["state"] == "preempted"

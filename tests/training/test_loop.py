@@ -206,6 +206,40 @@ def test_stopping_by_signal_and_resuming_equals_never_having_stopped(tmp_path, r
     assert status(tmp_path / "run")["restarts"] == 1
 
 
+def test_every_start_is_recorded_with_what_it_ran_on(tmp_path):
+    """One that a signal stopped, one that a machine's end cut short, and one that came to the end."""
+    config = make_config(tmp_path)
+    kill_at(3, signal.SIGTERM)
+    loop.train(config)
+    FakeProgram.at = {}
+    cut = status(tmp_path)
+    cut["lives"][-1]["exit_code"] = None
+    (tmp_path / "status.json").write_text(json.dumps(cut | {"state": "running", "exit_code": None}))
+    loop.train(config)
+    first, second = status(tmp_path)["lives"]
+    assert (first["first_step"], first["last_step"], first["exit_code"]) == (1, 3, None)
+    assert (second["first_step"], second["last_step"], second["exit_code"]) == (4, config.train.steps, 0)
+    assert second["devices"] == jax.device_count() and second["platform"] == "cpu" and second["processes"] == 1
+    assert second["peak_bytes"] is None  # a CPU counts none
+    spent = sum(status(tmp_path)["goodput"].values())
+    assert first["seconds"] + second["seconds"] == pytest.approx(spent, rel=0.05)
+
+
+def test_the_last_starts_are_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir, "MAX_LIVES", 2)
+    for steps in (1, 2, 3):
+        loop.train(make_config(tmp_path, train__steps=steps))
+    assert [life["first_step"] for life in status(tmp_path)["lives"]] == [2, 3]
+
+
+def test_a_failure_is_recorded_with_its_start(tmp_path, monkeypatch):
+    blow_up(monkeypatch, 3, "params")
+    with pytest.raises(NonFiniteError):
+        loop.train(make_config(tmp_path))
+    (life,) = status(tmp_path)["lives"]
+    assert life["exit_code"] == Exit.NON_FINITE and life["seconds"] > 0
+
+
 def test_an_exception_and_resuming_from_before_it_equals_never_having_stopped(tmp_path, reference):
     FakeProgram.at = {9: lambda: 1 / 0}
     with pytest.raises(ZeroDivisionError):
@@ -614,7 +648,7 @@ def test_damaged_metrics_are_refused_before_the_config_is_written(tmp_path):
 
 
 def test_a_full_disk_does_not_hide_the_error_that_ended_the_run(tmp_path, monkeypatch):
-    def full(self, **changes):
+    def full(self, clock, **changes):
         raise OSError(28, "No space left on device")
 
     def fail():

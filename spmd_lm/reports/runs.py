@@ -1,0 +1,342 @@
+"""`spmd-lm report`: the page of one run, or of several laid over each other, from the files that they left.
+
+It starts no devices: status.json says what each start of a run ran on, and the layout is planned for that."""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import spmd_lm
+from spmd_lm import plots
+from spmd_lm.analysis.expected_collectives import expected_collectives
+from spmd_lm.config.load import CONFIG_FILE, load_run
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.planning.plan_report import describe
+from spmd_lm.reports.page import (
+    Content,
+    Page,
+    card,
+    cards,
+    details,
+    facts,
+    figure,
+    join,
+    notice,
+    preformatted,
+    table,
+)
+from spmd_lm.runtime.formatting import format_bytes, format_duration, format_quantity, pluralize, to_json
+from spmd_lm.runtime.metrics import Life, Record, Status, read_records, write_atomically
+from spmd_lm.step.program import abstract_plan
+
+METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "accuracy", "loss_scale")
+"""Those that have a place on every page; others that a run recorded follow."""
+
+NOT_DRAWN = ("step", "tokens", "seconds", "perplexity", "skipped", "skipped_steps")
+MOST_OTHERS = 12
+MOST_CHARACTERS = 20_000  # of samples.txt
+UNKNOWN = "–"
+
+
+@dataclass
+class RunFiles:
+    """What a run's directory says, in whatever state the run is.  problems: what the page cannot show, and why."""
+
+    directory: Path
+    name: str
+    config: RunConfig | None = None
+    config_text: str = ""
+    status: Status | None = None  # None before the first start
+    written: datetime | None = None  # when status.json was
+    records: list[Record] = field(default_factory=list)
+    generated: str = ""  # samples.txt
+    plan: Mapping[str, Any] | None = None
+    collectives: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def lives(self) -> list[Life]:
+        return self.status.lives if self.status else []
+
+    def last(self, key: str) -> float | None:
+        """The newest recorded value."""
+        values = (record[key] for record in reversed(self.records) if isinstance(record.get(key), int | float))
+        return next(values, None)
+
+    def median(self, key: str) -> float | None:
+        values = [record[key] for record in self.records if isinstance(record.get(key), int | float)]
+        return statistics.median(values) if values else None
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Raises ConfigError for a directory that is no run, and CheckpointError for damaged records or status."""
+    status = Status.read(directory)
+    if status is None and not (directory / CONFIG_FILE).exists():
+        load_run(directory)  # which says what is missing
+    run = RunFiles(directory, directory.resolve().name, status=status)
+    run.config_text, run.generated = (_read_text(directory / name) for name in (CONFIG_FILE, "samples.txt"))
+    run.records = read_records(directory / "metrics.jsonl")
+    if status:
+        run.written = datetime.fromtimestamp(status.path.stat().st_mtime, UTC)
+    try:
+        run.config = load_run(directory)
+        run.name = run.config.run.name
+        _plan_layout(run, run.config)
+    except ConfigError as error:
+        run.problems.append(f"No layout, because the configuration is not valid here: {error}")
+    return run
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # there is none yet, or it is not for us to read
+        return ""
+
+
+def _plan_layout(run: RunFiles, config: RunConfig) -> None:
+    """The plan for the devices of the run's newest start, and what theory says that a step sends."""
+    devices, platform = config.run.simulate_devices, "cpu"
+    if run.lives:
+        devices, platform = run.lives[-1].devices, run.lives[-1].platform
+    elif not devices:
+        why = "an older version wrote its status.json" if run.status else "it has not been started"
+        run.problems.append(f"No layout, because what this run runs on is not recorded: {why}.")
+        return
+    plan = abstract_plan(config, devices, platform)
+    run.plan = describe(config, plan)
+    run.collectives = [asdict(row) for row in expected_collectives(config, plan)]
+
+
+def write_report(directories: Sequence[Path], out: Path | None) -> Path:
+    """Writes the page of these runs to `out`, by default report.html of the first, and returns its path.
+
+    Raises as read_run does, and ConfigError if the page cannot be written."""
+    path = directories[0] / "report.html" if out is None else out
+    if path.suffix not in (".html", ".htm") or path.is_dir():
+        raise ConfigError(f"--out {path}: is not an HTML file. Give a file that ends in .html.")
+    text = make_page(directories)
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        path.with_name(path.name + ".tmp").unlink(missing_ok=True)
+        where = f"--out {path}" if out else f"{path}"
+        raise ConfigError(f"{where}: cannot be written: {error.strerror}. Give another file with --out.") from error
+    return path
+
+
+def make_page(directories: Sequence[Path]) -> str:
+    """The HTML of the report on these runs.  Raises as read_run does."""
+    runs = list(_named(read_run(each) for each in dict.fromkeys(path.resolve() for path in directories)).items())
+    alone = len(runs) == 1
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    title = runs[0][0] if alone else f"{len(runs)} runs"
+    where = f"{runs[0][1].directory}, " if alone else ""
+    page = Page(title, f"{where}spmd_lm {spmd_lm.__version__}, {made}")
+    named = dict(runs)
+    if alone:
+        page.section("", facts(summarize(runs[0][1])), *map(notice, runs[0][1].problems))
+    else:
+        page.section("Comparison", *compare(named))
+        page.section("What differs in their configurations", config_differences(named))
+    page.section("Training", *metric_figures({name: run.records for name, run in runs}))
+    page.section("Costs", costs(named))
+    for i, (name, run) in enumerate(runs):
+        if alone:
+            page.section("Layout", layout(run, "layout"))
+            page.section("Starts", life_table(run))
+            page.section("Generated text", *generated_text(run))
+            page.section("Configuration", details(CONFIG_FILE, preformatted(run.config_text)))
+        else:
+            blocks = [facts(summarize(run)), *map(notice, run.problems), layout(run, f"run{i}"), life_table(run)]
+            blocks += generated_text(run)
+            page.section("Each run" if i == 0 else "", details(name, *blocks, _config_details(run)))
+    return page.html()
+
+
+def _config_details(run: RunFiles) -> Content:
+    return details(CONFIG_FILE, preformatted(run.config_text)) if run.config_text else ""
+
+
+def _named(runs: Iterator[RunFiles]) -> dict[str, RunFiles]:
+    """By name; by directory where two have one name."""
+    all_runs = list(runs)
+    names = [run.name for run in all_runs]
+    return {run.name if names.count(run.name) == 1 else str(run.directory): run for run in all_runs}
+
+
+# ---- numbers
+
+
+def format_state(run: RunFiles) -> str:
+    """Whether it is done, and if it failed, why."""
+    status = run.status
+    if status is None:
+        return "not started"
+    if status.state == "running" and run.written:
+        return f"running at {run.written:%Y-%m-%d %H:%M} UTC"
+    return f"failed: {_format_exit(status.exit_code)}" if status.state == "failed" else status.state
+
+
+def _format_exit(code: int | None) -> str:
+    """An exit code in words."""
+    known = {each.value: each.name.lower().replace("_", " ") for each in Exit}
+    return "killed" if code is None else f"{known.get(code, 'error')} ({code})"
+
+
+def summarize(run: RunFiles) -> dict[str, str]:
+    """The numbers to see first, by name, as far as they are known."""
+    status, plan = run.status, run.plan
+    of_all = f" of {run.config.train.steps:,}" if run.config else ""
+    seconds = status.goodput if status else {}
+    total = sum(seconds.values())
+    values = {
+        "state": format_state(run),
+        "steps": f"{status.step if status else 0:,}{of_all}",
+        "loss": _format(run.last("loss"), "{:.4f}".format),
+        "eval loss": _format(run.last("eval_loss"), "{:.4f}".format),
+        "tokens/s, median": _format(run.median("tokens_per_second"), format_quantity),
+        "MFU, median": _format(run.median("mfu"), "{:.1%}".format),
+        "time": _format(total or None, format_duration),
+        "time in steps": _format(seconds.get("step", 0) / total if total else None, "{:.0%}".format),
+        "restarts": str(status.restarts) if status else "",
+    }
+    if plan:
+        divided = [f"{axis} {size}" for axis, size in plan["mesh"].items() if size > 1]
+        values["parameters"] = format_quantity(plan["parameter_count"])
+        values["devices"] = f"{plan['devices']} {plan['platform']}"
+        values["layout"] = " × ".join(divided) or "one device"
+        values["memory planned"] = format_bytes(sum(plan["memory"].values()))
+    values["memory measured"] = _format(peak_bytes(run), format_bytes)
+    return {name: value for name, value in values.items() if value}
+
+
+def _format(value: float | None, formatter: Callable[[float], str]) -> str:
+    return "" if value is None else formatter(value)
+
+
+def peak_bytes(run: RunFiles) -> int | None:
+    """The most memory that one device used in any start; None where it was not measured."""
+    return max((life.peak_bytes for life in run.lives if life.peak_bytes is not None), default=None)
+
+
+def compare(runs: Mapping[str, RunFiles]) -> list[Content]:
+    """A table with a row for each run, and what their pages cannot show."""
+    summaries = {name: summarize(run) for name, run in runs.items()}
+    header = list(dict.fromkeys(key for summary in summaries.values() for key in summary))
+    rows = [[name, *(summary.get(key, UNKNOWN) for key in header)] for name, summary in summaries.items()]
+    problems = [notice(f"{name}: {problem}") for name, run in runs.items() for problem in run.problems]
+    return [table(["run", *header], rows), *problems]
+
+
+def config_differences(runs: Mapping[str, RunFiles]) -> Content:
+    """A table of the keys whose values are not the same in all runs."""
+    configs = {name: _flatten(run.config) for name, run in runs.items() if run.config}
+    keys = dict.fromkeys(key for config in configs.values() for key in config)
+    rows = []
+    for key in keys:
+        values = [to_json(config[key]) if key in config else UNKNOWN for config in configs.values()]
+        if len(set(values)) > 1 and key not in ("run.name", "run.dir"):
+            rows.append([key, *values])
+    return table(["key", *configs], rows) if rows else "Only their names." if len(configs) > 1 else ""
+
+
+def _flatten(config: RunConfig) -> dict[str, Any]:
+    sections = config.model_dump(by_alias=True)
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+
+# ---- pictures
+
+
+def metric_figures(runs: Mapping[str, Sequence[Record]]) -> list[Content]:
+    """One figure for each metric that some run has recorded."""
+    recorded = {key for records in runs.values() for record in records for key, value in record.items() if value}
+    if not recorded:
+        return ["No metrics yet: the first are written after train.log_every steps."]
+    known = [key for key in METRICS if {key, f"eval_{key}"} & recorded]
+    others = sorted({key.removeprefix("eval_") for key in recorded} - {*METRICS, *NOT_DRAWN})
+    figures = [figure(plots.curves(runs, key), f"metric-{key}".replace("_", "-")) for key in known]
+    figures += [figure(plots.curves(runs, key), f"other-{i}") for i, key in enumerate(others[:MOST_OTHERS])]
+    return [cards(*figures)]
+
+
+def costs(runs: Mapping[str, RunFiles]) -> Content:
+    """Memory and time of all runs; of one run also what its step sends."""
+    plans = {name: run.plan for name, run in runs.items() if run.plan}
+    spent = {name: run.status.goodput for name, run in runs.items() if run.status and any(run.status.goodput.values())}
+    blocks: list[Content] = []
+    if plans:
+        one_plan = next(iter(plans.values())) if len(runs) == 1 else plans
+        blocks.append(figure(plots.memory(one_plan), "memory", _measured_memory(runs)))
+    if spent:
+        caption = "Wall-clock time of all starts. Compiling and saving are paid once, or now and then."
+        blocks.append(figure(plots.goodput(spent), "goodput", caption))
+    if len(runs) == 1:
+        blocks += [collectives_figure(run, "collectives") for run in runs.values()]
+    return cards(*blocks)
+
+
+def _measured_memory(runs: Mapping[str, RunFiles]) -> str:
+    peaks = {name: peak for name, run in runs.items() if (peak := peak_bytes(run)) is not None}
+    measured = [(f"{name}: " if len(runs) > 1 else "") + format_bytes(peak) for name, peak in peaks.items()]
+    if not measured:
+        return "Planned. The backend did not count what was used."
+    return f"Planned. Most that one device used: {', '.join(measured)}."
+
+
+def collectives_figure(run: RunFiles, name: str) -> Content:
+    if not run.plan or run.plan["devices"] == 1:
+        return ""
+    caption = "By the papers' formulas; spmd-lm audit compares them with the compiled step."
+    return figure(plots.collectives(run.collectives), name, caption)
+
+
+def layout(run: RunFiles, name: str) -> Content:
+    """Where the devices stand, and the pipeline's schedule."""
+    if not run.plan:
+        return ""
+    plan = run.plan
+    options = [f"ZeRO-{plan['zero']}"] + ["sequence parallelism"] * plan["sequence"]
+    options += [f"remat {plan['remat']}", f"attention {plan['attention']['kernel']}"]
+    caption = f"{pluralize(plan['devices'], 'device')}, {', '.join(options)}, compute {plan['precision']['compute']}"
+    blocks: list[Content] = [figure(plots.mesh(plan), f"{name}-mesh", caption)]
+    if name != "layout":  # else among the costs
+        blocks.append(collectives_figure(run, f"{name}-collectives"))
+    if plan["pipeline"]:
+        note = "Numbers are microbatches. Backward is drawn twice as long as forward."
+        blocks.append(figure(plots.schedule(plan), f"{name}-schedule", note))
+    return cards(*blocks)
+
+
+def life_table(run: RunFiles) -> Content:
+    """Every start of the run that status.json remembers."""
+    if not run.status:
+        return ""
+    if not run.lives:
+        return "The version of spmd_lm that trained this run did not record its starts."
+    running = len(run.lives) - 1 if run.status.state == "running" else None
+    rows = []
+    for i, life in enumerate(run.lives):
+        steps = f"{life.first_step}–{life.last_step}" if life.last_step >= life.first_step else UNKNOWN
+        ended = "running" if i == running else _format_exit(life.exit_code)
+        peak = UNKNOWN if life.peak_bytes is None else format_bytes(life.peak_bytes)
+        started, seconds = life.started.replace("T", " ").replace("+00:00", ""), format_duration(life.seconds)
+        where = f"{life.devices} x {life.device_kind}"
+        rows.append([started, steps, seconds, ended, where, str(life.processes), peak])
+    forgotten = run.status.restarts + 1 - len(run.lives)
+    note = f"{pluralize(forgotten, 'earlier start')} not recorded." if forgotten > 0 else ""
+    header = ["started (UTC)", "steps", "time", "ended", "devices", "processes", "peak memory"]
+    return join([table(header, rows), note])
+
+
+def generated_text(run: RunFiles) -> list[Content]:
+    text = run.generated
+    if not text.strip():
+        return []
+    cut = text[:MOST_CHARACTERS] + ("\n[...]" if len(text) > MOST_CHARACTERS else "")
+    return [card("samples.txt", preformatted(cut))]
