@@ -16,13 +16,12 @@ from spmd_lm.plots.style import (
     RED,
     WIDTH,
     Figure,
-    format_tick,
     house_style,
     new_axes,
     printable,
     tint,
 )
-from spmd_lm.runtime.formatting import format_bytes, format_duration
+from spmd_lm.runtime.formatting import format_bytes, format_duration, format_quantity
 
 BAR, LABEL = 0.22, 0.26  # inches: a bar's height, and its label's above it
 MOST_ROWS_OF_BYTES = 14
@@ -155,7 +154,8 @@ def compare(values: Mapping[str, float], key: str, *, width: float = WIDTH) -> F
     figure, axes = new_axes(width, 0.55 + len(values) * (BAR + LABEL + 0.08))
     for i, (name, value) in enumerate(values.items()):
         axes.barh(i + 0.16, value, height=0.42, color=tint(BLUE, 0.75))
-        axes.text(0, i - 0.12, f"{printable(name)}:  {format_tick(value)}", va="bottom", color=INK)
+        text = f"{value:.1%}" if key == "mfu" else format_quantity(value)
+        axes.text(0, i - 0.12, f"{printable(name)}:  {text}", va="bottom", color=INK)
     axes.set_title(LABELS.get(key, printable(key)))
     finish_bars(axes, len(values), max(values.values(), default=1.0))
     return figure

@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from spmd_lm.config import syntax
@@ -22,9 +23,10 @@ from spmd_lm.runtime.processes import is_first_process
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.sweeps.cells import Cell, different_recipes, make_cells, raise_faults
 from spmd_lm.sweeps.jobs import Jobs, LocalJobs, SlurmJobs, devices_used
+from spmd_lm.sweeps.report import make_report
 from spmd_lm.sweeps.runner import Runner
 from spmd_lm.sweeps.sweep_file import SweepFile, read_sweep
-from spmd_lm.sweeps.table import CellTable, planned, write_tables
+from spmd_lm.sweeps.table import CellTable, planned_figures, write_tables
 
 Log = Callable[[str], None]
 PROBE = "import jax, json; print(json.dumps([jax.default_backend(), jax.local_device_count()]))"
@@ -58,13 +60,23 @@ def run_sweep(
         check_owner(sweep, cells, directory)
         check_recipes(cells)
         write_atomically(directory / "sweep.yaml", syntax.write(owner(sweep, cells)))
-        return run_cells(cells, directory, jobs, at_once, signals, log)
+        return run_cells(cells, directory, jobs, at_once, signals, log, sweep.published)
 
 
 def run_cells(
-    cells: Sequence[Cell], directory: Path, jobs: Jobs, at_once: int, signals: StopSignals, log: Log
+    cells: Sequence[Cell],
+    directory: Path,
+    jobs: Jobs,
+    at_once: int,
+    signals: StopSignals,
+    log: Log,
+    published: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Exit, list[Record]]:
-    """Runs these cells, keeping the tables in `directory` current."""
+    """Runs these cells, keeping the tables in `directory` current; at the end writes report.html.  published: as in a
+    sweep's file."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # of this process, which plans: accelerators are for the cells
     is_first = is_first_process()
     runner, table = Runner(cells, jobs, at_once, log if is_first else lambda _: None, is_first), CellTable(cells)
 
@@ -73,7 +85,11 @@ def run_cells(
             write_tables(table.records(runner.outcomes), directory)
 
     code = runner.run(signals, update)
-    return code, table.records(runner.outcomes)
+    records = table.records(runner.outcomes)
+    if is_first:
+        page = make_report(directory.name, cells, records, table.runs, published)
+        write_atomically(directory / "report.html", page)
+    return code, records
 
 
 def local_jobs(cells: Sequence[Cell], at_once: int) -> LocalJobs:
@@ -134,7 +150,9 @@ def check_recipes(cells: Sequence[Cell]) -> None:
 
 
 def list_cells(path: Path, overrides: Sequence[str], submit: str | None) -> list[Record]:
-    """What `run_sweep` would run, and what `plan` says of each; writes nothing."""
+    """What `run_sweep` would run, and what `plan` says of each where its devices are known; writes nothing."""
+    from spmd_lm.planning.plan_report import describe
+
     sweep = read_sweep(path)
     cells = make_cells(sweep, directory_of(sweep), overrides)
     if not submit:
@@ -142,7 +160,10 @@ def list_cells(path: Path, overrides: Sequence[str], submit: str | None) -> list
     records = []
     for cell in cells:
         record: Record = {"id": cell.id, "status": cell.outcome().status, "run_dir": str(cell.directory)}
-        records.append(record | cell.values | {"steps": cell.config.train.steps} | planned(cell))
+        if cell.config.run.simulate_devices:
+            plan = describe(cell.config)
+            record |= {"mesh": plan["mesh"]} | planned_figures(plan)
+        records.append(record | cell.values | {"steps": cell.config.train.steps})
     return records
 
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd_lm.errors import CheckpointError
-from spmd_lm.runtime.metrics import Record, Status, read_records, write_atomically
+from spmd_lm.errors import UserError
+from spmd_lm.reports.runs import RunFiles, peak_bytes, read_run
+from spmd_lm.runtime.metrics import Record, write_atomically
 from spmd_lm.sweeps.cells import Cell, Outcome
 
 SPEEDS = ("tokens_per_second", "mfu", "seconds")
@@ -18,58 +19,55 @@ SPEEDS = ("tokens_per_second", "mfu", "seconds")
 
 
 class CellTable:
-    """A record for each cell, with the same columns; a cell's figures are read again when its outcome has changed."""
+    """A record for each cell, with the same columns; a cell's files are read again when its outcome has changed."""
 
     def __init__(self, cells: Sequence[Cell]):
         self._cells = cells
-        self._read: dict[str, tuple[Outcome, dict[str, Any]]] = {}  # by ID
+        self._read: dict[str, Outcome] = {}  # by ID: the outcome with which its files were read
+        self.runs: dict[str, RunFiles] = {}  # of the cells that have started, by ID
 
     def records(self, outcomes: Mapping[str, Outcome]) -> list[Record]:
         records = []
         for cell in self._cells:
             outcome = outcomes[cell.id]
-            if cell.id not in self._read or self._read[cell.id][0] != outcome:
-                self._read[cell.id] = outcome, figures(cell)
+            if self._read.get(cell.id) != outcome:
+                self._read[cell.id] = outcome
+                self._read_files(cell)
             own = {"id": cell.id, **outcome._asdict(), "run_dir": str(cell.directory), **cell.values}
-            records.append(own | self._read[cell.id][1])
+            records.append(own | (figures(self.runs[cell.id]) if cell.id in self.runs else {}))
         columns = list(dict.fromkeys(column for record in records for column in record))
         return [{column: record.get(column) for column in columns} for record in records]
 
+    def _read_files(self, cell: Cell) -> None:
+        if (cell.directory / "status.json").exists():
+            try:
+                self.runs[cell.id] = read_run(cell.directory)
+            except UserError:  # damaged files: its outcome says so
+                self.runs.pop(cell.id, None)
 
-def figures(cell: Cell) -> dict[str, Any]:
-    """What its run's files say: hardware, the last record, and medians of the speed."""
-    try:
-        status, records = Status.read(cell.directory), read_records(cell.directory / "metrics.jsonl")
-    except CheckpointError:  # its status says so
-        return {}
-    if status is None:
-        return {}
-    found: dict[str, Any] = {"step": status.step, "restarts": status.restarts}
-    found |= {key: value for key, value in planned(cell).items() if key != "mesh"}
-    if records:
-        found |= {key: value for record in records for key, value in record.items() if key not in ("step", *SPEEDS)}
-        for key in SPEEDS:
-            values = [record[key] for record in records[1:] or records if record.get(key) is not None]
-            found[key] = statistics.median(values) if values else None
+
+def figures(run: RunFiles) -> dict[str, Any]:
+    """Hardware and plan, the last values of its metrics, and medians of the speed."""
+    assert run.status is not None
+    found: dict[str, Any] = {"step": run.status.step, "restarts": run.status.restarts}
+    found |= planned_figures(run.plan) if run.plan else {}
+    found |= {"peak_bytes": peak_bytes(run)}
+    found |= {key: value for record in run.records for key, value in record.items() if key not in ("step", *SPEEDS)}
+    for key in SPEEDS if run.records else ():
+        values = [record[key] for record in run.records[1:] or run.records if record.get(key) is not None]
+        found[key] = statistics.median(values) if values else None
     return found
 
 
-def planned(cell: Cell) -> dict[str, Any]:
-    """What follows from its configuration and the devices that it simulates; nothing where those are real."""
-    devices = cell.config.run.simulate_devices
-    if not devices:
-        return {}
-    from spmd_lm.planning.plan_report import describe  # imports jax
-
-    plan = describe(cell.config)
-    bubble = {"bubble": plan["pipeline"]["bubble"]} if plan["pipeline"] else {}
-    return bubble | {
-        "mesh": plan["mesh"],
+def planned_figures(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan says of a cell."""
+    figures = {
         "devices": plan["devices"],
         "parameters": plan["parameter_count"],
         "memory_bytes": sum(plan["memory"].values()),
         "model_flops_per_step": plan["model_flops_per_step"],
     }
+    return figures | ({"bubble": plan["pipeline"]["bubble"]} if plan["pipeline"] else {})
 
 
 def write_tables(records: Sequence[Record], directory: Path) -> None:

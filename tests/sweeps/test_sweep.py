@@ -73,7 +73,7 @@ def test_a_sweep_runs_its_cells_and_keeps_their_figures(done):
     result = json.loads((done / "result.json").read_text())
     assert result["exit_code"] == 0 and [cell["id"] for cell in result["cells"]] == ["zero-0", "zero-1"]
     assert {path.name for path in (done / "runs/sweeps/two").iterdir()} == {
-        "cells", "cells.csv", "cells.parquet", "sweep.yaml"
+        "cells", "cells.csv", "cells.parquet", "report.html", "sweep.yaml"
     }  # fmt: skip
     output = (done / "output").read_text()
     assert "zero-0: starting on this machine\nzero-1: starting on this machine\n" in output
@@ -183,6 +183,7 @@ def test_a_sweep_that_is_killed_at_random_loses_and_repeats_nothing(here):
     for i in range(4):
         records = (cells / f"seed-{i}" / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(record)["step"] for record in records] == [*range(1, 61)]
+    assert "4 cells: 4 done" in (here / "runs/sweeps/killed/report.html").read_text()
 
 
 @pytest.mark.parametrize(

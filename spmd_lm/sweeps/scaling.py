@@ -1,0 +1,60 @@
+"""What a sweep says of scaling: how efficiently its cells use more devices, and how loss falls with size and data."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from spmd_lm.runtime.metrics import Record
+from spmd_lm.sweeps.cells import Cell
+
+Series = dict[str, dict[int, float]]
+"""Efficiencies by the name of a series, and the number of devices."""
+
+
+class Efficiencies(NamedTuple):
+    """strong: whether all cells do the same work.  simulated: whether their devices are one machine's cores, which more
+    devices do not make faster: the efficiency is then that of the machine, not per device."""
+
+    measured: Series
+    strong: bool
+    simulated: bool
+
+
+def efficiencies(cells: Sequence[Cell], records: Sequence[Mapping]) -> Efficiencies | None:
+    """Model FLOP/s per device, relative to the cell with the fewest devices; None if all have the same number, or the
+    devices are not known.  Of cells with the same layout's kind and devices the fastest counts."""
+    timed = [
+        (cell, record)
+        for cell, record in zip(cells, records, strict=True)
+        if record.get("status") == "done" and record.get("seconds") and record.get("devices")
+    ]
+    if len({record["devices"] for _, record in timed}) < 2:
+        return None
+    simulated = all(cell.config.run.simulate_devices for cell, _ in timed)
+    fewest = min(record["devices"] for _, record in timed)
+    base = max(_speed(record, simulated) for _, record in timed if record["devices"] == fewest)
+    combined = any(cell.config.parallel.model * cell.config.parallel.pipe > 1 and _has_data(cell) for cell, _ in timed)
+    measured: Series = defaultdict(dict)
+    for cell, record in timed:
+        name = "model parallel"
+        if _has_data(cell):
+            name = "model + data parallel" if combined else "data parallel"
+        relative = _speed(record, simulated) / base
+        measured[name][record["devices"]] = max(relative, measured[name].get(record["devices"], 0.0))
+    strong = len({record["model_flops_per_step"] for _, record in timed}) == 1
+    return Efficiencies(dict(measured), strong, simulated)
+
+
+def _has_data(cell: Cell) -> bool:
+    return cell.config.parallel.data * cell.config.parallel.replica > 1
+
+
+def _speed(record: Mapping, simulated: bool) -> float:
+    return record["model_flops_per_step"] / record["seconds"] / (1 if simulated else record["devices"])
+
+
+def losses(records: Sequence[Record]) -> list[tuple[int, int, float]]:
+    """(parameters, tokens, loss) of the finished cells, for a scaling law; of evaluations, where all have them."""
+    done = [record for record in records if record["status"] == "done" and record.get("parameters")]
+    key = "eval_loss" if all(record.get("eval_loss") is not None for record in done) else "loss"
+    return [(r["parameters"], r["tokens"], r[key]) for r in done if r.get(key) is not None]
