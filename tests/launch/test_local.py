@@ -46,6 +46,32 @@ def end(process: subprocess.Popen, seconds: float = 30) -> tuple[int, str]:
     return process.returncode, output
 
 
+def launch_instead(directory: Path, code: str) -> subprocess.Popen:
+    """launch/local of two processes that run `code` where spmd_lm would be; its output is bytes."""
+    (directory / "spmd_lm").mkdir()
+    (directory / "spmd_lm" / "__init__.py").touch()
+    (directory / "spmd_lm" / "__main__.py").write_text(f"import os, sys, time\n{code}\n")
+    command = [sys.executable, LOCAL, "-n", "2", "--", "verb"]
+    return subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_output_of_any_bytes_is_copied(tmp_path):
+    """Not UTF-8, longer than a pipe holds, and without a newline at the end."""
+    line = b"a\0\xe9\r" + b"x" * 200_000
+    job = launch_instead(tmp_path, f"sys.stdout.buffer.write({line!r} + b'\\n[Gloo] no\\nlast')")
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 0
+    lines = [b"[%d] %b" % (number, text) for number in range(2) for text in (line, b"last")]
+    assert sorted(output.removesuffix(b"\n").split(b"\n")) == sorted(lines)
+
+
+def test_a_job_goes_on_when_nobody_reads_its_output(tmp_path):
+    job = launch_instead(tmp_path, "print('up')\ntime.sleep(0.5)\nprint('x' * 200_000)\nopen(str(os.getpid()), 'w')")
+    assert job.stdout.readline().endswith(b"up\n")
+    job.stdout.close()
+    assert job.wait(30) == 0 and len([*tmp_path.iterdir()]) == 3
+
+
 @pytest.mark.slow
 def test_two_processes_compute_what_one_does(tmp_path):
     two = launch(2, *train(tmp_path / "two", *FLOAT64, "parallel.model=2"))
