@@ -33,8 +33,8 @@ def random_batch(program: Program) -> Batch:
 
 
 def peak_memory(program: Program) -> tuple[int, str]:
-    """The peak bytes in use on one device, and the source of that number."""
-    stats = program.device.memory_stats()
+    """The peak bytes in use on one device of this process, and the source of that number."""
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"], "allocator"
     analysis = program.compiled.memory_analysis()

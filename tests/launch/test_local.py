@@ -111,6 +111,14 @@ def test_a_job_that_is_told_to_stop_saves(tmp_path, to):
 
 
 @pytest.mark.slow
+def test_two_jobs_at_once_each_do_a_benchmark():
+    bench = ["bench", "configs/debug.yaml", "--devices=2", "model.layers=1", "--steps=1", "--warmup=0"]
+    for job in [launch(2, *bench) for _ in range(2)]:
+        code, output = end(job, 120)
+        assert code == Exit.DONE, output
+
+
+@pytest.mark.slow
 def test_a_verb_that_does_not_train_ends_at_once(tmp_path):
     """In a job as alone; jax, once it watches SIGTERM, would go on to the end."""
     processes.run(*train(tmp_path / "run", "train.steps=1"))
