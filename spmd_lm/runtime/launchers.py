@@ -48,7 +48,8 @@ def detect_process(environment: Environment) -> ProcessInfo | None:
     if process.coordinator_address is None:
         what = f"{process.num_processes} processes, and {ADDRESS} is not set"
         raise ConfigError(f"{what}: each process would train alone. Set it to host:port of the first one.")
-    if not re.fullmatch(r".+:\d+", process.coordinator_address):
+    match = re.fullmatch(r".+:(\d+)", process.coordinator_address)
+    if not match or int(match[1]) not in range(1, 2**16):
         raise ConfigError(f"{ADDRESS}={process.coordinator_address}: expected host:port, as in {LOCALHOST}:1234.")
     if process.on_one_host:
         process = replace(process, local_processes=process.num_processes, local_id=process.process_id)

@@ -25,6 +25,7 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS_ID, ProcessInfo, detect_process
 
 HEARTBEAT_SECONDS = 30  # a process that says nothing for so long is dead, and ends the others
+CONNECT_SECONDS = 300  # for the first process to start, and for its host's name to be known
 WAIT_MS = 600_000  # for a process that still reads its data
 MOST_DIFFERENCES = 5  # that one line names
 FAILED = "spmd_lm/failed"  # key of the first process to fail
@@ -58,6 +59,8 @@ def join(process: ProcessInfo | None) -> None:
 
     # A TPU's workers: jax asks the metadata server, or reads what GKE sets.
     options = _connection(process) if process else {}
+    if process:
+        (wait_for_coordinator if process.process_id else require_free_port)(options["coordinator_address"])
     jax.config.update("jax_enable_preemption_service", False)  # until training starts it: SIGTERM ends other verbs
     try:
         jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
@@ -72,6 +75,32 @@ def join(process: ProcessInfo | None) -> None:
     watcher.start()
     atexit.register(watcher.join)  # before Python ends, which may not find it within the client
     atexit.register(leaving.set)
+
+
+def require_free_port(address: str) -> None:
+    """ConfigError if this process cannot listen at host:port, where jax would crash."""
+    try:
+        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(f"{ADDRESS}={address}: cannot listen there: {reason}. Choose another port.") from error
+
+
+def wait_for_coordinator(address: str) -> None:
+    """Returns when something listens at host:port.  ConfigError if nothing does, where jax would abort."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"{ADDRESS}={address}: the first process does not answer: {error.strerror or error}. "
+                    "See its output, and whether this host can reach that one."
+                ) from error
+        time.sleep(0.2)
 
 
 def _connection(process: ProcessInfo) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.devices import simulate_devices
 from spmd_lm.runtime.launchers import ProcessInfo, detect_process
-from spmd_lm.runtime.processes import differences, in_tpu_slice, own_gpus
+from spmd_lm.runtime.processes import differences, in_tpu_slice, own_gpus, require_free_port, wait_for_coordinator
 from tests import processes
 
 STEPS = ("train.steps=4", "train.log_every=1", "train.eval_every=4", "checkpoint.every=2", "model.layers=4")
@@ -140,6 +141,7 @@ def test_steps_of_a_job_use_ports_of_their_own(names):
         (JAX | {"JAX_NUM_PROCESSES": "0"}, "JAX_NUM_PROCESSES=0: expected the number"),
         (JAX | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is not below JAX_NUM_PROCESSES=2"),
         (JAX | {"JAX_COORDINATOR_ADDRESS": "h"}, "JAX_COORDINATOR_ADDRESS=h: expected host:port"),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "h:65536"}, "JAX_COORDINATOR_ADDRESS=h:65536: expected host:port"),
         (JAX | {"JAX_COORDINATOR_ADDRESS": None}, "each process would train alone"),
         ({"JAX_COORDINATOR_ADDRESS": "h:1"}, "no launcher says which process this is. Set JAX_NUM_PROCESSES"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "4 processes, and JAX_COORDINATOR_ADDRESS is not set"),
@@ -180,6 +182,31 @@ def test_workers_of_a_tpu_slice_join(monkeypatch, tmp_path, environment, vendor,
     (tmp_path / "vendor").write_text(vendor + "\n")
     monkeypatch.setattr("glob.glob", lambda _: [tmp_path / "vendor"])
     assert in_tpu_slice(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"), [("nowhere.invalid", "[Nn]ame"), ("127.0.0.1", "Connection refused"), ("[::1]", "")]
+)
+def test_a_first_process_that_does_not_answer_is_reported(monkeypatch, host, reason):
+    monkeypatch.setattr("spmd_lm.runtime.processes.CONNECT_SECONDS", 0)
+    with pytest.raises(ConfigError, match=f"the first process does not answer: .*{reason}"):
+        wait_for_coordinator(f"{host}:{processes.free_port()}")
+
+
+def test_a_port_that_is_taken_is_reported():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{port}: cannot listen there: Address already in use. Choose"):
+            require_free_port(f"127.0.0.1:{port}")
+    require_free_port(f"127.0.0.1:{port}")
+
+
+def test_a_first_process_that_starts_later_is_waited_for():
+    port = processes.free_port()
+    code = f"import socket, time; time.sleep(0.5); socket.create_server(('127.0.0.1', {port})).accept()"
+    with subprocess.Popen([sys.executable, "-c", code]) as first:
+        wait_for_coordinator(f"127.0.0.1:{port}")
+    assert first.returncode == 0
 
 
 def test_what_differs_is_named():
