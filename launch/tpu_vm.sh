@@ -18,8 +18,13 @@ setup=${SETUP:-"test -d spmd_lm || git clone -q ${REPOSITORY:?where to clone fro
 read -ra options <<<"${OPTIONS:---spot}"
 
 gcloud() { command gcloud --quiet compute tpus "$@" --zone="$ZONE"; }
-state() { gcloud queued-resources describe "$NAME" --format='value(state.state)' 2>/dev/null || echo NONE; }
+state() { # nothing if gcloud does not answer
+    if gcloud queued-resources describe "$NAME" --format='value(state.state)' 2>"$errors"; then return; fi
+    if grep -q NOT_FOUND "$errors"; then echo NONE; else cat "$errors" >&2; fi
+}
 delete() { gcloud queued-resources delete "$NAME" --force || true; }
+errors=$(mktemp)
+trap 'rm "$errors"' EXIT
 trap 'delete; exit 130' INT TERM
 
 while true; do

@@ -62,11 +62,14 @@ def test_skypilot_reads_its_file(tmp_path):
     assert wrong.returncode == 1 and "did you mean 'num_nodes'" in wrong.stderr
 
 
-# A slice is ACTIVE at once.  The first is taken away during the run, the second run is preempted on its own.
+# A slice is ACTIVE at once.  The first is taken away during the run, the second run is preempted on its own, and once
+# there is no answer.
 GCLOUD = """#!/usr/bin/env bash
 echo "$*" >> log
 case "$*" in
-    *describe*) cat state 2>/dev/null || exit 1 ;;
+    *describe*)
+        mkdir silent 2>/dev/null && echo "the network is down" >&2 && exit 1
+        cat state 2>/dev/null || { echo "ERROR: NOT_FOUND: Resource 'mine' was not found" >&2; exit 1; } ;;
     *create*) echo ACTIVE > state ;;
     *delete*) rm -f state ;;
     *ssh*)
@@ -92,7 +95,7 @@ def test_tpu_vm_starts_again_until_the_run_ends(tmp_path, last):
         text=True,
         timeout=60,
     )
-    assert done.returncode == last, done.stderr
+    assert done.returncode == last and "the network is down" in done.stderr, done.stderr
     log = (tmp_path / "log").read_text()
     calls = [word for line in log.splitlines() for word in ("create", "delete", "ssh") if f" {word}" in line]
     assert calls == ["create", "ssh", "delete", "create", "ssh", "ssh", "delete"]
