@@ -3,6 +3,7 @@
 # make test-slice   a part of the slow tests: SLICE=3/10 is the fourth tenth
 # make test-all     all slow tests, then the suite on the newest Python there is: more than an hour on 2 cores
 # make mutants      break the parallel code in 176 places, one at a time; each must be noticed. Hours
+# make test-browser reports in Chromium, half a minute; INSTALL=1 installs Debian's package, where it can
 # make test-slurm   launch/ on a SLURM of its own: 2 to 3 minutes. INSTALL=1 installs Debian's packages, where it can
 # make check        format, lint, types, then the suite
 # make format       mend what can be mended
@@ -26,12 +27,13 @@ PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-
 	-c constraints.txt
 UV_INSTALL = $(BIN)/uv pip install -q --python $(BIN)/python --only-binary :all: --no-binary spmd-lm -c constraints.txt
 EDITABLE = $(UV_INSTALL) --editable $(1) || { echo "uv cannot, so pip installs"; $(PIP_INSTALL) --editable $(1); }
+COMMA := ,
 # A worker runs neighbouring tests, which share what they compile.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Where this is set, each process of a test compiles jax to bytecode again: 4 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slice test-slurm test-all test-latest smoke-latest mutants check format clean help
+.PHONY: train test test-slice test-browser test-slurm test-all test-latest smoke-latest mutants check format clean help
 
 train: $(VENV)/.runtime
 	@$(BIN)/spmd-lm train configs/quickstart.yaml
@@ -39,7 +41,7 @@ train: $(VENV)/.runtime
 	@echo; tail -n 12 runs/quickstart/samples.txt
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not slow and not gpu" $(TESTS)
+	$(PYTEST) -m "not slow and not gpu and not browser" $(TESTS)
 
 test-slice: $(VENV)/.dev
 	$(PYTEST) -m "slow and not gpu and not slurm" --slice $(SLICE)
@@ -48,15 +50,21 @@ test-all: $(VENV)/.dev
 	$(PYTEST) -m "slow and not gpu and not slurm" || test $$? = 5  # 5: no test is slow
 	$(MAKE) test-latest
 
+test-browser: $(VENV)/.dev
+	@$(call INSTALL_DEBIAN,chromium,command -v chromium)
+	@$(call EDITABLE,'.[$(EXTRAS)$(COMMA)browser]')
+	$(BIN)/python -m pytest -m browser -rs
+
 test-slurm: $(VENV)/.dev
-	@[ -z "$(INSTALL)" ] || { command -v slurmctld && command -v shellcheck; } >/dev/null || { $(INSTALL_SLURM); } || \
-	echo "SLURM cannot be installed here: the tests that need it are skipped"
+	@$(call INSTALL_DEBIAN,slurm-wlm shellcheck,command -v slurmctld && command -v shellcheck)
 	$(BIN)/python -m pytest tests/launch -m "slurm or not slow" -rs
 
-APT := DEBIAN_FRONTEND=noninteractive timeout 60 apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=10
-GET_SLURM := $(APT) install -y --no-install-recommends slurm-wlm shellcheck >/dev/null
-INSTALL_SLURM = if [ "$$(id -u)" = 0 ]; then $(GET_SLURM) 2>&1 || { $(APT) update && $(GET_SLURM); }; \
-	else echo "installing takes root"; false; fi
+# With INSTALL=1, Debian's packages $(1), unless $(2) finds them; where that fails, the tests that need them are skipped.
+APT := DEBIAN_FRONTEND=noninteractive timeout 120 apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=10
+GET = $(APT) install -y --no-install-recommends $(1) >/dev/null
+INSTALL_DEBIAN = [ -z "$(INSTALL)" ] || { $(2); } >/dev/null || \
+	{ [ "$$(id -u)" = 0 ] && { $(GET) 2>&1 || { $(APT) update && $(GET); }; }; } || \
+	echo "$(1) cannot be installed here, which takes root and a network: the tests that need it are skipped"
 
 test-latest:
 	$(ON_LATEST)

@@ -24,7 +24,6 @@ from spmd_lm.plots.style import (
 from spmd_lm.runtime.formatting import format_bytes, format_duration, format_quantity
 
 BAR, LABEL = 0.22, 0.26  # inches: a bar's height, and its label's above it
-MOST_ROWS_OF_BYTES = 14
 
 
 @house_style()
@@ -44,7 +43,7 @@ def memory(plans: Mapping[str, Any], capacity: float | None = None, *, width: fl
         for kind, size in table.items():
             axes.barh(i + 0.16, size, left=start, height=0.42, color=colors[kind], edgecolor="white", linewidth=0.8)
             start += size
-        label = f"{printable(name)}:  " if name else ""
+        label = f"{printable(name, 28)}:  " if name else ""
         axes.text(0, i - 0.12, f"{label}{format_bytes(start)}", va="bottom", color=INK)
     if capacity is not None:
         middles = [i + 0.16 for i in range(len(tables))]
@@ -79,14 +78,15 @@ def collectives(
     bars: dict[str, list[tuple[str, float, Any]]] = defaultdict(list)
     for i, (name, report) in enumerate(named.items()):
         color = CYCLE[i % len(CYCLE)]
-        rows = report if not isinstance(report, Mapping) else report["theory"]
-        for what, size in _by_axes(rows).items():
-            bars[what].append(
-                (f"{name} theory".strip(), size, {"facecolor": "white", "hatch": "////", "edgecolor": color})
-            )
-        for what, size in _by_axes(report["collectives"]).items() if isinstance(report, Mapping) else []:
-            bars[what].append((f"{name} compiled".strip(), size, {"facecolor": color, "edgecolor": color}))
-    ranked = sorted(bars.items(), key=lambda item: -max(size for _, size, _ in item[1]))[:MOST_ROWS_OF_BYTES]
+        hollow = {"facecolor": "white", "hatch": "////", "edgecolor": color}
+        filled = {"facecolor": color, "edgecolor": color}
+        audited = isinstance(report, Mapping)
+        sources = [("theory", report["theory"] if audited else report, hollow)]
+        sources += [("compiled", report["collectives"], filled)] if audited else []
+        for source, rows, style in sources:
+            for what, size in _by_axes(rows).items():
+                bars[what].append((f"{printable(name, 24)} {source}".strip(), size, style))
+    ranked = sorted(bars.items(), key=lambda item: -max(size for _, size, _ in item[1]))
     heights = [0.3 + 0.24 * len(each) for _, each in ranked]
     figure, axes = new_axes(width, 0.55 + sum(heights))
     most = max([size for _, each in ranked for _, size, _ in each], default=1)
@@ -94,11 +94,11 @@ def collectives(
     y = 0.0
     for (what, each), height in zip(ranked, heights, strict=True):
         axes.text(0, y + 0.2, what, va="bottom", color=INK)
-        for j, (name, size, options) in enumerate(each):
+        for j, (name, size, style) in enumerate(each):
             middle = y + 0.34 + 0.24 * j
-            axes.barh(middle, size, height=0.18, linewidth=0.8, **options)
+            axes.barh(middle, size, height=0.18, linewidth=0.8, **style)
             axes.text(size + 0.02 * most, middle, format_bytes(size), va="center", color=GRAY)
-            entries.setdefault(printable(name), Patch(linewidth=0.8, **options))
+            entries.setdefault(name, Patch(linewidth=0.8, **style))
         y += height
     axes.set_title("bytes sent per device and step" if title is None else printable(title, 60))
     finish_bars(axes, 1, most * 1.35)
@@ -140,7 +140,7 @@ def goodput(runs: Mapping[str, Mapping[str, float]], *, width: float = WIDTH) ->
             start += share
             entries.setdefault(bucket, Patch(color=color))
         steps = seconds.get("step", 0) / (total or 1)
-        label = f"{printable(name)}:  " if len(runs) > 1 else ""
+        label = f"{printable(name, 20)}:  " if len(runs) > 1 else ""
         axes.text(0, i - 0.12, f"{label}{format_duration(total)}, {steps:.0%} in steps", va="bottom")
     axes.set_title("time spent")
     finish_bars(axes, len(runs), 1.0)

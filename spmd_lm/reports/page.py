@@ -34,14 +34,15 @@ h2 { font-size: 20px; margin: 36px 0 10px; overflow-wrap: anywhere }
 h3 { font-size: 16px; margin: 20px 0 8px; overflow-wrap: anywhere }
 p { margin: 6px 0; max-width: 80ch; overflow-wrap: anywhere }
 .subtitle, figcaption, dt, th { color: var(--gray) }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); gap: 12px }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); gap: 12px;
+  margin: 12px 0 }
 .card { background: white; border: 1px solid var(--line); border-radius: 8px; margin: 0; padding: 12px; min-width: 0 }
 .card.wide { grid-column: 1 / -1 }
 @media (min-width: 800px) { .card.medium { grid-column: span 2 } }
 .scroll { overflow-x: auto }
 figure svg { display: block; width: 100%; height: auto }
 figcaption { font-size: 14px; margin-top: 6px; overflow-wrap: anywhere }
-.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 12px; margin: 16px 0 0 }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 12px; margin: 12px 0 }
 .facts div { background: white; border: 1px solid var(--line); border-radius: 8px; padding: 8px 12px }
 dt { font-size: 13px } dd { margin: 0; font-size: 18px; font-weight: 600; overflow-wrap: anywhere }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; background: white }
@@ -50,6 +51,10 @@ th { font-weight: 600 } tr:last-child td { border-bottom: 0 } .number { text-ali
 .card.table { padding: 4px 0; width: fit-content; max-width: 100%; margin: 8px 0 }
 details { background: white; border: 1px solid var(--line); border-radius: 8px; padding: 8px 12px; margin: 8px 0 }
 details details { border: 0; padding: 0 }
+@media (max-width: 600px) {
+  details { padding: 8px 0 }
+  details > :not(.cards) { margin-left: 12px; margin-right: 12px; max-width: calc(100% - 24px) }
+}
 summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere }
 pre { font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; margin: 8px 0 }

@@ -104,7 +104,7 @@ def test_collectives_stand_beside_theory():
     assert {"all-reduce over data × model", "all-gather over data × model", "theory", "compiled"} <= set(found)
     assert found.count("1.0 KiB") == 2 and found.count("2.0 KiB") == 1
     assert "a step sends nothing" in texts(plots.collectives([]))
-    assert f"{printable(HOSTILE)} theory" in texts(plots.collectives({HOSTILE: [row], "b": [row]}))
+    assert f"{printable(HOSTILE, 24)} theory" in texts(plots.collectives({HOSTILE: [row], "b": [row]}))
 
 
 @pytest.mark.parametrize("kind, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)])
