@@ -5,7 +5,10 @@ import os
 import pytest
 
 from spmd_lm.reports.runs import make_page
+from spmd_lm.sweeps.cells import Outcome
 from tests.reports.run_files import HOSTILE, LIFE, PIPELINE, make_run, record
+from tests.sweeps.cell_files import DONE, make_cell
+from tests.sweeps.cell_files import make_page as make_sweep_page
 
 CHROMIUM = "/usr/bin/chromium"
 SMALLEST = 12  # CSS pixels, of any text on the screen
@@ -65,7 +68,7 @@ def browser():
 def one_run(path):
     run = make_run(path / "a-run-with-a-rather-long-name", *PIPELINE, lives=[LIFE | {"peak_bytes": 2**21}] * 3)
     (run / "samples.txt").write_text("x" * 500 + HOSTILE)
-    return [run], METRICS | COSTS | {"collectives", "layout-mesh", "layout-schedule"}
+    return make_page([run]), METRICS | COSTS | {"collectives", "layout-mesh", "layout-schedule"}
 
 
 def several_runs(path):
@@ -73,19 +76,30 @@ def several_runs(path):
     layout = "parallel.pipe=4", "parallel.microbatches=16", "parallel.model=8", "parallel.zero=3"
     runs = [make_run(path / f"a-run-with-a-rather-long-name-{i}", "optim.lr=1e-3") for i in range(7)]
     runs.append(make_run(path / "far", *layout, "train.batch=512", lives=[far], records=[record(1, **{HOSTILE: 3.0})]))
-    return runs, METRICS | COSTS | {"run0-mesh", "run7-mesh", "run7-schedule", "run7-collectives", "other-0"}
+    return make_page(runs), METRICS | COSTS | {"run0-mesh", "run7-mesh", "run7-schedule", "run7-collectives", "other-0"}
 
 
 def without_records(path):
-    return [make_run(path / "failed", state="failed", exit_code=4, records=[], step=0, lives=None)], {"goodput"}
+    run = make_run(path / "failed", state="failed", exit_code=4, records=[], step=0, lives=None)
+    return make_page([run]), {"goodput"}
 
 
-@pytest.mark.parametrize("make", [one_run, several_runs, without_records])
+def a_sweep(path):
+    """More cells than a legend has room for, one failed with a long reason, on several numbers of devices."""
+    name = "a-cell-with-a-rather-long-name_lr-0.000316228_zero-3-"
+    cells = [make_cell(path, f"{name}{i}", 0.1, f"run.simulate_devices={2 ** (i % 4)}") for i in range(16)]
+    outcomes = {cell.id: DONE for cell in cells} | {cells[3].id: Outcome("failed", 137, "x" * 300 + HOSTILE)}
+    page, _ = make_sweep_page(cells, outcomes)
+    speeds = {"median-tokens-per-second", "efficiency", "memory", "metric-loss", "metric-tokens-per-second"}
+    return page, speeds
+
+
+@pytest.mark.parametrize("make", [one_run, several_runs, without_records, a_sweep])
 @pytest.mark.parametrize("size", [(1440, 900), (390, 844)], ids=["laptop", "telephone"])
 def test_a_report_is_legible_and_needs_nothing_else(browser, tmp_path, make, size):
-    runs, figures = make(tmp_path)
+    text, figures = make(tmp_path)
     file = tmp_path / "report.html"
-    file.write_text(make_page(runs))
+    file.write_text(text)
     page = browser.new_page(viewport={"width": size[0], "height": size[1]})
     problems, requests = [], []
     page.on("console", lambda message: problems.append(message.text))
