@@ -122,6 +122,9 @@ def mesh(plan: Mapping[str, Any]) -> Figure:
         coordinates = {axis: i for axes, index in indices for axis, i in grid.coordinates(axes, index).items()}
         return str(grid.devices_at(coordinates)[0])
 
+    notes = ["rows: parts of the batch", "columns: parts of each layer"]
+    if plan.get("platform") == "tpu":
+        notes.append("counted along the mesh; a TPU's own ids follow its torus")
     divided = [axis for axis in parts if grid.sizes[axis] > 1] or ["data"]
     rows = [
         ", ".join(f"{axis} {i}" for axis, i in grid.coordinates(parts, row).items() if axis in divided)
@@ -131,7 +134,7 @@ def mesh(plan: Mapping[str, Any]) -> Figure:
     return draw_grid(
         BoxGrid(
             title=" × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items()),
-            notes=["rows: parts of the batch", "columns: parts of each layer"],
+            notes=notes,
             panels=[f"stage {i}" for i in range(grid.size(stages))] if grid.size(stages) > 1 else [""],
             rows=rows,
             columns=columns,

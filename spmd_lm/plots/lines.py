@@ -55,7 +55,8 @@ def curves(
     named = runs if isinstance(runs, Mapping) else {"": runs}
     alone = len(named) == 1
     figure, axes = new_axes(*size)
-    entries: dict[str, Any] = {}  # of the legend
+    entries: dict[str, Any] = {}  # of the legend; those of evaluations stand last
+    evaluation: dict[str, Any] = {}
     for i, (name, records) in enumerate(named.items()):
         color, dashes = CYCLE[i % len(CYCLE)], DASHES[i // len(CYCLE) % len(DASHES)]
         label = "training" if alone else _unique(name, entries)
@@ -67,15 +68,16 @@ def curves(
         if np.isfinite(y).any():
             color = ORANGE if alone else color
             (dots,) = axes.plot(x, y, linewidth=0.8, color=color, marker="o", markersize=5, markeredgecolor="white")
-            if alone or label in entries:
-                entries["evaluation"] = entries.pop("evaluation", dots)  # last, once
-            else:  # it was never recorded in training
+            if alone or label in entries:  # else it was never recorded in training
+                evaluation.setdefault("evaluation", dots)
+            else:
                 entries[label] = dots
     label = LABELS.get(key, printable(key))
     axes.set_title(label if title is None else printable(title, 60))
     axes.set(xlabel=over, ylabel="" if title is None else label)
     _finish(axes, log, format_percent if key == "mfu" or key.endswith("accuracy") else format_tick)
-    if len(entries) > 1 or "evaluation" in entries:
+    entries |= evaluation
+    if entries and [*entries] != ["training"]:
         add_legend(figure, entries)
     if not entries:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GRAY)
@@ -133,7 +135,7 @@ def _finish(axes: Any, log: bool, format_value: Callable[..., str]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(format_tick))
     if not log:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
 
 
 def _between_powers(value: float, position: object) -> str:
