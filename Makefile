@@ -59,7 +59,7 @@ test-slurm: $(VENV)/.dev
 	@$(call INSTALL_DEBIAN,slurm-wlm shellcheck,command -v slurmctld && command -v shellcheck)
 	$(BIN)/python -m pytest tests/launch -m "slurm or not slow" -rs
 
-# With INSTALL=1, Debian's packages $(1), unless $(2) finds them; where that fails, the tests that need them are skipped.
+# With INSTALL=1, Debian's packages $(1), unless $(2) finds them; where that fails, tests that need them are skipped.
 APT := DEBIAN_FRONTEND=noninteractive timeout 120 apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=10
 GET = $(APT) install -y --no-install-recommends $(1) >/dev/null
 INSTALL_DEBIAN = [ -z "$(INSTALL)" ] || { $(2); } >/dev/null || \
