@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from spmd_lm.config.load import dump, load
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted(
@@ -63,6 +64,18 @@ def test_the_reference_is_that_of_the_schema_and_the_parser():
     spec.loader.exec_module(module)
     for name, page in module.PAGES.items():
         assert (ROOT / "docs/reference" / name).read_text() == page(), name
+
+
+def test_the_example_in_the_readme_plans_trains_and_samples(tmp_path):
+    """As it stands, in a process of its own; configs/debug.yaml trains for 20 steps."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(example.splitlines()) == 5
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    process = processes.start_command([sys.executable, "-c", example], tmp_path, PYTHONPATH=str(ROOT))
+    (text,) = processes.wait(process)
+    assert "mesh    pipe 1 x replica 1 x data 4 x model 2 = 8 devices (cpu)" in text
+    assert "step 20/20  loss" in text and re.search(r"\ndef main\((.|\n){30}", text)
+    assert (tmp_path / "runs/debug/checkpoints/20").is_dir()
 
 
 @pytest.mark.slow
