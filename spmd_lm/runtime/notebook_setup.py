@@ -1,0 +1,130 @@
+"""What the first cell of a notebook does once it has found the repository: install spmd_lm for this machine's devices,
+then start jax on them.
+
+It runs before anything is installed, in Google Colab beside an older jax: until then it imports the standard library
+alone.  The kernel keeps what it has imported: if a package was replaced after that, only a new kernel has the new
+one."""
+
+import glob
+import importlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import NamedTuple
+
+from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.devices import hide_xla_warnings, simulate_devices
+
+CUDA_13_DRIVER, CUDA_13_CAPABILITY = 580, 7.5  # the oldest of NVIDIA's drivers and GPUs that CUDA 13 runs on
+
+# jax's devices of a TPU chip, by its PCI id: v2 and v3, v4, v5p, v5e, v6e, 7x (jax/_src/hardware_utils.py).
+TPU_DEVICES = {"0x0027": 2, "0x005e": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
+
+RESTART = "Restart the runtime (Colab: Runtime > Restart session; else restart the kernel), and run this cell again."
+
+
+class Accelerators(NamedTuple):
+    """What this machine has.  extra: of pyproject.toml, which installs jax for them."""
+
+    platform: str
+    devices: int
+    extra: str
+
+
+def set_up_notebook(devices: int = 8) -> None:
+    """Installs spmd_lm, if it is not installed, and starts jax on this machine's TPU or GPUs; if there are fewer than
+    `devices`, on as many that its CPU simulates.
+
+    Raises ConfigError if this kernel has to be restarted first, or if jax finds other devices than the machine has."""
+    found = find_accelerators()
+    simulated = found is None or found.devices < devices
+    extra = found.extra if found and not simulated else ""
+    if list(missing_requirements(extra)):
+        install(Path(__file__).parents[2], extra)
+    if missing := list(missing_requirements(extra)):
+        raise ConfigError(f"pip has installed spmd_lm, and yet there is no {', '.join(missing)}. {RESTART}")
+    if replaced := list(replaced_modules()):
+        raise ConfigError(f"This kernel had imported {', '.join(replaced)}, which a newer one has replaced. {RESTART}")
+    start_jax(None if simulated else found, devices)
+
+
+def find_accelerators() -> Accelerators | None:
+    """The TPU chips or NVIDIA GPUs of this machine, without jax."""
+    chips = 0
+    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        if Path(path).read_text().strip() == "0x1ae0":  # Google's
+            chips += TPU_DEVICES.get(Path(path).with_name("device").read_text().strip(), 0)
+    if chips:
+        return Accelerators("tpu", chips, "tpu")
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    gpus = [line.split(",") for line in answer.stdout.splitlines() if line] if answer.returncode == 0 else []
+    if not gpus:
+        return None
+    new = all(int(driver.split(".")[0]) >= CUDA_13_DRIVER and float(gpu) >= CUDA_13_CAPABILITY for driver, gpu in gpus)
+    # CUDA 12 runs on new drivers too: where its plugin is, as in Colab, it is upgraded, not joined by another.
+    return Accelerators("gpu", len(gpus), "gpu" if new and not is_installed("jax-cuda12-plugin") else "gpu12")
+
+
+def is_installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
+
+
+def missing_requirements(extra: str = "") -> Iterator[str]:
+    """What spmd_lm with this extra requires, and is not installed in a version that will do."""
+    if not (is_installed("spmd-lm") and is_installed("packaging")):
+        yield "spmd-lm"
+        return
+    from packaging.requirements import Requirement
+
+    wanted = [("spmd-lm", extra)]
+    while wanted:
+        distribution, extra = wanted.pop()
+        for each in map(Requirement, requires(distribution) or []):
+            if each.marker and not each.marker.evaluate({"extra": extra}):
+                continue
+            if not is_installed(each.name) or version(each.name) not in each.specifier:
+                yield str(each)
+            else:
+                wanted += [(each.name, of_it) for of_it in each.extras]
+
+
+def install(root: Path, extra: str) -> None:
+    """Installs the repository's package into this kernel's environment, quietly; pip's own errors are shown."""
+    what = f"{root}[{extra}]" if extra else str(root)
+    print(f"installing {what}, which takes a minute or two", flush=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--editable", what]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"pip could not install {what}:\n{done.stdout}{done.stderr}")
+    importlib.invalidate_caches()
+
+
+def replaced_modules() -> Iterator[str]:
+    """Modules that this kernel has imported in another version than the one that is installed."""
+    for name in ("jax", "jaxlib", "flax", "ml_dtypes", "numpy", "matplotlib", "pydantic"):
+        loaded = getattr(sys.modules.get(name), "__version__", None)
+        if loaded and is_installed(name) and loaded != version(name):
+            yield f"{name} {loaded}"
+
+
+def start_jax(accelerators: Accelerators | None, devices: int) -> None:
+    """Starts jax on these, or on simulated devices, and says which."""
+    hide_xla_warnings()
+    if accelerators is None:
+        simulate_devices(devices)
+    import jax
+
+    platform = accelerators.platform if accelerators else "cpu"
+    if jax.default_backend() != platform:
+        raise ConfigError(f"This machine has a {platform}, and jax runs on {jax.default_backend()}. {RESTART}")
+    kind = jax.devices()[0].device_kind if accelerators else "simulated by the CPU"
+    print(f"jax {jax.__version__} on {jax.device_count()} devices: {kind}")
