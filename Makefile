@@ -5,6 +5,7 @@
 # make mutants      break the parallel code in 176 places, one at a time; each must be noticed. Hours
 # make test-browser reports in Chromium, half a minute; INSTALL=1 installs Debian's package, where it can
 # make test-slurm   launch/ on a SLURM of its own: 2 to 3 minutes. INSTALL=1 installs Debian's packages, where it can
+# make notebooks    run notebooks/ from top to bottom: about a minute each. PART=1/2 runs every second one
 # make check        format, lint, types, then the suite
 # make format       mend what can be mended
 # make clean        remove environments and caches; runs stay
@@ -18,6 +19,7 @@ VENV ?= .venv
 WORKERS ?= 2
 EXTRAS ?= dev
 SLICE ?= 0/10
+PART ?= 0/1
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-by$(subst /,-,$(PYTHON))
@@ -33,7 +35,8 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Where this is set, each process of a test compiles jax to bytecode again: 4 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slice test-browser test-slurm test-all test-latest smoke-latest mutants check format clean help
+.PHONY: train test test-slice test-browser test-slurm test-all test-latest smoke-latest notebooks mutants check format
+.PHONY: clean help
 
 train: $(VENV)/.runtime
 	@$(BIN)/spmd-lm train configs/quickstart.yaml
@@ -79,6 +82,11 @@ ON_LATEST = @latest="$(NEWEST)"; \
 	echo "newest Python here: $$latest"; $(MAKE) test PYTHON="$$latest" VENV=.venv-latest $(1); \
 	else echo "no Python >= 3.12 on this machine: the newest jax is not tested"; fi
 
+# In an environment of their own, with what the package requires and no more, as their readers have it.
+notebooks:
+	@$(MAKE) -s .venv-notebooks/.notebooks VENV=.venv-notebooks
+	.venv-notebooks/bin/python tests/run_notebooks.py --part $(PART)
+
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py --workers $(WORKERS)
 
@@ -93,7 +101,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-latest .cache .hypothesis build dist
+	rm -rf .venv .venv-latest .venv-notebooks .cache .hypothesis build dist
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -112,6 +120,11 @@ $(VENV)/.dev: $(MADE) pyproject.toml constraints.txt
 	@echo "installing spmd-lm and what the tests need into $(VENV) ..."
 	@$(call EDITABLE,'.[$(EXTRAS)]')
 	@touch $(VENV)/.runtime $@
+
+$(VENV)/.notebooks: $(MADE) pyproject.toml constraints.txt
+	@echo "installing spmd-lm and what runs notebooks into $(VENV) ..."
+	@$(call EDITABLE,'.[notebooks]')
+	@touch $@
 
 # Released Pythons of 3.12 and later, on the path or under pyenv; the newest one's own name for itself.
 ABOUT := import sys; v = sys.version_info; v.releaselevel == "final" and print("%d.%d.%d" % v[:3], sys.executable)

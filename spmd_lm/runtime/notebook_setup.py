@@ -5,13 +5,12 @@ It runs before anything is installed, in Google Colab beside an older jax: until
 alone.  The kernel keeps what it has imported: if a package was replaced after that, only a new kernel has the new
 one."""
 
-import glob
 import importlib
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from spmd_lm.runtime.devices import hide_xla_warnings, simulate_devices
 
 CUDA_13_DRIVER, CUDA_13_CAPABILITY = 580, 7.5  # the oldest of NVIDIA's drivers and GPUs that CUDA 13 runs on
 
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 # jax's devices of a TPU chip, by its PCI id: v2 and v3, v4, v5p, v5e, v6e, 7x (jax/_src/hardware_utils.py).
 TPU_DEVICES = {"0x0027": 2, "0x005e": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
 
@@ -49,16 +49,18 @@ def set_up_notebook(devices: int = 8) -> None:
     if replaced := list(replaced_modules()):
         raise ConfigError(f"This kernel had imported {', '.join(replaced)}, which a newer one has replaced. {RESTART}")
     start_jax(None if simulated else found, devices)
+    if simulated and found:
+        print(f"Not used: {found.devices} {found.platform.upper()} device(s), fewer than {devices}.")
 
 
 def find_accelerators() -> Accelerators | None:
     """The TPU chips or NVIDIA GPUs of this machine, without jax."""
-    chips = 0
-    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
-        if Path(path).read_text().strip() == "0x1ae0":  # Google's
-            chips += TPU_DEVICES.get(Path(path).with_name("device").read_text().strip(), 0)
-    if chips:
-        return Accelerators("tpu", chips, "tpu")
+    tpu_devices = 0
+    for vendor in PCI_DEVICES.glob("*/vendor"):
+        if vendor.read_text().strip() == "0x1ae0":  # Google's
+            tpu_devices += TPU_DEVICES.get(vendor.with_name("device").read_text().strip(), 0)
+    if tpu_devices:
+        return Accelerators("tpu", tpu_devices, "tpu")
     if not shutil.which("nvidia-smi"):
         return None
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
@@ -83,6 +85,8 @@ def missing_requirements(extra: str = "") -> Iterator[str]:
     if not (is_installed("spmd-lm") and is_installed("packaging")):
         yield "spmd-lm"
         return
+    if extra and extra not in metadata("spmd-lm").get_all("Provides-Extra", []):
+        yield f"spmd-lm[{extra}]"  # installed before there was this extra
     from packaging.requirements import Requirement
 
     wanted = [("spmd-lm", extra)]

@@ -1,0 +1,76 @@
+"""Runs notebooks/ from top to bottom, as a reader would, each in a kernel and a copy of the repository of its own:
+`make notebooks`.
+
+    python tests/run_notebooks.py             all of them
+    python tests/run_notebooks.py --part 1/2  every second one, from the second on
+
+A notebook passes if no cell raises, and some cell shows a picture."""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+ROOT = Path(__file__).parents[1]
+SECONDS_PER_CELL = 300
+
+# As in tests/conftest.py: most of the time goes to compiling, and what LLVM optimizes changes no collective.
+ENVIRONMENT = {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+}
+
+
+def copy_repository(to: Path) -> None:
+    """All files of the working tree that git tracks or would track."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in names:
+        if name and (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            (to / name).write_bytes((ROOT / name).read_bytes())
+
+
+def run(path: Path) -> str | None:
+    """Runs a notebook; what is wrong with it, or None."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    with tempfile.TemporaryDirectory() as folder:
+        copy_repository(Path(folder))
+        where = {"metadata": {"path": str(Path(folder, path.parent.name))}}
+        # Over sockets beside the connection file: no port, which another program may have.
+        connection = str(Path(folder, "kernel.json"))
+        kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", connection_file=connection)
+        try:
+            NotebookClient(notebook, km=kernel, timeout=SECONDS_PER_CELL, resources=where).execute()
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            return str(error)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return None if any("image/png" in output.get("data", {}) for output in outputs) else "no cell shows a picture"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", metavar="K/N", default="0/1", help="run every N-th notebook, from the K-th on")
+    first, step = map(int, parser.parse_args().part.split("/"))
+    os.environ.update(ENVIRONMENT)
+    failed = 0
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb"))[first::step]:
+        start = time.perf_counter()
+        problem = run(path)
+        failed += problem is not None
+        print(f"{path.name:32} {time.perf_counter() - start:4.0f} s  {problem or 'passed'}", flush=True)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
