@@ -10,7 +10,7 @@ from spmd_lm.plots.bars import collectives, compare, goodput, memory
 from spmd_lm.plots.layouts import mesh, sharding, sharding_of
 from spmd_lm.plots.lines import curves
 from spmd_lm.plots.pipelines import schedule
-from spmd_lm.plots.scaling import efficiency
+from spmd_lm.plots.scaling import efficiency, scaling_law
 from spmd_lm.plots.style import Figure
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "goodput",
     "memory",
     "mesh",
+    "scaling_law",
     "schedule",
     "sharding",
     "sharding_of",

@@ -130,7 +130,7 @@ def _finish(axes: Any, log: bool, format_value: Callable[..., str]) -> None:
     values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.ones(1)])
     if log and (values[np.isfinite(values)] > 0).all():
         axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(FuncFormatter(_between_powers))
+        axes.yaxis.set_minor_formatter(FuncFormatter(format_between_powers))
     axes.yaxis.set_major_formatter(FuncFormatter(format_value))
     axes.xaxis.set_major_formatter(FuncFormatter(format_tick))
     if not log:
@@ -138,7 +138,7 @@ def _finish(axes: Any, log: bool, format_value: Callable[..., str]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
 
 
-def _between_powers(value: float, position: object) -> str:
+def format_between_powers(value: float, position: object) -> str:
     """Labels of a logarithmic scale's minor ticks: 2 and 5 of each decade."""
     return format_tick(value) if f"{value:.0e}"[0] in "25" else ""
 

@@ -1,11 +1,12 @@
 """How throughput grows with devices, and loss falls with parameters and tokens."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from spmd_lm.plots.lines import add_legend
+from spmd_lm.plots.lines import add_legend, format_between_powers
 from spmd_lm.plots.style import (
     CYCLE,
     GRAY,
@@ -17,6 +18,7 @@ from spmd_lm.plots.style import (
     new_axes,
     printable,
 )
+from spmd_lm.runtime.formatting import format_quantity
 
 EfficiencySeries = Mapping[str, Mapping[int, float]]
 """By the name of a series and the number of devices; 1.0 is what the fewest devices reach."""
@@ -51,6 +53,47 @@ def efficiency(
     axes.set_title(printable(title, 60))
     axes.set(xlabel="devices", ylabel="efficiency")
     add_legend(figure, entries)
+    return figure
+
+
+@house_style()
+def scaling_law(
+    points: Sequence[tuple[float, float, float]],
+    law: Any,
+    *,
+    over: Literal["tokens", "parameters"] = "tokens",
+    title: str = "loss (nats)",
+    width: float = WIDTH,
+) -> Figure:
+    """The losses of finished runs, with the fitted law: a curve with its band for each number of parameters over
+    tokens, or the other way round.  Runs that the fit left out as outliers are hollow.
+
+    points: parameters, tokens and loss of each run.  law: an analysis.scaling_law.ScalingLaw, or whatever has
+    predict(parameters, tokens), which returns the expected losses and the lower and upper ends of their band."""
+    figure, axes = new_axes(width, 2.9)
+    entries: dict[str, Any] = {}
+    runs = np.array(points, float).reshape(-1, 3)
+    x, y, groups = runs[:, int(over == "tokens")], runs[:, 2], runs[:, int(over == "parameters")]
+    outlier = np.isin(np.arange(len(runs)), list(getattr(law, "outliers", ())))
+    for i, group in enumerate(np.unique(groups)):
+        color = CYCLE[i % len(CYCLE)]
+        grid = np.geomspace(x.min() / 1.3, x.max() * 1.3, 100)
+        fixed = np.full_like(grid, group)
+        value, low, high = law.predict(fixed, grid) if over == "tokens" else law.predict(grid, fixed)
+        axes.fill_between(grid, low, high, color=color, alpha=0.18, linewidth=0)
+        (line,) = axes.plot(grid, value, color=color, linewidth=1.5)
+        chosen = groups == group
+        axes.plot(x[chosen & ~outlier], y[chosen & ~outlier], "o", color=color, markersize=6)
+        axes.plot(x[chosen & outlier], y[chosen & outlier], "o", color=color, markersize=6, markerfacecolor="white")
+        entries[f"{format_quantity(group)} {'parameters' if over == 'tokens' else 'tokens'}"] = line
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(format_tick))
+    axes.xaxis.set_minor_formatter(FuncFormatter(format_between_powers))
+    axes.yaxis.set_major_formatter(FuncFormatter(format_tick))
+    axes.set_title(printable(title, 60))
+    axes.set_xlabel(over)
+    if entries:
+        add_legend(figure, entries)
     return figure
 
 

@@ -54,6 +54,8 @@ STYLE: Any = {
     "text.parse_math": False,
     "xtick.color": GRAY,
     "xtick.labelsize": TEXT,
+    "xtick.minor.pad": 3.5,
+    "xtick.minor.size": 3.5,  # as that of major ticks: labels of both stand on one line
     "ytick.color": GRAY,
     "ytick.labelsize": TEXT,
 }

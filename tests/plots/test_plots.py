@@ -172,6 +172,29 @@ def test_measured_and_published_scaling_are_told_apart():
     assert {"ours (measured)", "paper (published)", "100%"} <= set(texts(figure))
 
 
+def test_a_scaling_law_passes_through_its_points():
+    """Loss 2 + 100 / sqrt(N) + 1000 / sqrt(D), with a run that did not converge."""
+
+    class Law:
+        outliers = (3,)
+
+        def predict(self, parameters, tokens):
+            loss = 2 + 100 / np.sqrt(parameters) + 1000 / np.sqrt(tokens)
+            return loss, loss - 0.1, loss + 0.1
+
+    sizes = [(1e6, 1e8), (1e6, 4e8), (4e6, 1e8), (4e6, 4e8)]
+    points = [(n, d, float(Law().predict(n, d)[0])) for n, d in sizes[:3]] + [(*sizes[3], 9.0)]
+    figure = plots.scaling_law(points, Law())
+    assert {"1M parameters", "4M parameters", "100M", "tokens"} <= set(texts(figure))
+    curves, dots = figure.axes[0].lines[::3], figure.axes[0].lines[1::3]
+    for curve, dot in zip(curves, dots, strict=True):
+        assert np.interp(dot.get_xdata(), *curve.get_data()) == pytest.approx(dot.get_ydata(), rel=1e-3)
+    assert figure.axes[0].lines[5].get_ydata().tolist() == [9.0]  # hollow
+    assert {"100M tokens", "400M tokens", "parameters"} <= set(
+        texts(plots.scaling_law(points, Law(), over="parameters"))
+    )
+
+
 def test_a_metric_of_several_runs_is_a_bar_for_each():
     figure = plots.compare({"one": 1200.0, "two": 300.0}, "tokens_per_second")
     assert [bar.get_width() for bar in figure.axes[0].patches] == [1200, 300]
