@@ -44,6 +44,12 @@ class DataError(UserError):
     code = Exit.DATA
 
 
+class FitError(UserError):
+    """Points that do not determine the curve to be fitted to them."""
+
+    code = Exit.DATA
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, corrupt, or of another model."""
 

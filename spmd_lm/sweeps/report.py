@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd_lm import plots
+from spmd_lm.analysis.scaling_law import fit
 from spmd_lm.config.schema import Synthetic
-from spmd_lm.reports.page import Content, Page, cards, details, facts, figure, notice, table
+from spmd_lm.errors import FitError
+from spmd_lm.reports.page import Content, Html, Page, cards, details, facts, figure, notice, table
 from spmd_lm.reports.runs import RunFiles, metric_figures
 from spmd_lm.runtime.formatting import format_bytes, format_quantity, pluralize
 from spmd_lm.runtime.metrics import Record
 from spmd_lm.sweeps.cells import Cell
-from spmd_lm.sweeps.scaling import efficiencies
+from spmd_lm.sweeps.scaling import efficiencies, losses
 
 MOST_CURVES = 12  # a legend's entries
 MOST_BARS = 24
@@ -34,6 +36,7 @@ def make_report(
     page.section("Training", *_curves(cells, runs))
     page.section("Speed and memory", *_costs(records, runs))
     page.section("Scaling", *_scaling(cells, records, published))
+    page.section("Scaling law", *_scaling_law(records))
     return page.html()
 
 
@@ -139,3 +142,38 @@ def _scaling(cells: Sequence[Cell], records: Sequence[Record], published: Mappin
     ]
     yield cards(picture)
     yield details("The figures", table(["series", "devices", "efficiency", "source"], rows))
+
+
+def _scaling_law(records: Sequence[Record]) -> Iterator[Content]:
+    """The fit of Chinchilla's form, in a sweep of at least three sizes and three budgets."""
+    points = losses(records)
+    if min(len({n for n, _, _ in points}), len({d for _, d, _ in points})) < 3:
+        return
+    try:
+        law = fit(*zip(*points, strict=True))
+    except FitError as error:
+        yield notice(str(error))
+        return
+    form = "L(N, D) = E + A / N<sup>α</sup> + B / D<sup>β</sup>"
+    yield Html(
+        f"<p>{form} (arXiv:2203.15556) of N parameters, embeddings included, and D tokens, fitted to the last losses "
+        f"of {law.points} cells. A single run deviates from it by {law.residual:.1%}. Bands hold 95%.</p>"
+    )
+    meanings = {
+        "E": "the loss of an infinite model on infinite data, nats",
+        "A": "weight of the size",
+        "B": "weight of the data",
+        "alpha": "exponent of the size",
+        "beta": "exponent of the data",
+        "a": "the best N grows as compute to this power",
+        "b": "the best D grows as compute to this power",
+    }
+    rows = [(name, *(f"{float(x):.4g}" for x in getattr(law, name)), about) for name, about in meanings.items()]
+    yield cards(
+        figure(plots.scaling_law(points, law), "scaling-law-tokens"),
+        figure(plots.scaling_law(points, law, over="parameters"), "scaling-law-parameters"),
+    )
+    yield table(["", "value", "from", "to", ""], rows)
+    if law.outliers:
+        left_out = ", ".join(f"{points[i][0]:,} parameters on {points[i][1]:,} tokens" for i in law.outliers)
+        yield notice(f"Left out, as too far from all others: {left_out}.")

@@ -1,10 +1,12 @@
 """A sweep's page, made of cells whose files are written here."""
 
+import json
 import re
 
 import pytest
 
 from spmd_lm.config.load import load
+from spmd_lm.runtime.metrics import write_atomically
 from spmd_lm.sweeps.cells import Cell, Outcome
 from spmd_lm.sweeps.scaling import efficiencies
 from spmd_lm.sweeps.table import CellTable
@@ -68,3 +70,33 @@ def test_weak_scaling_counts_the_work(tmp_path):
     cells = [make_cell(tmp_path, f"{n}", 0.1, *on(n, n, f"train.batch={16 * n}")) for n in (1, 2)]
     found = efficiencies(cells, CellTable(cells).records({cell.id: DONE for cell in cells}))
     assert not found.strong and found.measured == {"model parallel": {1: 1.0, 2: pytest.approx(2.0)}}
+
+
+def law_cells(tmp_path, law):
+    """Three sizes and three budgets, whose last losses follow a law."""
+    cells = []
+    for width in (32, 64, 128):
+        for steps in (10, 40, 160):
+            name = f"{width}-{steps}"
+            cell = make_cell(tmp_path, name, 0.1, *on(1, 1, f"model.width={width}", f"train.steps={steps}"))
+            status = json.loads((cell.directory / "status.json").read_text())
+            write_atomically(cell.directory / "status.json", json.dumps(status | {"step": steps}))
+            tokens, parameters = steps * 16 * 64, CellTable([cell]).records({name: DONE})[0]["parameters"]
+            record = {"step": steps, "loss": law(parameters, tokens), "tokens": tokens}
+            write_atomically(cell.directory / "metrics.jsonl", json.dumps(record) + "\n")
+            cells.append(cell)
+    return cells
+
+
+def test_sizes_and_budgets_are_fitted(tmp_path):
+    cells = law_cells(tmp_path, lambda n, d: 0.8 + 30 / n**0.35 + 115 / d**0.4)
+    page, _ = make_page(cells)
+    assert {"scaling-law-tokens", "scaling-law-parameters"} <= {*figures_of(page)}
+    exponents = dict(re.findall(r"<td>(alpha|beta)</td><td class=number>([\d.]+)</td>", page))
+    assert float(exponents["alpha"]) == pytest.approx(0.35, rel=0.02)
+    assert float(exponents["beta"]) == pytest.approx(0.4, rel=0.02)
+
+
+def test_losses_that_no_law_fits_say_so(tmp_path):
+    page, _ = make_page(law_cells(tmp_path, lambda n, d: 0.0))
+    assert "scaling law: the loss of run 0 is 0" in page and "scaling-law-tokens" not in figures_of(page)
