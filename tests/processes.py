@@ -10,6 +10,10 @@ from spmd_lm.errors import Exit
 
 ROOT = Path(__file__).parents[1]
 
+# For several processes of a job: only the first finds its program in the suite's cache, and gives up when the others,
+# which compile it, are not there after 30 s.
+UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+
 
 def free_port() -> int:
     with socket.socket() as s:

@@ -20,7 +20,8 @@ LONG = ["train.steps=100000", "model.layers=2", "checkpoint.every=0"]  # until s
 
 
 def launch(number: int, *arguments: str, **environment: str) -> subprocess.Popen:
-    return processes.start_command([sys.executable, LOCAL, "-n", str(number), "--", *arguments], **environment)
+    command = [sys.executable, LOCAL, "-n", str(number), "--", *arguments]
+    return processes.start_command(command, **processes.UNCACHED | environment)
 
 
 def train(directory: Path, *overrides: str) -> list[str]:
@@ -123,6 +124,7 @@ def test_a_verb_that_does_not_train_ends_at_once(tmp_path):
     """In a job as alone; jax, once it watches SIGTERM, would go on to the end."""
     processes.run(*train(tmp_path / "run", "train.steps=1"))
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache["JAX_ENABLE_COMPILATION_CACHE"] = "1"
     job = launch(2, "eval", str(tmp_path / "run"), "train.eval_batches=1000000", **cache)
     deadline = time.monotonic() + 60
     while not [*tmp_path.glob("jit_*")]:  # it has compiled something, so it has joined
@@ -150,6 +152,7 @@ def test_a_script_of_several_processes_trains_twice_and_stops_when_told(tmp_path
         for name, overrides in (("first", ["train.steps=2"]), ("last", LONG))
     ]
     job = {"JAX_COORDINATOR_ADDRESS": f"localhost:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    job |= processes.UNCACHED
     command = [sys.executable, "-c", SCRIPT, *options]
     both = [processes.start_command(command, JAX_PROCESS_ID=str(number), **job) for number in range(2)]
     lines_until(both[0], "step 3/100000")

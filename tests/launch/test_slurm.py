@@ -62,7 +62,7 @@ class Slurm:
         self.root = root
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         own = {"SLURM_CONF": str(root / "slurm.conf"), "PATH": path, "PYTHONPATH": str(processes.ROOT)}
-        self.environment = os.environ | own
+        self.environment = os.environ | processes.UNCACHED | own
 
     def run(self, *command: str | Path) -> str:
         done = subprocess.run(command, env=self.environment, cwd=processes.ROOT, capture_output=True, text=True)

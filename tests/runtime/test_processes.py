@@ -38,6 +38,7 @@ def losses(directory: Path) -> list[tuple[int, float]]:
 )
 def test_two_processes_train_what_one_does(tmp_path, overrides):
     address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    address |= processes.UNCACHED
     both = [start(tmp_path / "two", overrides, **address, JAX_PROCESS_ID=str(which)) for which in (0, 1)]
     processes.wait(*both)
     processes.wait(start(tmp_path / "one", overrides))
