@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from tensorboardX import SummaryWriter
 
 from spmd_lm.errors import CheckpointError
 from spmd_lm.runtime.formatting import to_json, without_nan
+from spmd_lm.runtime.tensorboard import EventFile
 
 Record = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -77,7 +77,7 @@ class MetricsLog:
         self._last_step = max((record["step"] for record in records), default=0)
         write_atomically(self.path, "".join(to_json(record) + "\n" for record in records))
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self._tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
+        self._tensorboard = EventFile(directory / "tensorboard", first_step=resume_step + 1)
 
     def missing_steps(self, log_every: int) -> tuple[int, int] | None:
         """First and last of the steps up to `resume_step` whose records are missing; None if none is."""
@@ -87,9 +87,8 @@ class MetricsLog:
     def write(self, record: Record) -> None:
         self._file.write(to_json(record) + "\n")
         self._file.flush()
-        for key, value in without_nan(record).items():
-            if key != "step" and value is not None:
-                self._tensorboard.add_scalar(key, value, record["step"])
+        scalars = {key: value for key, value in without_nan(record).items() if key != "step" and value is not None}
+        self._tensorboard.write(record["step"], scalars)
 
     def close(self) -> None:
         self._file.close()

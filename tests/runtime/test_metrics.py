@@ -62,12 +62,6 @@ def test_floats_keep_every_bit_and_json_stays_json(tmp_path):
     assert record["lost"] is None and record["unknown"] is None
 
 
-def test_tensorboard_receives_the_numbers(tmp_path):
-    logged(tmp_path, [1, 2])
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert events.read_bytes().count(b"loss") == 2
-
-
 def test_an_atomic_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     write_atomically(path, "old")
