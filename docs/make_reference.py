@@ -71,7 +71,8 @@ def type_name(about: dict[str, Any]) -> str:
     if about["type"] == "null":
         return ""
     if about["type"] == "array":
-        return f"list of {type_name(about['items'])}s"
+        items = type_name(about["items"])
+        return f"list of {items}" if "`" in items else f"list of {items}s"
     name = {"object": "mapping", "boolean": "`true`, `false`"}.get(about["type"], about["type"])
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {about[key]:g}" for key, sign in signs.items() if key in about]

@@ -37,6 +37,12 @@ def valid_path(path: str) -> str:
     return path
 
 
+def without_repeats(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise PydanticCustomError("repeats", "expected each name once")
+    return names
+
+
 ValidPath = Annotated[str, AfterValidator(valid_path)]
 
 
@@ -47,6 +53,8 @@ class Run(Section):
     simulate_devices: NonNegativeInt = 0  # CPU devices to simulate; 0: use the real devices
     # XLA's, for the step: those of runtime/xla_options.yaml, none, or {name: value}
     compiler_options: Literal["auto", "none"] | dict[str, bool | int | float | str] = "auto"
+    # which get the records of metrics.jsonl too; docs/reports.md
+    trackers: Annotated[list[Literal["wandb", "trackio"]], AfterValidator(without_repeats)] = []
 
     @property
     def directory(self) -> Path:

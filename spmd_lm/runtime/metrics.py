@@ -10,7 +10,7 @@ not a number) and skipped_steps (since step 1)."""
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,6 +78,7 @@ class MetricsLog:
         write_atomically(self.path, "".join(to_json(record) + "\n" for record in records))
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._tensorboard = EventFile(directory / "tensorboard", first_step=resume_step + 1)
+        self.listeners: list[Callable[[Record], None]] = []  # called with each record
 
     def missing_steps(self, log_every: int) -> tuple[int, int] | None:
         """First and last of the steps up to `resume_step` whose records are missing; None if none is."""
@@ -89,6 +90,8 @@ class MetricsLog:
         self._file.flush()
         scalars = {key: value for key, value in without_nan(record).items() if key != "step" and value is not None}
         self._tensorboard.write(record["step"], scalars)
+        for listener in self.listeners:
+            listener(record)
 
     def close(self) -> None:
         self._file.close()

@@ -23,6 +23,7 @@ from spmd_lm.runtime.metrics import Clock, Record, read_records, write_atomicall
 from spmd_lm.runtime.processes import require_agreement
 from spmd_lm.runtime.progress import Progress, format_record
 from spmd_lm.runtime.signals import StopSignals
+from spmd_lm.runtime.trackers import require_packages
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 from spmd_lm.training.init_from import PretrainedRun
@@ -47,6 +48,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
             progress.log(*messages, run_dir.finished_message())
             return Exit.DONE
         run_dir.check_resumable()
+        require_packages(config.run.trackers)
         status = run_dir.next_status()
         clock = Clock(status.goodput)
         with clock.time("init"):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, find_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
 from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, Clock, Life, MetricsLog, Status, write_atomically
+from spmd_lm.runtime.trackers import ID_FILE, Trackers
 
-FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock")
+FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock", ID_FILE)
 DIRECTORIES = ("tensorboard", "checkpoints")
 
 
@@ -100,10 +101,12 @@ class RunDir:
         history["lives"] = [*last.lives, life][-MAX_LIVES:]
         return status.model_copy(update=history | {"compile_seconds": last.compile_seconds})
 
-    def open_files(self, status: Status, log: Callable[[str], None]) -> AbstractContextManager[MetricsLog | None]:
-        """Writes the run's first files and opens metrics.jsonl, in the first process alone."""
+    @contextmanager
+    def open_files(self, status: Status, log: Callable[[str], None]) -> Iterator[MetricsLog | None]:
+        """Writes the run's first files, opens metrics.jsonl and starts the trackers, in the first process alone."""
         if jax.process_index() > 0:
-            return nullcontext()
+            yield None
+            return
         data = self.config.data
         if isinstance(data, Data) and data.tokenizer != "bytes" and not saved_tokenizer(self.path):
             try:
@@ -116,7 +119,9 @@ class RunDir:
             log(f"{metrics_log.path} lacks the records of steps {missing[0]} to {missing[1]}, which are lost.")
         write_atomically(self.path / CONFIG_FILE, dump(self.config))
         status.write()
-        return closing(metrics_log)
+        with closing(metrics_log), Trackers(self.config, log) as trackers:
+            metrics_log.listeners.append(trackers.write)
+            yield metrics_log
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import Precision, RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
+from spmd_lm.runtime import trackers
 from spmd_lm.runtime.xla_options import Option
 from spmd_lm.step.state import TrainState
 from spmd_lm.training import loop, run, run_dir
@@ -593,6 +594,36 @@ def test_a_file_where_a_directory_belongs_is_refused_before_compiling(tmp_path, 
     with pytest.raises(ConfigError, match=rf"run\.dir={tmp_path}: {name} is a file.*Move it"):
         loop.train(make_config(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_missing_tracker_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = make_config(tmp_path, run__trackers=["wandb"])
+    with pytest.raises(ConfigError, match=r"pip install 'spmd-lm\[wandb\]'"):
+        loop.train(config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tracker_gets_the_records_of_a_run(tmp_path, monkeypatch, capsys):
+    def crash(metrics, step):
+        tracked.append(step)
+        raise OSError("down")
+
+    tracked = []
+    monkeypatch.setattr(loop, "require_packages", lambda names: None)
+    opened = trackers.TrackerRun(crash, lambda code: tracked.append(f"exit {code}"), None)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda run: opened)
+    assert loop.train(make_config(tmp_path, run__trackers=["wandb"])) is Exit.DONE
+    assert tracked == [2, 4, 6, 8, 10, 12, "exit 0"]
+    out = capsys.readouterr().out
+    assert out.count("wandb: OSError: down") == 1 and "wandb: 6 of 6 records were lost" in out
+
+
+def test_only_the_first_process_tracks(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir, "Trackers", lambda *_: pytest.fail("tracks"))
+    monkeypatch.setattr(run_dir.jax, "process_index", lambda: 1)
+    with run_dir.RunDir.open_files(None, None, print) as metrics_log:
+        assert metrics_log is None
 
 
 def test_files_without_foreign_content_may_be_overwritten(tmp_path):
