@@ -55,6 +55,6 @@ def _speed(record: Mapping, simulated: bool) -> float:
 
 def losses(records: Sequence[Record]) -> list[tuple[int, int, float]]:
     """(parameters, tokens, loss) of the finished cells, for a scaling law; of evaluations, where all have them."""
-    done = [record for record in records if record["status"] == "done" and record.get("parameters")]
+    done = [r for r in records if r["status"] == "done" and r.get("parameters") and r.get("tokens")]
     key = "eval_loss" if all(record.get("eval_loss") is not None for record in done) else "loss"
     return [(r["parameters"], r["tokens"], r[key]) for r in done if r.get(key) is not None]
