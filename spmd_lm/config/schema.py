@@ -54,7 +54,7 @@ class Run(Section):
     # XLA's, for the step: those of runtime/xla_options.yaml, none, or {name: value}
     compiler_options: Literal["auto", "none"] | dict[str, bool | int | float | str] = "auto"
     # which get the records of metrics.jsonl too; docs/reports.md
-    trackers: Annotated[list[Literal["wandb", "trackio"]], AfterValidator(without_repeats)] = []
+    trackers: Annotated[list[Literal["wandb", "trackio"]], AfterValidator(without_repeats)] | None = None
 
     @property
     def directory(self) -> Path:

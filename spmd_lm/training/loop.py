@@ -48,7 +48,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
             progress.log(*messages, run_dir.finished_message())
             return Exit.DONE
         run_dir.check_resumable()
-        require_packages(config.run.trackers)
+        require_packages(config.run.trackers or [])
         status = run_dir.next_status()
         clock = Clock(status.goodput)
         with clock.time("init"):
