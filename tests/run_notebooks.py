@@ -51,7 +51,7 @@ def run(path: Path) -> str | None:
         connection = str(Path(folder, "kernel.json"))
         kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", connection_file=connection)
         try:
-            NotebookClient(notebook, km=kernel, timeout=SECONDS_PER_CELL, resources=where).execute()
+            NotebookClient(notebook, km=kernel, timeout=SECONDS_PER_CELL, resources=where).execute(cleanup_kc=True)
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             return str(error)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
