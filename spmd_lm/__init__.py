@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-__all__ = ["audit", "evaluate", "generate", "load_config", "plan", "report", "train"]
+__all__ = ["audit", "evaluate", "fill_mask", "generate", "load_config", "plan", "read_batch", "report", "train"]
 
 
 def __getattr__(name: str):

@@ -9,14 +9,18 @@ when one is first used.
 Devices that a configuration simulates are set up by the first function that computes; jax cannot change them later."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.errors import Exit
+from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.devices import set_up_devices, simulate_devices
 from spmd_lm.runtime.signals import StopSignals
+
+if TYPE_CHECKING:
+    from spmd_lm.batch import Batch
+    from spmd_lm.generation.fill_mask import Prediction
 
 
 class Report(dict):
@@ -97,6 +101,15 @@ def generate(run: str | Path | RunConfig, prompt: str = "", **sampling: Any) -> 
     return generate_run(config, [prompt], options)[0]
 
 
+def fill_mask(run: str | Path | RunConfig, text: str, top: int = 5) -> "list[list[Prediction]]":
+    """For each [MASK] in `text`, which hides one token, the `top` likeliest tokens and their probabilities, likeliest
+    first, by the newest checkpoint of a run of masked_lm.  run: its directory, or a configuration."""
+    config = set_up_devices(_run_config(run))
+    from spmd_lm.generation.fill_mask import fill_mask_run
+
+    return fill_mask_run(config, text, top)
+
+
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Writes an HTML page about a run, or about several laid over each other, and returns its path, by default
     report.html in the first run's directory.  Starts no devices.
@@ -106,6 +119,17 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     from spmd_lm.reports.runs import write_report
 
     return write_report([Path(run) for run in runs], None if out is None else Path(out))
+
+
+def read_batch(config: RunConfig, step: int = 1) -> "Batch":
+    """The rows that the run trains on in a step, from 1 on, under every layout.  Fields are numpy arrays, such as the
+    tokens [train.batch, model.context] that the model reads, and the targets that it predicts."""
+    from spmd_lm.data.corpus import load_data, make_loader
+
+    if step < 1:
+        raise ConfigError(f"step={step}: a run's steps are counted from 1.")
+    corpus = load_data(config.data, config.train.seed, config.model.vocab)
+    return make_loader(config, corpus, "training").rows(step - 1, 0, config.train.batch)
 
 
 def _run_config(run: str | Path | RunConfig) -> RunConfig:

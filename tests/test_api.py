@@ -10,7 +10,7 @@ import spmd_lm
 from spmd_lm import api
 
 ROOT = Path(__file__).parents[1]
-FUNCTIONS = ("load_config", "plan", "audit", "train", "evaluate", "generate")
+FUNCTIONS = ("load_config", "plan", "audit", "train", "evaluate", "generate", "fill_mask", "report", "read_batch")
 
 
 def python(code: str) -> str:

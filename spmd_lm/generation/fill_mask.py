@@ -1,0 +1,90 @@
+"""Hidden words of a text, predicted: the likeliest tokens at each [MASK], by a model that was trained to predict masked
+tokens.  One [MASK] stands for one token: a byte, or a piece of a word, or a word."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from spmd_lm.batch import Batch
+from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.config.schema import MaskedLM, RunConfig
+from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from spmd_lm.errors import ConfigError, DataError
+from spmd_lm.parallel.trees import Tree
+from spmd_lm.step.program import Program
+
+MASK = "[MASK]"  # in a text, whatever the vocabulary calls it
+
+
+class Prediction(NamedTuple):
+    """A token that may be what a [MASK] hides."""
+
+    token: str
+    probability: float
+
+
+def fill_mask_run(config: RunConfig, text: str, top: int) -> list[list[Prediction]]:
+    """`fill_mask` with a run's newest checkpoint.  ConfigError for a model that was not trained on masked tokens."""
+    if not isinstance(config.objective, MaskedLM):
+        raise ConfigError(
+            f"{config.run.directory}: objective.kind={config.objective.kind} has not learned to predict masked tokens. "
+            "Use a run with objective.kind=masked_lm."
+        )
+    program, params, _ = open_run(config)
+    return fill_mask(program, params, text, top)
+
+
+def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[Prediction]]:
+    """For each [MASK] in `text` the `top` likeliest tokens, likeliest first.
+
+    The text is read as one row, [CLS] text [SEP].  Raises DataError for a text without [MASK], or too long."""
+    tokenizer, model = make_tokenizer(program.config.data), program.config.model
+    special, _ = tokenizer.special_tokens_and_words()
+    ids = row_of(text, tokenizer, special)
+    if len(ids) > model.context:
+        raise DataError(
+            f"{text!r:.60} has {len(ids)} tokens with [CLS] and [SEP], but a row of this model holds {model.context}. "
+            "Shorten it."
+        )
+    if not 1 <= top <= model.vocab:
+        raise ConfigError(f"top={top}: ask for 1 to {model.vocab} tokens, the size of the vocabulary.")
+    masks = np.flatnonzero(ids == special.mask)
+    batch = batch_of(ids, special, program)
+
+    def probabilities(params: Tree, batch: Batch) -> jax.Array:
+        logits = program.forward(params, batch)["tokens"][0, 0, masks]  # of the first row; all are alike
+        return jax.nn.softmax(logits)
+
+    chances = np.asarray(jax.jit(probabilities)(params, batch))
+    likeliest = np.argsort(-chances, axis=-1, kind="stable")[:, :top]
+    return [
+        [Prediction(tokenizer.decode([token]), float(row[token])) for token in tokens]
+        for row, tokens in zip(chances, likeliest, strict=True)
+    ]
+
+
+def row_of(text: str, tokenizer: Tokenizer, special: SpecialTokens) -> np.ndarray:
+    """The ids of [CLS] text [SEP], int32.  Raises DataError for a text without [MASK]."""
+    if MASK not in text:
+        raise DataError(f"{text!r:.60} hides nothing. Write {MASK} for each token that is to be predicted.")
+    before, *after = text.split(MASK)
+    ids = [special.cls, *tokenizer.encode(before)]
+    for part in after:
+        ids += [special.mask, *tokenizer.encode(part)]
+    return np.array([*ids, special.sep], np.int32)
+
+
+def batch_of(ids: np.ndarray, special: SpecialTokens, program: Program) -> Batch:
+    """On devices: one microbatch of this row, once for each shard of the batch: [1, shards, context]."""
+    config, shards = program.config, program.plan.layout.batch_shards
+    columns = np.arange(config.model.context, dtype=np.int32)
+    tokens = np.full_like(columns, special.pad)
+    tokens[: len(ids)] = ids
+    rows = {"tokens": tokens, "positions": columns, "segments": (columns < len(ids)).astype(np.int32)}
+    if config.model.token_types:
+        rows["token_type_ids"] = np.zeros_like(columns)
+    unused = dict.fromkeys(("targets", "loss_weights", "sample_ids"))
+    repeated = {name: np.broadcast_to(row, (1, shards, len(row))) for name, row in rows.items()}
+    return jax.device_put(Batch(**unused | repeated), program.plan.sharding(program.plan.batch_spec))
