@@ -17,7 +17,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 MOST_LINES = 25  # of a cell
 
-PACKAGE_IMPORTS = {"spmd_lm", "spmd_lm.runtime.notebook_setup"}
+PACKAGE_IMPORTS = {"spmd_lm", "spmd_lm.analysis.scaling_law", "spmd_lm.runtime.notebook_setup"}
 """What a notebook imports of the package; of `spmd_lm` also `plots`."""
 
 
