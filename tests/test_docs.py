@@ -79,6 +79,18 @@ def test_the_example_in_the_readme_plans_trains_and_samples(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_pictures_of_docs_reports_are_drawn(monkeypatch):
+    """Each call of `plots` as it stands, its value a figure that has axes."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/reports.md").read_text(), re.DOTALL)
+    assert example.count("\nplots.") >= 5
+    monkeypatch.chdir(ROOT)
+    names = {"figures": []}
+    exec(re.sub(r"\n(plots\..*\))", r"\nfigures.append(\1)", example), names)
+    assert len(names["figures"]) == example.count("\nplots.")
+    assert all(figure.axes for figure in names["figures"])
+
+
+@pytest.mark.slow
 def test_the_benchmark_runs():
     """Its smallest size, for its agreement on the losses; times are for people to judge."""
     line = [sys.executable, ROOT / "benchmarks/cpu_step.py", "tiny", "--rounds", "1", "--bar", "1000"]

@@ -24,7 +24,7 @@ for line in sys.argv[1:]:
     if code := main(arguments(line)):
         sys.exit(f"exit code {code}")
 """
-TESTED_ELSEWHERE = {"README.md": "python", "docs/faq.md": "$ "}
+TESTED_ELSEWHERE = {"README.md": "python", "docs/reports.md": "python", "docs/faq.md": "$ "}
 """By page, how blocks begin that tests/test_docs.py and tests/test_faq.py run."""
 
 
