@@ -4,7 +4,7 @@
 # make test-all     all slow tests, then the suite on the newest Python there is: more than an hour on 2 cores
 # make mutants      break the parallel code in 176 places, one at a time; each must be noticed. Hours
 # make test-browser reports in Chromium, half a minute; INSTALL=1 installs Debian's package, where it can
-# make test-slurm   launch/ on a SLURM of its own: 2 to 3 minutes. INSTALL=1 installs Debian's packages, where it can
+# make test-slurm   launch/ on a SLURM of its own, and mpirun: 3 minutes. INSTALL=1 installs them, where it can
 # make notebooks    run notebooks/ from top to bottom: about a minute each. PART=1/2 runs every second one
 # make check        format, lint, types, then the suite
 # make format       mend what can be mended
@@ -59,7 +59,7 @@ test-browser: $(VENV)/.dev
 	$(BIN)/python -m pytest -m browser -rs
 
 test-slurm: $(VENV)/.dev
-	@$(call INSTALL_DEBIAN,slurm-wlm shellcheck,command -v slurmctld && command -v shellcheck)
+	@$(call INSTALL_DEBIAN,slurm-wlm openmpi-bin shellcheck,which slurmctld mpirun shellcheck)
 	$(BIN)/python -m pytest tests/launch -m "slurm or not slow" -rs
 
 # With INSTALL=1, Debian's packages $(1), unless $(2) finds them; where that fails, tests that need them are skipped.

@@ -26,11 +26,13 @@ class PipeConsole(Console):
 
 
 class Progress:
-    """Prints the progress of a run of `steps` steps.  `quiet`: print nothing, for all but a job's first process."""
+    """Prints the progress of a run of `steps` steps.  Of several `processes` only the first one prints, and without a
+    live line: launchers mix their output, and mpirun shows each process a terminal of its own."""
 
-    def __init__(self, steps: int, console: Console | None = None, quiet: bool = False):
+    def __init__(self, steps: int, console: Console | None = None, process: int = 0, processes: int = 1):
         self.steps = steps
-        self._console = console or PipeConsole(highlight=False, quiet=quiet)
+        terminal = False if processes > 1 else None  # None: if the output is one
+        self._console = console or PipeConsole(highlight=False, quiet=process > 0, force_terminal=terminal)
         self._metrics = ""  # the last record's, which stay on the live line until the next one
         self._first_step: tuple[int, float] | None = None  # and when it ended
         self._display = Live(console=self._console, transient=True)

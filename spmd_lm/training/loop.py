@@ -40,7 +40,7 @@ def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
     Raises ConfigError for an impossible layout or a directory that cannot be written or is in use, CheckpointError for
     a run of another model or checkpoints that are damaged or not saved, DataError, and NonFiniteError; none of them
     harms what was saved before."""
-    progress = Progress(config.train.steps, quiet=jax.process_index() > 0)
+    progress = Progress(config.train.steps, process=jax.process_index(), processes=jax.process_count())
     watched: AbstractContextManager[StopSignals] = nullcontext(signals) if signals else StopSignals()
     with watched as signals, open_run_dir(config, progress.log) as run_dir:
         messages = run_dir.check_config()
