@@ -24,7 +24,6 @@ SECONDS_PER_CELL = 300
 
 # As in tests/conftest.py: most of the time goes to compiling, and what LLVM optimizes changes no collective.
 ENVIRONMENT = {
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
 }
