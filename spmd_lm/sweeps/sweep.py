@@ -135,11 +135,12 @@ def check_owner(sweep: SweepFile, cells: Sequence[Cell], directory: Path) -> Non
     path, own = directory / "sweep.yaml", owner(sweep, cells)
     if not path.exists():
         return
-    saved, _ = syntax.read(path.read_text(encoding="utf-8"))
+    saved, _ = syntax.read(path.read_text(encoding="utf-8", errors="replace"))
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{path}: damaged. Delete it if {directory} is this sweep's; if not, choose another name.")
     if saved != own:
-        changed = [key for key in own if not isinstance(saved, dict) or saved.get(key) != own[key]]
-        what = ", ".join(f"{key} {(saved or {}).get(key)}, not {own[key]}" for key in changed)
-        raise ConfigError(f"{directory} is another sweep's: {what}. Choose another name, or delete that directory.")
+        what = ", ".join(f"{key} {saved.get(key)}, not {own[key]}" for key in own if saved.get(key) != own[key])
+        raise ConfigError(f"{directory} is another sweep's: {what}. Choose another name, or move that directory away.")
 
 
 def check_recipes(cells: Sequence[Cell]) -> None:
