@@ -198,6 +198,8 @@ def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any
         problems.append(f"{origin}: byte {error.start} is not UTF-8. Save the file as UTF-8 text.")
     except OSError as error:
         problems.append(f"{origin}: cannot be read: {error.strerror}. Give the path of a YAML file.")
+    except ValueError:
+        problems.append(f"{origin!r}: no file can have this name. Give the path of a YAML file.")
     else:
         problems += [f"{name}: {error}." for error in errors]
         if value is None:
