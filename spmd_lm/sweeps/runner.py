@@ -91,10 +91,17 @@ class Runner:
         return started
 
     def _start(self, cell: Cell, how: str) -> None:
-        if self._is_first:
-            cell.prepare()
-        slot = self._free_slots.pop()
-        self._jobs.start(cell, slot)
+        slot = self._free_slots[-1]
+        try:
+            if self._is_first:
+                cell.prepare()
+            self._jobs.start(cell, slot)
+        except OSError as error:  # a file in the way, no permission: the other cells may be well
+            reason = f"{error.filename or cell.directory}: {error.strerror}. Mend that, and start the sweep again."
+            self.outcomes[cell.id] = Outcome("failed", int(Exit.CONFIG), reason)
+            self._log(f"{cell.id}: failed, exit code {int(Exit.CONFIG)}: {reason}")
+            return
+        self._free_slots.pop()
         self._running[cell.id] = cell, slot, time.monotonic()
         self.outcomes[cell.id] = Outcome("running")
         self._log(f"{cell.id}: {how} on {self._jobs.name}")

@@ -24,6 +24,7 @@ class CellTable:
     def __init__(self, cells: Sequence[Cell]):
         self._cells = cells
         self._read: dict[str, Outcome] = {}  # by ID: the outcome with which its files were read
+        self._damage: dict[str, str] = {}  # by ID: why its files could not be read
         self.runs: dict[str, RunFiles] = {}  # of the cells that have started, by ID
 
     def records(self, outcomes: Mapping[str, Outcome]) -> list[Record]:
@@ -33,17 +34,21 @@ class CellTable:
             if self._read.get(cell.id) != outcome:
                 self._read[cell.id] = outcome
                 self._read_files(cell)
+            reason = outcome.reason or self._damage.get(cell.id, "")
+            outcome = outcome._replace(reason=reason)
             own = {"id": cell.id, **outcome._asdict(), "run_dir": str(cell.directory), **cell.values}
             records.append(own | (figures(self.runs[cell.id]) if cell.id in self.runs else {}))
         columns = list(dict.fromkeys(column for record in records for column in record))
         return [{column: record.get(column) for column in columns} for record in records]
 
     def _read_files(self, cell: Cell) -> None:
+        self._damage.pop(cell.id, None)
         if (cell.directory / "status.json").exists():
             try:
                 self.runs[cell.id] = read_run(cell.directory)
-            except UserError:  # damaged files: its outcome says so
+            except UserError as error:  # a finished cell stays done, without figures
                 self.runs.pop(cell.id, None)
+                self._damage[cell.id] = str(error)
 
 
 def figures(run: RunFiles) -> dict[str, Any]:
