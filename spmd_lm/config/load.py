@@ -93,9 +93,10 @@ def dump(config: RunConfig) -> str:
 
 
 def _not_a_run(directory: Path) -> str:
-    runs = sorted(found.parent for found in directory.glob(f"*/{CONFIG_FILE}"))
+    what = f"no {CONFIG_FILE} in this directory" if directory.is_dir() else "no such directory"
+    runs = sorted(found.parent for cells in ("", "cells/") for found in directory.glob(f"{cells}*/{CONFIG_FILE}"))
     way = f"Give one of the runs in it, such as {runs[0]}" if runs else "Give the directory of a run"
-    return f"no {CONFIG_FILE} in this directory, so it is not a run. {way}"
+    return f"{what}, so it is not a run. {way}"
 
 
 def _inherit(layers: Sequence[Layer], problems: list[str]) -> Layer | None:

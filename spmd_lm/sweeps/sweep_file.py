@@ -132,10 +132,10 @@ def _read_zip(group: Mapping[str, Any], problems: list[str]) -> list[Alternative
     alternatives = [dict(zip(lists, row, strict=True)) for row in rows]
     if not lists:
         problems.append("zip: nothing varies. Give keys and lists of their values, or remove it.")
-    elif _have_equal(alternatives):
-        problems.append(f"zip: {', '.join(lists)}: the same values stand twice. Leave one.")
     elif names and _have_equal([_as_text(str(name)) for name in names]):
         problems.append("zip: id: a name stands twice. Letters, digits, '.', '_' and '-' must tell them apart.")
+    elif not names and _have_equal(alternatives):
+        problems.append(f"zip: {', '.join(lists)}: the same values stand twice. Leave one, or give each an id.")
     return [Alternative(each, str(names[i]) if names else None) for i, each in enumerate(alternatives)]
 
 

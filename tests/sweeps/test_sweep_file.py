@@ -73,6 +73,7 @@ def test_what_varies_together_may_have_a_name(tmp_path):
     text = "zip: {id: [S, XL], model.width: [64, 128], model.heads: [4, 8]}\ngrid: {train.seed: [1]}"
     assert [cell.id for cell in cells(tmp_path, text)] == ["seed-1_S", "seed-1_XL"]
     assert "id" not in cells(tmp_path, text)[0].values
+    assert [cell.id for cell in cells(tmp_path, "zip: {id: [a, again], optim.lr: [1, 1]}")] == ["a", "again"]
     assert "lists of the same length, got id 1" in problems(tmp_path, text.replace("S, XL", "S"))
 
 
