@@ -17,6 +17,9 @@ from spmd_lm.sweeps.cells import Cell, Outcome
 SPEEDS = ("tokens_per_second", "mfu", "seconds")
 """Of a step: medians, without the first record, which has the first step's slow start."""
 
+WHOLE = ("exit_code", "peak_bytes")
+"""Columns of whole numbers that may be empty in every cell."""
+
 
 class CellTable:
     """A record for each cell, with the same columns; a cell's files are read again when its outcome has changed."""
@@ -86,7 +89,8 @@ def write_tables(records: Sequence[Record], directory: Path) -> None:
 
 
 def write_parquet(records: Sequence[Record], path: Path) -> None:
-    """A column's type is that of its values: whole numbers, numbers, true or false, or else text."""
+    """A column's type is that of its values: whole numbers, numbers, true or false, or else text.  A column that is
+    empty so far has numbers, so that it has the same type before and after a cell fills it."""
     from arro3.core import Array, DataType, Table
     from arro3.io import write_parquet
 
@@ -95,7 +99,9 @@ def write_parquet(records: Sequence[Record], path: Path) -> None:
     for name in records[0]:
         values = [record[name] for record in records]
         kinds = {type(value) for value in values if value is not None}
-        kind = float if kinds == {int, float} else kinds.pop() if len(kinds) == 1 else str
+        kind = kinds.pop() if len(kinds) == 1 else float if kinds <= {int, float} else str
+        if not any(value is not None for value in values) and name in WHOLE:
+            kind = int
         kind = kind if kind in types else str
         columns[name] = Array([None if value is None else kind(value) for value in values], type=types[kind])
     partial = path.with_name(path.name + ".tmp")

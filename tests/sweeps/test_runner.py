@@ -3,6 +3,7 @@
 import csv
 import json
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from spmd_lm.runtime.metrics import BUCKETS, Status, write_atomically
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.sweeps import runner
 from spmd_lm.sweeps.cells import Cell, Outcome
+from spmd_lm.sweeps.jobs import LocalJobs
 from spmd_lm.sweeps.runner import Runner
 from spmd_lm.sweeps.sweep import check_recipes, read_owner, run_cells
-from spmd_lm.sweeps.table import CellTable
+from spmd_lm.sweeps.table import CellTable, write_parquet
 from tests.processes import ROOT
 
 
@@ -155,6 +157,18 @@ def test_a_signal_is_passed_on_and_nothing_more_starts(cells, number, code):
     assert [each.outcomes[id].status for id in "abcd"] == ["preempted", "preempted", "pending", "pending"]
 
 
+def test_a_cell_that_is_told_to_stop_before_it_can_answer_is_preempted(cells):
+    """As a process is while Python starts."""
+    local = LocalJobs()
+    local._processes["a"] = subprocess.Popen(["/bin/sleep", "60"])
+    local.stop(signal.SIGTERM)
+    local._processes["a"].wait(timeout=10)
+    assert local.poll(cells[0]) == Exit.PREEMPTED
+    local._processes["b"] = subprocess.Popen(["/bin/sh", "-c", "kill -TERM $$"])
+    local._processes["b"].wait(timeout=10)
+    assert local.poll(cells[1]) == 128 + signal.SIGTERM
+
+
 def test_jobs_that_outlive_the_sweep_are_left_in_their_queue(cells):
     jobs = FakeJobs()
     jobs.outlive_sweep = True
@@ -203,6 +217,16 @@ def test_tables_have_every_cell_and_its_figures(cells, tmp_path):
     table = arro3.io.read_parquet(tmp_path / "cells.parquet").read_all()
     assert table.column_names == list(lines[0])
     assert table["loss"].to_pylist() == [2.0, None, None, None] and table["train.seed"].to_pylist() == [0, 1, 2, 3]
+
+
+def test_columns_without_a_value_yet_have_the_type_of_those_to_come(tmp_path):
+    import arro3.io
+    from arro3.core import DataType
+
+    write_parquet([{"exit_code": None, "peak_bytes": None, "loss": None, "on": [True]}], tmp_path / "cells.parquet")
+    schema = arro3.io.read_parquet(tmp_path / "cells.parquet").schema
+    expected = [DataType.int64(), DataType.int64(), DataType.float64(), DataType.string()]
+    assert [schema.field(i).type for i in range(4)] == expected
 
 
 def test_cells_trained_with_other_settings_are_refused(cells, tmp_path):
