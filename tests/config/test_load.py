@@ -315,7 +315,7 @@ def test_a_directory_of_runs_suggests_one(first):
         load_run(first.parent)
     (first.parent.parent / "sweep").mkdir()
     first.parent.rename(first.parent.parent / "sweep" / "cells")
-    with pytest.raises(ConfigError, match="such as .*sweep/cells/first"):
+    with pytest.raises(ConfigError, match=r"such as .*sweep/cells/first"):
         load_run(first.parent.parent / "sweep")
 
 
