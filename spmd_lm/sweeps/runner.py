@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from spmd_lm.config.load import CONFIG_FILE
 from spmd_lm.errors import Exit
 from spmd_lm.runtime.directories import is_locked
 from spmd_lm.runtime.formatting import format_duration, pluralize
@@ -75,8 +76,10 @@ class Runner:
         for _ in range(len(self._waiting)):
             if not self._free_slots:
                 break
+            if not self._is_first and not (self._waiting[0].directory / CONFIG_FILE).exists():
+                break  # the first process of the job has not prepared it yet
             cell = self._waiting.popleft()
-            if not self._jobs.outlive_sweep and is_locked(cell.directory):
+            if self._is_first and not self._jobs.outlive_sweep and is_locked(cell.directory):
                 if cell.id not in self._postponed:
                     self._log(f"{cell.id}: another process trains {cell.directory}; waiting until it ends")
                 self._postponed.add(cell.id)
@@ -112,9 +115,11 @@ class Runner:
             code = self._jobs.poll(cell)
             if code is None:
                 continue
-            outcome = cell.after_exit(code)
             if self._is_first:
+                outcome = cell.after_exit(code)
                 cell.record(outcome)
+            else:  # the first process may still be writing what it did
+                outcome = cell.after_exit(code) if code else Outcome("done", 0)
             self.outcomes[cell.id] = outcome
             del self._running[cell.id]
             self._free_slots.append(slot)

@@ -60,8 +60,9 @@ def run_sweep(
     with lock_directory(directory, log, is_first_process(), "name"):
         check_owner(sweep, cells, directory)
         check_recipes(cells)
-        with writing_in(directory):
-            write_atomically(directory / "sweep.yaml", syntax.write(owner(sweep, cells)))
+        if is_first_process():
+            with writing_in(directory):
+                write_atomically(directory / "sweep.yaml", syntax.write(owner(sweep, cells)))
         return run_cells(cells, directory, jobs, at_once, signals, log, sweep.published)
 
 

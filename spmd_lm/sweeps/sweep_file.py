@@ -190,13 +190,18 @@ def _read_published(given: Any, problems: list[str]) -> dict[str, Any]:
     match given:
         case {"source": str(), "efficiency": dict() as series, **rest} if not rest and all(
             isinstance(points, dict)
-            and all(type(n) is int and isinstance(value, int | float) for n, value in points.items())
+            and points
+            and all(
+                type(n) is int and n > 0 and isinstance(x, int | float) and 0 < x < math.inf for n, x in points.items()
+            )
             for points in series.values()
         ):
             return given
         case dict() if not given:
             return {}
-    problems.append("published: expected source: text, efficiency: {name of a series: {devices: efficiency}}.")
+    problems.append(
+        "published: expected source: text, efficiency: {name of a series: {devices: efficiency}}, as in {1: 1.0, 2: 0.95}."
+    )
     return {}
 
 

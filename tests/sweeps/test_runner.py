@@ -270,3 +270,17 @@ def test_a_damaged_owner_is_told(text, tmp_path):
     (tmp_path / "sweep.yaml").write_bytes(text)
     with pytest.raises(ConfigError, match=f"is damaged.*If {tmp_path} is this sweep's, delete that file"):
         read_owner(tmp_path / "sweep.yaml")
+
+
+def test_another_process_of_a_job_starts_what_the_first_one_has_prepared(cells):
+    """And goes by exit codes: the first one writes status.json, maybe later."""
+    jobs = FakeJobs()
+    each = Runner(cells[:1], jobs, 1, lambda line: None, is_first=False)
+    assert not each._start_waiting() and not jobs.started
+    cells[0].prepare()
+    before = sorted(cells[0].directory.iterdir())
+    with lock_directory(cells[0].directory, print, True):  # by the cell's first process
+        assert each._start_waiting() and jobs.started == ["a"]
+    jobs.poll = lambda cell: 0
+    assert each.run(StopSignals(), lambda: None) == Exit.DONE and each.outcomes["a"].status == "done"
+    assert sorted(cells[0].directory.iterdir()) == before

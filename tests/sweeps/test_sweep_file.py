@@ -109,6 +109,8 @@ def test_values_added_later_leave_the_ids_of_the_others(tmp_path):
         ("grid: {optim.lr: [1, 2]}\nwhen: optim.lr > 2", "when: no cell is left"),
         ("grid: {optim.lr: [1, 2]}\nwhen: 3", "when: expected a condition"),
         ("grid: {optim.lr: [1, 2]}\npublished: {source: x}", "published: expected source"),
+        ("grid: {optim.lr: [1]}\npublished: {source: x, efficiency: {a: {}}}", "published: expected source"),
+        ("grid: {optim.lr: [1]}\npublished: {source: x, efficiency: {a: {2: .nan}}}", "published: expected source"),
         ("grid: {optim.lr: {geomspace: [1.0, 2.0, 9000]}, train.steps: [1, 2]}", "18,000 cells"),
     ],
 )
