@@ -1,6 +1,7 @@
 """`spmd-lm report`: one HTML page about a run, or about several laid over each other."""
 
 import argparse
+import os
 
 from spmd_lm.commands.common import Arguments, check_json, write_result
 from spmd_lm.runtime.formatting import pluralize
@@ -11,7 +12,7 @@ def run(arguments: Arguments) -> int:
     from spmd_lm.api import report
 
     path = report(*arguments.RUN, out=arguments.out)
-    runs = len(arguments.RUN)
+    runs = len({os.path.realpath(each) for each in arguments.RUN})
     return write_result(arguments, {"report": str(path)}, f"{path}: the report on {pluralize(runs, 'run')}")
 
 

@@ -93,9 +93,10 @@ def dump(config: RunConfig) -> str:
 
 
 def _not_a_run(directory: Path) -> str:
-    runs = sorted(found.parent for found in directory.glob(f"*/{CONFIG_FILE}"))
+    what = f"no {CONFIG_FILE} in this directory" if directory.is_dir() else "no such directory"
+    runs = sorted(found.parent for cells in ("", "cells/") for found in directory.glob(f"{cells}*/{CONFIG_FILE}"))
     way = f"Give one of the runs in it, such as {runs[0]}" if runs else "Give the directory of a run"
-    return f"no {CONFIG_FILE} in this directory, so it is not a run. {way}"
+    return f"{what}, so it is not a run. {way}"
 
 
 def _inherit(layers: Sequence[Layer], problems: list[str]) -> Layer | None:
@@ -198,6 +199,8 @@ def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any
         problems.append(f"{origin}: byte {error.start} is not UTF-8. Save the file as UTF-8 text.")
     except OSError as error:
         problems.append(f"{origin}: cannot be read: {error.strerror}. Give the path of a YAML file.")
+    except ValueError:
+        problems.append(f"{origin!r}: no file can have this name. Give the path of a YAML file.")
     else:
         problems += [f"{name}: {error}." for error in errors]
         if value is None:

@@ -29,6 +29,7 @@ from spmd_lm.reports.page import (
     preformatted,
     table,
 )
+from spmd_lm.runtime.directories import was_killed
 from spmd_lm.runtime.formatting import format_bytes, format_duration, format_quantity, pluralize, to_json
 from spmd_lm.runtime.metrics import Life, Record, Status, read_records, write_atomically
 from spmd_lm.step.program import abstract_plan
@@ -52,6 +53,7 @@ class RunFiles:
     config_text: str = ""
     status: Status | None = None  # None before the first start
     written: datetime | None = None  # when status.json was
+    killed: bool = False  # whether its status says running, and its process is gone
     records: list[Record] = field(default_factory=list)
     generated: str = ""  # samples.txt
     plan: Mapping[str, Any] | None = None
@@ -82,6 +84,7 @@ def read_run(directory: Path) -> RunFiles:
     run.records = read_records(directory / "metrics.jsonl")
     if status:
         run.written = datetime.fromtimestamp(status.path.stat().st_mtime, UTC)
+        run.killed = status.state == "running" and was_killed(directory)
     try:
         run.config = load_run(directory)
         run.name = run.config.run.name
@@ -178,7 +181,7 @@ def format_state(run: RunFiles) -> str:
     if status is None:
         return "not started"
     if status.state == "running" and run.written:
-        return f"running at {run.written:%Y-%m-%d %H:%M} UTC"
+        return f"{'killed after' if run.killed else 'running at'} {run.written:%Y-%m-%d %H:%M} UTC"
     return f"failed: {_format_exit(status.exit_code)}" if status.state == "failed" else status.state
 
 
@@ -319,7 +322,7 @@ def life_table(run: RunFiles) -> Content:
         return ""
     if not run.lives:
         return "The version of spmd_lm that trained this run did not record its starts."
-    running = len(run.lives) - 1 if run.status.state == "running" else None
+    running = len(run.lives) - 1 if run.status.state == "running" and not run.killed else None
     rows = []
     for i, life in enumerate(run.lives):
         steps = f"{life.first_step}–{life.last_step}" if life.last_step >= life.first_step else UNKNOWN

@@ -113,6 +113,15 @@ def is_locked(directory: Path) -> bool:
     return False
 
 
+def was_killed(directory: Path) -> bool:
+    """Whether the last holder of the directory's lock, on this host, ended without removing its lock file."""
+    try:
+        holder = (directory / ".lock").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return False
+    return holder.endswith(f" on {socket.gethostname()}") and not is_locked(directory)
+
+
 def _open_lock_file(directory: Path, key: str) -> TextIO:
     """Opens the file to lock.  ConfigError if the run cannot write to its directory."""
     try:

@@ -56,7 +56,7 @@ def read_records(path: Path) -> list[Record]:
             record = json.loads(line.decode("utf-8"))
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise ValueError(f"{record!r:.40} is no object with an integer 'step'")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             where = f"{path}: line {number}"
             raise CheckpointError(
                 f"{where} is not a record ({error}). Fix that line, or move the file away."
@@ -165,7 +165,7 @@ class Status(BaseModel):
             if not isinstance(values, dict) or "path" in values:
                 raise ValueError(f"expected an object of its keys, got {values!r:.40}")
             return cls(path=path, **values)
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError, RecursionError) as error:
             problem = str(error)
             if isinstance(error, ValidationError):
                 faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.40}" for e in error.errors()]

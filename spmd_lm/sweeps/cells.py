@@ -16,7 +16,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, Exit
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.metrics import Status, write_atomically
-from spmd_lm.sweeps.sweep_file import SweepFile, Values
+from spmd_lm.sweeps.sweep_file import CELL_KEYS, SweepFile, Values
 
 IGNORED_CHANGES = ("  parallel.", "  checkpoint.", "  train.log_every:")
 """Keys, as lines of `check_compatible` begin, that have no effect on what a run learns."""
@@ -100,9 +100,7 @@ def make_cells(sweep: SweepFile, directory: Path, overrides: Sequence[str] = ())
         combinations = [(cell_id, values) for cell_id, values in combinations if _selected(sweep, base, values)]
     if not combinations:
         raise ConfigError(f"{sweep.path}: when: no cell is left. Loosen it, or add values.")
-    swept = {key for _, values in combinations for key in values} | {*sweep.constants}
-    if again := [override for override in overrides if override.partition("=")[0] in swept]:
-        raise ConfigError(f"command line: {again[0]}: the sweep sets this key. Change {sweep.path}.")
+    _check_overrides(sweep, dict.fromkeys(key for _, values in combinations for key in values), overrides)
     cells, faults = [], defaultdict[str, list[str]](list)
     for cell_id, values in combinations:
         run = {"run.dir": str(directory / "cells" / cell_id), "run.name": f"{sweep.name}-{cell_id}"}
@@ -113,6 +111,17 @@ def make_cells(sweep: SweepFile, directory: Path, overrides: Sequence[str] = ())
                 faults[problem].append(cell_id)
     raise_faults(faults, len(combinations))
     return cells
+
+
+def _check_overrides(sweep: SweepFile, varied: Iterable[str], overrides: Sequence[str]) -> None:
+    """ConfigError if one of them would win over what the sweep sets: a key, a whole section, or a part of a value."""
+    for override in overrides:
+        path = override.partition("=")[0]
+        for key in (*varied, *sweep.constants, *CELL_KEYS):
+            if f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}."):
+                advice = f"Change {sweep.path}" if key not in CELL_KEYS else "Leave it out: it differs in every cell"
+                what = "this key" if path == key else key
+                raise ConfigError(f"command line: {override}: the sweep sets {what}. {advice}.")
 
 
 def raise_faults(faults: dict[str, list[str]], cells: int) -> None:
@@ -164,14 +173,23 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Values:
 
 
 def different_recipes(cells: Iterable[Cell]) -> list[str]:
-    """The cells that were trained, as far as they are, with other settings than the sweep has now, a line each."""
+    """The cells that were trained, as far as they are, with other settings than the sweep has now, a line each.
+
+    A cell whose status is damaged fails by itself.  ConfigError if one has no readable configuration."""
     from spmd_lm.checkpoints.saved_run import check_compatible  # imports jax
 
     lines = []
     for cell in cells:
-        if Status.read(cell.directory) is None:
+        try:
+            if Status.read(cell.directory) is None:
+                continue
+        except CheckpointError:
             continue
-        saved = load(cell.directory / CONFIG_FILE).model_dump(by_alias=True)
+        try:
+            saved = load(cell.directory / CONFIG_FILE).model_dump(by_alias=True)
+        except ConfigError as error:
+            advice = f"Restore {cell.directory / CONFIG_FILE}, or delete {cell.directory} to train that cell again."
+            raise ConfigError(*error.problems, advice) from error
         changes = check_compatible(saved, cell.config.model_dump(by_alias=True), cell.directory)
         lines += [f"{cell.directory}:{line}" for line in changes if not line.startswith(IGNORED_CHANGES)]
     return lines

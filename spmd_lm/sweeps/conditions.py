@@ -54,6 +54,10 @@ class Condition:
         cannot be compared."""
         try:
             return bool(self._value(self._tree, keys))
+        except ConfigError:  # a ValueError too
+            raise
+        except RecursionError as error:
+            raise ConfigError(f"when: '{self.text:.60}' is too deep. Write several conditions.") from error
         except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
             raise ConfigError(f"when: '{self.text}': {error}. Compare numbers with numbers.") from error
 

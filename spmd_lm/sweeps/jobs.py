@@ -67,6 +67,8 @@ class LocalJobs:
 
     def poll(self, cell: Cell) -> int | None:
         code = self._processes[cell.id].poll()
+        if code == -signal.SIGTERM and (cell.id, signal.SIGTERM) in self._told:
+            return int(Exit.PREEMPTED)  # told while Python started: there was nothing to save
         return 128 - code if code is not None and code < 0 else code
 
     def stop(self, number: signal.Signals) -> None:

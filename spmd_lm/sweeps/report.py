@@ -64,6 +64,8 @@ def _failures(records: Sequence[Record]) -> Iterator[Content]:
     for record in records:
         if record["status"] == "failed":
             yield notice(f"{record['id']} failed with exit code {record['exit_code']}: {record['reason']}")
+        elif record["reason"]:
+            yield notice(f"{record['id']}: {record['reason']}")
 
 
 def _cell_table(cells: Sequence[Cell], records: Sequence[Record]) -> Content:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from spmd_lm.config.load import CONFIG_FILE
 from spmd_lm.errors import Exit
 from spmd_lm.runtime.directories import is_locked
 from spmd_lm.runtime.formatting import format_duration, pluralize
@@ -75,8 +76,10 @@ class Runner:
         for _ in range(len(self._waiting)):
             if not self._free_slots:
                 break
+            if not self._is_first and not (self._waiting[0].directory / CONFIG_FILE).exists():
+                break  # the first process of the job has not prepared it yet
             cell = self._waiting.popleft()
-            if not self._jobs.outlive_sweep and is_locked(cell.directory):
+            if self._is_first and not self._jobs.outlive_sweep and is_locked(cell.directory):
                 if cell.id not in self._postponed:
                     self._log(f"{cell.id}: another process trains {cell.directory}; waiting until it ends")
                 self._postponed.add(cell.id)
@@ -91,10 +94,17 @@ class Runner:
         return started
 
     def _start(self, cell: Cell, how: str) -> None:
-        if self._is_first:
-            cell.prepare()
-        slot = self._free_slots.pop()
-        self._jobs.start(cell, slot)
+        slot = self._free_slots[-1]
+        try:
+            if self._is_first:
+                cell.prepare()
+            self._jobs.start(cell, slot)
+        except OSError as error:  # a file in the way, no permission: the other cells may be well
+            reason = f"{error.filename or cell.directory}: {error.strerror}. Mend that, and start the sweep again."
+            self.outcomes[cell.id] = Outcome("failed", int(Exit.CONFIG), reason)
+            self._log(f"{cell.id}: failed, exit code {int(Exit.CONFIG)}: {reason}")
+            return
+        self._free_slots.pop()
         self._running[cell.id] = cell, slot, time.monotonic()
         self.outcomes[cell.id] = Outcome("running")
         self._log(f"{cell.id}: {how} on {self._jobs.name}")
@@ -105,9 +115,11 @@ class Runner:
             code = self._jobs.poll(cell)
             if code is None:
                 continue
-            outcome = cell.after_exit(code)
             if self._is_first:
+                outcome = cell.after_exit(code)
                 cell.record(outcome)
+            else:  # the first process may still be writing what it did
+                outcome = cell.after_exit(code) if code else Outcome("done", 0)
             self.outcomes[cell.id] = outcome
             del self._running[cell.id]
             self._free_slots.append(slot)

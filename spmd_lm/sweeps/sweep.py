@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -59,7 +60,9 @@ def run_sweep(
     with lock_directory(directory, log, is_first_process(), "name"):
         check_owner(sweep, cells, directory)
         check_recipes(cells)
-        write_atomically(directory / "sweep.yaml", syntax.write(owner(sweep, cells)))
+        if is_first_process():
+            with writing_in(directory):
+                write_atomically(directory / "sweep.yaml", syntax.write(owner(sweep, cells)))
         return run_cells(cells, directory, jobs, at_once, signals, log, sweep.published)
 
 
@@ -82,14 +85,26 @@ def run_cells(
 
     def update() -> None:
         if is_first:
-            write_tables(table.records(runner.outcomes), directory)
+            with writing_in(directory):
+                write_tables(table.records(runner.outcomes), directory)
 
     code = runner.run(signals, update)
     records = table.records(runner.outcomes)
     if is_first:
         page = make_report(directory.name, cells, records, table.runs, published)
-        write_atomically(directory / "report.html", page)
+        with writing_in(directory):
+            write_atomically(directory / "report.html", page)
     return code, records
+
+
+@contextmanager
+def writing_in(directory: Path) -> Iterator[None]:
+    """ConfigError where a file of the sweep's own cannot be written, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename2 or error.filename or directory}: cannot be written: {error.strerror}"
+        raise ConfigError(f"{what}. Mend that; the same command goes on from here.") from error
 
 
 def local_jobs(cells: Sequence[Cell], at_once: int) -> LocalJobs:
@@ -135,12 +150,24 @@ def check_owner(sweep: SweepFile, cells: Sequence[Cell], directory: Path) -> Non
     path, own = directory / "sweep.yaml", owner(sweep, cells)
     if not path.exists():
         return
-    saved, _ = syntax.read(path.read_text(encoding="utf-8", errors="replace"))
-    if not isinstance(saved, dict):
-        raise ConfigError(f"{path}: damaged. Delete it if {directory} is this sweep's; if not, choose another name.")
+    saved = read_owner(path)
     if saved != own:
         what = ", ".join(f"{key} {saved.get(key)}, not {own[key]}" for key in own if saved.get(key) != own[key])
         raise ConfigError(f"{directory} is another sweep's: {what}. Choose another name, or move that directory away.")
+
+
+def read_owner(path: Path) -> dict[str, Any]:
+    """The `owner` that a sweep.yaml has.  ConfigError if it is damaged."""
+    try:
+        saved, _ = syntax.read(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        saved = None
+    if not isinstance(saved, dict):
+        raise ConfigError(
+            f"{path}: is damaged, so it does not say whose directory this is. If {path.parent} is this sweep's, delete "
+            "that file; otherwise choose another name."
+        )
+    return saved
 
 
 def check_recipes(cells: Sequence[Cell]) -> None:

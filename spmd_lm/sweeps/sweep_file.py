@@ -113,6 +113,8 @@ def _read_factors(tree: Mapping[str, Any], problems: list[str]) -> tuple[list[li
     problems += [f"{key}: stands twice in grid and zip. Leave one." for key, n in repeated.items() if n > 1]
     problems += [f"{key}: expected section.key." for key in repeated if not re.fullmatch(r"\w+(\.\w+)+", str(key))]
     problems += [f"{key}: the sweep sets it for each cell. Remove it." for key in repeated if key in CELL_KEYS]
+    parts = [(key, other) for key in repeated for other in repeated if str(other).startswith(f"{key}.")]
+    problems += [f"{key}: {other} is a part of it. Leave one." for key, other in parts]
     if not factors and not problems:
         problems.append("grid: nothing varies. Give a key and a list of its values, as in parallel.model: [1, 2].")
     return factors, constants
@@ -128,6 +130,12 @@ def _read_zip(group: Mapping[str, Any], problems: list[str]) -> list[Alternative
     names = lists.pop("id", None)
     rows = zip(*(values or [] for values in lists.values()), strict=True)
     alternatives = [dict(zip(lists, row, strict=True)) for row in rows]
+    if not lists:
+        problems.append("zip: nothing varies. Give keys and lists of their values, or remove it.")
+    elif names and _have_equal([_as_text(str(name)) for name in names]):
+        problems.append("zip: id: a name stands twice. Letters, digits, '.', '_' and '-' must tell them apart.")
+    elif not names and _have_equal(alternatives):
+        problems.append(f"zip: {', '.join(lists)}: the same values stand twice. Leave one, or give each an id.")
     return [Alternative(each, str(names[i]) if names else None) for i, each in enumerate(alternatives)]
 
 
@@ -139,9 +147,13 @@ def _read_values(where: str, given: Any, problems: list[str]) -> list[Any] | Non
         return None
     if not given:
         problems.append(f"{where}: no values. Give some, or remove the key.")
-    if where.startswith("grid") and len({json.dumps(value, default=str) for value in given}) < len(given):
+    if where.startswith("grid") and _have_equal(given):
         problems.append(f"{where}: a value stands twice. Leave one.")
     return given
+
+
+def _have_equal(values: Sequence[Any]) -> bool:
+    return len({json.dumps(value, default=str) for value in values}) < len(values)
 
 
 def _geomspace(where: str, arguments: Any, problems: list[str]) -> list[Any]:
@@ -156,7 +168,7 @@ def _geomspace(where: str, arguments: Any, problems: list[str]) -> list[Any]:
             if len({*values}) == count:
                 return values
     problems.append(
-        f"{where}: expected geomspace: [first, last, count] of {MOST_CELLS:,} different positive values at most, "
+        f"{where}: expected geomspace: [first, last, count] of 2 to {MOST_CELLS:,} different positive values, "
         f"got {arguments!r:.40}."
     )
     return []
@@ -178,13 +190,18 @@ def _read_published(given: Any, problems: list[str]) -> dict[str, Any]:
     match given:
         case {"source": str(), "efficiency": dict() as series, **rest} if not rest and all(
             isinstance(points, dict)
-            and all(type(n) is int and isinstance(value, int | float) for n, value in points.items())
+            and points
+            and all(
+                type(n) is int and n > 0 and isinstance(x, int | float) and 0 < x < math.inf for n, x in points.items()
+            )
             for points in series.values()
         ):
             return given
         case dict() if not given:
             return {}
-    problems.append("published: expected source: text, efficiency: {name of a series: {devices: efficiency}}.")
+    problems.append(
+        "published: expected source: text, efficiency: {series: {devices: efficiency}}, as in {1: 1.0, 2: 0.95}."
+    )
     return {}
 
 

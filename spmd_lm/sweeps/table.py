@@ -17,6 +17,9 @@ from spmd_lm.sweeps.cells import Cell, Outcome
 SPEEDS = ("tokens_per_second", "mfu", "seconds")
 """Of a step: medians, without the first record, which has the first step's slow start."""
 
+WHOLE = ("exit_code", "peak_bytes")
+"""Columns of whole numbers that may be empty in every cell."""
+
 
 class CellTable:
     """A record for each cell, with the same columns; a cell's files are read again when its outcome has changed."""
@@ -24,6 +27,7 @@ class CellTable:
     def __init__(self, cells: Sequence[Cell]):
         self._cells = cells
         self._read: dict[str, Outcome] = {}  # by ID: the outcome with which its files were read
+        self._damage: dict[str, str] = {}  # by ID: why its files could not be read
         self.runs: dict[str, RunFiles] = {}  # of the cells that have started, by ID
 
     def records(self, outcomes: Mapping[str, Outcome]) -> list[Record]:
@@ -33,17 +37,21 @@ class CellTable:
             if self._read.get(cell.id) != outcome:
                 self._read[cell.id] = outcome
                 self._read_files(cell)
+            reason = outcome.reason or self._damage.get(cell.id, "")
+            outcome = outcome._replace(reason=reason)
             own = {"id": cell.id, **outcome._asdict(), "run_dir": str(cell.directory), **cell.values}
             records.append(own | (figures(self.runs[cell.id]) if cell.id in self.runs else {}))
         columns = list(dict.fromkeys(column for record in records for column in record))
         return [{column: record.get(column) for column in columns} for record in records]
 
     def _read_files(self, cell: Cell) -> None:
+        self._damage.pop(cell.id, None)
         if (cell.directory / "status.json").exists():
             try:
                 self.runs[cell.id] = read_run(cell.directory)
-            except UserError:  # damaged files: its outcome says so
+            except UserError as error:  # a finished cell stays done, without figures
                 self.runs.pop(cell.id, None)
+                self._damage[cell.id] = str(error)
 
 
 def figures(run: RunFiles) -> dict[str, Any]:
@@ -81,7 +89,8 @@ def write_tables(records: Sequence[Record], directory: Path) -> None:
 
 
 def write_parquet(records: Sequence[Record], path: Path) -> None:
-    """A column's type is that of its values: whole numbers, numbers, true or false, or else text."""
+    """A column's type is that of its values: whole numbers, numbers, true or false, or else text.  A column that is
+    empty so far has numbers, so that it has the same type before and after a cell fills it."""
     from arro3.core import Array, DataType, Table
     from arro3.io import write_parquet
 
@@ -90,7 +99,9 @@ def write_parquet(records: Sequence[Record], path: Path) -> None:
     for name in records[0]:
         values = [record[name] for record in records]
         kinds = {type(value) for value in values if value is not None}
-        kind = float if kinds == {int, float} else kinds.pop() if len(kinds) == 1 else str
+        kind = kinds.pop() if len(kinds) == 1 else float if kinds <= {int, float} else str
+        if not any(value is not None for value in values) and name in WHOLE:
+            kind = int
         kind = kind if kind in types else str
         columns[name] = Array([None if value is None else kind(value) for value in values], type=types[kind])
     partial = path.with_name(path.name + ".tmp")

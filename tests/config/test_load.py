@@ -270,7 +270,7 @@ def test_a_complete_model_needs_no_other_run(first, write):
 
 
 def test_an_unreadable_init_from_is_reported_and_no_model_keys_are_asked_for(first):
-    gone = "run.init_from=runs/none: no config.yaml in this directory, so it is not a run. Give the directory of a run."
+    gone = "run.init_from=runs/none: no such directory, so it is not a run. Give the directory of a run."
     assert problems("later.yaml", "run.init_from=runs/none") == (f"command line: {gone}",)
     file = first / "config.yaml"
     file.write_text(file.read_text().replace("heads: 8", "heads: 7"))
@@ -303,6 +303,9 @@ def test_a_run_refuses_another_tokenizer(first, other):
 
 
 def test_a_directory_without_a_configuration_is_not_a_run(first, tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing: no such directory, so it is not a run\."):
+        load_run(tmp_path / "nothing")
+    (tmp_path / "nothing").mkdir()
     with pytest.raises(ConfigError, match=r"nothing: no config\.yaml in this directory, so it is not a run\."):
         load_run(tmp_path / "nothing")
 
@@ -310,6 +313,10 @@ def test_a_directory_without_a_configuration_is_not_a_run(first, tmp_path):
 def test_a_directory_of_runs_suggests_one(first):
     with pytest.raises(ConfigError, match=r"runs: .* is not a run\. Give one of the runs in it, such as runs/first"):
         load_run(first.parent)
+    (first.parent.parent / "sweep").mkdir()
+    first.parent.rename(first.parent.parent / "sweep" / "cells")
+    with pytest.raises(ConfigError, match=r"such as .*sweep/cells/first"):
+        load_run(first.parent.parent / "sweep")
 
 
 # --- problems ---------------------------------------------------------------------------------------------------------

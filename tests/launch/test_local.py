@@ -176,6 +176,18 @@ def test_a_job_whose_launcher_is_killed_saves(tmp_path):
     assert (tmp_path / "checkpoints" / str(state["step"]) / "commit_success.txt").exists()
 
 
+@pytest.mark.slow
+def test_seeds_are_trained_by_all_processes(tmp_path):
+    """Each seed is a job of its own: the processes of the sweep start the same one, and agree on its end."""
+    job = launch(2, *train(tmp_path, "train.steps=2", "train.eval_every=2", "train.eval_batches=1"), "--seeds", "2")
+    code, output = end(job, 300)
+    assert code == Exit.DONE, output
+    assert "seed-1: done" in output and "eval_loss" in output and "[1]" not in output
+    for seed in range(2):
+        status = json.loads((tmp_path / "cells" / f"seed-{seed}" / "status.json").read_text())
+        assert (status["state"], status["lives"][0]["processes"]) == ("done", 2)
+
+
 def start_apart(directories: list[Path], own: list[list[str]], *overrides: str) -> list[subprocess.Popen]:
     """Two processes of a job without a launcher, each in a directory of its own, as on two hosts: they train on its
     text.txt."""

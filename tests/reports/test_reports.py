@@ -11,6 +11,7 @@ from spmd_lm import cli
 from spmd_lm.errors import CheckpointError, ConfigError
 from spmd_lm.reports.page import Html, Page, cards, details, facts, figure, notice, preformatted, table
 from spmd_lm.reports.runs import make_page, write_report
+from spmd_lm.runtime.directories import lock_directory
 from tests.reports.run_files import HOSTILE, LIFE, PIPELINE, make_run, record
 
 VOID = {"meta", "link", "br", "img", "path", "use", "rect"}
@@ -95,6 +96,20 @@ def test_no_device_is_started(tmp_path):
     subprocess.run([sys.executable, "-c", code, tmp_path / "far"], check=True, capture_output=True, text=True)
     parsed = parse((tmp_path / "far/report.html").read_text())
     assert {"64 tpu", "64 x TPU v5p", "data 64"} <= set(parsed.texts)
+
+
+def test_a_killed_run_is_not_said_to_run(tmp_path):
+    """A process that is killed leaves its lock file, unlocked."""
+    life = LIFE | {"exit_code": None}
+    run = make_run(tmp_path / "mine", state="running", step=3, exit_code=None, lives=[life])
+    with lock_directory(run, print, True):
+        left = (run / ".lock").read_text()
+        assert "running" in parse(make_page([run])).texts
+    (run / ".lock").write_text(left.rpartition(" ")[0] + " another-host\n")
+    assert "running" in parse(make_page([run])).texts
+    (run / ".lock").write_text(left)
+    texts = parse(make_page([run])).texts
+    assert "killed" in texts and any(text.startswith("killed after 20") for text in texts) and "running" not in texts
 
 
 @pytest.mark.parametrize(
@@ -190,6 +205,8 @@ def test_the_command_writes_one_file(tmp_path, capsys):
     assert cli.main(["report", str(run)]) == 0
     assert {path.name for path in run.iterdir()} - before == {"report.html"}
     assert capsys.readouterr().out == f"{run}/report.html: the report on 1 run\n"
+    assert cli.main(["report", str(run), f"{run}/", "--out", str(tmp_path / "b.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/b.html: the report on 1 run\n"
     assert cli.main(["report", str(run), str(run), "--out", str(tmp_path / "b.html"), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "b.html")}
     parse((tmp_path / "b.html").read_text())
@@ -199,13 +216,13 @@ def test_the_command_writes_one_file(tmp_path, capsys):
     "arguments, problem",
     [
         (["EMPTY"], "no config.yaml in this directory, so it is not a run. Give"),
-        (["MISSING"], "no config.yaml in this directory, so it is not a run. Give"),
+        (["MISSING"], "no such directory, so it is not a run. Give"),
         (["RUN", "EMPTY"], "no config.yaml in this directory"),
         ([], "no RUN given"),
         (["RUN", "--out", "DIR/missing/x.html"], "cannot be written"),
         (["RUN", "--out", "EMPTY"], "Give a file that ends in .html"),
         (["RUN", "--out", "DIR/RUN/metrics.jsonl"], "Give a file that ends in .html"),
-        (["RUN", "train.steps=3"], "no config.yaml"),
+        (["RUN", "train.steps=3"], "train.steps=3: no such directory"),
     ],
 )
 def test_what_cannot_be_reported_is_said_and_nothing_is_written(tmp_path, capsys, arguments, problem):

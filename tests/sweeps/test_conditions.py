@@ -41,9 +41,11 @@ def test_conditions_compare_keys(text, holds):
         ("parallel.model >", "is no condition: invalid syntax"),
         ("x" * 1001, "1001 characters"),
         ("[" * 500 + "]" * 500, "is no condition"),
+        ("-" * 900 + "1", "is too deep. Write several conditions."),
+        ("a." * 450 + "b", "is too deep. Write several conditions."),
     ],
 )
 def test_anything_else_is_refused(text, problem):
     with pytest.raises(ConfigError) as error:
         Condition(text).holds(KEYS)
-    assert problem in str(error.value)
+    assert problem in str(error.value) and str(error.value).count("when:") == 1

@@ -3,6 +3,7 @@
 import csv
 import json
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.metrics import BUCKETS, Status, write_atomically
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.sweeps import runner
-from spmd_lm.sweeps.cells import Cell
+from spmd_lm.sweeps.cells import Cell, Outcome
+from spmd_lm.sweeps.jobs import LocalJobs
 from spmd_lm.sweeps.runner import Runner
-from spmd_lm.sweeps.sweep import check_recipes, run_cells
+from spmd_lm.sweeps.sweep import check_recipes, read_owner, run_cells
+from spmd_lm.sweeps.table import CellTable, write_parquet
 from tests.processes import ROOT
 
 
@@ -113,6 +116,19 @@ def test_a_killed_cell_names_the_signal(cells):
     assert "killed by signal 9" in each.outcomes["a"].reason
 
 
+def test_a_cell_whose_directory_cannot_be_made_fails_alone(cells):
+    cells[1].directory.parent.mkdir()
+    cells[1].directory.write_text("a file")
+    code, each, log = run(cells, FakeJobs())
+    assert code == Exit.CHECK_FAILED and [each.outcomes[id].status for id in "abcd"] == [
+        "done",
+        "failed",
+        "done",
+        "done",
+    ]
+    assert each.outcomes["b"].exit_code == Exit.CONFIG and f"{cells[1].directory}: File exists" in "\n".join(log)
+
+
 def test_a_process_that_ends_well_but_is_not_done_is_a_failure(cells, monkeypatch):
     monkeypatch.setattr(f"{__name__}.finish", lambda cell: None)
     code, each, _ = run(cells[:1], FakeJobs())
@@ -139,6 +155,18 @@ def test_a_signal_is_passed_on_and_nothing_more_starts(cells, number, code):
     assert each.run(signals, stop_when_two_run) == code
     assert jobs.started == ["a", "b"] and {*jobs.stopped} == {number}
     assert [each.outcomes[id].status for id in "abcd"] == ["preempted", "preempted", "pending", "pending"]
+
+
+def test_a_cell_that_is_told_to_stop_before_it_can_answer_is_preempted(cells):
+    """As a process is while Python starts."""
+    local = LocalJobs()
+    local._processes["a"] = subprocess.Popen(["/bin/sleep", "60"])
+    local.stop(signal.SIGTERM)
+    local._processes["a"].wait(timeout=10)
+    assert local.poll(cells[0]) == Exit.PREEMPTED
+    local._processes["b"] = subprocess.Popen(["/bin/sh", "-c", "kill -TERM $$"])
+    local._processes["b"].wait(timeout=10)
+    assert local.poll(cells[1]) == 128 + signal.SIGTERM
 
 
 def test_jobs_that_outlive_the_sweep_are_left_in_their_queue(cells):
@@ -191,9 +219,68 @@ def test_tables_have_every_cell_and_its_figures(cells, tmp_path):
     assert table["loss"].to_pylist() == [2.0, None, None, None] and table["train.seed"].to_pylist() == [0, 1, 2, 3]
 
 
+def test_columns_without_a_value_yet_have_the_type_of_those_to_come(tmp_path):
+    import arro3.io
+    from arro3.core import DataType
+
+    write_parquet([{"exit_code": None, "peak_bytes": None, "loss": None, "on": [True]}], tmp_path / "cells.parquet")
+    schema = arro3.io.read_parquet(tmp_path / "cells.parquet").schema
+    expected = [DataType.int64(), DataType.int64(), DataType.float64(), DataType.string()]
+    assert [schema.field(i).type for i in range(4)] == expected
+
+
 def test_cells_trained_with_other_settings_are_refused(cells, tmp_path):
     cells[0].prepare()
     finish(cells[0])
     other = config_of(cells[0].directory, "optim.lr=0.5")
     with pytest.raises(ConfigError, match=r"other settings(.|\n)*a:  optim.lr: "):
         check_recipes([Cell("a", {}, other)])
+
+
+def test_cells_with_damaged_files(cells, tmp_path):
+    """A damaged status is that cell's failure; without a configuration nobody knows what was trained."""
+    for cell in cells[:2]:
+        cell.prepare()
+        finish(cell)
+    (cells[0].directory / "status.json").write_text("{")
+    check_recipes(cells)
+    code, each, _ = run(cells, FakeJobs({"a": 5}))
+    assert code == Exit.CHECK_FAILED and [each.outcomes[id].status for id in "ab"] == ["failed", "done"]
+    (cells[1].directory / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=f"Restore .*, or delete {cells[1].directory} to train"):
+        check_recipes(cells)
+
+
+def test_a_finished_cell_says_why_it_has_no_figures(cells):
+    cells[0].prepare()
+    finish(cells[0])
+    (cells[0].directory / "metrics.jsonl").write_text("garbage\n")
+    record, *_ = CellTable(cells[:1]).records({"a": Outcome("done", 0)})
+    assert record["status"] == "done" and "metrics.jsonl: line 1 is not a record" in record["reason"]
+
+
+def test_tables_that_cannot_be_written_are_told(cells, tmp_path):
+    (tmp_path / "cells.parquet").mkdir()
+    with StopSignals() as signals, pytest.raises(ConfigError, match=r"parquet: cannot be written: Is a directory"):
+        run_cells(cells, tmp_path, FakeJobs(), 1, signals, print)
+
+
+@pytest.mark.parametrize("text", [b"", b"[1]", b"\xff", b'"x'])
+def test_a_damaged_owner_is_told(text, tmp_path):
+    (tmp_path / "sweep.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=f"is damaged.*If {tmp_path} is this sweep's, delete that file"):
+        read_owner(tmp_path / "sweep.yaml")
+
+
+def test_another_process_of_a_job_starts_what_the_first_one_has_prepared(cells):
+    """And goes by exit codes: the first one writes status.json, maybe later."""
+    jobs = FakeJobs()
+    each = Runner(cells[:1], jobs, 1, lambda line: None, is_first=False)
+    assert not each._start_waiting() and not jobs.started
+    cells[0].prepare()
+    before = sorted(cells[0].directory.iterdir())
+    with lock_directory(cells[0].directory, print, True):  # by the cell's first process
+        assert each._start_waiting() and jobs.started == ["a"]
+    jobs.poll = lambda cell: 0
+    assert each.run(StopSignals(), lambda: None) == Exit.DONE and each.outcomes["a"].status == "done"
+    assert sorted(cells[0].directory.iterdir()) == before

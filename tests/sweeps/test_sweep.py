@@ -104,15 +104,6 @@ def test_another_sweep_in_the_same_directory_is_refused(done, monkeypatch, capsy
     assert files(done / "runs") == before
 
 
-@pytest.mark.parametrize("damaged", [b"", b"- two\n", b"\xff\x00", b"name: ["])
-def test_a_sweep_file_of_the_directory_that_is_damaged_is_refused(here, capsys, damaged):
-    own = here / "runs/sweeps/two/sweep.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_bytes(damaged)
-    assert main(["sweep", "sweep.yaml"]) == Exit.CONFIG
-    assert "sweep.yaml: damaged. Delete it if" in capsys.readouterr().err and not (own.parent / "cells").exists()
-
-
 def test_a_dry_run_lists_the_cells_and_writes_nothing(here, capsys):
     assert main(["sweep", "sweep.yaml", "--dry-run"]) == Exit.DONE
     first, *lines = capsys.readouterr().out.splitlines()

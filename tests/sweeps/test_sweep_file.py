@@ -73,6 +73,7 @@ def test_what_varies_together_may_have_a_name(tmp_path):
     text = "zip: {id: [S, XL], model.width: [64, 128], model.heads: [4, 8]}\ngrid: {train.seed: [1]}"
     assert [cell.id for cell in cells(tmp_path, text)] == ["seed-1_S", "seed-1_XL"]
     assert "id" not in cells(tmp_path, text)[0].values
+    assert [cell.id for cell in cells(tmp_path, "zip: {id: [a, again], optim.lr: [1, 1]}")] == ["a", "again"]
     assert "lists of the same length, got id 1" in problems(tmp_path, text.replace("S, XL", "S"))
 
 
@@ -96,6 +97,10 @@ def test_values_added_later_leave_the_ids_of_the_others(tmp_path):
         ("grid: {optim.lr: [1]}\nzip: {optim.lr: [2], train.steps: [2]}", "optim.lr: stands twice"),
         ("zip: {optim.lr: [1, 2], train.steps: [1]}", "lists of the same length, got optim.lr 2, train.steps 1 values"),
         ("zip: {optim.lr: 3}", "lists of the same length, got optim.lr no values"),
+        ("zip: {optim.lr: [1, 1], train.steps: [2, 2]}", "zip: optim.lr, train.steps: the same values stand twice"),
+        ("zip: {id: [a/b, a b], optim.lr: [1, 2]}", "zip: id: a name stands twice"),
+        ("zip: {id: [a, b]}", "zip: nothing varies"),
+        ("grid: {optim.lr: [1, 2], optim.lr.x: [1, 2]}", "optim.lr: optim.lr.x is a part of it"),
         ("grid: [1]", "grid and zip: expected mappings"),
         ("gird: {optim.lr: [1]}", "gird: unknown key. Did you mean grid?"),
         ("grid: {run.dir: [a, b]}", "run.dir: the sweep sets it"),
@@ -104,6 +109,8 @@ def test_values_added_later_leave_the_ids_of_the_others(tmp_path):
         ("grid: {optim.lr: [1, 2]}\nwhen: optim.lr > 2", "when: no cell is left"),
         ("grid: {optim.lr: [1, 2]}\nwhen: 3", "when: expected a condition"),
         ("grid: {optim.lr: [1, 2]}\npublished: {source: x}", "published: expected source"),
+        ("grid: {optim.lr: [1]}\npublished: {source: x, efficiency: {a: {}}}", "published: expected source"),
+        ("grid: {optim.lr: [1]}\npublished: {source: x, efficiency: {a: {2: .nan}}}", "published: expected source"),
         ("grid: {optim.lr: {geomspace: [1.0, 2.0, 9000]}, train.steps: [1, 2]}", "18,000 cells"),
     ],
 )
@@ -126,6 +133,16 @@ def test_a_name_is_one_directory(tmp_path):
 def test_overrides_of_swept_keys_are_refused(tmp_path):
     told = problems(tmp_path, "grid: {optim.lr: [1e-3], train.steps: 5}", "train.steps=6")
     assert told.startswith("command line: train.steps=6: the sweep sets this key.")
+    for override, key in (("run.dir=x", "this key"), ("run={name: x}", "run.dir"), ("optim={lr: 1}", "optim.lr")):
+        told = problems(tmp_path, "grid: {optim.lr: [1e-3]}", override)
+        assert told.startswith(f"command line: {override}: the sweep sets {key}.")
+
+
+def test_a_configuration_that_no_file_can_be_is_refused(tmp_path):
+    path = written(tmp_path, "grid: {optim.lr: [1]}")
+    path.write_text(path.read_text().replace(f"config: {DEBUG}", r'config: "a\0b"'))
+    with pytest.raises(ConfigError, match="no file can have this name"):
+        make_cells(read_sweep(path), tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
