@@ -200,7 +200,7 @@ def _read_published(given: Any, problems: list[str]) -> dict[str, Any]:
         case dict() if not given:
             return {}
     problems.append(
-        "published: expected source: text, efficiency: {name of a series: {devices: efficiency}}, as in {1: 1.0, 2: 0.95}."
+        "published: expected source: text, efficiency: {name of a series: {devices: efficiency, ...}}, as in 2: 0.95."
     )
     return {}
 
