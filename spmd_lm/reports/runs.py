@@ -4,6 +4,7 @@ It starts no devices: status.json says what each start of a run ran on, and the 
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -126,7 +127,8 @@ def write_report(directories: Sequence[Path], out: Path | None) -> Path:
     try:
         write_atomically(path, text)
     except OSError as error:
-        path.with_name(path.name + ".tmp").unlink(missing_ok=True)
+        with suppress(OSError):  # on a file system that is read-only, this cannot be either
+            path.with_name(path.name + ".tmp").unlink()
         where = f"--out {path}" if out else f"{path}"
         raise ConfigError(f"{where}: cannot be written: {error.strerror}. Give another file with --out.") from error
     return path

@@ -155,6 +155,6 @@ def _lock(file: TextIO, directory: Path, log: Callable[[str], None], key: str) -
     except OSError as error:  # some network file systems have no locks
         log(f"{file.name} cannot be locked ({error.strerror}): make sure that no second run uses {directory}.")
         return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    with suppress(OSError):  # a full disk: the lock holds without a name
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())

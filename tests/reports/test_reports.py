@@ -247,6 +247,18 @@ def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
     assert (run / "report.html").read_text() == "old" and not (run / "report.html.tmp").exists()
 
 
+def test_a_read_only_file_system_is_told(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "mine")
+
+    def fail(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("spmd_lm.reports.runs.write_atomically", fail)
+    monkeypatch.setattr("pathlib.Path.unlink", fail)
+    with pytest.raises(ConfigError, match=r"report.html: cannot be written: Read-only file system. Give another file"):
+        write_report([run], None)
+
+
 def test_damaged_records_are_an_error(tmp_path):
     run = make_run(tmp_path / "mine")
     (run / "metrics.jsonl").write_text("not json\n")

@@ -8,7 +8,7 @@ import pytest
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime import directories
-from spmd_lm.runtime.directories import lock_directory
+from spmd_lm.runtime.directories import is_locked, lock_directory, was_killed
 
 
 def no_log(line):
@@ -86,3 +86,22 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch):
     with lock_directory(tmp_path, messages.append, True):
         (line,) = messages
     assert "cannot be locked (No locks available)" in line
+
+
+def test_a_full_disk_leaves_the_lock_without_a_name(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("spmd_lm.runtime.directories.os.write", fail)
+    with lock_directory(tmp_path, no_log, True):
+        assert is_locked(tmp_path) and (tmp_path / ".lock").read_text() == ""
+
+
+def test_a_lock_file_that_no_process_holds_is_of_a_killed_one(tmp_path):
+    assert not was_killed(tmp_path)
+    with lock_directory(tmp_path, no_log, True):
+        assert not was_killed(tmp_path)
+        left = (tmp_path / ".lock").read_text()
+    assert not was_killed(tmp_path)
+    (tmp_path / ".lock").write_text(left)
+    assert was_killed(tmp_path)
