@@ -142,7 +142,8 @@ def probe() -> Machine:
 
 def owner(sweep: SweepFile, cells: Sequence[Cell]) -> dict[str, Any]:
     """What a sweep's directory keeps of it.  More values may come later; other keys are another sweep."""
-    return {"name": sweep.name, "config": str(sweep.config), "keys": sorted({key for c in cells for key in c.values})}
+    config = os.path.relpath(sweep.config)  # however the sweep's file was named
+    return {"name": sweep.name, "config": config, "keys": sorted({key for c in cells for key in c.values})}
 
 
 def check_owner(sweep: SweepFile, cells: Sequence[Cell], directory: Path) -> None:

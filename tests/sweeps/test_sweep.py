@@ -83,7 +83,7 @@ def test_a_sweep_runs_its_cells_and_keeps_their_figures(done):
 def test_a_finished_sweep_starts_nothing_again(done, monkeypatch, capsys):
     monkeypatch.chdir(done)
     before = files(done / "runs/sweeps/two/cells")
-    assert main(["sweep", "sweep.yaml"]) == Exit.DONE
+    assert main(["sweep", str(done / "sweep.yaml")]) == Exit.DONE
     assert capsys.readouterr().out.startswith("2 of 2 cells are done already\n")
     assert files(done / "runs/sweeps/two/cells") == before
 
