@@ -5,7 +5,7 @@
 # make mutants      break the parallel code in 176 places, one at a time; each must be noticed. Hours
 # make test-browser reports in Chromium, half a minute; INSTALL=1 installs Debian's package, where it can
 # make test-slurm   launch/ on a SLURM of its own, and mpirun: 3 minutes. INSTALL=1 installs them, where it can
-# make notebooks    run notebooks/ from top to bottom: 8 minutes. PART=1/2 runs every second one
+# make notebooks    run notebooks/ from top to bottom: 8 minutes. PART=0/8 runs the first of the eight alone
 # make check        format, lint, types, then the suite
 # make format       mend what can be mended
 # make clean        remove environments and caches; runs stay

@@ -75,7 +75,7 @@ def test_the_example_in_the_readme_plans_trains_and_samples(tmp_path):
     (text,) = processes.wait(process)
     assert "mesh    pipe 1 x replica 1 x data 4 x model 2 = 8 devices (cpu)" in text
     assert "step 20/20  loss" in text and re.search(r"\ndef main\((.|\n){30}", text)
-    assert (tmp_path / "runs/debug/checkpoints/20").is_dir()
+    assert (tmp_path / "runs/python/checkpoints/20").is_dir()
 
 
 @pytest.mark.slow

@@ -54,8 +54,8 @@ def commands(page: Path) -> list[str]:
 
 
 def directory_of_a_reader(path: Path) -> Path:
-    """What the pages' commands find where they run: this repository's files, and some notes."""
-    for name, target in {"configs": "configs", "launch": "launch", "notes": "docs/adr"}.items():
+    """What the pages' commands find where they run: this repository's files."""
+    for name, target in {"configs": "configs", "launch": "launch", "docs": "docs"}.items():
         (path / name).symlink_to(ROOT / target)
     return path
 

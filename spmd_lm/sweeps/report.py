@@ -31,7 +31,7 @@ def make_report(
     published: as in the sweep's file."""
     counts = Counter(record["status"] for record in records)
     page = Page(f"Sweep {name}", f"{pluralize(len(cells), 'cell')}: {_list_counts(counts)}")
-    page.section("", _facts(records), *_failures(records))
+    page.section("", _facts(cells, records), *_failures(records))
     page.section("Cells", _cell_table(cells, records))
     page.section("Training", *_curves(cells, runs))
     page.section("Speed and memory", *_costs(records, runs))
@@ -44,15 +44,17 @@ def _list_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
 
-def _facts(records: Sequence[Record]) -> Content:
-    """The best of what the cells found."""
+def _facts(cells: Sequence[Cell], records: Sequence[Record]) -> Content:
+    """The best of what the cells found.  MFU is left out on simulated devices: each start measures its CPU's peak."""
     found: dict[str, object] = {}
-    for key, title, best, text in (
+    figures = [
         ("eval_loss", "lowest evaluation loss", min, "{:.4f}".format),
         ("loss", "lowest loss", min, "{:.4f}".format),
         ("tokens_per_second", "most tokens/s", max, format_quantity),
-        ("mfu", "highest MFU", max, "{:.1%}".format),
-    ):
+    ]
+    if not any(cell.config.run.simulate_devices for cell in cells):
+        figures.append(("mfu", "highest MFU", max, "{:.1%}".format))
+    for key, title, best, text in figures:
         if known := [(record[key], record["id"]) for record in records if record.get(key) is not None]:
             value, cell = best(known)
             found[f"{title}: {cell}"] = text(value)

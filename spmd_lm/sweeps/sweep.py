@@ -63,7 +63,10 @@ def run_sweep(
         if is_first_process():
             with writing_in(directory):
                 write_atomically(directory / "sweep.yaml", syntax.write(owner(sweep, cells)))
-        return run_cells(cells, directory, jobs, at_once, signals, log, sweep.published)
+        code, records = run_cells(cells, directory, jobs, at_once, signals, log, sweep.published)
+    if is_first_process():
+        log(f"report {directory / 'report.html'}, table {directory / 'cells.csv'}")
+    return code, records
 
 
 def run_cells(
