@@ -85,7 +85,7 @@ ON_LATEST = @latest="$(NEWEST)"; \
 # In an environment of their own, with what the package requires and no more, as their readers have it.
 notebooks:
 	@$(MAKE) -s .venv-notebooks/.notebooks VENV=.venv-notebooks
-	.venv-notebooks/bin/python tests/run_notebooks.py --part $(PART)
+	.venv-notebooks/bin/python tests/run_notebooks.py --workers $(WORKERS) --part $(PART)
 
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py --workers $(WORKERS)

@@ -1,7 +1,7 @@
 """Runs notebooks/ from top to bottom, as a reader would, each in a kernel and a copy of the repository of its own:
 `make notebooks`.
 
-    python tests/run_notebooks.py             all of them
+    python tests/run_notebooks.py             all of them, two at a time
     python tests/run_notebooks.py --part 1/2  every second one, from the second on
 
 A notebook passes if no cell raises, and some cell shows a picture."""
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -57,18 +58,24 @@ def run(path: Path) -> str | None:
     return None if any("image/png" in output.get("data", {}) for output in outputs) else "no cell shows a picture"
 
 
+def report(path: Path) -> bool:
+    """Runs a notebook and prints what came of it; whether it passed."""
+    start = time.perf_counter()
+    problem = run(path)
+    print(f"{path.name:32} {time.perf_counter() - start:4.0f} s  {problem or 'passed'}", flush=True)
+    return problem is None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", metavar="K/N", default="0/1", help="run every N-th notebook, from the K-th on")
-    first, step = map(int, parser.parse_args().part.split("/"))
+    parser.add_argument("--workers", type=int, metavar="N", default=2, help="notebooks that run at once")
+    arguments = parser.parse_args()
+    first, step = map(int, arguments.part.split("/"))
     os.environ.update(ENVIRONMENT)
-    failed = 0
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb"))[first::step]:
-        start = time.perf_counter()
-        problem = run(path)
-        failed += problem is not None
-        print(f"{path.name:32} {time.perf_counter() - start:4.0f} s  {problem or 'passed'}", flush=True)
-    return min(failed, 1)
+    paths = sorted((ROOT / "notebooks").glob("*.ipynb"))[first::step]
+    with ProcessPoolExecutor(arguments.workers) as pool:  # the last ones take longest, so they start first
+        return 0 if all([*pool.map(report, reversed(paths))]) else 1
 
 
 if __name__ == "__main__":
