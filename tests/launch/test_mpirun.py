@@ -17,7 +17,8 @@ pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun here: make test-slurm INSTALL=1 installs it"),
 ]
-ENVIRONMENT = processes.UNCACHED | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# On this host alone, which needs no ssh.
+OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_plm": "isolated"}
 TINY = ["model.layers=1", "model.width=16", "model.heads=2", "train.batch=8", "checkpoint.every=0", "train.log_every=1"]
 
 
@@ -31,7 +32,9 @@ def test_processes_under_mpirun_train_as_one_and_save_together(tmp_path):
     one."""
     verb = [sys.executable, "-m", "spmd_lm", "train", "configs/debug.yaml", "--devices", "8"]
     keys = [*TINY, "train.steps=1000", f"run.dir={tmp_path}/run"]
-    process = processes.start_command(["mpirun", "--oversubscribe", "-np", "2", *verb, *keys], **ENVIRONMENT)
+    process = processes.start_command(
+        ["mpirun", "--oversubscribe", "-np", "2", *verb, *keys], **processes.UNCACHED, **OPEN_MPI
+    )
     text = ""  # up to the fifth step
     for line in process.stdout:
         text += line
