@@ -81,12 +81,13 @@ def train(config: RunConfig) -> Path:
     return config.run.directory
 
 
-def evaluate(run: str | Path | RunConfig) -> dict[str, Any]:
-    """Metrics of a run's newest checkpoint on its validation data.  run: its directory, or a configuration."""
+def evaluate(run: str | Path | RunConfig, fallback: bool = False) -> dict[str, Any]:
+    """Metrics of a run's newest checkpoint on its validation data.  run: its directory, or a configuration.  fallback:
+    if that checkpoint is damaged, of the newest that is not."""
     config = set_up_devices(_run_config(run))
     from spmd_lm.evaluation.evaluate import evaluate_run
 
-    return evaluate_run(config)
+    return evaluate_run(config, fallback)
 
 
 def generate(run: str | Path | RunConfig, prompt: str = "", **sampling: Any) -> str:

@@ -10,7 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from spmd_lm import __version__
-from spmd_lm.commands import audit, bench, config, evaluate, export_hf, generate, import_hf, plan, report, sweep, train
+from spmd_lm.commands import (
+    audit,
+    bench,
+    ckpt,
+    config,
+    evaluate,
+    export_hf,
+    generate,
+    import_hf,
+    plan,
+    report,
+    sweep,
+    train,
+)
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
@@ -28,18 +41,25 @@ class Verb(NamedTuple):
     @property
     def usage(self) -> str:
         """Its arguments."""
-        more = "[section.key=value ...]" if self.takes_config else f"[{self.positionals[0]} ...]"
+        more = "[section.key=value ...]" if self.takes_config else f"[{self.positionals[-1]} ...]"
         return f"{' '.join(self.positionals)} {more} [OPTION ...]"
 
 
 VERBS = {
     "train": Verb("trains, or resumes the run in run.dir", train.run, train.add_options),
-    "eval": Verb("metrics of a run's newest checkpoint on its validation data", evaluate.run),
+    "eval": Verb("metrics of a run's newest checkpoint on its validation data", evaluate.run, evaluate.add_options),
     "generate": Verb("samples text from a run's newest checkpoint", generate.run, generate.add_options),
     "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan.run),
     "audit": Verb("compiles the step and compares its collectives with theory", audit.run, audit.add_options),
     "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench.run, bench.add_options),
     "sweep": Verb("runs of a configuration whose keys vary, resumable", sweep.run, sweep.add_options, ("SWEEP",)),
+    "ckpt": Verb(
+        "what is in a run's checkpoints, and whether it is intact: ls RUN, verify RUN, diff RUN@STEP RUN@STEP",
+        ckpt.run,
+        ckpt.add_options,
+        ("ACTION", "RUN"),
+        takes_config=False,
+    ),
     "report": Verb("makes an HTML page of runs", report.run, report.add_options, ("RUN",), takes_config=False),
     "import": Verb("makes a run of a Hugging Face directory", import_hf.run, import_hf.add_options, ("DIR", "RUN_DIR")),
     "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
@@ -47,6 +67,7 @@ VERBS = {
 }
 
 POSITIONALS = {
+    "ACTION": "ls, verify or diff",
     "CONFIG": "a YAML file, or a run's directory",
     "SWEEP": "a sweep's YAML file, as in configs/sweeps",
     "RUN_DIR": "a run's directory",
@@ -145,7 +166,7 @@ def make_parser(verb: str) -> Parser:
     usage = f"%(prog)s {VERBS[verb].usage}"
     parser = Parser(prog=f"spmd-lm {verb}", usage=usage, description=VERBS[verb].help, allow_abbrev=False)
     for positional in VERBS[verb].positionals:
-        nargs = "?" if VERBS[verb].takes_config else "*"
+        nargs = "?" if VERBS[verb].takes_config or positional == "ACTION" else "*"
         parser.add_argument(positional, nargs=nargs, metavar=positional, help=POSITIONALS[positional])
     if VERBS[verb].takes_config:
         parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changed keys; values are YAML")

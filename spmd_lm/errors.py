@@ -3,6 +3,7 @@
 Every message says where, what is wrong, and how to fix it.  Our own invariants are asserts instead."""
 
 import enum
+from pathlib import Path
 
 
 class Exit(enum.IntEnum):
@@ -54,6 +55,15 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, corrupt, or of another model."""
 
     code = Exit.CHECKPOINT
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that was complete once and is not what was saved.  Neither a lack of permission or of memory nor an
+    error of the disk is damage: what was saved may still be there."""
+
+    def __init__(self, directory: Path, what: str):
+        self.directory, self.what = directory, what
+        super().__init__(f"{directory} is damaged: {what}.")
 
 
 class NonFiniteError(UserError):

@@ -89,7 +89,7 @@ def test_plan_initializes_no_devices(tmp_path):
 def test_train_returns_the_exit_code_of_the_loop(capsys, work):
     calls = work("spmd_lm.training.loop", "train", Exit.PREEMPTED)
     assert main(["train", DEBUG, "train.steps=7"]) == Exit.PREEMPTED
-    ((config, signals),) = calls
+    ((config, signals, _),) = calls
     assert config == load(DEBUG, ["train.steps=7"]) and isinstance(signals, StopSignals)
 
 
@@ -101,7 +101,7 @@ def test_a_signal_during_the_import_of_the_loop_reaches_the_loop(work):
         if name != "train":
             raise AttributeError(name)
         os.kill(os.getpid(), signal.SIGTERM)
-        return lambda config, signals: caught.append(signals.received) or Exit.PREEMPTED
+        return lambda config, signals, fallback: caught.append(signals.received) or Exit.PREEMPTED
 
     try:
         work("spmd_lm.training.loop", "main", None, __getattr__=imported)
@@ -112,7 +112,7 @@ def test_a_signal_during_the_import_of_the_loop_reaches_the_loop(work):
 
 
 def test_train_leaves_standard_output_to_json(capsys, work):
-    work("spmd_lm.training.loop", "train", lambda config, signals: print("step 1") or Exit.DONE)
+    work("spmd_lm.training.loop", "train", lambda config, signals, fallback: print("step 1") or Exit.DONE)
     assert main(["train", DEBUG, "--json", "-"]) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out), err) == ({"directory": "runs/debug", "exit_code": 0}, "step 1\n")
@@ -147,7 +147,7 @@ def test_generate_takes_prompts_and_sampling(capsys, work):
     calls = work("spmd_lm.generation.generate", "generate_run", ["def f", "class C"])
     prompts = ["--prompt", "def", "--prompt", "class"]
     assert main(["generate", DEBUG, *prompts, "--tokens", "5", "--top-k", "3", "--greedy", "--json", "-"]) == 0
-    assert calls[0][1:] == (["def", "class"], Sampling(tokens=5, top_k=3, greedy=True))
+    assert calls[0][1:] == (["def", "class"], Sampling(tokens=5, top_k=3, greedy=True), False)
     assert json.loads(capsys.readouterr().out)[1] == {"prompt": "class", "text": "class C"}
 
 

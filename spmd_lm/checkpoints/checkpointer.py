@@ -1,13 +1,21 @@
-"""Checkpoints: the canonical state after a step and what is needed to resume from it, written atomically by orbax.
+"""Checkpoints: the canonical state after a step and what is needed to resume from it, written by orbax and verified.
 
-Disk is the source of truth: a step exists once orbax has committed it, whatever else is in the directory.  Orbax
-reports a failed background save only to a caller that waits for it, so every save waits for the one before; it casts
-silently on restore, so shapes and dtypes are compared before any array is read."""
+Orbax writes the arrays, and notices neither that a background save failed, unless somebody waits for it, nor that what
+it reads is not what it wrote.  So every save is followed up between steps, a checkpoint counts once its record is
+written, which holds a fingerprint of every array, taken on the devices before the save, and what is restored is
+compared with it (ADR 0016).
+
+    checkpoints/STEP          complete: renamed to this name when its record is there
+    checkpoints/STEP.saving   a save in progress, or one that was killed
+    checkpoints/STEP.corrupt  damaged: moved aside by `train`"""
 
 import dataclasses
+import errno
+import os
+import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,26 +23,33 @@ from typing import Any
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 import spmd_lm
-from spmd_lm.errors import CheckpointError
-from spmd_lm.parallel.trees import Tree
+from spmd_lm.checkpoints.fingerprint import fingerprints
+from spmd_lm.checkpoints.record import (
+    RECORD_FILE,
+    CheckpointRecord,
+    Meta,
+    SavedLeaf,
+    check_files,
+    file_sizes,
+    read_record,
+)
+from spmd_lm.config.schema import Checkpoint as CheckpointOptions
+from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
+from spmd_lm.parallel.trees import Tree, leaves_by_path
+from spmd_lm.runtime.processes import collect
+from spmd_lm.step.state import OPTIONAL_FIELDS
 
 Config = dict[str, Any]  # a RunConfig as JSON
 Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.query'
-Meta = dict[str, Any]  # JSON: config, data, versions
 
-# Orbax writes this file last: before the rename, or instead of it on a file system without renames.
-COMMITTED = "commit_success.txt"
+SAVING, CORRUPT, FOREIGN, DELETING = ".saving", ".corrupt", ".foreign", ".deleting"  # after a step's number
 
-OPTIONAL_FIELDS = ("loss_scale",)  # fields of a state that a run may gain or lose between restarts
-
-
-def leaves_by_path(tree: Tree) -> dict[str, Any]:
-    """The leaves of a tree of dicts and dataclasses by path, as in 'blocks.attention.query'."""
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Permission denied", "Out of memory")
+"""What an error says of which nothing follows about the files: TensorStore's and XLA's have no errno."""
 
 
 def make_meta(config: Config, num_samples: int, fingerprint: str) -> Meta:
@@ -44,35 +59,101 @@ def make_meta(config: Config, num_samples: int, fingerprint: str) -> Meta:
     return {"config": config, "data": {"samples": num_samples, "fingerprint": fingerprint}, "versions": versions}
 
 
+@dataclasses.dataclass
+class Saving:
+    """A save in progress."""
+
+    record: CheckpointRecord  # without the files
+    abstract: dict[str, Tree]
+    response: Any  # orbax's
+
+
 class Checkpointer:
-    """The checkpoints under `directory`, of which the newest `keep` are kept.
+    """The checkpoints under `directory`.
 
-    Only `save` creates or deletes anything, so that other processes can read a running job's directory."""
+    Only `save`, `wait` and `quarantine` change anything, so that other processes can read a running job's directory.
+    Of a job's processes the first one alone renames, deletes and writes records.  run_id: of the run that saves; '' if
+    any run's checkpoints will do.  log: for what a user should know."""
 
-    def __init__(self, directory: Path, keep: int = 2, asynchronous: bool = True):
+    def __init__(
+        self,
+        directory: Path,
+        options: CheckpointOptions | None = None,
+        run_id: str = "",
+        log: Callable[[str], None] = lambda line: None,
+    ):
         self.directory = Path(directory).absolute()  # orbax refuses relative paths
-        self._keep = keep
-        self._asynchronous = asynchronous
-        self._writer: ocp.training.Checkpointer | None = None
-        self._saving = -1  # step of the last save started
+        self.run_id, self._options, self._log = run_id, options or CheckpointOptions(), log
+        self._saving: Saving | None = None
+        self._saved_step: int | None = None
+        self._ignored: set[int] = set()  # steps of other runs, which the log has named
+
+    def path(self, step: int) -> Path:
+        return self.directory / str(step)
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending."""
-        names = (path.parent.name for path in self.directory.glob(f"*/{COMMITTED}"))
-        return sorted(int(name) for name in names if name.isdecimal())
+        """The steps of complete checkpoints, damaged ones included, ascending.  A directory that holds no checkpoint
+        does not count, whatever its name; nor does another run's, if run_id is known."""
+        names = [path.name for path in self.directory.glob("*") if path.name.isdecimal()]
+        return sorted(step for step in {*map(int, names)} if str(step) in names and self._is_ours(step))
+
+    def _is_ours(self, step: int) -> bool:
+        """Whether it is a checkpoint, and of no other run."""
+        path = self.path(step)
+        if not _is_checkpoint(path):
+            return False
+        try:
+            saved_by = read_record(path).run_id
+        except (DamagedCheckpointError, OSError):  # reading it will tell
+            return True
+        if self.run_id in ("", saved_by):
+            return True
+        if step not in self._ignored:
+            self._log(f"{path} is of another run ({saved_by}, not {self.run_id}): ignored.")
+            self._ignored.add(step)
+        return False
+
+    def foreign(self) -> list[str]:
+        """The names of files and directories that could be a checkpoint's, but are none."""
+        names = [path.name for path in self.directory.glob("*") if path.name.isdecimal()]
+        return sorted(name for name in names if not _is_checkpoint(self.directory / name))
 
     def latest_step(self) -> int | None:
         return max(self.steps(), default=None)
 
+    def record(self, step: int) -> CheckpointRecord:
+        """DamagedCheckpointError if it, or the size of a file, is not what was written, the second time too."""
+        with suppress(DamagedCheckpointError):
+            return self._read_record(step)
+        return self._read_record(step)
+
+    def _read_record(self, step: int) -> CheckpointRecord:
+        with self.reading(step) as path:
+            record = read_record(path)
+            check_files(path, record)
+        return record
+
+    def agreed_record(self, step: int) -> CheckpointRecord:
+        """As `record`, in all processes of the job or in none."""
+        record, problem = None, ""
+        try:
+            record = self.record(step)
+        except DamagedCheckpointError as damage:
+            problem = damage.what
+        if problem := next(filter(None, collect(f"record of {step}", problem)), ""):
+            raise DamagedCheckpointError(self.path(step), problem)
+        assert record is not None
+        return record
+
     def meta(self, step: int) -> Meta:
-        with self._reading(step) as path:
-            return ocp.load_checkpointables(path, {"meta": None})["meta"]
+        return self.record(step).meta
 
     def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, Meta]:
         """The state of `step`, bit for bit, in the shardings of `abstract_state`; and its meta.
 
-        Raises CheckpointError, before any array is read, for a missing or extra leaf, or another shape or dtype.
-        Of the OPTIONAL_FIELDS an extra one is not read, and a missing one becomes None."""
+        Raises CheckpointError, before any array is read, for a missing or extra leaf, or another shape or dtype; and
+        DamagedCheckpointError, naming leaves or files, if a second attempt to read it fails too.  Of the
+        OPTIONAL_FIELDS an extra one is not read, and a missing one becomes None."""
         fields = self._restore_fields(step, _present_fields(abstract_state))
         state = fields if isinstance(abstract_state, dict) else dataclasses.replace(abstract_state, **fields)
         return state, self.meta(step)
@@ -83,98 +164,242 @@ class Checkpointer:
 
     def param_shapes(self, step: int) -> Shapes:
         """The canonical shapes and dtypes of the parameters of `step`."""
-        return _shapes(self._saved_fields(step)["params"])
+        shapes = _shapes(self.record(step)).items()
+        return {path.removeprefix("params."): leaf for path, leaf in shapes if path.startswith("params.")}
 
     def restore_params_by_path(self, step: int, abstract_params: Shapes) -> dict[str, jax.Array]:
         """Some of the parameters of `step`, as `restore` would return them.  Each must exist, in this shape."""
         nested = unflatten_dict(abstract_params, sep=".")
         return flatten_dict(self._load(step, {"params": nested}, partial=True)["params"], sep=".")
 
+    def restore_leaf(self, step: int, path: str) -> jax.Array:
+        """One array of `step`, by its path in the record, on one device."""
+        record = self.record(step)
+        leaf = self._load(step, _one_leaf(record, path), partial=True)
+        return jax.tree.leaves(leaf)[0]
+
+    def leaf_problem(self, record: CheckpointRecord, path: str) -> str:
+        """What is wrong with one array, read on one device; '' if nothing is."""
+        try:
+            with self.reading(record.step) as directory:
+                loaded = _load(directory, _one_leaf(record, path), partial=True)
+        except DamagedCheckpointError as damage:
+            return damage.what
+        return self._difference(record, loaded)
+
     def save(self, step: int, state: Tree, meta: Meta) -> None:
-        """Saves, in the background if asynchronous.  CheckpointError if this save or the one before it failed."""
+        """Saves, in the background if asynchronous.  NonFiniteError, and nothing is written, if a number of the state
+        is not finite.  CheckpointError if this save or the one before it failed."""
         self.wait()
-        self._saving = step
-        with self._writing():
-            if self._writer is None:
-                self._writer = ocp.training.Checkpointer(
-                    self.directory, preservation_policy=self, cleanup_tmp_directories=True
-                )
-            # A directory of this name that is not a checkpoint, or no longer one, is replaced.
-            overwrite = (self.directory / str(step)).exists() and step not in self.steps()
-            # force: orbax otherwise skips, silently, a step that is older than its newest.
-            parts = {"state": _present_fields(state), "meta": meta}
-            self._writer.save_checkpointables_async(step, parts, force=True, overwrite=overwrite)
-        if not self._asynchronous:
+        fields = _present_fields(state)
+        prints, finite = fingerprints(fields)
+        if not finite:
+            raise NonFiniteError(f"the state after step {step} is not finite")
+        leaves = {
+            path: SavedLeaf(shape=[*leaf.shape], dtype=str(leaf.dtype), fingerprint=prints[path])
+            for path, leaf in leaves_by_path(fields).items()
+        }
+        record = CheckpointRecord(step=step, run_id=self.run_id, meta=meta, leaves=leaves, files={})
+        abstract = jax.tree.map(_abstract, fields) if self._options.read_back else {}
+        with self._writing(step):
+            if jax.process_index() == 0:
+                self.remove_unfinished()
+            parts = {"state": fields}
+            path = self.path(step).with_suffix(SAVING)
+            self._saving = Saving(record, abstract, ocp.save_checkpointables_async(path, parts, overwrite=True))
+        if not self._options.asynchronous:
             self.wait()
 
-    def wait(self) -> None:
-        """Blocks until the last save is committed.  CheckpointError if it failed."""
-        if self._writer is not None:
-            with self._writing():
-                self._writer.wait()
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Waits for the save in progress, at most so long, and makes it count; returns the step of the last save that
+        does.  Called between steps, where a failed save surfaces: CheckpointError."""
+        if (saving := self._saving) is None:
+            return self._saved_step
+        with self._writing(saving.record.step):
+            try:
+                saving.response.result(seconds)
+            except TimeoutError:
+                if seconds is None:
+                    raise
+                return self._saved_step
+            except BaseException:
+                self._saving = None
+                raise
+            self._saving = None
+            self._commit(saving)
+        self._saved_step = saving.record.step
+        return self._saved_step
 
     def close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with self._writing():
-                writer.close()
+        self.wait()
 
-    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        """Orbax's LatestN, but a foreign directory with a number for a name neither counts nor is deleted.
+    def _commit(self, saving: Saving) -> None:
+        """Writes the record of a save that has ended, renames it, and deletes the oldest checkpoints."""
+        record, step = saving.record, saving.record.step
+        partial, final = self.path(step).with_suffix(SAVING), self.path(step)
+        loaded = _load(partial, saving.abstract, partial=False) if self._options.read_back else {}
+        if problem := self._difference(record, loaded):
+            raise DamagedCheckpointError(partial, problem)
+        if jax.process_index() > 0:
+            return
+        record.files = file_sizes(partial)
+        record.write(partial)
+        if os.path.lexists(final):
+            self._log(f"{final} is in the way: moved to {move_aside(final, FOREIGN).name}.")
+        partial.rename(final)
+        for old in self.intact_steps()[: -self._options.keep]:
+            self.path(old).rename(doomed := self.path(old).with_suffix(DELETING))
+            shutil.rmtree(doomed)
 
-        Orbax asks while a save is in progress and deletes once it is committed."""
-        ours = {*self.steps(), self._saving}
-        newest = sorted(ours)[-self._keep :]
-        return [info.step in newest or info.step not in ours for info in checkpoints]
+    def intact_steps(self) -> list[int]:
+        """The steps whose record and files are as they were written, ascending.  No array is read."""
+
+        def is_intact(step: int) -> bool:
+            try:
+                return bool(self.record(step))
+            except CheckpointError:
+                return False
+
+        return [step for step in self.steps() if is_intact(step)]
+
+    def remove_unfinished(self) -> None:
+        """Deletes what a killed process was saving or deleting."""
+        for path in self.directory.glob("*"):
+            number, _, rest = path.name.partition(".")
+            if number.isdecimal() and f".{rest}".startswith((SAVING, DELETING)):
+                shutil.rmtree(path)
+
+    def quarantine(self, damage: DamagedCheckpointError) -> None:
+        """Moves a damaged checkpoint aside, and says so.  Called in all processes of the job."""
+        name = ""
+        if jax.process_index() == 0:
+            try:
+                name = move_aside(damage.directory, CORRUPT).name
+            except OSError as error:
+                raise CheckpointError(f"{damage} It cannot be moved aside: {error.strerror}.") from error
+        (name, *_) = collect("quarantine", name)
+        self._log(f"{damage} It was moved to {name}.")
 
     def _restore_fields(self, step: int, fields: dict[str, Tree], partial: bool = False) -> dict[str, Tree]:
         """These fields of a saved state; None for OPTIONAL_FIELDS that it lacks.  partial: ignore all its others."""
-        saved = self._saved_fields(step)
+        shapes = _shapes(self.record(step))
+        saved = {path.split(".")[0] for path in shapes}
         present = {name: field for name, field in fields.items() if name in saved or name not in OPTIONAL_FIELDS}
         ignored = {name for name in saved if name not in fields and (partial or name in OPTIONAL_FIELDS)}
-        expected = {name: field for name, field in saved.items() if name not in ignored}
-        if differences := _differences(_shapes(expected), _shapes(present)):
-            header = f"{self.directory / str(step)} holds a different state than this configuration expects:"
+        expected = {path: leaf for path, leaf in shapes.items() if path.split(".")[0] not in ignored}
+        own = {path: _canonical(leaf.shape, leaf.dtype) for path, leaf in leaves_by_path(present).items()}
+        if differences := _differences(expected, own):
+            header = f"{self.path(step)} holds a different state than this configuration expects:"
             raise CheckpointError("\n".join([header, *differences]))
         return dict.fromkeys(fields) | self._load(step, present, partial=bool(ignored))
 
     def _load(self, step: int, abstract_fields: dict[str, Tree], partial: bool) -> dict[str, Tree]:
-        context = ocp.Context()
-        context.pytree.loading.partial_load = partial
-        with self._reading(step) as path, context:
-            return ocp.load_checkpointables(path, {"state": abstract_fields})["state"]
+        """Reads again what was damaged: the fault may be that of a reader, or of one process alone."""
+        record, path = self.record(step), self.path(step)
+        for attempt in (1, 2):
+            loaded, problem = {}, ""
+            try:
+                with self.reading(step):
+                    loaded = _load(path, abstract_fields, partial)
+            except DamagedCheckpointError as damage:
+                problem = damage.what
+            problem = next(filter(None, collect(f"{path} {attempt}", problem)), "")  # comparing takes all processes
+            if self._options.verify and not problem:
+                problem = self._difference(record, loaded)
+            if not problem:
+                return loaded
+            if attempt == 1:
+                self._log(f"{DamagedCheckpointError(path, problem)} Reading it again.")
+        raise DamagedCheckpointError(path, problem)
 
-    def _saved_fields(self, step: int) -> dict[str, Tree]:
-        """The fields of a saved state, with shapes and dtypes for leaves."""
-        with self._reading(step) as path:
-            saved = ocp.metadata(path, "state").metadata
-            if saved is None:  # orbax only logs the reason
-                raise ValueError("the metadata of its arrays is missing or damaged")
-        return saved
+    def _difference(self, record: CheckpointRecord, loaded: dict[str, Tree]) -> str:
+        """Which leaves are not the bits that were saved; '' if all are."""
+        found, _ = fingerprints(loaded)
+        wrong = [name for name, value in found.items() if value != record.leaves[name].fingerprint]
+        more = f" and {len(wrong) - 3} more" if wrong[3:] else ""
+        return f"{', '.join(wrong[:3])}{more}: not the bits that were saved" if wrong else ""
+
+    def _others(self, step: int | None) -> str:
+        others = [other for other in self.steps() if other != step]
+        return f"other steps: {', '.join(map(str, others)) or 'none'}."
 
     @contextmanager
-    def _reading(self, step: int) -> Iterator[Path]:
-        path = self.directory / str(step)
+    def reading(self, step: int) -> Iterator[Path]:
+        """Tells damage from other failures to read."""
+        path = self.path(step)
         try:
             yield path
+        except DamagedCheckpointError:
+            raise
         except Exception as error:
-            others = [other for other in self.steps() if other != step] or "none"
-            raise CheckpointError(
-                f"{path} cannot be read: {_reason(error)}\n"
-                f"If it is damaged, move it away to resume from an older step (available: {others})."
-            ) from error
+            if problem := unreadable(path, error):
+                others = self._others(step)
+                raise CheckpointError(f"{path} cannot be read: {problem}. Nothing was changed; {others}") from error
+            raise DamagedCheckpointError(path, _reason(error)) from error
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
             raise CheckpointError(
-                f"{self.directory / str(self._saving)} was not saved: {_reason(error)}\n"
+                f"{self.path(step)} was not saved: {_reason(error)}\n"
                 f"{shutil.disk_usage(existing).free:,} bytes are free in {existing}. "
-                f"Intact steps: {self.steps() or 'none'}."
+                f"Older checkpoints are as they were: {', '.join(map(str, self.steps())) or 'none'}."
             ) from error
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether it is one, or was: it may be damaged."""
+    return any((path / name).exists() for name in (RECORD_FILE, "state"))
+
+
+def new_run_id() -> str:
+    """Random, the same in all processes of the job."""
+    return collect("run_id", secrets.token_hex(8))[0]
+
+
+def move_aside(path: Path, suffix: str) -> Path:
+    """Renames STEP to STEP.corrupt, or to STEP.corrupt.2 if there is one, and so on."""
+    names = (path.with_name(f"{path.name}{suffix}{number}") for number in ("", *(f".{n}" for n in range(2, 10_000))))
+    free = next(name for name in names if not os.path.lexists(name))
+    path.rename(free)
+    return free
+
+
+def unreadable(path: Path, error: BaseException) -> str:
+    """Why the files of `path` cannot be read now; '' if all can, so that an error to decode them is their damage."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    missing = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+    for each in chain:
+        if isinstance(each, MemoryError) or any(word in str(each) for word in NOT_DAMAGE):
+            return _reason(each)
+        if isinstance(each, OSError) and each.errno not in (None, *missing):
+            return f"{each.strerror} ({each.filename or path})"
+    try:
+        for file in path.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as opened:
+                    while opened.read(2**24):
+                        pass
+    except OSError as problem:
+        return "" if problem.errno in missing else f"{problem.strerror} ({problem.filename or path})"
+    return ""
+
+
+def _load(path: Path, abstract_fields: dict[str, Tree], partial: bool) -> dict[str, Tree]:
+    context = ocp.Context()
+    context.pytree.loading.partial_load = partial
+    with context:
+        return ocp.load_checkpointables(path, {"state": abstract_fields})["state"]
+
+
+def _one_leaf(record: CheckpointRecord, path: str) -> dict[str, Tree]:
+    leaf, device = record.leaves[path], SingleDeviceSharding(jax.devices()[0])
+    return unflatten_dict({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)}, sep=".")
 
 
 def _reason(error: BaseException) -> str:
@@ -192,10 +417,16 @@ def _present_fields(state: Tree) -> dict[str, Tree]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _shapes(tree: Tree) -> Shapes:
-    """Shapes and dtypes by path.  Orbax returns a dataclass as a dict; the paths are the same."""
-    leaves = leaves_by_path(tree).items()
-    return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in leaves}
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _canonical(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
+
+
+def _shapes(record: CheckpointRecord) -> Shapes:
+    return {path: _canonical(tuple(leaf.shape), leaf.dtype) for path, leaf in record.leaves.items()}
 
 
 def _differences(saved: Shapes, expected: Shapes) -> list[str]:

@@ -1,17 +1,22 @@
 """A run's newest checkpoint: opened to use its model without training, and only where it fits the config; the saved
 config is compared with today's, key by key."""
 
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from flax.traverse_util import flatten_dict
 from pydantic import ValidationError
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.errors import CheckpointError
+from spmd_lm.errors import CheckpointError, DamagedCheckpointError
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.step.program import Program
+
+Result = TypeVar("Result")
 
 # Sections and keys that define the model: where they differ, a saved state is meaningless.
 MODEL_KEYS = ("model", "objective", "precision.params")
@@ -20,22 +25,52 @@ MODEL_KEYS = ("model", "objective", "precision.params")
 COMPUTATION_KEYS = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout")
 
 
-def restore_run(config: RunConfig) -> tuple[Program, Tree, int]:
+def warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def newest_readable(checkpoints: Checkpointer, read: Callable[[int], Result], fallback: bool) -> Result:
+    """What `read` returns for the newest step.  fallback: for the newest step that is not damaged, if any is.
+
+    Raises DamagedCheckpointError, and CheckpointError if there is no checkpoint.  Writes nothing."""
+    steps = checkpoints.steps()
+    if not steps:
+        raise CheckpointError(f"{checkpoints.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
+    for step in reversed(steps):
+        try:
+            return read(step)
+        except DamagedCheckpointError as damage:
+            if not fallback:
+                raise CheckpointError(f"{damage} {_advice(checkpoints, step)}") from damage
+            warn(f"{damage}")
+    raise CheckpointError(f"{checkpoints.directory}: all its checkpoints are damaged: steps {steps}.")
+
+
+def _advice(checkpoints: Checkpointer, damaged: int) -> str:
+    older = [step for step in checkpoints.intact_steps() if step < damaged]
+    if not older:
+        return "There is no older one."
+    return f"Use --fallback for step {older[-1]}; training resumes from there."
+
+
+def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
     """The program, the newest parameters in canonical shapes, in the shardings of `config`'s layout, and their step.
 
-    Raises CheckpointError if there is no checkpoint, or it is of another model."""
-    checkpointer = Checkpointer(config.run.directory / "checkpoints")
-    step = checkpointer.latest_step()
-    if step is None:
-        raise CheckpointError(f"{checkpointer.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
-    check_compatible(checkpointer.meta(step)["config"], config.model_dump(by_alias=True), checkpointer.directory)
-    program = Program(config)
-    return program, checkpointer.restore_params(step, program.abstract_canonical().params), step
+    Raises CheckpointError if there is no checkpoint, or it is damaged or of another model.  fallback: of the newest
+    step that is not damaged."""
+    checkpoints = Checkpointer(config.run.directory / "checkpoints", config.checkpoint, log=warn)
+
+    def read(step: int) -> tuple[Program, Tree, int]:
+        check_compatible(checkpoints.meta(step)["config"], config.model_dump(by_alias=True), checkpoints.directory)
+        program = Program(config)
+        return program, checkpoints.restore_params(step, program.abstract_canonical().params), step
+
+    return newest_readable(checkpoints, read, fallback)
 
 
-def open_run(config: RunConfig) -> tuple[Program, Tree, int]:
+def open_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
     """As `restore_run`, with the parameters as the program's compiled functions take them."""
-    program, params, step = restore_run(config)
+    program, params, step = restore_run(config, fallback)
     return program, program.params_from_canonical(params), step
 
 

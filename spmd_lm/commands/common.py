@@ -60,6 +60,11 @@ def write_text(text: str, path: str = "-") -> None:
             raise UserError(f"{target}: cannot be written: {error.strerror}. Make room, or write elsewhere.") from error
 
 
+def add_fallback(parser: argparse.ArgumentParser) -> None:
+    help = "if the newest checkpoint is damaged, use the newest that is not"
+    parser.add_argument("--fallback", action="store_true", help=help)
+
+
 def at_least(low: int) -> Callable[[str], int]:
     """An argparse type: a whole number of at least `low`."""
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from spmd_lm.commands.common import Arguments, load_configuration, write_result
+from spmd_lm.commands.common import Arguments, add_fallback, load_configuration, write_result
 from spmd_lm.runtime.devices import set_up_devices
 from spmd_lm.runtime.directories import require_absent_or_empty
 
@@ -15,7 +15,7 @@ def run(arguments: Arguments) -> int:
     config = set_up_devices(load_configuration(arguments, "RUN_DIR"))
     from spmd_lm.huggingface.transfer import export_hf, format_result
 
-    result = export_hf(config, Path(arguments.DIR), arguments.dtype, arguments.shard)
+    result = export_hf(config, Path(arguments.DIR), arguments.dtype, arguments.shard, arguments.fallback)
     return write_result(arguments, result, format_result(result))
 
 
@@ -24,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=types, default=types[0], help=f"of the tensors (default {types[0]})")
     help = "largest size of one file (default 5GB)"
     parser.add_argument("--shard", type=size, default="5GB", metavar="SIZE", help=help)
+    add_fallback(parser)
 
 
 def size(text: str) -> int:

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import fields
 
-from spmd_lm.commands.common import Arguments, load_configuration, write_result
+from spmd_lm.commands.common import Arguments, add_fallback, load_configuration, write_result
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.runtime.devices import set_up_devices
 
@@ -15,13 +15,14 @@ def run(arguments: Arguments) -> int:
     from spmd_lm.generation.generate import generate_run
 
     prompts = arguments.prompt or [""]
-    texts = generate_run(config, prompts, sampling)
+    texts = generate_run(config, prompts, sampling, arguments.fallback)
     pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
     return write_result(arguments, pairs, "\n\n".join(texts))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to continue; may be repeated")
+    add_fallback(parser)
     # Sampling holds the defaults; an option that is not given is not set.
     sampling = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)
     for name, letter, help in (

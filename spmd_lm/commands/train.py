@@ -18,7 +18,7 @@ def run(arguments: Arguments) -> int:
             from spmd_lm.training.loop import train
 
         with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
-            code = train(config, signals)
+            code = train(config, signals, arguments.fallback)
     if arguments.json:
         write_result(arguments, {"directory": str(config.run.directory), "exit_code": int(code)}, "")
     return code
@@ -40,3 +40,5 @@ def run_seeds(arguments: Arguments) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     help = "train N seeds, from train.seed on, in run.dir/cells/seed-N, and report median metrics"
     parser.add_argument("--seeds", type=at_least(1), metavar="N", help=help)
+    help = "if run.init_from's newest checkpoint is damaged, take the newest that is not"
+    parser.add_argument("--fallback", action="store_true", help=help)

@@ -310,6 +310,12 @@ class Profile(Section):
     steps: Annotated[list[Count], Field(min_length=2, max_length=2)]  # the first and the last
 
 
+class Guard(Section):
+    max_skips: NonNegativeInt = 10  # steps in a row whose loss or gradients are not finite; the next one ends the run
+    spikes: bool = False  # skip steps whose loss is far above the last ones too
+    exclude: list[Count] | None = None  # steps that are not to train on their batches
+
+
 class Train(Section):
     steps: Count  # updates
     batch: Count  # sequences per step, over all devices
@@ -317,6 +323,7 @@ class Train(Section):
     log_every: Count = 10  # steps per line of metrics.jsonl
     eval_every: NonNegativeInt = 0  # 0: never
     eval_batches: Count = 8  # batches of validation sequences per evaluation; a task always evaluates on all of them
+    guard: Guard = Guard()
     profile: Profile | None = None  # {steps: [10, 13]} writes an xprof trace of these steps to run.dir/profile
 
 
@@ -324,6 +331,8 @@ class Checkpoint(Section):
     every: NonNegativeInt = 0  # steps; 0: never
     keep: Count = 2  # the newest checkpoints
     asynchronous: bool = Field(True, alias="async")  # written while training goes on
+    verify: bool = True  # whatever reads a checkpoint compares it with the fingerprints of what was saved
+    read_back: bool = False  # each checkpoint is read again before it counts
 
 
 DEFAULT_KINDS = {"optim": "adamw"}

@@ -45,9 +45,9 @@ def text_metrics(outputs: Sequence[Mapping[str, tuple]]) -> tuple[dict[str, floa
     return metrics, weights[tokens]
 
 
-def evaluate_run(config: RunConfig) -> dict:
-    """`spmd-lm eval`: figures of a run's newest checkpoint on its validation text."""
-    program, params, step = open_run(config)
+def evaluate_run(config: RunConfig, fallback: bool = False) -> dict:
+    """`spmd-lm eval`: figures of a run's newest checkpoint on its validation text.  fallback: as of `open_run`."""
+    program, params, step = open_run(config, fallback)
     corpus = load_data(config.data, config.train.seed, config.model.vocab)
     metrics, count = validation_metrics(program, params, make_loader(config, corpus, "validation"))
     return {"step": step, **metrics, "tokens" if config.objective.predicts_tokens else "examples": int(count)}

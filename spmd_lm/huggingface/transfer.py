@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path, make_meta
+from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
 from spmd_lm.checkpoints.saved_run import restore_run
 from spmd_lm.config.load import TOKENIZER_DIR, dump
 from spmd_lm.config.schema import RunConfig
@@ -22,7 +22,7 @@ from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS, HFTensor, Inde
 from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.directory import CONFIG_JSON, ModelDirectory, tokenizer_files
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, read_json, write_json, write_tensors
-from spmd_lm.parallel.trees import Tree
+from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.step.program import Program
@@ -59,8 +59,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
         params = read_params(model_dir, file_names, program.abstract_canonical().params)
         state = program.initial_canonical(params)
         meta = make_meta(config.model_dump(by_alias=True), num_samples=0, fingerprint="")
-        keep = config.checkpoint.keep
-        with closing(Checkpointer(run_dir / "checkpoints", keep, asynchronous=False)) as checkpointer:
+        with closing(Checkpointer(run_dir / "checkpoints", config.checkpoint, new_run_id())) as checkpointer:
             checkpointer.save(0, state, meta)
         (run_dir / TOKENIZER_DIR).mkdir()
         for file in (model_dir.path / CONFIG_JSON, *model_dir.tokenizer_files):
@@ -161,15 +160,17 @@ def make_sharded_array(abstract: jax.ShapeDtypeStruct, read: Callable[[Index], n
     return jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, shards)
 
 
-def export_hf(config: RunConfig, target: Path, dtype: str, max_shard_bytes: int) -> dict[str, Any]:
-    """Creates `target`, with a run's newest parameters in `dtype`.
+def export_hf(
+    config: RunConfig, target: Path, dtype: str, max_shard_bytes: int, fallback: bool = False
+) -> dict[str, Any]:
+    """Creates `target`, with a run's newest parameters in `dtype`.  fallback: as of `restore_run`.
 
     Raises ConfigError if `target` is not empty or cannot be written, or if no Hugging Face architecture matches the
     model; CheckpointError if there is no checkpoint, or one of another model."""
     require_single_process("export")
     require_absent_or_empty(target)
     architecture, hf_config = build_config(config.model, config.objective)
-    _, params, step = restore_run(config)
+    _, params, step = restore_run(config, fallback)
     leaves = leaves_by_path(params)
     tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()})
     tokenizer_dir = config.run.directory / TOKENIZER_DIR

@@ -11,6 +11,12 @@ from jax import Array
 Tree = Any
 
 
+def leaves_by_path(tree: Tree) -> dict[str, Any]:
+    """The leaves of a tree of dicts and dataclasses by path, as in 'blocks.attention.query'."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+
+
 def cast(tree: Tree, dtype: jnp.dtype) -> Tree:
     return jax.tree.map(lambda x: x.astype(dtype), tree)
 

@@ -5,7 +5,8 @@ grad_norm, lr, tokens (since step 1), tokens_per_second, mfu (null where the har
 step, since the record before), eval_loss, eval_perplexity and eval_accuracy.  An objective with several losses adds
 NAME_loss, eval_NAME_loss and eval_NAME_accuracy; labelled examples have the metrics that evaluation/task_metrics.py
 lists.  Loss scaling adds loss_scale, skipped (whether this step left the parameters unchanged; its grad_norm is then
-not a number) and skipped_steps (since step 1)."""
+not a number) and skipped_steps (since step 1).  A step that train.guard skipped has skipped, reason and samples: the
+positions of the first and the last of its samples, counted from the run's first."""
 
 import json
 import os
@@ -30,6 +31,10 @@ BUCKETS = ("init", "compile", "step", "eval", "checkpoint", "data", "other")
 
 MAX_LIVES = 100
 """Starts that status.json remembers: a spot machine's run may have thousands."""
+
+
+NONE_SAVED = -1
+"""status.json's saved_step before the first checkpoint."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -88,7 +93,9 @@ class MetricsLog:
     def write(self, record: Record) -> None:
         self._file.write(to_json(record) + "\n")
         self._file.flush()
-        scalars = {key: value for key, value in without_nan(record).items() if key != "step" and value is not None}
+        scalars = {
+            key: value for key, value in without_nan(record).items() if key != "step" and isinstance(value, int | float)
+        }
         self._tensorboard.write(record["step"], scalars)
         for listener in self.listeners:
             listener(record)
@@ -149,6 +156,8 @@ class Status(BaseModel):
     state: str  # running | done | preempted | failed
     step: int  # steps done
     exit_code: int | None = None  # None while running
+    run_id: str = ""  # random; its checkpoints have the same.  Empty: of a version without
+    saved_step: int | None = None  # of the newest checkpoint, or NONE_SAVED.  None: of a version that did not say
     restarts: int
     goodput: dict[str, float]  # wall-clock seconds of all its starts, by BUCKETS
     compile_seconds: float | None = None  # of the last compilation: an estimate of the next one

@@ -24,13 +24,14 @@ import spmd_lm
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS_ID, ProcessInfo, detect_process
 
-HEARTBEAT_SECONDS = 30  # a process that says nothing for so long is dead, and ends the others
+HEARTBEAT_SECONDS = 15  # a process that says nothing for so long is dead, and ends the others
 CONNECT_SECONDS = 300  # for the first process to start, and for its host's name to be known
 WAIT_MS = 600_000  # for a process that still reads its data
 MOST_DIFFERENCES = 5  # that one line names
 FAILED = "spmd_lm/failed"  # key of the first process to fail
 POLL_SECONDS = 1  # each process asks the coordinator for it so often
 agreements = itertools.count()  # a process may train twice: keys are written once
+TELL_SECONDS = 5  # for the coordinator to answer a process that leaves
 leaving = threading.Event()  # set when this process ends
 PARENT = "SPMD_LM_PARENT"
 PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
@@ -153,23 +154,27 @@ def is_first_process() -> bool:
     return next((env.get_process_id() == 0 for env in ClusterEnv._cluster_types if env.is_env_present()), True)
 
 
-def require_agreement(subject: str, facts: Mapping[str, Any]) -> None:
-    """ConfigError in every process, with what differs and where, unless all processes call this with the same facts.
-    subject: what they are about.
+def collect(subject: str, own: Any) -> list[Any]:
+    """What each process says of `subject`, as JSON, in their order: the same list in all of them, which all call this.
 
-    Each writes its facts to the coordinator's key-value store, which needs no device; the first compares them."""
-    from jax._src.distributed import global_state  # public jax compares arrays only, on devices
+    It goes through the coordinator's key-value store, which needs no device; the first process gathers."""
+    from jax._src.distributed import global_state  # public jax gathers arrays only, on devices
 
-    client, key = global_state.client, f"spmd_lm/{next(agreements)}/{subject}"
-    if client is None or global_state.num_processes == 1:
-        return
-    own = {"host": socket.gethostname(), "facts": {name: str(value) for name, value in facts.items()}}
+    client, key, count = global_state.client, f"spmd_lm/{next(agreements)}/{subject}", global_state.num_processes
+    if client is None or count == 1:
+        return [own]
     client.key_value_set(f"{key}/{global_state.process_id}", json.dumps(own))
     if global_state.process_id == 0:
-        answers = (client.blocking_key_value_get(f"{key}/{i}", WAIT_MS) for i in range(global_state.num_processes))
-        client.key_value_set(f"{key}/differences", json.dumps(differences(subject, [*map(json.loads, answers)])))
-    found = json.loads(client.blocking_key_value_get(f"{key}/differences", WAIT_MS))
-    if found:
+        answers = [json.loads(client.blocking_key_value_get(f"{key}/{i}", WAIT_MS)) for i in range(count)]
+        client.key_value_set(f"{key}/all", json.dumps(answers))
+    return json.loads(client.blocking_key_value_get(f"{key}/all", WAIT_MS))
+
+
+def require_agreement(subject: str, facts: Mapping[str, Any]) -> None:
+    """ConfigError in every process, with what differs and where, unless all processes call this with the same facts.
+    subject: what they are about."""
+    own = {"host": socket.gethostname(), "facts": {name: str(value) for name, value in facts.items()}}
+    if found := differences(subject, collect(subject, own)):
         import jax
 
         jax.distributed.shutdown()  # waits for the others: the first may not leave before all have read it
@@ -246,8 +251,14 @@ def leave_job(code: int) -> int:
         leaving.set()
         client: Any = global_state.client
         failure = {"process": global_state.process_id, "host": socket.gethostname(), "code": code}
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first, or the coordinator has ended
-            client.key_value_set(FAILED, json.dumps(failure))
+
+        def tell() -> None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first, or the coordinator has ended
+                client.key_value_set(FAILED, json.dumps(failure))
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        thread.join(TELL_SECONDS)  # the coordinator may have been stopped
         _exit(code)
     return code
 

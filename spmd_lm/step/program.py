@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from spmd_lm.parallel.trees import Tree
 from spmd_lm.parallel.zero import ZeroPolicy
 from spmd_lm.runtime.formatting import format_bytes
 from spmd_lm.runtime.xla_options import options_for
+from spmd_lm.step.guard import init_loss_window
 from spmd_lm.step.loss_scale import init_loss_scale
 from spmd_lm.step.optimizer import Optimizer, frozen_mask
 from spmd_lm.step.state import TrainState
@@ -125,7 +127,8 @@ class Program:
 
     def _initial_state(self, params: Tree) -> TrainState:
         scalars = jax.tree.map(jnp.asarray, init_loss_scale(self.config.precision))
-        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.rule.init(params), scalars)
+        window = init_loss_window(self.config.train.guard)
+        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.rule.init(params), scalars, window)
 
     def _abstract(self, shapes: Tree, specs: Tree) -> TrainState:
         """Shapes, dtypes and shardings of a state, given those of its parameters; its scalars are replicated."""
@@ -152,11 +155,14 @@ class Program:
         return _fit(in_order, self.abstract_canonical())
 
     def from_canonical(self, canonical: TrainState) -> TrainState:
-        """A canonical state, padded and in stage order.  A missing loss scale starts anew."""
-        if canonical.loss_scale is None:
-            scale = jax.device_put(init_loss_scale(self.config.precision), self.state_shardings.loss_scale)
-            canonical = dataclasses.replace(canonical, loss_scale=scale)
-        padded = _fit(canonical, self.abstract_state())
+        """A canonical state, padded and in stage order.  Of the OPTIONAL_FIELDS a missing one starts anew."""
+        new: dict[str, Any] = {
+            "loss_scale": init_loss_scale(self.config.precision),
+            "loss_window": init_loss_window(self.config.train.guard),
+        }
+        missing = {name: value for name, value in new.items() if getattr(canonical, name) is None}
+        placed = {name: jax.device_put(value, getattr(self.state_shardings, name)) for name, value in missing.items()}
+        padded = _fit(dataclasses.replace(canonical, **placed), self.abstract_state())
         return self._reorder(padded, lambda state: state.map_params(self.plan.to_stage_order))
 
     def params_from_canonical(self, canonical: Tree) -> Tree:

@@ -8,22 +8,27 @@ import jax
 
 from spmd_lm.parallel.trees import Tree
 
+OPTIONAL_FIELDS = ("loss_scale", "loss_window")
+"""Fields of a state that a run may gain or lose between restarts."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """step: int32, steps done: the position in the data.  params: the master weights.  opt_state: optax's, of any
-    shape.  loss_scale: of step/loss_scale.py, or None.  Canonical in checkpoints, padded on devices."""
+    shape.  loss_scale: of step/loss_scale.py, or None.  loss_window: of step/guard.py, or None.  Canonical in
+    checkpoints, padded on devices."""
 
     step: Any
     params: Tree
     opt_state: Any
     loss_scale: Any = None
+    loss_window: Any = None
 
     @property
     def updates(self) -> Any:
-        """int32, steps done less those that loss scaling skipped: what the learning rate counts."""
-        return self.step if self.loss_scale is None else self.step - self.loss_scale.skipped
+        """int32, steps done less those that were skipped: what the learning rate counts."""
+        return self.opt_state.count
 
     def map_params(self, f: Callable[[Tree], Tree], scalar: Callable[[Any], Any] = lambda x: x) -> "TrainState":
         """`f` applied to every tree of the parameters' structure: the parameters, and moments in `opt_state`; `scalar`

@@ -24,7 +24,7 @@ from spmd_lm.parallel.pipeline.schedule import Schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ModelFns, Parts, ShardedModel
 from spmd_lm.parallel.trees import Tree, tree_add
-from spmd_lm.step import loss_scale
+from spmd_lm.step import guard, loss_scale
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
 
@@ -32,8 +32,8 @@ from spmd_lm.step.state import TrainState
 def make_train_step(
     config: RunConfig, model: LanguageModel, optimizer: Optimizer, plan: Plan, schedule: Schedule, specs: TrainState
 ) -> Callable:
-    """(state, batch) -> (state, {loss, grad_norm, lr}), and the metrics of loss_scale.update where the loss is scaled;
-    the state it is given is donated.  specs: PartitionSpecs of the state.
+    """(state, batch) -> (state, {loss, grad_norm, lr, skip_reason}), and the metrics of loss_scale.update where the
+    loss is scaled; the state it is given is donated.  specs: PartitionSpecs of the state.
 
     loss: the sum of the objective's losses, each a mean over the global batch, in nats.  An objective with several
     losses also reports each, as `NAME_loss`."""
@@ -63,7 +63,7 @@ def make_train_step(
         losses = loss_scale.unscale(plan.psum_batch(plan.psum_stages(losses)), state.loss_scale)
         reduced = sharded.reduce_gradients(grads)
         # update
-        state, metrics = loss_scale.update(config.precision, optimizer, plan, state, reduced)
+        state, metrics = guard.update(config, optimizer, plan, state, reduced, sum_losses(losses))
         each_loss = {f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {}
         return state, {"loss": sum_losses(losses)} | each_loss | metrics
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path
-from spmd_lm.checkpoints.saved_run import check_warm_start
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.saved_run import check_warm_start, newest_readable, warn
 from spmd_lm.errors import CheckpointError
+from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 from spmd_lm.training.run_dir import check_vocabulary
@@ -24,29 +25,38 @@ class PretrainedRun:
     """The newest checkpoint of another run, and which of its parameters a program reuses: all outside the head; of the
     head all under the same kind of objective, else SHARED_HEAD, where the shapes match."""
 
-    def __init__(self, program: Program, directory: Path):
-        """CheckpointError if `directory` has no checkpoint, or one of another model, and ConfigError for another
-        vocabulary, before any array is read."""
-        self.program, self.directory, self.checkpoints = program, directory, Checkpointer(directory / "checkpoints")
-        step = self.checkpoints.latest_step()
-        if step is None:
+    def __init__(self, program: Program, directory: Path, fallback: bool = False):
+        """Reads the parameters.  CheckpointError if `directory` has no checkpoint, or one that is damaged or of another
+        model, and ConfigError for another vocabulary.  fallback: takes the newest checkpoint that is not damaged."""
+        self.program, self.directory = program, directory
+        self.checkpoints = Checkpointer(directory / "checkpoints", program.config.checkpoint, log=warn)
+        if not self.checkpoints.steps():
             raise CheckpointError(
                 f"run.init_from={directory}: {'it holds no checkpoint' if directory.exists() else 'no such run'}. "
                 "Train it first, with checkpoint.every."
             )
-        saved, config = self.checkpoints.meta(step)["config"], program.config
-        check_warm_start(saved, config.model_dump(by_alias=True), directory)
-        check_vocabulary(config, directory, saved if step else None)
+        self.params = newest_readable(self.checkpoints, self._read, fallback)  # those reused, by path
+
+    def _read(self, step: int) -> dict[str, jax.Array]:
+        program, config = self.program, self.program.config
+        saved = self.checkpoints.meta(step)["config"]
+        check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
+        check_vocabulary(config, self.directory, saved if step else None)
         self.step, self.shapes = step, self.checkpoints.param_shapes(step)  # of all its parameters, by path
         self.same_objective = saved["objective"]["kind"] == config.objective.kind
-        own_shapes = leaves_by_path(program.plan.shapes)
-        self.reused = {name for name, leaf in own_shapes.items() if self._fits(name, leaf.shape)}
-        self.new = [name for name in own_shapes if name not in self.reused]
+        own = leaves_by_path(program.abstract_canonical().params)
+        reused = [name for name, leaf in own.items() if self._fits(name, leaf.shape)]
+        self.new = [name for name in own if name not in reused]
         if missing := [name for name in self.new if not name.startswith("head.")]:
             raise CheckpointError(
                 f"{self.checkpoints.directory / str(step)} lacks {', '.join(missing)}: it is of another model. "
                 f"Choose another run.init_from."
             )
+        abstract = {
+            name: jax.ShapeDtypeStruct(self.shapes[name].shape, own[name].dtype, sharding=own[name].sharding)
+            for name in reused
+        }
+        return self.checkpoints.restore_params_by_path(step, abstract)
 
     def _fits(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the parameter of this name and shape can be taken from this run."""
@@ -60,19 +70,14 @@ class PretrainedRun:
     def initial_state(self) -> TrainState:
         """The state before the first step."""
         state = self.program.canonical(self.program.init())
-        own = leaves_by_path(state.params)
-        abstract = {
-            name: jax.ShapeDtypeStruct(self.shapes[name].shape, own[name].dtype, sharding=own[name].sharding)
-            for name in self.reused
-        }
-        own |= self.checkpoints.restore_params_by_path(self.step, abstract)
+        own = leaves_by_path(state.params) | self.params
         params = jax.tree.unflatten(jax.tree.structure(state.params), own.values())
         params = jax.tree.map(_first_rows, params, state.params)
         return self.program.from_canonical(dataclasses.replace(state, params=params))
 
     def describe(self) -> str:
         """Where the parameters come from, and which do not, in a line."""
-        unused = [name for name in self.shapes if name not in self.reused]
+        unused = [name for name in self.shapes if name not in self.params]
         message = f"initialized from {self.directory.absolute()} after step {self.step}"
         message += f", newly initialized: {', '.join(self.new)}" if self.new else ""
         return message + (f", not used: {', '.join(unused)}" if unused else "")

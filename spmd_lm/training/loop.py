@@ -14,12 +14,12 @@ from spmd_lm.data.corpus import Corpus, load_data, make_loader
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
-from spmd_lm.errors import Exit
+from spmd_lm.errors import DamagedCheckpointError, Exit
 from spmd_lm.generation.generate import generate_text
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.planning import plan_report
 from spmd_lm.runtime.formatting import format_duration, pluralize
-from spmd_lm.runtime.metrics import Clock, Record, read_records, write_atomically
+from spmd_lm.runtime.metrics import NONE_SAVED, Clock, Record, read_records, write_atomically
 from spmd_lm.runtime.processes import require_agreement
 from spmd_lm.runtime.progress import Progress, format_record
 from spmd_lm.runtime.signals import StopSignals
@@ -33,46 +33,56 @@ from spmd_lm.training.run_dir import RunDir, mark_failed, open_run_dir
 PROMPTS = ["", "The ", "def "]  # of samples.txt
 
 
-def train(config: RunConfig, signals: StopSignals | None = None) -> Exit:
-    """Trains the run in run.dir up to train.steps, from its newest checkpoint if it has one.  signals: None if the
-    caller watches none yet.
+def train(config: RunConfig, signals: StopSignals | None = None, fallback: bool = False) -> Exit:
+    """Trains the run in run.dir up to train.steps, from its newest checkpoint if it has one; a damaged one is moved
+    aside.  signals: None if the caller watches none yet.  fallback: take run.init_from's newest checkpoint that is not
+    damaged.
 
     Raises ConfigError for an impossible layout or a directory that cannot be written or is in use, CheckpointError for
-    a run of another model or checkpoints that are damaged or not saved, DataError, and NonFiniteError; none of them
+    a run of another model or checkpoints that are all damaged or not saved, DataError, and NonFiniteError; none of them
     harms what was saved before."""
     progress = Progress(config.train.steps, process=jax.process_index(), processes=jax.process_count())
     watched: AbstractContextManager[StopSignals] = nullcontext(signals) if signals else StopSignals()
-    with watched as signals, open_run_dir(config, progress.log) as run_dir:
-        messages = run_dir.check_config()
-        if run_dir.finished_steps >= config.train.steps:
-            progress.log(*messages, run_dir.finished_message())
-            return Exit.DONE
-        run_dir.check_resumable()
-        require_packages(config.run.trackers or [])
-        status = run_dir.next_status()
-        clock = Clock(status.goodput)
+    with watched as signals, open_run_dir(config, progress.log) as checkpoints:
+        while True:
+            try:
+                return train_from_newest(RunDir(config, checkpoints), progress, signals, fallback)
+            except DamagedCheckpointError as damage:
+                checkpoints.quarantine(damage)
+
+
+def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals, fallback: bool) -> Exit:
+    """`train`, or DamagedCheckpointError before the first step is done and any file is written."""
+    config, messages = run_dir.config, run_dir.check_config()
+    if run_dir.finished_steps >= config.train.steps:
+        progress.log(*messages, run_dir.finished_message())
+        return Exit.DONE
+    run_dir.check_resumable()
+    require_packages(config.run.trackers or [])
+    status = run_dir.next_status()
+    clock = Clock(status.goodput)
+    with clock.time("init"):
+        program = Program(config)
+        progress.log(plan_report.summary(plan_report.describe(config, program.plan)))
+        progress.log(*map(str, program.xla_options))
+    with mark_failed(status, clock):
         with clock.time("init"):
-            program = Program(config)
-            progress.log(plan_report.summary(plan_report.describe(config, program.plan)))
-            progress.log(*map(str, program.xla_options))
-        with mark_failed(status, clock):
-            with clock.time("init"):
-                # Both loaders and the run to initialize from may refuse the config, before any file is written.
-                init_from = config.run.init_from if run_dir.saved_step is None else None
-                pretrained = PretrainedRun(program, Path(init_from).expanduser()) if init_from else None
-                corpus = load_data(config.data, config.train.seed, config.model.vocab)
-                vocabulary = vocabulary_hash(getattr(config.data, "tokenizer", "bytes"))
-                require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
-                loader = make_loader(config, corpus, "training")
-                validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
-                progress.log(corpus.describe(), *messages)
-                state = initial_state(run_dir, program, pretrained, corpus, progress)
-            with run_dir.open_files(status, progress.log) as metrics_log:
-                run = TrainingRun(
-                    program, corpus, validation, run_dir.checkpoints, status, clock, metrics_log, progress, state
-                )
-                train_steps(run, loader, signals)
-                return finish(run) if run.step >= config.train.steps else stop(run, signals)
+            # Both loaders and the run to initialize from may refuse the config, before any file is written.
+            init_from = config.run.init_from if run_dir.saved_step is None else None
+            pretrained = PretrainedRun(program, Path(init_from).expanduser(), fallback) if init_from else None
+            corpus = load_data(config.data, config.train.seed, config.model.vocab)
+            vocabulary = vocabulary_hash(getattr(config.data, "tokenizer", "bytes"))
+            require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
+            loader = make_loader(config, corpus, "training")
+            validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
+            progress.log(corpus.describe(), *messages)
+            state = initial_state(run_dir, program, pretrained, corpus, progress)
+        with run_dir.open_files(status, progress.log) as metrics_log:
+            run = TrainingRun(
+                program, corpus, validation, run_dir.checkpoints, status, clock, metrics_log, progress, state
+            )
+            train_steps(run, loader, signals)
+            return finish(run) if run.step >= config.train.steps else stop(run, signals)
 
 
 def initial_state(
@@ -113,7 +123,7 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
 def finish(run: TrainingRun) -> Exit:
     """Waits for the last checkpoint and writes loss.png and samples.txt; only then is the run done."""
     with run.clock.time("checkpoint"):
-        run.checkpoints.wait()
+        run.wait_for_save()
     texts = sample(run)  # in every process: the parameters are sharded over them
     if run.metrics_log is not None:
         records, directory = read_records(run.metrics_log.path), run.config.run.directory
@@ -125,8 +135,8 @@ def finish(run: TrainingRun) -> Exit:
         if restarts := run.status.restarts:
             message += f", {format_duration(total_seconds)} in total with {pluralize(restarts, 'restart')}"
         run.progress.log(message)
-    if (saved_step := run.checkpoints.latest_step()) != run.step:
-        nothing = "Nothing was saved" if saved_step is None else f"Nothing was saved since step {saved_step}"
+    if (saved_step := run.status.saved_step) != run.step:
+        nothing = "Nothing was saved" if saved_step == NONE_SAVED else f"Nothing was saved since step {saved_step}"
         run.progress.log(f"{nothing} (checkpoint.every=0): set it to evaluate, generate or continue from the end.")
     run.write_status(state="done", exit_code=int(Exit.DONE))
     return Exit.DONE
@@ -153,10 +163,10 @@ def stop(run: TrainingRun, signals: StopSignals) -> Exit:
     code = Exit.INTERRUPTED if signals.received == signal.SIGINT else Exit.PREEMPTED
     run.end_profile()
     with run.clock.time("checkpoint"):
-        run.checkpoints.wait()
-        if run.step not in (0, run.checkpoints.latest_step()):
+        run.wait_for_save()
+        if run.step not in (0, run.status.saved_step):
             run.save()
-            run.checkpoints.wait()
+            run.wait_for_save()
     run.write_status(state="preempted", exit_code=int(code))
     if run.step == 0:
         run.progress.log("stopped before the first step: nothing was done, so nothing was saved. Start it again.")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.data.corpus import Corpus
@@ -21,6 +20,7 @@ from spmd_lm.errors import CheckpointError, NonFiniteError
 from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
 from spmd_lm.runtime.progress import Progress
+from spmd_lm.step.guard import EXCLUDED, SKIP_REASONS
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 
@@ -29,12 +29,6 @@ MAX_IN_FLIGHT = 2  # steps dispatched and not waited for; each holds a batch, an
 MAX_OVERFLOWS = 20
 """Steps in a row that may overflow at the smallest loss scale.  They leave the parameters unchanged, so the cause is
 neither one odd batch nor a scale still too large: the model has left float16's range."""
-
-
-@jax.jit
-def all_finite(state: TrainState) -> jax.Array:
-    """Whether every number of the state is finite: a bool, on devices."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]).all()
 
 
 @dataclass
@@ -58,6 +52,7 @@ class TrainingRun:
         self.config, self.step = self.program.config, self.status.step  # steps done
         self.profiling = False
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
+        self.skips_in_a_row = 0  # steps that train.guard did not exclude
         self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # by the last `speed`
 
     @property
@@ -83,8 +78,30 @@ class TrainingRun:
         while len(self._in_flight) > max_in_flight:
             step, arrays = self._in_flight.popleft()
             values = {name: array.item() for name, array in jax.device_get(arrays).items()}
+            reason = values.pop("skip_reason", 0)
             self.metrics = {"loss": values.pop("loss"), **values}
-            self._check_step(step)
+            if reason:
+                self._log_skip(step, reason)
+            else:
+                self._check_step(step)
+                self.skips_in_a_row = 0
+
+    def _log_skip(self, step: int, reason: int) -> None:
+        """Logs a step that was skipped, with its samples.  NonFiniteError if these are too many in a row."""
+        batch, max_skips, why = self.config.train.batch, self.config.train.guard.max_skips, SKIP_REASONS[reason]
+        first, last = (step - 1) * batch, step * batch - 1  # samples, counted from the run's first
+        skip = {"skipped": True, "reason": why, "samples": [first, last]}
+        self.skips_in_a_row += reason != EXCLUDED
+        ends = self.skips_in_a_row > max_skips
+        if step == self.step and self.is_due(self.config.train.log_every) and not ends:
+            self.record |= skip  # which `log` writes
+        elif self.metrics_log is not None:
+            self.metrics_log.write({"step": step, **skip})
+        if reason != EXCLUDED:
+            self.progress.log(f"step {step} was skipped, samples {first} to {last}: {why}")
+        if ends:
+            steps = f"steps {step - max_skips} to {step}" if max_skips else f"step {step}"
+            raise self.non_finite(f"{steps}: {why}; train.guard.max_skips={max_skips}")
 
     def _check_step(self, step: int) -> None:
         """A skipped step may overflow while there is a smaller loss scale to try; any other must be finite."""
@@ -120,11 +137,20 @@ class TrainingRun:
         """Saves a checkpoint of this step.  NonFiniteError, and no checkpoint, if its state is not finite."""
         self.wait()
         with self.clock.time("checkpoint"):
-            if not all_finite(self.state):  # its loss, of the state before the update, says nothing about it
-                raise self.non_finite(f"the state after step {self.step} is not finite", cause=self.step)
+            self.wait_for_save()
             num_samples = self.step * self.config.train.batch
             meta = make_meta(self.config.model_dump(by_alias=True), num_samples, self.corpus.fingerprint)
-            self.checkpoints.save(self.step, self.program.canonical(self.state), meta)
+            try:
+                self.checkpoints.save(self.step, self.program.canonical(self.state), meta)
+            except NonFiniteError as error:  # its loss, of the state before the update, says nothing about it
+                raise self.non_finite(str(error), cause=self.step) from None
+
+    def wait_for_save(self, seconds: float | None = None) -> None:
+        """Until the last save counts, or for so long.  CheckpointError if it failed."""
+        saved_step = self.checkpoints.wait(seconds)
+        if saved_step is not None and saved_step != self.status.saved_step:
+            self.status.saved_step = saved_step
+            self.write_status()
 
     def end_profile(self) -> None:
         """Writes the trace, if one was started; a run that stops early has its steps so far."""
@@ -182,6 +208,8 @@ def log(run: TrainingRun) -> None:
 
 
 def save_checkpoint(run: TrainingRun) -> None:
+    """Saves when it is due; and after every step looks at the save in progress, which may have failed."""
+    run.wait_for_save(seconds=0)
     if run.is_due(run.config.checkpoint.every):
         run.save()
         run.write_status()

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.checkpointer import CORRUPT, Checkpointer, new_run_id
 from spmd_lm.checkpoints.saved_run import check_compatible
 from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, find_vocabulary
-from spmd_lm.errors import CheckpointError, ConfigError, Exit, UserError
+from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, UserError
 from spmd_lm.runtime.directories import lock_directory
-from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, Clock, Life, MetricsLog, Status, write_atomically
+from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life, MetricsLog, Status, write_atomically
 from spmd_lm.runtime.trackers import ID_FILE, Trackers
 
 FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock", ID_FILE)
@@ -30,8 +30,11 @@ class RunDir:
     def __init__(self, config: RunConfig, checkpoints: Checkpointer):
         self.config, self.checkpoints, self.path = config, checkpoints, config.run.directory
         self.status = Status.read(self.path)  # None before the first start
+        checkpoints.run_id = self.status.run_id if self.status else ""
         self.saved_step = checkpoints.latest_step()  # None without a checkpoint
-        self.meta = {} if self.saved_step is None else checkpoints.meta(self.saved_step)
+        record = None if self.saved_step is None else checkpoints.agreed_record(self.saved_step)
+        self.meta = record.meta if record else {}
+        checkpoints.run_id = checkpoints.run_id or (record.run_id if record else new_run_id())
         self.finished_steps = self.status.step if self.status and self.status.state == "done" else 0
 
     def finished_message(self) -> str:
@@ -51,7 +54,8 @@ class RunDir:
         check_vocabulary(self.config, self.path, self.meta["config"] if self.saved_step else None)
         if is_new:
             return []
-        messages, init_from = [], self.config.run.init_from
+        directory, init_from = self.checkpoints.directory, self.config.run.init_from
+        messages = [f"{directory / name} is no checkpoint: ignored." for name in self.checkpoints.foreign()]
         if self.saved_step is None:
             saved, since = read_saved_config(self.path), "since then"
             messages.append(f"{self.path} was started before, but saved no checkpoint: starting again from step 0.")
@@ -75,6 +79,11 @@ class RunDir:
 
     def check_resumable(self) -> None:
         """CheckpointError if there is no state to resume from, or no position in the data."""
+        if self.saved_step is None and (lost := self._lost_checkpoints()):
+            raise CheckpointError(
+                f"{self.checkpoints.directory}: {lost}, and no readable checkpoint is left: training would start again "
+                f"from step 0 over what is there. Bring a checkpoint back, or choose another run.dir."
+            )
         if self.saved_step is None and self.finished_steps:
             raise CheckpointError(
                 f"{self.path} finished its {self.finished_steps} steps without a checkpoint (checkpoint.every=0): "
@@ -90,11 +99,22 @@ class RunDir:
                 f" or choose another run.dir."
             )
 
+    def _lost_checkpoints(self) -> str:
+        """What says that this run has saved checkpoints."""
+        damaged = sorted(path.name for path in self.checkpoints.directory.glob(f"*{CORRUPT}*"))
+        if damaged:
+            return f"{', '.join(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged"
+        if self.status and self.status.step and self.status.saved_step != NONE_SAVED:
+            return f"status.json says that {self.status.step} steps were done, and saved"
+        return ""
+
     def next_status(self) -> Status:
         """The status of this start."""
         last, path, goodput = self.status, self.path / "status.json", dict.fromkeys(BUCKETS, 0.0)
         life = Life.begin(step := self.saved_step or 0)
         status = Status(path=path, state="running", step=step, restarts=0, goodput=goodput, lives=[life])
+        status.run_id = self.checkpoints.run_id
+        status.saved_step = NONE_SAVED if self.saved_step is None else self.saved_step
         if last is None:
             return status
         history: dict[str, Any] = {"restarts": last.restarts + 1, "goodput": goodput | last.goodput}
@@ -125,9 +145,9 @@ class RunDir:
 
 
 @contextmanager
-def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[RunDir]:
-    """The run's directory, locked and read.  ConfigError if it cannot be written or is in use.  After a second Ctrl-C,
-    logs what of the run is saved."""
+def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Checkpointer]:
+    """The checkpoints of a run, whose directory is locked.  ConfigError if it cannot be written or is in use.  After a
+    second Ctrl-C, logs what of the run is saved."""
     directory = config.run.directory
     wrong = [f"{name} is a directory, but a run needs a file" for name in FILES if os.path.isdir(directory / name)]
     wrong += [
@@ -135,10 +155,10 @@ def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[RunD
     ]
     if wrong:
         raise ConfigError(*(f"run.dir={directory}: {what}. Move it away, or choose another run.dir." for what in wrong))
-    checkpoints = Checkpointer(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
+    checkpoints = Checkpointer(directory / "checkpoints", config.checkpoint, log=log)
     with lock_directory(directory, log, jax.process_index() == 0), closing(checkpoints):
         try:
-            yield RunDir(config, checkpoints)
+            yield checkpoints
         except KeyboardInterrupt:
             with suppress(CheckpointError):
                 checkpoints.wait()
@@ -182,6 +202,8 @@ def mark_failed(status: Status, clock: Clock) -> Iterator[None]:
     """Records what ends the run early in its status.json, if it has one yet."""
     try:
         yield
+    except DamagedCheckpointError:  # training starts again from an older one
+        raise
     except BaseException as error:
         code = error.code if isinstance(error, UserError) else Exit.CHECK_FAILED
         if isinstance(error, KeyboardInterrupt):

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_lm.checkpoints.checkpointer import leaves_by_path
 from spmd_lm.cli import main
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.huggingface.directory import make_run_config, open_directory
 from spmd_lm.huggingface.transfer import export_hf, match_tensors, read_params
+from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
 from tests.huggingface.small_models import (
     GPT2,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path
+from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.saved_run import open_run, restore_run
 from spmd_lm.cli import main
 from spmd_lm.config.load import load, load_run
@@ -23,6 +23,7 @@ from spmd_lm.evaluation.evaluate import evaluate_run
 from spmd_lm.huggingface.directory import make_run_config, open_directory
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader
 from spmd_lm.huggingface.transfer import export_hf, import_hf, make_sharded_array
+from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
 from spmd_lm.training.loop import train
 from tests.huggingface.small_models import (

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.checkpoints.checkpointer import leaves_by_path
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.planning.plan_report import describe, summary
 from spmd_lm.step.optimizer import frozen_mask, trained_count
 from tests.helpers import make_config, program

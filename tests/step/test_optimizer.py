@@ -57,7 +57,8 @@ def test_frozen_layers_stay_wherever_their_stage_is(layout, chunks, x64):
     plan = Plan(layout, mesh, "cpu", names, shapes, chunks=chunks)
     optimizer = Optimizer(OPTIM, 10, frozen)
     in_order = plan.from_canonical(params)
-    state = TrainState(jnp.int32(5), in_order, optimizer.rule.init(in_order))
+    opt_state = optimizer.rule.init(in_order)._replace(count=jnp.int32(5))
+    state = TrainState(jnp.int32(5), in_order, opt_state)
     specs = state.map_params(lambda _: plan.param_specs, lambda _: P())
 
     def body(state, grads):

@@ -7,8 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, leaves_by_path, make_meta
+from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.config.schema import Checkpoint
 from spmd_lm.errors import CheckpointError, ConfigError
+from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.training.init_from import PretrainedRun
 from tests.helpers import FLOAT32, ORIGINAL_BERT, TASKS, canonical, make_config, program
 
@@ -26,7 +28,7 @@ def pretrained(tmp_path_factory):
     p = program(config)
     state = p.init()
     changed = jax.tree.map(lambda x: x + 1, state.params)
-    with closing(Checkpointer(directory / "checkpoints", asynchronous=False)) as checkpoints:
+    with closing(Checkpointer(directory / "checkpoints", Checkpoint(asynchronous=False))) as checkpoints:
         state = p.canonical(dataclasses.replace(state, params=changed))
         checkpoints.save(7, state, make_meta(config.model_dump(by_alias=True), num_samples=112, fingerprint=""))
     return directory, {name: np.asarray(leaf) for name, leaf in leaves_by_path(state.params).items()}
@@ -70,16 +72,16 @@ def test_a_head_is_reused_by_its_own_objective_alone(pretrained, tmp_path, kind,
     """One output here, two there: of other shapes as well, but a span's and two classes' are alike."""
     p, state, _ = warm_start(pretrained[0])
     changed = jax.tree.map(lambda x: x + 1, state.params)
-    with closing(Checkpointer(tmp_path / "checkpoints", asynchronous=False)) as checkpoints:
+    with closing(Checkpointer(tmp_path / "checkpoints", Checkpoint(asynchronous=False))) as checkpoints:
         meta = make_meta(p.config.model_dump(by_alias=True), num_samples=16, fingerprint="")
         checkpoints.save(1, p.canonical(dataclasses.replace(state, params=changed)), meta)
     sections = TASKS[kind] | {"precision": FLOAT32}
     other = program(make_config(model=BERT, **sections))
     assert {
-        name for name in leaves_by_path(other.plan.shapes) if name not in PretrainedRun(other, tmp_path).reused
+        name for name in leaves_by_path(other.plan.shapes) if name not in PretrainedRun(other, tmp_path).params
     } == new
     spans = program(make_config(model=BERT, **TASKS["span"] | {"precision": FLOAT32}))
-    assert not HEAD & PretrainedRun(spans, tmp_path).reused
+    assert not HEAD & PretrainedRun(spans, tmp_path).params.keys()
 
 
 def test_another_vocabulary_is_refused(pretrained, tmp_path):
@@ -87,7 +89,7 @@ def test_another_vocabulary_is_refused(pretrained, tmp_path):
     p = program(make_config(model=BERT, **TASK))
     meta = Checkpointer(directory / "checkpoints").meta(7)
     meta["config"]["data"] = {"source": "python-stdlib", "tokenizer": "bytes", "validation_fraction": 0.1}
-    with closing(Checkpointer(tmp_path / "checkpoints", asynchronous=False)) as checkpoints:
+    with closing(Checkpointer(tmp_path / "checkpoints", Checkpoint(asynchronous=False))) as checkpoints:
         checkpoints.save(7, p.canonical(p.init()), meta)
     other = p.config.data.model_copy(update={"tokenizer": "vocab.txt"})
     p = program(p.config.model_copy(update={"data": other}))

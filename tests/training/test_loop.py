@@ -1,6 +1,7 @@
 """The loop's guarantees, on a program of one small vector: stopping and resuming equals never stopping."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from spmd_lm.batch import Batch
+from spmd_lm.checkpoints import checkpointer
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import Precision, RunConfig
@@ -707,8 +709,11 @@ def test_an_unwritable_directory_is_refused_before_compiling(tmp_path, case):
 
 
 def test_a_failed_save_fails_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(FakeProgram, "canonical", lambda self, state: {"w": object()})
-    with pytest.raises(CheckpointError, match="5 was not saved"):
+    def full_disk(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpointer.ocp, "save_checkpointables_async", full_disk)
+    with pytest.raises(CheckpointError, match=r"5 was not saved: .*No space left on device"):
         loop.train(make_config(tmp_path))
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 5)
 

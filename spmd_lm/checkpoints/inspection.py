@@ -1,0 +1,123 @@
+"""What is in a run's checkpoints, and whether it is what was saved: read on one device, one array at a time."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from spmd_lm.checkpoints.checkpointer import SAVING, Checkpointer
+from spmd_lm.checkpoints.record import CheckpointRecord, file_sizes, read_record
+from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from spmd_lm.runtime.formatting import abbreviate, format_bytes
+
+Json = dict[str, Any]  # JSON
+
+INTACT, DAMAGED, UNCOMMITTED = "intact", "damaged", "uncommitted"
+
+
+def open_checkpoints(run: Path) -> Checkpointer:
+    """Raises ConfigError if `run` is no run that has saved."""
+    if not (run / "checkpoints").is_dir():
+        raise ConfigError(f"{run}: it has no directory checkpoints/. Give the directory of a run that has saved.")
+    return Checkpointer(run / "checkpoints")
+
+
+def list_checkpoints(checkpoints: Checkpointer) -> list[Json]:
+    """One report a checkpoint, ascending, by its record and the sizes of its files; no array is read."""
+    unfinished = [path.name.partition(".")[0] for path in checkpoints.directory.glob(f"*{SAVING}*")]
+    steps = {*map(int, filter(str.isdecimal, unfinished))} - {*checkpoints.steps()}
+    reports = [describe(checkpoints, step) for step in checkpoints.steps()]
+    reports += [_report(step, UNCOMMITTED) for step in steps]
+    return sorted(reports, key=lambda report: report["step"])
+
+
+def describe(checkpoints: Checkpointer, step: int) -> Json:
+    """The report on a complete checkpoint."""
+    with checkpoints.reading(step) as path:
+        try:
+            record = read_record(path)
+        except DamagedCheckpointError as damage:
+            return _report(step, DAMAGED, problem=damage.what)
+        found = file_sizes(path)
+    files = [
+        {"path": name, "bytes": size, "state": INTACT if found.get(name) == size else DAMAGED}
+        for name, size in record.files.items()
+    ]
+    leaves = [{"path": name, **leaf.model_dump()} for name, leaf in record.leaves.items()]
+    return _report(step, _worst(files), leaves, files)
+
+
+def verify(checkpoints: Checkpointer, step: int) -> Json:
+    """As `describe`, with every array read and compared with its fingerprint."""
+    report = describe(checkpoints, step)
+    if report["leaves"]:
+        record = read_record(checkpoints.path(step))
+        allow_64_bits(record)
+        for leaf in report["leaves"]:
+            leaf["state"] = DAMAGED if checkpoints.leaf_problem(record, leaf["path"]) else INTACT
+        report["state"] = _worst([*report["leaves"], *report["files"]])
+    return report
+
+
+def render(report: Json) -> str:
+    """One line about a checkpoint, and what is wrong with it."""
+    size = f"{len(report['leaves'])} leaves, {format_bytes(sum(file['bytes'] for file in report['files']))}"
+    bad = [part["path"] for part in report["leaves"] + report["files"] if part.get("state") == DAMAGED]
+    line = f"{report['step']:>8}  {report['state']:<12}{size if report['files'] else ''}"
+    return f"{line}  {report.get('problem') or abbreviate(bad)}".rstrip()
+
+
+def compare(a: tuple[Checkpointer, int], b: tuple[Checkpointer, int]) -> Json:
+    """The leaves whose bits differ, with the largest difference between their numbers (None if only one has the leaf,
+    or they have other shapes), and the keys of the configuration that do."""
+    records = [checkpoints.record(step) for checkpoints, step in (a, b)]
+    for record in records:
+        allow_64_bits(record)
+    differ = []
+    for path in sorted({*records[0].leaves, *records[1].leaves}):
+        first, second = (record.leaves.get(path) for record in records)
+        if first == second:
+            continue
+        largest = None
+        if first and second and first.shape == second.shape:
+            x, y = (np.asarray(each.restore_leaf(step, path)).astype("float64") for each, step in (a, b))
+            largest = float(np.max(np.abs(x - y), initial=0.0))
+        differ.append({"path": path, "max_difference": largest})
+    configs = [flatten_dict(record.meta["config"], sep=".") for record in records]
+    keys = sorted(key for key in {*configs[0], *configs[1]} if configs[0].get(key) != configs[1].get(key))
+    return {"same": not differ, "leaves": differ, "config": keys}
+
+
+def parse_run_at_step(text: str) -> tuple[Checkpointer, int]:
+    """RUN@STEP, or RUN for its newest."""
+    run, at, step = text.rpartition("@")
+    checkpoints = open_checkpoints(Path(run if at else text))
+    if at and not step.isdecimal():
+        raise ConfigError(f"{text}: '{step}' is not a step. Write RUN@STEP, as in {run}@100.")
+    return checkpoints, require_step(checkpoints, int(step) if at else None)
+
+
+def require_step(checkpoints: Checkpointer, step: int | None) -> int:
+    """This step, or the newest.  CheckpointError if there is none."""
+    steps = checkpoints.steps()
+    if not steps or step not in (None, *steps):
+        there = f"there are {steps}" if steps else "there is none"
+        raise CheckpointError(f"{checkpoints.directory}: no step {'' if step is None else step}: {there}.")
+    return steps[-1] if step is None else step
+
+
+def allow_64_bits(record: CheckpointRecord) -> None:
+    """jax would read them as 32 bits."""
+    if any(leaf.dtype.endswith("64") for leaf in record.leaves.values()):
+        jax.config.update("jax_enable_x64", True)
+
+
+def _report(step: int, state: str, leaves: list[Json] = [], files: list[Json] = [], problem: str = "") -> Json:  # noqa: B006
+    report = {"step": step, "tier": "durable", "state": state, "leaves": leaves, "files": files}
+    return report | ({"problem": problem} if problem else {})
+
+
+def _worst(parts: list[Json]) -> str:
+    return DAMAGED if any(part["state"] == DAMAGED for part in parts) else INTACT

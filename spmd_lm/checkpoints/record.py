@@ -1,0 +1,87 @@
+"""The record of a checkpoint: what was saved, and how to tell that it is what is read.
+
+record.json, in the checkpoint's directory, is one line of JSON and the SHA-256 of that line.  It is written once all
+else is known to be complete, so a directory without one is no checkpoint."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from spmd_lm.errors import DamagedCheckpointError
+
+RECORD_FILE = "record.json"
+
+Meta = dict[str, Any]  # JSON: config, data, versions
+
+
+class SavedLeaf(BaseModel):
+    """One array of the state."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    shape: list[int]  # canonical
+    dtype: str
+    fingerprint: str  # of checkpoints/fingerprint.py
+
+
+class CheckpointRecord(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    step: int
+    run_id: str  # random, of the run that saved it
+    meta: Meta
+    leaves: dict[str, SavedLeaf]  # by path, as in 'params.blocks.attention.query'
+    files: dict[str, int]  # bytes, by path in the checkpoint's directory; without the record itself
+
+    def write(self, directory: Path) -> None:
+        """Appears complete or not at all."""
+        line = self.model_dump_json().encode()
+        partial = directory / f"{RECORD_FILE}.tmp"
+        with open(partial, "wb") as file:
+            file.write(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(directory / RECORD_FILE)
+
+
+def read_record(directory: Path) -> CheckpointRecord:
+    """The record of the checkpoint in `directory`/STEP.  DamagedCheckpointError if it is missing or was changed, and
+    OSError if it cannot be read."""
+    path = directory / RECORD_FILE
+    try:
+        line, _, rest = path.read_bytes().partition(b"\n")
+        if rest != hashlib.sha256(line).hexdigest().encode() + b"\n":
+            raise ValueError("it was changed after it was written")
+        record = CheckpointRecord(**json.loads(line))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise DamagedCheckpointError(directory, f"{RECORD_FILE} is missing") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = "of another version" if isinstance(error, ValidationError) else error
+        raise DamagedCheckpointError(directory, f"{RECORD_FILE}: {reason}") from error
+    if str(record.step) != directory.name:
+        raise DamagedCheckpointError(directory, f"{RECORD_FILE} is that of step {record.step}")
+    return record
+
+
+def file_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of every file below `directory`, by path in it, without its record."""
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files if path.name != RECORD_FILE}
+
+
+def check_files(directory: Path, record: CheckpointRecord) -> None:
+    """DamagedCheckpointError, naming the files, if one is missing or is not as long as it was."""
+    found = file_sizes(directory)
+    wrong = [
+        f"{name} has {found[name]:,} of {size:,} bytes" if name in found else f"{name} is missing"
+        for name, size in record.files.items()
+        if found.get(name) != size
+    ]
+    if wrong:
+        raise DamagedCheckpointError(
+            directory, "; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
+        )

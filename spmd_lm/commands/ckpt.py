@@ -1,0 +1,73 @@
+"""`spmd-lm ckpt`: what is in a run's checkpoints, whether it is what was saved, and how two of them differ."""
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spmd_lm.commands.common import Arguments, at_least, check_json, write_result
+from spmd_lm.errors import ConfigError, Exit
+
+
+def run(arguments: Arguments) -> int:
+    """Writes nothing but its result."""
+    check_json(arguments)
+    if arguments.ACTION not in ACTIONS:
+        raise ConfigError(f"spmd-lm ckpt: no action '{arguments.ACTION}'. Actions: {', '.join(ACTIONS)}.")
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the run's accelerators may be in use
+    return ACTIONS[arguments.ACTION](arguments)
+
+
+def ls(arguments: Arguments) -> int:
+    from spmd_lm.checkpoints.inspection import list_checkpoints, open_checkpoints
+
+    return _write(arguments, list_checkpoints(open_checkpoints(_one_run(arguments))))
+
+
+def verify(arguments: Arguments) -> int:
+    from spmd_lm.checkpoints.inspection import DAMAGED, open_checkpoints, require_step
+    from spmd_lm.checkpoints.inspection import verify as verify_step
+
+    checkpoints = open_checkpoints(_one_run(arguments))
+    steps = checkpoints.steps() if arguments.step is None else []
+    reports = [verify_step(checkpoints, step) for step in steps or [require_step(checkpoints, arguments.step)]]
+    _write(arguments, reports)
+    return Exit.CHECK_FAILED if any(report["state"] == DAMAGED for report in reports) else Exit.DONE
+
+
+def diff(arguments: Arguments) -> int:
+    from spmd_lm.checkpoints.inspection import compare, parse_run_at_step
+
+    if len(arguments.RUN) != 2:
+        raise ConfigError("spmd-lm ckpt diff: give two checkpoints, as in `ckpt diff runs/a@100 runs/a@200`.")
+    first, second = map(parse_run_at_step, arguments.RUN)
+    result = compare(first, second)
+    lines = [f"{leaf['path']}  {_difference(leaf['max_difference'])}" for leaf in result["leaves"]]
+    lines += [f"config: {key} differs" for key in result["config"]]
+    write_result(arguments, result, "\n".join(lines or ["the same bits, and the same configuration"]))
+    return Exit.DONE if result["same"] else Exit.CHECK_FAILED
+
+
+ACTIONS: dict[str, Callable[[Arguments], int]] = {"ls": ls, "verify": verify, "diff": diff}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--step", type=at_least(0), metavar="N", help="verify this step alone")
+
+
+def _one_run(arguments: Arguments) -> Path:
+    if len(arguments.RUN) != 1:
+        raise ConfigError(f"spmd-lm ckpt {arguments.ACTION}: give one run's directory.")
+    return Path(arguments.RUN[0])
+
+
+def _difference(largest: float | None) -> str:
+    return "of other shapes, or in one of them alone" if largest is None else f"differs by at most {largest:g}"
+
+
+def _write(arguments: Arguments, reports: list[dict[str, Any]]) -> int:
+    from spmd_lm.checkpoints.inspection import render
+
+    text = "\n".join(map(render, reports)) or "no checkpoints"
+    return write_result(arguments, {"checkpoints": reports}, text)

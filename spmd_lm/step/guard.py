@@ -1,0 +1,78 @@
+"""Steps that change nothing but their number: those whose loss or gradients are not finite, those that train.guard
+excludes and, if it watches for them, spikes of the loss.
+
+The parameters and the optimizer, its count included, stay as they are, bit for bit; the data goes on.  Overflows of a
+dynamic loss scale are the business of step/loss_scale.py, and do not count here.
+
+A spike is a loss whose robust z-score among the last WINDOW losses, (loss - median) / (1.4826 * MAD) with the median
+absolute deviation MAD, is above SPIKE (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd_lm.config.schema import Guard, RunConfig
+from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.trees import Tree
+from spmd_lm.step import loss_scale
+from spmd_lm.step.optimizer import Optimizer
+from spmd_lm.step.state import TrainState
+
+SKIP_REASONS = ("", "loss or gradients are not finite", "loss spike", "train.guard.exclude")
+"""By the metric skip_reason of a step; the first is that of a step that was not skipped."""
+
+NON_FINITE, LOSS_SPIKE, EXCLUDED = 1, 2, 3
+
+WINDOW, FEWEST, SPIKE = 128, 16, 6.0
+MAD_TO_SIGMA = 1.4826  # of a normal distribution
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossWindow:
+    """The losses of the last steps that were not skipped, replicated; saved with the state."""
+
+    losses: Any  # float32 [WINDOW], the newest last; NaN where there were none yet
+
+
+def init_loss_window(guard: Guard) -> LossWindow | None:
+    """Before the first step; None for a run that does not watch for spikes."""
+    return LossWindow(jnp.full(WINDOW, jnp.nan, jnp.float32)) if guard.spikes else None
+
+
+def is_spike(window: LossWindow, loss: jax.Array) -> jax.Array:
+    """bool; False while there are fewer than FEWEST losses to compare with."""
+    median = jnp.nanmedian(window.losses)
+    deviation = MAD_TO_SIGMA * jnp.nanmedian(jnp.abs(window.losses - median))
+    enough = jnp.isfinite(window.losses).sum() >= FEWEST
+    return enough & (loss - median > SPIKE * jnp.maximum(deviation, jnp.finfo(jnp.float32).tiny))
+
+
+def update(
+    config: RunConfig, optimizer: Optimizer, plan: Plan, state: TrainState, grads: Tree, loss: jax.Array
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`loss_scale.update`, inside `plan.shard_map`, unless the step is skipped.  loss: of the whole global batch.
+
+    Further metric: skip_reason, int32, of SKIP_REASONS."""
+    guard, window = config.train.guard, state.loss_window
+    new, metrics = loss_scale.update(config.precision, optimizer, plan, state, grads)
+    step = state.step + 1
+    is_excluded = (step == jnp.array(guard.exclude or [0])).any()
+    overflowed = metrics.get("skipped", jnp.bool_(False))
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+    reason = jnp.where(is_excluded, EXCLUDED, jnp.where(is_finite | overflowed, 0, NON_FINITE))
+    if window is not None:
+        loss = loss.astype(jnp.float32)
+        reason = jnp.where((reason == 0) & ~overflowed & is_spike(window, loss), LOSS_SPIKE, reason)
+        pushed = jnp.append(window.losses[1:], loss)
+        window = LossWindow(jnp.where((reason == 0) & ~overflowed, pushed, window.losses))
+    # A select, which fuses with the update's arithmetic; a conditional would copy the state on a GPU.
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(reason == 0, new, old),
+        (new.params, new.opt_state),
+        (state.params, state.opt_state),
+    )
+    new = dataclasses.replace(new, params=params, opt_state=opt_state, loss_window=window)
+    return new, metrics | {"skip_reason": reason.astype(jnp.int32)}

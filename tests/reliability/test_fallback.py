@@ -1,0 +1,208 @@
+"""A run whose newest checkpoint is damaged: no verb uses it in silence, and training goes on from the one before."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.cli import main
+from spmd_lm.errors import Exit
+
+DEBUG = str(Path(__file__).parents[2] / "configs" / "debug.yaml")
+SMALL = ["model.layers=1", "train.batch=8", "parallel.data=4", "parallel.model=2", "train.log_every=1"]
+
+
+def command(directory: Path, text: Path, *overrides: str) -> list[str]:
+    data = ["data.source=text", f"data.path={text}", f"run.dir={directory}"]
+    return ["train", DEBUG, "--devices", "8", *SMALL, *data, "checkpoint.every=2", "checkpoint.keep=3", *overrides]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(" ".join(map(str, range(20_000))))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text) -> Path:
+    """Six steps, saved at 2, 4 and 6."""
+    directory = tmp_path_factory.mktemp("runs") / "finished"
+    assert main(command(directory, text, "train.steps=6")) == Exit.DONE
+    return directory
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def flip_a_bit(directory: Path, step: int, flip: tuple[str, int, int]) -> None:
+    name, position, bit = flip
+    with open(directory / "checkpoints" / str(step) / name, "r+b") as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+@pytest.fixture(scope="module")
+def flips(finished, tmp_path_factory) -> list[tuple[str, int, int]]:
+    """Five that damage a parameter, which all verbs read."""
+    copy = Path(shutil.copytree(finished, tmp_path_factory.mktemp("copy") / "run"))
+    checkpoints, rng, found = Checkpointer(copy / "checkpoints"), random.Random(0), []
+    record = checkpoints.record(6)
+    name = max((name for name in record.files), key=record.files.__getitem__)
+    while len(found) < 5:
+        flip = name, rng.randrange(record.files[name]), rng.randrange(8)
+        flip_a_bit(copy, 6, flip)
+        if checkpoints.leaf_problem(record, "params.embedding.tokens"):
+            found.append(flip)
+        flip_a_bit(copy, 6, flip)
+    return found
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def metrics(directory: Path) -> list[tuple]:
+    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in records]
+
+
+def readers(run: Path, text: Path, tmp_path: Path) -> list[list[str]]:
+    return [
+        ["eval", str(run), "--devices", "8"],
+        ["generate", str(run), "--devices", "8"],
+        ["export", str(run), str(tmp_path / "exported"), "--devices", "8"],
+        command(tmp_path / "new", text, f"run.init_from={run}"),
+    ]
+
+
+@pytest.mark.parametrize("reader", range(4), ids=["eval", "generate", "export", "init_from"])
+def test_no_verb_reads_a_damaged_checkpoint(flips, run, text, tmp_path, capsys, reader):
+    line, newest = readers(run, text, tmp_path)[reader], run / "checkpoints" / "6"
+    for flip in flips:
+        flip_a_bit(run, 6, flip)
+        before = contents(run)
+        assert main(line) == Exit.CHECKPOINT
+        error = capsys.readouterr().err
+        assert f"{newest} is damaged" in error and "--fallback for step 4" in error
+        assert contents(run) == before and not (tmp_path / "exported").exists() and not (tmp_path / "new").exists()
+        flip_a_bit(run, 6, flip)
+
+
+def test_fallback_names_the_step_that_it_uses(run, flips, capsys):
+    flip_a_bit(run, 6, flips[0])
+    before = contents(run)
+    assert main(["eval", str(run), "--devices", "8", "--fallback", "--json", "-"]) == Exit.DONE
+    out, err = capsys.readouterr()
+    assert json.loads(out)["step"] == 4
+    assert "6 is damaged" in err
+    assert contents(run) == before
+
+
+def test_training_goes_on_from_the_one_before(run, flips, text, tmp_path, capsys):
+    """Bit for bit as if nothing had happened; what is damaged stays, under another name."""
+    assert main(command(tmp_path / "reference", text, "train.steps=8")) == Exit.DONE
+    flip_a_bit(run, 6, flips[0])
+    capsys.readouterr()
+    assert main(command(run, text, "train.steps=8")) == Exit.DONE
+    out = capsys.readouterr().out
+    assert "6 is damaged" in out and "moved to 6.corrupt" in out and "resuming after step 4" in out
+    assert (run / "checkpoints" / "6.corrupt").is_dir() and (run / "checkpoints" / "8").is_dir()
+    assert metrics(run) == metrics(tmp_path / "reference")
+
+
+def test_training_never_starts_over_in_silence(run, text, capsys):
+    """All damaged; and all gone, which status.json contradicts."""
+    for step in (2, 4, 6):
+        path = max((run / "checkpoints" / str(step)).rglob("*"), key=lambda path: path.stat().st_size)
+        path.write_bytes(path.read_bytes()[:-1])
+    for _ in range(2):
+        assert main(command(run, text, "train.steps=8")) == Exit.CHECKPOINT
+        assert "no readable checkpoint is left" in capsys.readouterr().err
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["2.corrupt", "4.corrupt", "6.corrupt"]
+    shutil.rmtree(run / "checkpoints")
+    before = contents(run)
+    assert main(command(run, text, "train.steps=8")) == Exit.CHECKPOINT
+    assert "status.json says that 6 steps were done" in capsys.readouterr().err
+    assert contents(run) == before
+
+
+def test_foreign_files_are_ignored_and_never_deleted(run, text, capsys):
+    checkpoints = run / "checkpoints"
+    (checkpoints / "999").mkdir()
+    (checkpoints / "8").write_text("a note")
+    shutil.copytree(checkpoints / "6" / "state", checkpoints / "7" / "state")  # half copied
+    assert main(command(run, text, "train.steps=8")) == Exit.DONE
+    out = capsys.readouterr().out
+    assert "999 is no checkpoint" in out and "record.json is missing" in out and "8.foreign" in out
+    assert (checkpoints / "8.foreign").read_text() == "a note" and (checkpoints / "999").is_dir()
+    assert "resuming after step 6" in out
+
+
+@pytest.mark.slow
+def test_another_run_s_checkpoint_is_ignored_aloud(run, text, tmp_path, capsys):
+    assert main(command(tmp_path / "other", text, "train.steps=8", "train.seed=1")) == Exit.DONE
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "8", run / "checkpoints" / "8")
+    capsys.readouterr()
+    assert main(command(run, text, "train.steps=7")) == Exit.DONE
+    out = capsys.readouterr().out
+    assert "8 is of another run" in out and "resuming after step 6" in out
+
+
+def test_without_permission_nothing_is_called_damaged(run, text, monkeypatch, capsys):
+    """Nor after an error of the disk, or without memory."""
+    from spmd_lm.checkpoints import checkpointer
+
+    for error in (PermissionError(13, "Permission denied"), OSError(5, "Input/output error"), MemoryError()):
+        monkeypatch.setattr(checkpointer, "_load", lambda *_, error=error: (_ for _ in ()).throw(error))
+        before = contents(run)
+        assert main(command(run, text, "train.steps=8")) == Exit.CHECKPOINT
+        assert "cannot be read" in capsys.readouterr().err
+        assert {*contents(run)} == {*before} and (run / "checkpoints" / "6").is_dir()
+
+
+def test_a_reader_that_fails_once_is_no_damage(run, text, monkeypatch, capsys):
+    from spmd_lm.checkpoints import checkpointer
+
+    load, failures = checkpointer._load, [ValueError("DATA_LOSS: a cosmic ray")]
+
+    def load_after_failing(*arguments):
+        if failures:
+            raise failures.pop()
+        return load(*arguments)
+
+    monkeypatch.setattr(checkpointer, "_load", load_after_failing)
+    assert main(command(run, text, "train.steps=7")) == Exit.DONE
+    assert "Reading it again" in capsys.readouterr().out
+    assert not [*(run / "checkpoints").glob("*.corrupt")]
+
+
+@pytest.mark.parametrize("step, code", [("6", Exit.CHECK_FAILED), ("4", Exit.DONE)])
+def test_ckpt_verify_names_the_leaf(run, flips, capsys, step, code):
+    flip_a_bit(run, 6, flips[0])
+    assert main(["ckpt", "verify", str(run), "--step", step, "--json", "-"]) == code
+    (report,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    damaged = [leaf["path"] for leaf in report["leaves"] if leaf["state"] == "damaged"]
+    assert bool(damaged) == (code != Exit.DONE) == (report["state"] == "damaged")
+
+
+def test_ckpt_ls_and_diff(run, capsys):
+    (run / "checkpoints" / "5.saving").mkdir()
+    (run / "checkpoints" / "4" / "state" / "manifest.ocdbt").write_bytes(b"")
+    assert main(["ckpt", "ls", str(run), "--json", "-"]) == Exit.DONE
+    states = {each["step"]: each["state"] for each in json.loads(capsys.readouterr().out)["checkpoints"]}
+    assert states == {2: "intact", 4: "damaged", 5: "uncommitted", 6: "intact"}
+    assert main(["ckpt", "diff", f"{run}@6", f"{run}@6"]) == Exit.DONE
+    assert "the same bits" in capsys.readouterr().out
+    assert main(["ckpt", "diff", f"{run}@2", str(run)]) == Exit.CHECK_FAILED
+    assert "params.embedding.tokens" in capsys.readouterr().out
+    for line in (["ckpt", "ls", str(run / "no")], ["ckpt", "what", str(run)], ["ckpt", "diff", str(run)]):
+        assert main(line) == Exit.CONFIG
+    assert main(["ckpt", "verify", str(run), "--step", "99"]) == Exit.CHECKPOINT
