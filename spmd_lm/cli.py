@@ -21,6 +21,7 @@ from spmd_lm.commands import (
     import_hf,
     plan,
     report,
+    supervise,
     sweep,
     train,
 )
@@ -41,6 +42,8 @@ class Verb(NamedTuple):
     @property
     def usage(self) -> str:
         """Its arguments."""
+        if not self.positionals:
+            return "[OPTION ...] -- VERB ..."
         more = "[section.key=value ...]" if self.takes_config else f"[{self.positionals[-1]} ...]"
         return f"{' '.join(self.positionals)} {more} [OPTION ...]"
 
@@ -58,6 +61,13 @@ VERBS = {
         ckpt.run,
         ckpt.add_options,
         ("ACTION", "RUN"),
+        takes_config=False,
+    ),
+    "supervise": Verb(
+        "starts `train` again when it was preempted, hung, killed or lost a peer: supervise -- train CONFIG ...",
+        supervise.run,
+        supervise.add_options,
+        (),
         takes_config=False,
     ),
     "report": Verb("makes an HTML page of runs", report.run, report.add_options, ("RUN",), takes_config=False),
@@ -151,12 +161,19 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         raise ConfigError(f"spmd-lm: no verb '{name}'. {suggestion}")
 
     parser, positionals = make_parser(name), VERBS[name].positionals
+    command: list[str] = []
+    if name == "supervise" and "--" in rest:
+        rest, command = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     parser.arguments = rest
     arguments = parser.parse_intermixed_args(rest)
     for positional in positionals:  # nargs="?" below: argparse would otherwise report missing overrides too
         given = getattr(arguments, positional)
         if not given or (len(positionals) > 1 and "=" in given and not os.path.exists(given)):
             parser.error(f"no {positional} given: name {POSITIONALS[positional]}")
+    if name == "supervise":
+        if not command or command[0] not in VERBS:
+            raise ConfigError("spmd-lm supervise: no verb given. Write `spmd-lm supervise -- train CONFIG ...`.")
+        arguments.command, arguments.supervised = command, parse(command)
     if VERBS[name].takes_config and arguments.devices is not None:
         arguments.overrides.append(f"run.simulate_devices={arguments.devices}")
     return name, arguments

@@ -316,6 +316,13 @@ class Guard(Section):
     exclude: list[Count] | None = None  # steps that are not to train on their batches
 
 
+class Watchdog(Section):
+    """A step that does not end in max(factor x the median step, minimum) ends the run with exit code 7."""
+
+    factor: PositiveFloat = 10.0
+    minimum: PositiveFloat = 120.0  # seconds
+
+
 class Train(Section):
     steps: Count  # updates
     batch: Count  # sequences per step, over all devices
@@ -324,6 +331,7 @@ class Train(Section):
     eval_every: NonNegativeInt = 0  # 0: never
     eval_batches: Count = 8  # batches of validation sequences per evaluation; a task always evaluates on all of them
     guard: Guard = Guard()
+    watchdog: Watchdog = Watchdog()
     profile: Profile | None = None  # {steps: [10, 13]} writes an xprof trace of these steps to run.dir/profile
 
 

@@ -10,6 +10,7 @@ positions of the first and the last of its samples, counted from the run's first
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,15 +20,19 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from spmd_lm.errors import CheckpointError
+from spmd_lm.errors import CheckpointError, Exit
 from spmd_lm.runtime.formatting import to_json, without_nan
 from spmd_lm.runtime.tensorboard import EventFile
 
 Record = dict[str, Any]
 """One line of metrics.jsonl."""
 
-BUCKETS = ("init", "compile", "step", "eval", "checkpoint", "data", "other")
-"""What wall-clock seconds are spent on: the keys of status.json's goodput."""
+BUCKETS = ("init", "compile", "step", "eval", "checkpoint", "data", "other", "lost", "idle")
+"""What wall-clock seconds are spent on: the keys of status.json's goodput.  lost: on steps that were done again.  idle:
+between the end of one start and the next."""
+
+CUT_SHORT = (None, Exit.PREEMPTED, Exit.HANG, Exit.PEER_LOST)
+"""Exit codes of starts after which a run goes on by itself; None is that of a process that was killed."""
 
 MAX_LIVES = 100
 """Starts that status.json remembers: a spot machine's run may have thousands."""
@@ -119,6 +124,7 @@ class Life(BaseModel):
     platform: str
     device_kind: str
     processes: int
+    recovery: float | None = None  # seconds from the end of the start before, which was cut short, to the first step
     peak_bytes: int | None = None  # the most memory on one device of the first process; None where it is not measured
 
     @classmethod
@@ -136,6 +142,10 @@ class Life(BaseModel):
             device_kind=device.device_kind,
             processes=jax.process_count(),
         )
+
+    def ended(self) -> float:
+        """Seconds since the epoch: of its last sign of life."""
+        return datetime.fromisoformat(self.started).timestamp() + self.seconds
 
     def measure(self) -> None:
         """Updates peak_bytes, where the backend counts."""
@@ -161,6 +171,7 @@ class Status(BaseModel):
     restarts: int
     goodput: dict[str, float]  # wall-clock seconds of all its starts, by BUCKETS
     compile_seconds: float | None = None  # of the last compilation: an estimate of the next one
+    recovery: dict[str, float] | None = None  # count, p50 and max of its lives' recoveries, in seconds
     lives: list[Life] = []  # the last MAX_LIVES starts, the newest last; none of versions that did not write them
 
     @classmethod
@@ -181,6 +192,27 @@ class Status(BaseModel):
                 problem = "; ".join(faults)
             raise CheckpointError(f"{path}: not a run's status ({problem}). Move the file away.") from error
 
+    def spent_until(self, resume_step: int) -> dict[str, float]:
+        """goodput at the next start, which resumes after this step."""
+        spent = dict.fromkeys(BUCKETS, 0.0) | self.goodput
+        if not self.lives:
+            return spent
+        last, done = self.lives[-1], sum(max(0, life.last_step - life.first_step + 1) for life in self.lives)
+        if lost_steps := max(0, last.last_step - resume_step):
+            seconds = spent["step"] * min(1.0, lost_steps / done)
+            spent |= {"step": spent["step"] - seconds, "lost": spent["lost"] + seconds}
+        if last.exit_code != Exit.DONE:
+            spent["idle"] += max(0.0, time.time() - last.ended())
+        return spent
+
+    def first_step_done(self) -> None:
+        """Takes the time that the run needed to go on, if it was cut short."""
+        if len(self.lives) > 1 and self.lives[-2].exit_code in CUT_SHORT:
+            self.lives[-1].recovery = max(0.0, time.time() - self.lives[-2].ended())
+        if recoveries := [life.recovery for life in self.lives if life.recovery is not None]:
+            median = statistics.median(recoveries)
+            self.recovery = {"count": len(recoveries), "p50": median, "max": max(recoveries)}
+
     def write(self, clock: "Clock | None" = None, **changes: Any) -> None:
         """clock: of this start, whose life is then brought up to date too."""
         for key, value in changes.items():
@@ -200,6 +232,11 @@ class Clock:
         self._seconds_before = sum(seconds.values())
         self._buckets = ["other"]
         self._updated = time.perf_counter()
+
+    @property
+    def bucket(self) -> str:
+        """What is being timed."""
+        return self._buckets[-1]
 
     def update(self) -> None:
         """Brings `seconds` up to now."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import spmd_lm
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS_ID, ProcessInfo, detect_process
 
 HEARTBEAT_SECONDS = 15  # a process that says nothing for so long is dead, and ends the others
@@ -31,8 +31,10 @@ MOST_DIFFERENCES = 5  # that one line names
 FAILED = "spmd_lm/failed"  # key of the first process to fail
 POLL_SECONDS = 1  # each process asks the coordinator for it so often
 agreements = itertools.count()  # a process may train twice: keys are written once
-TELL_SECONDS = 5  # for the coordinator to answer a process that leaves
+LEAVE_SECONDS = 15  # for a process that leaves to say why
+TELL_SECONDS = 2  # for the coordinator to answer a process that leaves
 leaving = threading.Event()  # set when this process ends
+handlers: list[Any] = []  # of signals, which only C knows
 PARENT = "SPMD_LM_PARENT"
 PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 
@@ -72,10 +74,45 @@ def join(process: ProcessInfo | None) -> None:
             f"{where}: the processes cannot connect: {reason}. "
             f"Set {ADDRESS} to host:port of the first process, with {NUM_PROCESSES} and {PROCESS_ID}."
         ) from error
+    exit_on_abort()
     watcher = threading.Thread(target=end_with_job, daemon=True)
     watcher.start()
     atexit.register(watcher.join)  # before Python ends, which may not find it within the client
     atexit.register(leaving.set)
+
+
+def exit_on_abort() -> None:
+    """jax aborts, in C++, a process whose coordinator is gone or whose peer sends no heartbeats.  From here on SIGABRT
+    ends it with exit code 8.  A handler of Python's would wait for the main thread, which waits for the peer."""
+    import ctypes
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def on_abort(_: int) -> None:
+        if leaving.is_set():  # another thread knows why, and is about to say so
+            time.sleep(LEAVE_SECONDS)
+        os.write(2, b"error: another process of the job is gone: see its output.\n")
+        os._exit(Exit.PEER_LOST)
+
+    handlers.append(on_abort)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(signal.SIGABRT, ctypes.cast(on_abort, ctypes.c_void_p))
+
+
+def publish(name: str, text: str) -> None:
+    """Replaces what this process says under `name` to the others of its job."""
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+    client.key_value_set(f"spmd_lm/{name}/{global_state.process_id}", text, allow_overwrite=True)
+
+
+def published(name: str) -> dict[int, str]:
+    """What each process said last under `name`."""
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+    return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"spmd_lm/{name}")}
 
 
 def require_free_port(address: str) -> None:

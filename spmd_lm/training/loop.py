@@ -24,11 +24,15 @@ from spmd_lm.runtime.processes import require_agreement
 from spmd_lm.runtime.progress import Progress, format_record
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.runtime.trackers import require_packages
+from spmd_lm.runtime.watchdog import StepWatch
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 from spmd_lm.training.init_from import PretrainedRun
 from spmd_lm.training.run import HOOKS, TrainingRun
 from spmd_lm.training.run_dir import RunDir, mark_failed, open_run_dir
+
+WATCHED = ("step", "data", "other")
+"""What may not take longer than train.watchdog allows, by the clock's buckets."""
 
 PROMPTS = ["", "The ", "def "]  # of samples.txt
 
@@ -110,7 +114,8 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
         with run.progress.compiling(run.status.compile_seconds), run.clock.time("compile"):
             run.status.compile_seconds = run.program.compile()
         run.write_status()
-    with run.progress.live_line():
+    watch = StepWatch(run.config.train.watchdog, lambda: run.clock.bucket in WATCHED, run.report_hang)
+    with run.progress.live_line(), watch:
         for step in signals.until_received(range(run.step + 1, run.config.train.steps + 1)):
             with run.clock.time("data"):
                 batch = loader.batch(step - 1, run.program.batch_shardings)
@@ -118,6 +123,7 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
                 run.advance(step, *run.program.step(run.state, batch))
             for hook in HOOKS:
                 hook(run)
+            watch.beat(step)
 
 
 def finish(run: TrainingRun) -> Exit:

@@ -4,6 +4,7 @@ The host runs ahead of the devices: a step's metrics are read only when a hook n
 later.  A run whose loss, gradients or state are no longer finite ends before a checkpoint of it replaces a good one."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +17,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.data.corpus import Corpus
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
-from spmd_lm.errors import CheckpointError, NonFiniteError
+from spmd_lm.errors import CheckpointError, Exit, NonFiniteError
 from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
 from spmd_lm.runtime.progress import Progress
@@ -51,6 +52,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.config, self.step = self.program.config, self.status.step  # steps done
         self.profiling = False
+        self._first_step = self.step + 1
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
         self.skips_in_a_row = 0  # steps that train.guard did not exclude
         self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # by the last `speed`
@@ -78,6 +80,8 @@ class TrainingRun:
         while len(self._in_flight) > max_in_flight:
             step, arrays = self._in_flight.popleft()
             values = {name: array.item() for name, array in jax.device_get(arrays).items()}
+            if step == self._first_step:
+                self.status.first_step_done()
             reason = values.pop("skip_reason", 0)
             self.metrics = {"loss": values.pop("loss"), **values}
             if reason:
@@ -159,6 +163,12 @@ class TrainingRun:
             jax.profiler.stop_trace()
             self.profiling = False
             self.progress.log(f"traced until step {self.step}: xprof --logdir {self.profile_directory}")
+
+    def report_hang(self, what: str) -> None:
+        """From another thread: this one hangs."""
+        print(f"error: {what}", file=sys.stderr, flush=True)
+        with suppress(OSError, RuntimeError):
+            self.write_status(state="failed", exit_code=int(Exit.HANG))
 
     def write_status(self, **changes: object) -> None:
         """Updates status.json."""

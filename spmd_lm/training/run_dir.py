@@ -117,7 +117,7 @@ class RunDir:
         status.saved_step = NONE_SAVED if self.saved_step is None else self.saved_step
         if last is None:
             return status
-        history: dict[str, Any] = {"restarts": last.restarts + 1, "goodput": goodput | last.goodput}
+        history: dict[str, Any] = {"restarts": last.restarts + 1, "goodput": last.spent_until(step)}
         history["lives"] = [*last.lives, life][-MAX_LIVES:]
         return status.model_copy(update=history | {"compile_seconds": last.compile_seconds})
 

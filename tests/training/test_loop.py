@@ -152,7 +152,7 @@ def test_a_run_leaves_its_files(reference):
     assert list((reference / "tensorboard").iterdir())
     final = status(reference)
     assert (final["state"], final["step"], final["exit_code"], final["restarts"]) == ("done", 12, 0, 0)
-    assert set(goodput) == {"init", "compile", "step", "eval", "checkpoint", "data", "other"}
+    assert set(goodput) == {"init", "compile", "step", "eval", "checkpoint", "data", "other", "lost", "idle"}
     assert all(goodput[bucket] > 0 for bucket in ("init", "step", "eval", "checkpoint", "data"))
 
 
@@ -224,7 +224,9 @@ def test_every_start_is_recorded_with_what_it_ran_on(tmp_path):
     assert (second["first_step"], second["last_step"], second["exit_code"]) == (4, config.train.steps, 0)
     assert second["devices"] == jax.device_count() and second["platform"] == "cpu" and second["processes"] == 1
     assert second["peak_bytes"] is None  # a CPU counts none
-    spent = sum(status(tmp_path)["goodput"].values())
+    assert 0 < second["recovery"] == status(tmp_path)["recovery"]["p50"]
+    goodput = status(tmp_path)["goodput"]
+    spent = sum(goodput.values()) - goodput["idle"]
     assert first["seconds"] + second["seconds"] == pytest.approx(spent, rel=0.05)
 
 

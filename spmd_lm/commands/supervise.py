@@ -1,0 +1,36 @@
+"""`spmd-lm supervise -- train ...`: starts training again when it was preempted, hung, killed, or lost a peer."""
+
+import argparse
+import sys
+from contextlib import suppress
+
+from spmd_lm.commands.common import Arguments, at_least, load_configuration
+from spmd_lm.errors import CheckpointError, ConfigError
+
+
+def run(arguments: Arguments) -> int:
+    verb, given = arguments.supervised
+    if verb != "train":
+        raise ConfigError(f"spmd-lm supervise: {verb} has nothing to resume from. Supervise `train`.")
+    from spmd_lm.runtime.metrics import Status
+    from spmd_lm.runtime.supervisor import Supervisor
+
+    directory = load_configuration(given).run.directory  # a wrong one is refused before the first start
+
+    def saved_step() -> int:
+        with suppress(CheckpointError):  # the run will tell
+            status = Status.read(directory)
+            return -1 if status is None or status.saved_step is None else status.saved_step
+        return -1
+
+    command = [sys.executable, "-m", "spmd_lm", *arguments.command]
+    return Supervisor(command, saved_step, arguments.attempts, log).run()
+
+
+def log(line: str) -> None:
+    print(f"supervise: {line}", file=sys.stderr, flush=True)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    help = "restarts in a row that may bring no newer checkpoint (default 5)"
+    parser.add_argument("--attempts", type=at_least(1), default=5, metavar="N", help=help)

@@ -1,0 +1,90 @@
+"""Runs a command again while it leaves with a code that asks for it, or is killed; with backoff, and not for ever.
+
+The command runs in a session of its own: signals to the supervisor are passed on once, and end it with the command."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from spmd_lm.errors import Exit
+from spmd_lm.runtime.formatting import format_duration, pluralize
+from spmd_lm.runtime.processes import PARENT
+from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals
+
+RESTARTABLE = {Exit.PREEMPTED: "preempted", Exit.HANG: "a step hung", Exit.PEER_LOST: "another process was gone"}
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before a restart; they double
+CHECK_SECONDS = 0.5
+STOPPED_SECONDS = 30.0  # a process that was stopped for so long, by SIGSTOP or a debugger, is killed
+
+
+class Supervisor:
+    """saved_step: the newest step that is saved now, or a number below 0.  attempts: restarts in a row that may bring
+    no newer one."""
+
+    def __init__(
+        self, command: Sequence[str], saved_step: Callable[[], int], attempts: int, log: Callable[[str], None]
+    ):
+        self._command, self._saved_step, self._attempts, self._log = command, saved_step, attempts, log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._signalled = threading.Event()
+
+    def run(self) -> int:
+        """The exit code of the last start; 128 + the signal that killed it."""
+        with handle_signals(STOP_SIGNALS, self._pass_on):
+            failures, saved = 0, self._saved_step()
+            while True:
+                started = time.monotonic()
+                code = self._run_once()
+                reason = restart_reason(code)
+                if not reason or self._signalled.is_set():
+                    return 128 - code if code < 0 else code
+                before, saved = saved, self._saved_step()
+                failures = 1 if saved > before else failures + 1
+                ended = f"{reason} after {format_duration(time.monotonic() - started)}; step {max(saved, 0)} is saved"
+                if failures > self._attempts:
+                    self._log(f"{ended}: no progress in {pluralize(self._attempts, 'restart')}, so giving up.")
+                    return 128 - code if code < 0 else code
+                wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
+                self._log(f"{ended}. Starting again in {format_duration(wait)}.")
+                if self._signalled.wait(wait):
+                    return int(Exit.PREEMPTED)
+
+    def _run_once(self) -> int:
+        """The code of one start; negative if a signal killed it."""
+        environment = os.environ | {PARENT: str(os.getpid())}
+        self._process = subprocess.Popen(self._command, env=environment, start_new_session=True)
+        stopped = 0.0
+        while True:
+            try:
+                return self._process.wait(CHECK_SECONDS)
+            except subprocess.TimeoutExpired:
+                stopped = stopped + CHECK_SECONDS if is_stopped(self._process.pid) else 0.0
+            if stopped >= STOPPED_SECONDS:
+                self._log(f"process {self._process.pid} was stopped for {format_duration(stopped)}: killed.")
+                self._process.kill()
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        self._signalled.set()
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+def restart_reason(code: int) -> str:
+    """Why a command that left with this code, or was killed by signal -code, is started again; '' if it is not."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return next((reason for restartable, reason in RESTARTABLE.items() if code == restartable), "")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, where /proc tells."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
+    except OSError:
+        return False
+    return state.startswith(("T", "t"))

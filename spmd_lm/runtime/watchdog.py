@@ -1,0 +1,111 @@
+"""Notices a step that does not end: a deadlock, a device that hangs, a process of the job that was stopped.
+
+Heartbeats do not: they come from another thread than the one that hangs.  The stacks of all threads go to standard
+error, with the process that lags, and this process ends with exit code 7, at once: a thread that waits for a collective
+cannot be interrupted."""
+
+import faulthandler
+import itertools
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from spmd_lm.config.schema import Watchdog
+from spmd_lm.errors import Exit
+from spmd_lm.runtime.formatting import format_duration
+from spmd_lm.runtime.processes import in_a_job, leave_job, leaving, publish, published
+
+TICK_SECONDS = 1.0
+LATE_SECONDS = 5.0  # a tick that comes so late: this process was stopped, and goes on
+ANSWER_SECONDS = 5.0  # for the coordinator, which may be the one that hangs
+STEPS = 100  # of which the median is taken
+
+
+class StepWatch:
+    """Within the `with` block, ends the process if `beat` is not called for max(factor x median step, minimum), not
+    counting the time when `is_step` is False.
+
+    is_step: whether a step is what the process is at.  on_hang: called before the end, with what to say."""
+
+    def __init__(self, limits: Watchdog, is_step: Callable[[], bool], on_hang: Callable[[str], None]):
+        self._limits, self._is_step, self._on_hang = limits, is_step, on_hang
+        self._seconds: deque[float] = deque(maxlen=STEPS)
+        self._last, self._step = time.monotonic(), 0
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "StepWatch":
+        self._last = time.monotonic()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        if in_a_job():
+            threading.Thread(target=self._publish, name="progress", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+
+    def beat(self, step: int) -> None:
+        """After a step; `step`: how many are done."""
+        now = time.monotonic()
+        self._seconds.append(now - self._last)
+        self._last, self._step = now, step
+
+    def limit(self) -> float:
+        """Seconds."""
+        median = statistics.median(self._seconds) if self._seconds else 0.0
+        return max(self._limits.factor * median, self._limits.minimum)
+
+    def _watch(self) -> None:
+        ticked = time.monotonic()
+        while not self._ended.wait(TICK_SECONDS):
+            now, before = time.monotonic(), ticked
+            ticked = now
+            if now - before > LATE_SECONDS or not self._is_step():
+                self._last = now
+            if now - self._last > self.limit():
+                self._end(now - self._last)
+
+    def _publish(self) -> None:
+        """Tells the other processes how far this one is; a coordinator that was stopped takes this thread with it."""
+        with suppress(Exception):  # the coordinator has ended, which ends this process too
+            for ticks in itertools.count():
+                publish("watchdog", json.dumps([self._step, ticks]))
+                if self._ended.wait(TICK_SECONDS):
+                    return
+
+    def _end(self, seconds: float) -> None:
+        leaving.set()
+        what = f"step {self._step + 1} has not ended in {format_duration(seconds)} (train.watchdog)"
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        if in_a_job():
+            what += f": {self._lagging()}"
+        self._on_hang(what)
+        leave_job(int(Exit.HANG))
+        os._exit(Exit.HANG)
+
+    def _lagging(self) -> str:
+        """Which process the others wait for."""
+        answers: list[dict[int, list[int]]] = []
+
+        def ask() -> None:
+            for seconds in (2.5 * TICK_SECONDS, 0.0):
+                answers.append({process: json.loads(text) for process, text in published("watchdog").items()})
+                time.sleep(seconds)
+
+        threading.Thread(target=ask, daemon=True).start()
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while len(answers) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if len(answers) < 2:
+            return "process 0 does not answer"
+        first, second = answers
+        silent = [process for process, (_, ticks) in second.items() if first.get(process, [0, -1])[1] == ticks]
+        fewest = min(step for step, _ in second.values())
+        lagging = silent or [process for process, (step, _) in second.items() if step == fewest]
+        names = ", ".join(f"process {process} (last step {second[process][0]})" for process in sorted(lagging))
+        return f"{names} {'sends nothing' if silent else 'is behind'}"
