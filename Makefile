@@ -6,6 +6,7 @@
 # make test-browser reports in Chromium, half a minute; INSTALL=1 installs Debian's package, where it can
 # make test-slurm   launch/ on a SLURM of its own, and mpirun: 3 minutes. INSTALL=1 installs them, where it can
 # make notebooks    run notebooks/ from top to bottom: 8 minutes. PART=0/8 runs the first of the eight alone
+# make soak         kill a run 50 times at random, and compare what it ends with: SOAK_KILLS=50, 8 minutes on 2 cores
 # make check        format, lint, types, then the suite
 # make format       mend what can be mended
 # make clean        remove environments and caches; runs stay
@@ -35,8 +36,8 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Where this is set, each process of a test compiles jax to bytecode again: 4 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slice test-browser test-slurm test-all test-latest smoke-latest notebooks mutants check format
-.PHONY: clean help
+.PHONY: train test test-slice test-browser test-slurm test-all test-latest smoke-latest notebooks mutants soak check
+.PHONY: format clean help
 
 train: $(VENV)/.runtime
 	@$(BIN)/spmd-lm train configs/quickstart.yaml
@@ -68,6 +69,9 @@ GET = $(APT) install -y --no-install-recommends $(1) >/dev/null
 INSTALL_DEBIAN = [ -z "$(INSTALL)" ] || { $(2); } >/dev/null || \
 	{ [ "$$(id -u)" = 0 ] && { $(GET) 2>&1 || { $(APT) update && $(GET); }; }; } || \
 	echo "$(1) cannot be installed here, which takes root and a network: the tests that need it are skipped"
+
+soak: $(VENV)/.dev
+	SOAK_KILLS=$(or $(SOAK_KILLS),50) $(BIN)/python -m pytest tests/reliability/test_soak.py -m slow -q
 
 test-latest:
 	$(ON_LATEST)

@@ -1,0 +1,109 @@
+"""What verified checkpoints cost beside plain orbax: the longest gap between steps, time per save, and restoring.
+
+    python benchmarks/checkpoints.py [--mebibytes 1024] [--saves 20] [--directory DIR]
+
+Both save the same state from the same loop of steps that sleep, in turn; restoring is timed with the files in memory."""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ.setdefault("NPROC", "64")
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.config.schema import Checkpoint
+
+STEP_SECONDS = 0.05
+
+
+def make_state(mebibytes: int) -> dict[str, jax.Array]:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
+    rng, rows = np.random.default_rng(0), mebibytes * 2**20 // 4 // 1024 // 16
+    return {f"layer{i}": jax.device_put(rng.normal(size=(rows, 1024)).astype("float32"), sharding) for i in range(16)}
+
+
+def run(saves: int, save: Callable[[int], None], is_complete: Callable[[int], bool]) -> tuple[float, float]:
+    """Longest gap between two steps, and seconds in all until the last save is complete.  Steps go on meanwhile; the
+    next save starts when the one before is complete."""
+    start = last = time.perf_counter()
+    longest = 0.0
+    for number in range(1, saves + 1):
+        save(number)
+        while True:
+            complete = is_complete(number)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+            if complete:
+                break
+            time.sleep(STEP_SECONDS)
+    return longest, time.perf_counter() - start
+
+
+def verified(directory: Path, state: dict[str, jax.Array], saves: int) -> tuple[float, float]:
+    saver, meta = Checkpointer(directory, Checkpoint(keep=2)), make_meta({}, 0, "")
+    return run(saves, lambda step: saver.save(step, state, meta), lambda step: saver.wait(0) == step)
+
+
+def plain(directory: Path, state: dict[str, jax.Array], saves: int) -> tuple[float, float]:
+    policy = ocp.training.preservation_policies.LatestN(2)
+    saver, complete = ocp.training.Checkpointer(directory, preservation_policy=policy), threading.Event()
+
+    def save(step: int) -> None:
+        complete.clear()
+        saver.save_async(step, state, force=True).on_complete(lambda _: complete.set())
+
+    times = run(saves, save, lambda step: complete.is_set())
+    saver.close()
+    return times
+
+
+def restore_seconds(directory: Path, state: dict[str, jax.Array], verify: bool) -> float:
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    reader = Checkpointer(directory, Checkpoint(verify=verify))
+    start = time.perf_counter()
+    jax.block_until_ready(reader.restore(reader.steps()[-1], abstract)[0])
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mebibytes", type=int, default=1024)
+    parser.add_argument("--saves", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--directory", type=Path, default=None)
+    arguments = parser.parse_args()
+    state = make_state(arguments.mebibytes)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        directory, per_round = Path(name), max(1, arguments.saves // arguments.rounds)
+        for round in range(arguments.rounds):
+            for kind in (plain, verified):
+                gap, seconds = kind(directory / f"{kind.__name__}{round}", state, per_round)
+                print(
+                    f"{kind.__name__:<9} longest gap {gap:6.2f} s   {seconds / per_round:6.2f} s per save", flush=True
+                )
+                if kind is plain:
+                    shutil.rmtree(directory / f"plain{round}")
+        last = directory / f"verified{arguments.rounds - 1}"
+        pairs = [(restore_seconds(last, state, False), restore_seconds(last, state, True)) for _ in range(5)]
+        ratios = [verified / unverified for unverified, verified in pairs]
+        without, with_them = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"restore   {without:.2f} s, with verification {with_them:.2f} s; ratio {spread}")
+
+
+if __name__ == "__main__":
+    main()
