@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoints.py [--mebibytes 1024] [--saves 20] [--directory DIR]
 
-Both save the same state from the same loop of steps that sleep, in turn; restoring is timed with the files in memory."""
+Both save the same state from the same loop of steps that sleep, in turn; restoring is timed with the files cached.
 
 import argparse
 import os
