@@ -4,6 +4,7 @@ import argparse
 import io
 import itertools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from spmd_lm.commands import audit, bench, config, evaluate, export_hf, generate
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
+from spmd_lm.runtime.outputs import flush_streams, open_closed_streams, print_line, quiet_libraries, unfailing
 from spmd_lm.runtime.processes import end_with_parent, in_a_job, leave_job
-from spmd_lm.runtime.signals import interruptible
+from spmd_lm.runtime.signals import interruptible, not_ignored
 
 
 class Verb(NamedTuple):
@@ -56,8 +58,10 @@ POSITIONALS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Runs one command line, by default this process's own, and returns its exit code."""
+    if argv is None:
+        argv = sys.argv[1:]
+        set_up_process()
     end_with_parent()
     hide_xla_warnings()
     if isinstance(sys.stdout, io.TextIOWrapper):  # text must not be lost to a terminal without letters for it
@@ -68,15 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(VERBS[name].run(arguments))
     except UserError as error:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
-            print(f"error: {problem}", file=sys.stderr)
+            print_line(f"error: {problem}", sys.stderr)
         return leave_job(int(error.code))
     except KeyboardInterrupt:
         return leave_job(int(Exit.INTERRUPTED))
     except Exception:
         if in_a_job():
-            traceback.print_exc()
+            traceback.print_exc(file=unfailing(sys.stderr))
             leave_job(1)
         raise
+    finally:
+        flush_streams()
+
+
+def set_up_process() -> None:
+    """For the program, not for a function of another one."""
+    open_closed_streams()
+    quiet_libraries()
+    for number in not_ignored(signal.SIGINT):  # where nobody else answers Ctrl-C, as while Python ends: no traceback
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Parser(argparse.ArgumentParser):

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import spmd_lm
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS_ID, ProcessInfo, detect_process
+from spmd_lm.runtime.outputs import flush_streams, print_line
 
 HEARTBEAT_SECONDS = 30  # a process that says nothing for so long is dead, and ends the others
 CONNECT_SECONDS = 300  # for the first process to start, and for its host's name to be known
@@ -138,6 +139,11 @@ def in_tpu_slice(environment: Mapping[str, str]) -> bool:
         return True
     if hosts or environment.keys() & {"TPU_SKIP_MDS_QUERY", "COLAB_RELEASE_TAG"}:
         return False
+    return has_tpu()
+
+
+def has_tpu() -> bool:
+    """Whether this machine has a TPU chip."""
     vendors = (Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor"))
     return "0x1ae0" in vendors  # Google's
 
@@ -232,7 +238,7 @@ def end_with_job() -> None:
         except jax.errors.JaxRuntimeError:  # none has
             continue
         which = f"process {failure['process']} on {failure['host']}"
-        print(f"error: {which} failed with exit code {failure['code']}: see its output.", file=sys.stderr)
+        print_line(f"error: {which} failed with exit code {failure['code']}: see its output.", sys.stderr)
         _exit(failure["code"])
 
 
@@ -255,8 +261,7 @@ def leave_job(code: int) -> int:
 def _exit(code: int) -> NoReturn:
     from jax._src.distributed import global_state
 
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     if global_state.process_id == 0:
         time.sleep(2 * POLL_SECONDS)  # the coordinator is here, and the others still ask it
     os._exit(code)

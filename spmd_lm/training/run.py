@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.data.corpus import Corpus
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
-from spmd_lm.errors import CheckpointError, NonFiniteError
+from spmd_lm.errors import CheckpointError, NonFiniteError, OutputError
 from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
 from spmd_lm.runtime.progress import Progress
@@ -57,6 +58,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.config, self.step = self.program.config, self.status.step  # steps done
         self.profiling = False
+        self.failure: OutputError | None = None  # the first file that could not be written: the run saves and ends
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
         self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # by the last `speed`
 
@@ -118,6 +120,8 @@ class TrainingRun:
 
     def save(self) -> None:
         """Saves a checkpoint of this step.  NonFiniteError, and no checkpoint, if its state is not finite."""
+        if not (directory := self.config.run.directory).is_dir():  # orbax would make another one
+            raise OutputError(f"run.dir={directory}: was moved or removed. Move it back.")
         self.wait()
         with self.clock.time("checkpoint"):
             if not all_finite(self.state):  # its loss, of the state before the update, says nothing about it
@@ -138,7 +142,15 @@ class TrainingRun:
         """Updates status.json."""
         self.clock.update()
         if self.metrics_log is not None:
-            self.status.write(self.clock, step=self.step, **changes)
+            self.report(partial(self.status.write, self.clock, step=self.step, **changes))
+
+    def report(self, write: Callable[[], None]) -> None:
+        """Calls what writes a file about this run.  None is written after one that could not be."""
+        if self.failure is None:
+            try:
+                write()
+            except OutputError as error:
+                self.failure = error
 
     def speed(self) -> Record:
         """Since the last call.  Only steps and their data count, not evaluations and checkpoints."""
@@ -176,7 +188,7 @@ def log(run: TrainingRun) -> None:
         return
     record, run.record = {"step": run.step, **run.record}, {}
     if run.metrics_log is not None:
-        run.metrics_log.write(record)
+        run.report(partial(run.metrics_log.write, record))
     run.progress.record(record)
     run.write_status()
 
