@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from spmd_lm.errors import CheckpointError
+from spmd_lm.errors import CheckpointError, OutputError
 from spmd_lm.runtime.formatting import to_json, without_nan
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.tensorboard import EventFile
@@ -96,8 +96,10 @@ class MetricsLog:
         return (due, self._resume_step) if due <= self._resume_step else None
 
     def write(self, record: Record) -> None:
-        """OutputError if it cannot be written: nothing may be written after it."""
+        """OutputError if it cannot be written, or nobody would find it: nothing may be written after it."""
         line = to_json(record) + "\n"
+        if not self.path.exists() or not os.path.samefile(self.path, self._file.fileno()):
+            raise OutputError(f"{self.path}: was moved, replaced or removed while the run wrote it. Move it back.")
         with writing(self.path, len(line)):
             self._file.write(line)
             self._file.flush()

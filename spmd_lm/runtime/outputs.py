@@ -82,8 +82,8 @@ def open_closed_streams() -> None:
 
 
 def quiet_libraries() -> None:
-    """Warnings and errors that libraries log go to standard error, but none of QUIET_LOGGERS; and nobody hears of a
-    KeyboardInterrupt that comes where nothing can raise it, as in a callback of the garbage collector."""
+    """Warnings and errors that libraries log go to standard error, but none of QUIET_LOGGERS; nor what is raised where
+    nobody can catch it, if it tells nothing."""
     handler = logging.StreamHandler()
     handler.addFilter(is_heard)
     logging.basicConfig(handlers=[handler], format="%(levelname)s: %(name)s: %(message)s")
@@ -95,8 +95,10 @@ def is_heard(record: logging.LogRecord) -> bool:
 
 
 def report_unraisable(unraisable: Any) -> None:
-    """Python's own, but for Ctrl-C."""
-    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+    """Python's own hook, except for Ctrl-C (in a callback of the garbage collector) and for tensorstore's threads: each
+    of them tells orbax that it failed, but orbax has left with the first one's error."""
+    error = unraisable.exc_value
+    if not isinstance(error, KeyboardInterrupt) and str(error) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
 

@@ -4,7 +4,7 @@ Step k + 1 depends on the state after step k and the config alone, so a run may 
 checkpoint as if it had not stopped."""
 
 import signal
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import jax
@@ -167,7 +167,10 @@ def stop(run: TrainingRun, signals: StopSignals) -> Exit:
             if run.step not in (0, run.checkpoints.latest_step()):
                 run.save()
                 run.checkpoints.wait()
-        except (CheckpointError, OutputError):  # for the same reason, mostly
+        except (CheckpointError, OutputError):
+            if run.failure:  # which has the same cause
+                with suppress(CheckpointError):
+                    run.checkpoints.close()  # or it tells of its error again
             raise_failure(run)
             raise
     run.write_status(state="preempted", exit_code=int(code))
@@ -184,5 +187,6 @@ def raise_failure(run: TrainingRun) -> None:
     """Ends a run one of whose files could not be written, with what of it is saved."""
     if run.failure:
         step = run.checkpoints.latest_step()
-        saved = "Nothing was saved" if step is None else f"Step {step} is saved"
-        raise OutputError(f"{run.failure} {saved}: the same command goes on from there.") from run.failure
+        saved = f"Step {step} is saved: the same command goes on from there."
+        nothing = "Nothing of the run is saved: the same command starts it again."
+        raise OutputError(f"{run.failure} {nothing if step is None else saved}") from run.failure

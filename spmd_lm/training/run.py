@@ -120,8 +120,7 @@ class TrainingRun:
 
     def save(self) -> None:
         """Saves a checkpoint of this step.  NonFiniteError, and no checkpoint, if its state is not finite."""
-        if not (directory := self.config.run.directory).is_dir():  # orbax would make another one
-            raise OutputError(f"run.dir={directory}: was moved or removed. Move it back.")
+        self.require_directory()
         self.wait()
         with self.clock.time("checkpoint"):
             if not all_finite(self.state):  # its loss, of the state before the update, says nothing about it
@@ -129,6 +128,13 @@ class TrainingRun:
             num_samples = self.step * self.config.train.batch
             meta = make_meta(self.config.model_dump(by_alias=True), num_samples, self.corpus.fingerprint)
             self.checkpoints.save(self.step, self.program.canonical(self.state), meta)
+
+    def require_directory(self) -> None:
+        """OutputError if the run's directory is no longer there, or another one is: orbax makes one of its name."""
+        directory = self.config.run.directory
+        files = (directory, self.status.path) if self.metrics_log else (directory,)  # others may see files later
+        if missing := [path for path in files if not path.exists()]:
+            raise OutputError(f"{missing[0]}: was moved or removed while the run wrote it. Move it back.")
 
     def end_profile(self) -> None:
         """Writes the trace, if one was started; a run that stops early has its steps so far."""
