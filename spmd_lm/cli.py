@@ -59,9 +59,10 @@ POSITIONALS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line, by default this process's own, and returns its exit code."""
-    if argv is None:
-        argv = sys.argv[1:]
+    is_program = argv is None
+    if is_program:
         set_up_process()
+    argv = sys.argv[1:] if argv is None else argv
     end_with_parent()
     hide_xla_warnings()
     if isinstance(sys.stdout, io.TextIOWrapper):  # text must not be lost to a terminal without letters for it
@@ -73,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print_line(f"error: {problem}", sys.stderr)
-        return leave_job(int(error.code))
+        return leave(int(error.code), is_program)
     except KeyboardInterrupt:
-        return leave_job(int(Exit.INTERRUPTED))
+        return leave(int(Exit.INTERRUPTED), is_program)
     except Exception:
         if in_a_job():
             traceback.print_exc(file=unfailing(sys.stderr))
@@ -83,6 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     finally:
         flush_streams()
+
+
+def leave(code: int, is_program: bool) -> int:
+    """The exit code of a command that failed.  The program ends here: Python would wait for the threads of libraries,
+    which may not have noticed."""
+    leave_job(code)
+    if is_program:
+        flush_streams()
+        os._exit(code)
+    return code
 
 
 def set_up_process() -> None:
