@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoints.py [--mebibytes 1024] [--saves 20] [--directory DIR]
 
-Both save the same state from the same loop of steps that sleep, in turn; restoring is timed with the files cached.
+Both save the same state from the same loop of steps that sleep, in turn; restoring is timed with the files cached."""
 
 import argparse
 import os
@@ -101,8 +101,8 @@ def main() -> None:
         pairs = [(restore_seconds(last, state, False), restore_seconds(last, state, True)) for _ in range(5)]
         ratios = [verified / unverified for unverified, verified in pairs]
         without, with_them = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"restore   {without:.2f} s, with verification {with_them:.2f} s; ratio {spread}")
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"restore   {without:.2f} s, with verification {with_them:.2f} s; ratio {ratio}")
 
 
 if __name__ == "__main__":

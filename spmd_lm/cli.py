@@ -4,6 +4,7 @@ import argparse
 import io
 import itertools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,8 +29,9 @@ from spmd_lm.commands import (
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
-from spmd_lm.runtime.processes import end_with_parent, in_a_job, leave_job
-from spmd_lm.runtime.signals import interruptible
+from spmd_lm.runtime.outputs import flush_streams, open_closed_streams, print_line, quiet_libraries, unfailing
+from spmd_lm.runtime.processes import end_with_parent, in_a_job, leave_job, tells_of_lost_peer
+from spmd_lm.runtime.signals import interruptible, not_ignored
 
 
 class Verb(NamedTuple):
@@ -87,7 +89,10 @@ POSITIONALS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code."""
+    """Runs one command line, by default this process's own, and returns its exit code."""
+    is_program = argv is None
+    if is_program:
+        set_up_process()
     argv = sys.argv[1:] if argv is None else argv
     end_with_parent()
     hide_xla_warnings()
@@ -99,15 +104,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(VERBS[name].run(arguments))
     except UserError as error:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
-            print(f"error: {problem}", file=sys.stderr)
-        return leave_job(int(error.code))
+            print_line(f"error: {problem}", sys.stderr)
+        return end_process(int(error.code), is_program)
     except KeyboardInterrupt:
-        return leave_job(int(Exit.INTERRUPTED))
-    except Exception:
+        return end_process(int(Exit.INTERRUPTED), is_program)
+    except Exception as error:
         if in_a_job():
-            traceback.print_exc()
-            leave_job(1)
+            traceback.print_exc(file=unfailing(sys.stderr))
+            leave_job(int(Exit.PEER_LOST) if tells_of_lost_peer(error) else 1)
         raise
+    finally:
+        flush_streams()
+
+
+def end_process(code: int, is_program: bool) -> int:
+    """The exit code of a command that failed.  The program ends here: Python would wait for the threads of libraries,
+    which may not have noticed."""
+    leave_job(code)
+    if is_program:
+        flush_streams()
+        os._exit(code)
+    return code
+
+
+def set_up_process() -> None:
+    """For the program, not for a function of another one."""
+    open_closed_streams()
+    quiet_libraries()
+    for number in not_ignored(signal.SIGINT):  # where nobody else answers Ctrl-C, as while Python ends: no traceback
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Parser(argparse.ArgumentParser):

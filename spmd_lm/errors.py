@@ -35,6 +35,10 @@ class ConfigError(UserError):
         super().__init__("\n".join(problems))
 
 
+class OutputError(UserError):
+    """A file of a run, or a result, that cannot be written."""
+
+
 class LayoutError(ConfigError):
     """A layout by which the model, the batch or the devices are not divisible."""
 

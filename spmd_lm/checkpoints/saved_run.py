@@ -14,6 +14,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError
 from spmd_lm.parallel.trees import Tree
+from spmd_lm.runtime.outputs import print_line
 from spmd_lm.step.program import Program
 
 Result = TypeVar("Result")
@@ -26,7 +27,7 @@ COMPUTATION_KEYS = ("model.scan", "model.attention", "model.dropout", "model.att
 
 
 def warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
+    print_line(f"warning: {line}", sys.stderr)
 
 
 def newest_readable(checkpoints: Checkpointer, read: Callable[[int], Result], fallback: bool) -> Result:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_lm.errors import ConfigError, Exit, UserError
+from spmd_lm.errors import ConfigError, Exit, OutputError
 from spmd_lm.runtime.formatting import to_json
+from spmd_lm.runtime.outputs import silence
 
 if TYPE_CHECKING:
     from spmd_lm.config.schema import RunConfig
@@ -53,11 +54,13 @@ def write_text(text: str, path: str = "-") -> None:
         else:
             Path(path).write_text(text + "\n")
     except OSError as error:
-        if path == "-":  # Python would flush what is left in the buffer at exit, and fail again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if path == "-":
+            silence(sys.stdout)
         if not isinstance(error, BrokenPipeError):
             target = "standard output" if path == "-" else f"--json {path}"
-            raise UserError(f"{target}: cannot be written: {error.strerror}. Make room, or write elsewhere.") from error
+            raise OutputError(
+                f"{target}: cannot be written: {error.strerror}. Make room, or write elsewhere."
+            ) from error
 
 
 def add_fallback(parser: argparse.ArgumentParser) -> None:

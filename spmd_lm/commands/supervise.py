@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from spmd_lm.commands.common import Arguments, at_least, load_configuration
 from spmd_lm.errors import CheckpointError, ConfigError
+from spmd_lm.runtime.outputs import print_line
 
 
 def run(arguments: Arguments) -> int:
@@ -28,7 +29,7 @@ def run(arguments: Arguments) -> int:
 
 
 def log(line: str) -> None:
-    print(f"supervise: {line}", file=sys.stderr, flush=True)
+    print_line(f"supervise: {line}", sys.stderr)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

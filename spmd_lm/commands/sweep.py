@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from spmd_lm.commands.common import Arguments, at_least, check_json, write_result
+from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.signals import DURING_SWEEP, StopSignals
 
 
@@ -26,7 +27,7 @@ def run(arguments: Arguments) -> int:
 
 
 def log(line: str) -> None:
-    print(line, flush=True)
+    print_line(line, sys.stdout)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

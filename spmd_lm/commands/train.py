@@ -6,6 +6,7 @@ import sys
 
 from spmd_lm.commands.common import Arguments, at_least, load_configuration, write_result
 from spmd_lm.runtime.devices import set_up_devices
+from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.signals import DURING_SWEEP, StopSignals, interruptible
 
 
@@ -29,7 +30,7 @@ def run_seeds(arguments: Arguments) -> int:
 
     config = load_configuration(arguments)
     with StopSignals(DURING_SWEEP) as signals:
-        code, result = train_seeds(config, arguments.seeds, signals, lambda line: print(line, file=sys.stderr))
+        code, result = train_seeds(config, arguments.seeds, signals, lambda line: print_line(line, sys.stderr))
     text = render(result) if result else ""
     if arguments.json or text:
         result = {"directory": str(config.run.directory), **result, "exit_code": int(code)}

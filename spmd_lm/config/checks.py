@@ -7,12 +7,24 @@ that satisfy the check."""
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from pydantic import BaseModel
 
 from spmd_lm.config import layout_checks
 from spmd_lm.config.attention_kernels import FUSED_KERNELS, obstacles
-from spmd_lm.config.schema import Data, MaskedLM, Model, Objective, OptimizerConfig, Precision, Synthetic, Task, Train
+from spmd_lm.config.schema import (
+    Data,
+    MaskedLM,
+    Model,
+    Objective,
+    OptimizerConfig,
+    Precision,
+    Run,
+    Synthetic,
+    Task,
+    Train,
+)
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
@@ -154,6 +166,20 @@ def kernel_supports_model(model: Model, precision: Precision) -> Problems:
             yield use(f"{model.attention=!s} with {settings}: {reason}", alternative, "model.attention=xla")
 
 
+def checkpoints_can_be_read(run: Run) -> Problems:
+    """Orbax 0.12 puts the parts of a checkpoint together by a pattern that begins with its path, so that some paths
+    match nothing, or another run: it would save, and never read.  Other paths it takes for URLs."""
+    path = run.directory
+    with suppress(OSError):  # the current directory was removed
+        path = path.absolute()
+    odd = [character for character in "*?[\\" if character in str(path)]
+    problem = f"run.dir={str(path)!r}: to orbax, {' and '.join(odd)} in a path is a pattern"
+    if is_url := "gs:" in path.parts or path.parts[:2] in [("/", name) for name in ("gs", "s3", "az", "hf")]:
+        problem = f"run.dir={str(path)!r}: to orbax, this is a URL"
+    if odd or is_url:
+        yield f"{problem}, and checkpoints in it could not be read. Choose another path."
+
+
 def profiled_steps_are_taken(train: Train) -> Problems:
     """The first step is not traced alone: it has costs that no other has."""
     if train.profile:
@@ -173,6 +199,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     masked_spans_leave_words,
     paths_are_not_empty,
     learning_rate_decays_after_warmup,
+    checkpoints_can_be_read,
     profiled_steps_are_taken,
     precisions_suit_each_other,
     kernel_supports_model,

@@ -32,6 +32,8 @@ def valid_path(path: str) -> str:
         raise PydanticCustomError("path_home", "expected ~ or the ~name of a user of this machine") from None
     if "\0" in path:
         raise PydanticCustomError("path_nul", "expected a path without NUL characters")
+    if not path.isascii() and any("\ud800" <= character <= "\udfff" for character in path):  # bytes that are no UTF-8
+        raise PydanticCustomError("path_encoding", "expected a path in UTF-8")
     if any(len(part.encode()) > 255 for part in parts):
         raise PydanticCustomError("path_length", "expected names of at most 255 bytes between slashes")
     return path

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.launchers import detect_process
-from spmd_lm.runtime.processes import in_a_job, join, require_agreement, versions
+from spmd_lm.runtime.processes import has_tpu, in_a_job, join, require_agreement, versions
 
 if TYPE_CHECKING:
     from spmd_lm.config.schema import RunConfig
 
 FLAG = "--xla_force_host_platform_device_count"
+GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # by which jax itself knows that there is one
 
 
 def set_up_devices(config: "RunConfig") -> "RunConfig":
@@ -70,5 +71,11 @@ def simulate_devices(devices: int, processes: int = 1) -> None:
 
 
 def hide_xla_warnings() -> None:
-    """Hides XLA's warnings, which are for XLA's developers; its errors still reach standard error."""
+    """Hides XLA's warnings, which are for XLA's developers, and what plugins of jax that are installed say of hardware
+    that this machine does not have; errors still reach standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if not any(map(os.path.exists, GPU_FILES)):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # a traceback: no driver, no cuDNN
+    if not has_tpu():  # libtpu asks for them, and writes to standard error if it finds none
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TextIO
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.runtime.signals import handle_signals, not_ignored
+from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals, not_ignored
 
 
 def require_absent_or_empty(target: Path) -> None:
@@ -51,12 +51,12 @@ def remove_if_empty(directory: Path) -> Iterator[None]:
 def atomic_directory(target: Path) -> Iterator[Path]:
     """A temporary directory to fill, which is renamed to `target` at the end of the block.
 
-    If the block fails, or is stopped by Ctrl-C or SIGTERM, the directory and the parents created for it are removed.
+    If the block fails, or is stopped by a signal, the directory and the parents created for it are removed.
     Raises ConfigError if `target` exists and is not empty, before or after the block, or cannot be written."""
     require_absent_or_empty(target)
     final = target.resolve()
     temporary = final.with_name(f".{final.name:.100}.{secrets.token_hex(4)}")
-    with handle_signals(not_ignored(signal.SIGINT, signal.SIGTERM), _exit), remove_if_empty(final.parent):
+    with handle_signals(not_ignored(*STOP_SIGNALS), _exit), remove_if_empty(final.parent):
         try:
             temporary.mkdir(parents=True)
             yield temporary

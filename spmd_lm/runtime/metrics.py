@@ -20,8 +20,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from spmd_lm.errors import CheckpointError, Exit
+from spmd_lm.errors import CheckpointError, Exit, OutputError
 from spmd_lm.runtime.formatting import to_json, without_nan
+from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.tensorboard import EventFile
 
 Record = dict[str, Any]
@@ -45,11 +46,16 @@ NONE_SAVED = -1
 def write_atomically(path: Path, text: str) -> None:
     """Replaces the file's text; a reader, or a crash, sees the old text or the new one, never a part."""
     partial = path.with_name(path.name + ".tmp")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()  # it takes room, where there may be none
+        raise
 
 
 def read_records(path: Path) -> list[Record]:
@@ -85,9 +91,13 @@ class MetricsLog:
         self._resume_step = resume_step
         records = [record for record in read_records(self.path) if record["step"] <= resume_step]
         self._last_step = max((record["step"] for record in records), default=0)
-        write_atomically(self.path, "".join(to_json(record) + "\n" for record in records))
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self._tensorboard = EventFile(directory / "tensorboard", first_step=resume_step + 1)
+        text = "".join(to_json(record) + "\n" for record in records)
+        with writing(self.path, len(text)):
+            write_atomically(self.path, text)
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        events = directory / "tensorboard"
+        with writing(events):
+            self._tensorboard = EventFile(events, first_step=resume_step + 1)
         self.listeners: list[Callable[[Record], None]] = []  # called with each record
 
     def missing_steps(self, log_every: int) -> tuple[int, int] | None:
@@ -96,18 +106,25 @@ class MetricsLog:
         return (due, self._resume_step) if due <= self._resume_step else None
 
     def write(self, record: Record) -> None:
-        self._file.write(to_json(record) + "\n")
-        self._file.flush()
+        """OutputError if it cannot be written, or nobody would find it: nothing may be written after it."""
+        line = to_json(record) + "\n"
+        if not self.path.exists() or not os.path.samefile(self.path, self._file.fileno()):
+            raise OutputError(f"{self.path}: was moved, replaced or removed while the run wrote it. Move it back.")
+        with writing(self.path, len(line)):
+            self._file.write(line)
+            self._file.flush()
         scalars = {
             key: value for key, value in without_nan(record).items() if key != "step" and isinstance(value, int | float)
         }
-        self._tensorboard.write(record["step"], scalars)
+        with writing(self._tensorboard.path):
+            self._tensorboard.write(record["step"], scalars)
         for listener in self.listeners:
             listener(record)
 
     def close(self) -> None:
-        self._file.close()
-        self._tensorboard.close()
+        for file in (self._file, self._tensorboard):
+            with suppress(OSError):  # what could not be written is still in its buffer
+                file.close()
 
 
 class Life(BaseModel):
@@ -214,14 +231,16 @@ class Status(BaseModel):
             self.recovery = {"count": len(recoveries), "p50": median, "max": max(recoveries)}
 
     def write(self, clock: "Clock | None" = None, **changes: Any) -> None:
-        """clock: of this start, whose life is then brought up to date too."""
+        """clock: of this start, whose life is then brought up to date too.  OutputError if it cannot be written."""
         for key, value in changes.items():
             setattr(self, key, value)
         if clock is not None and self.lives:
             life = self.lives[-1]
             life.seconds, life.last_step, life.exit_code = clock.elapsed()[0], self.step, self.exit_code
             life.measure()
-        write_atomically(self.path, to_json(self.model_dump(), indent=2) + "\n")
+        text = to_json(self.model_dump(), indent=2) + "\n"
+        with writing(self.path, len(text)):
+            write_atomically(self.path, text)
 
 
 class Clock:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import spmd_lm
 from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS_ID, ProcessInfo, detect_process
+from spmd_lm.runtime.outputs import flush_streams, print_line
 
 HEARTBEAT_SECONDS = 15  # a process that says nothing for so long is dead, and ends the others
 CONNECT_SECONDS = 300  # for the first process to start, and for its host's name to be known
@@ -34,6 +35,9 @@ agreements = itertools.count()  # a process may train twice: keys are written on
 LEAVE_SECONDS = 15  # for a process that leaves to say why
 TELL_SECONDS = 2  # for the coordinator to answer a process that leaves
 leaving = threading.Event()  # set when this process ends
+LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "unhealthy")
+"""In the messages of collectives that fail because a process is gone."""
+
 handlers: list[Any] = []  # of signals, which only C knows
 PARENT = "SPMD_LM_PARENT"
 PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
@@ -97,6 +101,13 @@ def exit_on_abort() -> None:
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
     libc.signal(signal.SIGABRT, ctypes.cast(on_abort, ctypes.c_void_p))
+
+
+def tells_of_lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because another process is gone, as it looks from this one."""
+    import jax
+
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in LOST_PEER)
 
 
 def publish(name: str, text: str) -> None:
@@ -176,6 +187,11 @@ def in_tpu_slice(environment: Mapping[str, str]) -> bool:
         return True
     if hosts or environment.keys() & {"TPU_SKIP_MDS_QUERY", "COLAB_RELEASE_TAG"}:
         return False
+    return has_tpu()
+
+
+def has_tpu() -> bool:
+    """Whether this machine has a TPU chip."""
     vendors = (Path(path).read_text().strip() for path in glob.glob("/sys/bus/pci/devices/*/vendor"))
     return "0x1ae0" in vendors  # Google's
 
@@ -274,7 +290,7 @@ def end_with_job() -> None:
         except jax.errors.JaxRuntimeError:  # none has
             continue
         which = f"process {failure['process']} on {failure['host']}"
-        print(f"error: {which} failed with exit code {failure['code']}: see its output.", file=sys.stderr)
+        print_line(f"error: {which} failed with exit code {failure['code']}: see its output.", sys.stderr)
         _exit(failure["code"])
 
 
@@ -303,8 +319,7 @@ def leave_job(code: int) -> int:
 def _exit(code: int) -> NoReturn:
     from jax._src.distributed import global_state
 
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     if global_state.process_id == 0:
         time.sleep(2 * POLL_SECONDS)  # the coordinator is here, and the others still ask it
     os._exit(code)

@@ -3,7 +3,6 @@
 step 120/400  loss 2.3104  31k tok/s  MFU 12%  ETA 1m12s"""
 
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,24 +14,20 @@ from rich.text import Text
 
 from spmd_lm.runtime.formatting import format_duration, format_quantity
 from spmd_lm.runtime.metrics import Record
-
-
-class PipeConsole(Console):
-    """A console whose reader may leave: `spmd-lm train ... | head` goes on training, silently."""
-
-    def on_broken_pipe(self) -> None:  # rich's own ends the process
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+from spmd_lm.runtime.outputs import unfailing
 
 
 class Progress:
-    """Prints the progress of a run of `steps` steps.  Of several `processes` only the first one prints, and without a
+    """Prints the progress of a run of `steps` steps, silently once that fails: a reader may leave, as `head` does, a
+    terminal be closed, a log's disk be full.  Of several `processes` only the first one prints, and without a
     live line: launchers mix their output, and mpirun shows each process a terminal of its own."""
 
     def __init__(self, steps: int, console: Console | None = None, process: int = 0, processes: int = 1):
         self.steps = steps
         terminal = False if processes > 1 else None  # None: if the output is one
-        self._console = console or PipeConsole(highlight=False, quiet=process > 0, force_terminal=terminal)
+        self._console = console or Console(
+            file=unfailing(sys.stdout), highlight=False, quiet=process > 0, force_terminal=terminal
+        )
         self._metrics = ""  # the last record's, which stay on the live line until the next one
         self._first_step: tuple[int, float] | None = None  # and when it ended
         self._display = Live(console=self._console, transient=True)

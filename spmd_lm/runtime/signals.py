@@ -1,22 +1,22 @@
-"""SIGTERM and Ctrl-C stop a run between two steps, never in the middle of one.
+"""SIGTERM, Ctrl-C and SIGHUP (its terminal is closed) stop a run between two steps, never in the middle of one.
 
 A handler only takes a note: XLA cannot be interrupted, and a checkpoint can only be written between steps.  A second
 Ctrl-C raises KeyboardInterrupt at once.
 
 The processes of one job stop after the same step, whichever of them was told to.  They agree on it through jax, which
-takes SIGTERM over from the first step on; Ctrl-C is passed on to it."""
+takes SIGTERM over from the first step on; the others are passed on to it."""
 
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from spmd_lm.runtime.processes import in_a_job, start_preemption_service
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # The answer to Ctrl-C, by when it comes: there is nothing to save before the first step.
 BEFORE_STEPS = "Stopping before the next step. Ctrl-C again stops at once."
@@ -63,12 +63,19 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         self._left_to_jax = False  # SIGTERM
-        self._handlers = handle_signals(STOP_SIGNALS, self._handle)
+        hangup = not_ignored(signal.SIGHUP)  # nohup ignores it, so that a run goes on without its terminal
+        self._handlers = handle_signals([signal.SIGTERM, signal.SIGINT, *hangup], self._handle)
         self._handlers.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._handlers.__exit__(*error)
+
+    def stop(self) -> None:
+        """As if SIGTERM had come."""
+        self.received = self.received or signal.SIGTERM
+        if in_a_job():  # jax, which tells the others
+            signal.raise_signal(signal.SIGTERM)
 
     def until_received(self, steps: Iterable[int]) -> Iterator[int]:
         """Yields `steps`, but none after a signal has come, to this process or to another one of its job."""
@@ -98,7 +105,8 @@ class StopSignals:
         if self._interrupts > 1:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)
-        if number == signal.SIGINT and in_a_job():
+        if number != signal.SIGTERM and in_a_job():
             signal.raise_signal(signal.SIGTERM)
         if number == signal.SIGINT:  # os.write: print() is not reentrant, and a handler may run within one
-            os.write(2, f"\n{self._answer}\n".encode())
+            with suppress(OSError):
+                os.write(2, f"\n{self._answer}\n".encode())

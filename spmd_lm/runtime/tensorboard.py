@@ -76,7 +76,8 @@ class EventFile:
         directory.mkdir(exist_ok=True)
         # TensorBoard reads files in the order of their names; the number is for starts within one second.
         number = len(list(directory.glob("*tfevents*")))
-        self._file = open(directory / f"events.out.tfevents.{int(time.time()):010}.{number:06}", "xb")  # noqa: SIM115
+        self.path = directory / f"events.out.tfevents.{int(time.time()):010}.{number:06}"
+        self._file = open(self.path, "xb")  # noqa: SIM115
         self._write(encode_event(0, 3, b"brain.Event:2"))
         self._write(encode_event(first_step, 7, encode_field(1, VARINT, encode_varint(1))))  # SessionLog.START
 

@@ -19,6 +19,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.formatting import without_nan
 from spmd_lm.runtime.metrics import Record, write_atomically
+from spmd_lm.runtime.outputs import writing
 
 MAX_QUEUED = 1000  # records that wait for a tracker: more are dropped
 CLOSE_SECONDS = 10.0  # that the end of a run waits for all its trackers together
@@ -213,5 +214,6 @@ def read_id(directory: Path) -> str:
     """The id of the run in `directory`, under which a later start resumes it; made by the first start."""
     path = directory / ID_FILE
     if not path.exists():
-        write_atomically(path, secrets.token_hex(4) + "\n")
+        with writing(path):
+            write_atomically(path, secrets.token_hex(4) + "\n")
     return path.read_text(encoding="utf-8").strip()

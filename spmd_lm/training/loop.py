@@ -14,12 +14,13 @@ from spmd_lm.data.corpus import Corpus, load_data, make_loader
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
-from spmd_lm.errors import DamagedCheckpointError, Exit
+from spmd_lm.errors import CheckpointError, DamagedCheckpointError, Exit, OutputError
 from spmd_lm.generation.generate import generate_text
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.planning import plan_report
 from spmd_lm.runtime.formatting import format_duration, pluralize
 from spmd_lm.runtime.metrics import NONE_SAVED, Clock, Record, read_records, write_atomically
+from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.processes import require_agreement
 from spmd_lm.runtime.progress import Progress, format_record
 from spmd_lm.runtime.signals import StopSignals
@@ -114,6 +115,8 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
         with run.progress.compiling(run.status.compile_seconds), run.clock.time("compile"):
             run.status.compile_seconds = run.program.compile()
         run.write_status()
+    if run.failure:
+        signals.stop()
     watch = StepWatch(run.config.train.watchdog, lambda: run.clock.bucket in WATCHED, run.report_hang)
     with run.progress.live_line(), watch:
         for step in signals.until_received(range(run.step + 1, run.config.train.steps + 1)):
@@ -124,18 +127,23 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
             for hook in HOOKS:
                 hook(run)
             watch.beat(step)
+            if run.failure:
+                signals.stop()
 
 
 def finish(run: TrainingRun) -> Exit:
     """Waits for the last checkpoint and writes loss.png and samples.txt; only then is the run done."""
     with run.clock.time("checkpoint"):
         run.wait_for_save()
+    raise_failure(run)
     texts = sample(run)  # in every process: the parameters are sharded over them
     if run.metrics_log is not None:
         records, directory = read_records(run.metrics_log.path), run.config.run.directory
-        draw_loss(records, directory / "loss.png", f"{run.config.run.name}: {run.corpus.name}")
+        with writing(directory / "loss.png"):
+            draw_loss(records, directory / "loss.png", f"{run.config.run.name}: {run.corpus.name}")
         if texts:
-            write_atomically(directory / "samples.txt", texts)
+            with writing(directory / "samples.txt", len(texts)):
+                write_atomically(directory / "samples.txt", texts)
         seconds, total_seconds = run.clock.elapsed()
         message = f"done: step {run.step}{format_record(records[-1] if records else {})}  in {format_duration(seconds)}"
         if restarts := run.status.restarts:
@@ -145,6 +153,7 @@ def finish(run: TrainingRun) -> Exit:
         nothing = "Nothing was saved" if saved_step == NONE_SAVED else f"Nothing was saved since step {saved_step}"
         run.progress.log(f"{nothing} (checkpoint.every=0): set it to evaluate, generate or continue from the end.")
     run.write_status(state="done", exit_code=int(Exit.DONE))
+    raise_failure(run)
     return Exit.DONE
 
 
@@ -169,14 +178,28 @@ def stop(run: TrainingRun, signals: StopSignals) -> Exit:
     code = Exit.INTERRUPTED if signals.received == signal.SIGINT else Exit.PREEMPTED
     run.end_profile()
     with run.clock.time("checkpoint"):
-        run.wait_for_save()
-        if run.step not in (0, run.status.saved_step):
-            run.save()
+        try:
             run.wait_for_save()
+            if run.step not in (0, run.status.saved_step):
+                run.save()
+                run.wait_for_save()
+        except (CheckpointError, OutputError):  # of the same disk, perhaps
+            raise_failure(run)
+            raise
     run.write_status(state="preempted", exit_code=int(code))
+    raise_failure(run)
     if run.step == 0:
         run.progress.log("stopped before the first step: nothing was done, so nothing was saved. Start it again.")
     else:
         done = f"stopped after step {run.step} of {run.config.train.steps}, saved"
         run.progress.log(f"{done}. The same command resumes from here.")
     return code
+
+
+def raise_failure(run: TrainingRun) -> None:
+    """Ends a run one of whose files could not be written, with what of it is saved."""
+    if run.failure:
+        step = run.checkpoints.latest_step()
+        saved = f"Step {step} is saved: the same command goes on from there."
+        nothing = "Nothing of the run is saved: the same command starts it again."
+        raise OutputError(f"{run.failure} {nothing if step is None else saved}") from run.failure

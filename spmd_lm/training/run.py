@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.data.corpus import Corpus
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
-from spmd_lm.errors import CheckpointError, Exit, NonFiniteError
+from spmd_lm.errors import CheckpointError, Exit, NonFiniteError, OutputError
 from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
 from spmd_lm.runtime.progress import Progress
@@ -53,6 +54,7 @@ class TrainingRun:
         self.config, self.step = self.program.config, self.status.step  # steps done
         self.profiling = False
         self._first_step = self.step + 1
+        self.failure: OutputError | None = None  # the first file that could not be written: the run saves and ends
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
         self.skips_in_a_row = 0  # steps that train.guard did not exclude
         self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # by the last `speed`
@@ -139,6 +141,7 @@ class TrainingRun:
 
     def save(self) -> None:
         """Saves a checkpoint of this step.  NonFiniteError, and no checkpoint, if its state is not finite."""
+        self.require_directory()
         self.wait()
         with self.clock.time("checkpoint"):
             self.wait_for_save()
@@ -155,6 +158,13 @@ class TrainingRun:
         if saved_step is not None and saved_step != self.status.saved_step:
             self.status.saved_step = saved_step
             self.write_status()
+
+    def require_directory(self) -> None:
+        """OutputError if the run's directory is no longer there, or another one is: orbax makes one of its name."""
+        directory = self.config.run.directory
+        files = (directory, self.status.path) if self.metrics_log else (directory,)  # others may see files later
+        if missing := [path for path in files if not path.exists()]:
+            raise OutputError(f"{missing[0]}: was moved or removed while the run wrote it. Move it back.")
 
     def end_profile(self) -> None:
         """Writes the trace, if one was started; a run that stops early has its steps so far."""
@@ -174,7 +184,15 @@ class TrainingRun:
         """Updates status.json."""
         self.clock.update()
         if self.metrics_log is not None:
-            self.status.write(self.clock, step=self.step, **changes)
+            self.report(partial(self.status.write, self.clock, step=self.step, **changes))
+
+    def report(self, write: Callable[[], None]) -> None:
+        """Calls what writes a file about this run.  None is written after one that could not be."""
+        if self.failure is None:
+            try:
+                write()
+            except OutputError as error:
+                self.failure = error
 
     def speed(self) -> Record:
         """Since the last call.  Only steps and their data count, not evaluations and checkpoints."""
@@ -212,7 +230,7 @@ def log(run: TrainingRun) -> None:
         return
     record, run.record = {"step": run.step, **run.record}, {}
     if run.metrics_log is not None:
-        run.metrics_log.write(record)
+        run.report(partial(run.metrics_log.write, record))
     run.progress.record(record)
     run.write_status()
 

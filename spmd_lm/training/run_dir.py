@@ -14,9 +14,10 @@ from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenize
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, find_vocabulary
-from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, UserError
+from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, OutputError, UserError
 from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life, MetricsLog, Status, write_atomically
+from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.trackers import ID_FILE, Trackers
 
 FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock", ID_FILE)
@@ -137,7 +138,8 @@ class RunDir:
         metrics_log = MetricsLog(self.path, resume_step=status.step)  # first: it may refuse the file that exists
         if self.meta and (missing := metrics_log.missing_steps(self.meta["config"]["train"]["log_every"])):
             log(f"{metrics_log.path} lacks the records of steps {missing[0]} to {missing[1]}, which are lost.")
-        write_atomically(self.path / CONFIG_FILE, dump(self.config))
+        with writing(self.path / CONFIG_FILE):
+            write_atomically(self.path / CONFIG_FILE, dump(self.config))
         status.write()
         with closing(metrics_log), Trackers(self.config, log) as trackers:
             metrics_log.listeners.append(trackers.write)
@@ -208,7 +210,7 @@ def mark_failed(status: Status, clock: Clock) -> Iterator[None]:
         code = error.code if isinstance(error, UserError) else Exit.CHECK_FAILED
         if isinstance(error, KeyboardInterrupt):
             code = Exit.INTERRUPTED
-        with suppress(OSError):  # a full disk must not hide the original error
+        with suppress(OSError, OutputError):  # a full disk must not hide the original error
             if jax.process_index() == 0 and status.path.exists():
                 status.write(clock, state="failed", exit_code=int(code))
         raise

@@ -1,0 +1,120 @@
+"""What a run writes may fail: the terminal is closed, the disk that its log or its directory is on fills up.
+
+Lines that tell of progress then end, and the run goes on.  A file that cannot be written is an OutputError."""
+
+import errno
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from spmd_lm.errors import OutputError
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+QUIET_LOGGERS = ("absl", "asyncio")
+"""Orbax logs the traceback of every thread that a failed save ends, and asyncio those of its tasks; the first of these
+errors is raised too, and our code says what it means."""
+
+
+class UnfailingStream:
+    """A text stream that drops everything after the first error, and raises none."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[..., Any], *arguments: str) -> None:
+        try:
+            call(*arguments)
+        except (OSError, ValueError):  # ValueError: it is closed
+            silence(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def silence(stream: TextIO) -> None:
+    """Sends what is written to the stream from here on, by anyone, to nowhere, and what is left in its buffer, which
+    Python would try again at exit: that would turn the exit code into 120."""
+    with suppress(OSError, ValueError):  # it is closed, or no file
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def unfailing(stream: TextIO) -> TextIO:
+    return cast(TextIO, UnfailingStream(stream))
+
+
+def print_line(line: str, stream: TextIO) -> None:
+    """Prints a line at once, if the stream still takes any."""
+    print(line, file=unfailing(stream), flush=True)
+
+
+def flush_streams() -> None:
+    """Before the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        unfailing(stream).flush()
+
+
+def open_closed_streams() -> None:
+    """A shell may start a process without standard output (`>&-`): the next file that is opened would then be it.
+    Afterwards writing there fails, as it should, but harms nothing."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, errors="backslashreplace", closefd=False))  # noqa: SIM115
+
+
+def quiet_libraries() -> None:
+    """Warnings and errors that libraries log go to standard error, but none of QUIET_LOGGERS; nor what is raised where
+    nobody can catch it, if it tells nothing."""
+    handler = logging.StreamHandler()
+    handler.addFilter(is_heard)
+    logging.basicConfig(handlers=[handler], format="%(levelname)s: %(name)s: %(message)s")
+    sys.unraisablehook = report_unraisable
+
+
+def is_heard(record: logging.LogRecord) -> bool:
+    return record.name.partition(".")[0] not in QUIET_LOGGERS
+
+
+def report_unraisable(unraisable: Any) -> None:
+    """Python's own hook, except for Ctrl-C (in a callback of the garbage collector) and for tensorstore's threads: each
+    of them tells orbax that it failed, but orbax has left with the first one's error."""
+    error = unraisable.exc_value
+    if not isinstance(error, KeyboardInterrupt) and str(error) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
+@contextmanager
+def writing(path: Path, size: int | None = None) -> Iterator[None]:
+    """OutputError, with what to do about it, if the block cannot write to `path`.  size: bytes that it needs."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(describe_failure(error, path, size)) from error
+
+
+def describe_failure(error: OSError, path: Path, size: int | None = None) -> str:
+    if not path.parent.is_dir():
+        return f"{path}: cannot be written: {path.parent} was moved or removed. Move it back."
+    free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
+    needed = "" if size is None else f", {size:,} are needed"
+    remedy = "Make room" if error.errno in NO_ROOM else "Make it writable"
+    return f"{path}: cannot be written: {error.strerror or error}. {free}{needed}. {remedy}."
