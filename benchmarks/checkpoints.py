@@ -40,17 +40,17 @@ def run(saves: int, save: Callable[[int], None], is_complete: Callable[[int], bo
     """Longest gap between two steps, and seconds in all until the last save is complete.  Steps go on meanwhile; the
     next save starts when the one before is complete."""
     start = last = time.perf_counter()
-    longest = 0.0
+    longest_gap = 0.0
     for number in range(1, saves + 1):
         save(number)
         while True:
             complete = is_complete(number)
             now = time.perf_counter()
-            longest, last = max(longest, now - last), now
+            longest_gap, last = max(longest_gap, now - last), now
             if complete:
                 break
             time.sleep(STEP_SECONDS)
-    return longest, time.perf_counter() - start
+    return longest_gap, time.perf_counter() - start
 
 
 def verified(directory: Path, state: dict[str, jax.Array], saves: int) -> tuple[float, float]:
@@ -99,10 +99,10 @@ def main() -> None:
                     shutil.rmtree(directory / f"plain{round}")
         last = directory / f"verified{arguments.rounds - 1}"
         pairs = [(restore_seconds(last, state, False), restore_seconds(last, state, True)) for _ in range(5)]
-        ratios = [verified / unverified for unverified, verified in pairs]
-        without, with_them = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+        ratios = [b / a for a, b in pairs]
+        unverified, verified_too = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"restore   {without:.2f} s, with verification {with_them:.2f} s; ratio {ratio}")
+        print(f"restore   {unverified:.2f} s, with verification {verified_too:.2f} s; ratio {ratio}")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ class Run(Section):
     simulate_devices: NonNegativeInt = 0  # CPU devices to simulate; 0: use the real devices
     # XLA's, for the step: those of runtime/xla_options.yaml, none, or {name: value}
     compiler_options: Literal["auto", "none"] | dict[str, bool | int | float | str] = "auto"
+    # what takes a second to compile is not compiled again: auto (the user's cache directory), none, or a directory
+    compilation_cache: ValidPath = "auto"
     # which get the records of metrics.jsonl too; docs/reports.md
     trackers: Annotated[list[Literal["wandb", "trackio"]], AfterValidator(without_repeats)] | None = None
 

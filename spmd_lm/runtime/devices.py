@@ -9,7 +9,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.compilation_cache import use_compilation_cache
 from spmd_lm.runtime.launchers import detect_process
+from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.processes import has_tpu, in_a_job, join, require_agreement, versions
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ def set_up_devices(config: "RunConfig") -> "RunConfig":
         join(process)
     if in_a_job():
         require_same_job(config)
+    use_compilation_cache(config.run.compilation_cache, lambda line: print_line(line, sys.stderr))
     return config
 
 

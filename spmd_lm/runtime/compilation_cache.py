@@ -1,0 +1,110 @@
+"""Compiled programs on disk, so that a restart does not compile again.
+
+jax's own cache trusts its directory: it runs what it finds there, writes files in place, and a flipped bit is run too.
+Here an entry is its SHA-256 and the program, written under another name and renamed; what does not match is deleted and
+compiled again.  The directory belongs to this user alone."""
+
+import hashlib
+import os
+import platform
+import secrets
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+MAX_BYTES = 4 * 2**30  # of all entries: the least recently used ones are deleted
+DIGEST_BYTES = 32
+AUTO, NONE = "auto", "none"
+
+
+def default_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "spmd_lm" / "compilations"
+
+
+def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
+    """setting: of run.compilation_cache.  Where the user has set up jax's own cache, `auto` leaves it alone.  A
+    directory that cannot be trusted, or written, is not used, and the log says so."""
+    if setting == NONE or (setting == AUTO and "JAX_COMPILATION_CACHE_DIR" in os.environ):
+        return
+    directory = default_directory() if setting == AUTO else Path(setting).expanduser()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+    except OSError as error:
+        log(f"run.compilation_cache={setting}: {directory}: {error.strerror}. Compiling without it.")
+        return
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        log(f"run.compilation_cache={setting}: others can write to {directory}. Compiling without it: chmod 700 it.")
+        return
+    install(VerifiedCache(directory))
+
+
+def install(cache: "VerifiedCache") -> None:
+    """Makes jax ask this cache.  It has no public way in but a directory (jax 0.10 to 0.12)."""
+    import jax
+    from jax._src import compilation_cache
+
+    def get_file_cache(path: str) -> tuple[VerifiedCache, str]:
+        return cache, path
+
+    compilation_cache.reset_cache()
+    compilation_cache.get_file_cache = get_file_cache  # type: ignore[assignment]
+    jax.config.update("jax_compilation_cache_dir", str(cache.directory))
+
+
+class VerifiedCache:
+    """jax's CacheInterface.  Errors to read or write are misses."""
+
+    def __init__(self, directory: Path, max_bytes: int = MAX_BYTES):
+        self.directory = self._path = directory
+        self._max_bytes = max_bytes
+        self._machine = machine()
+
+    def get(self, key: str) -> bytes | None:
+        path = self._entry(key)
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        digest, program = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+        with suppress(OSError):
+            if digest != hashlib.sha256(program).digest():
+                path.unlink()
+                return None
+            os.utime(path)
+        return program
+
+    def put(self, key: str, value: bytes) -> None:
+        partial = self.directory / f".{secrets.token_hex(8)}"
+        with suppress(OSError):
+            try:
+                with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(hashlib.sha256(value).digest() + value)
+                partial.rename(self._entry(key))
+            finally:
+                partial.unlink(missing_ok=True)
+            self._evict()
+
+    def _entry(self, key: str) -> Path:
+        """A program is for the instructions of this machine's processor, which jax's key does not name."""
+        return self.directory / hashlib.sha256(f"{self._machine} {key}".encode()).hexdigest()
+
+    def _evict(self) -> None:
+        entries = [(path, path.stat()) for path in self.directory.iterdir()]
+        entries.sort(key=lambda entry: entry[1].st_mtime)
+        total = sum(found.st_size for _, found in entries)
+        for path, found in entries:
+            if total <= self._max_bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= found.st_size
+
+
+def machine() -> str:
+    """What of the processor matters to compiled code."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    return platform.machine()
