@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print_line(f"error: {problem}", sys.stderr)
-        return leave(int(error.code), is_program)
+        return end(int(error.code), is_program)
     except KeyboardInterrupt:
-        return leave(int(Exit.INTERRUPTED), is_program)
+        return end(int(Exit.INTERRUPTED), is_program)
     except Exception:
         if in_a_job():
             traceback.print_exc(file=unfailing(sys.stderr))
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush_streams()
 
 
-def leave(code: int, is_program: bool) -> int:
+def end(code: int, is_program: bool) -> int:
     """The exit code of a command that failed.  The program ends here: Python would wait for the threads of libraries,
     which may not have noticed."""
     leave_job(code)
