@@ -16,6 +16,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, Exit
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.metrics import Status, write_atomically
+from spmd_lm.runtime.outputs import writing
 from spmd_lm.sweeps.sweep_file import CELL_KEYS, SweepFile, Values
 
 IGNORED_CHANGES = ("  parallel.", "  checkpoint.", "  train.log_every:")
@@ -76,7 +77,8 @@ class Cell:
         """Keeps an outcome that its run's own files do not tell."""
         if outcome.status != "done":
             ended = {"exit_code": outcome.exit_code, "reason": outcome.reason}
-            write_atomically(self.directory / "exit.json", json.dumps(ended) + "\n")
+            with writing(self.directory / "exit.json"):
+                write_atomically(self.directory / "exit.json", json.dumps(ended) + "\n")
 
     def _reason(self, code: int) -> str:
         """The last error that its output has, or else its last line; or the signal that killed it."""

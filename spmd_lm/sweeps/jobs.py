@@ -67,7 +67,7 @@ class LocalJobs:
 
     def poll(self, cell: Cell) -> int | None:
         code = self._processes[cell.id].poll()
-        if code == -signal.SIGTERM and (cell.id, signal.SIGTERM) in self._told:
+        if code in (-signal.SIGTERM, -signal.SIGHUP) and (cell.id, -code) in self._told:
             return int(Exit.PREEMPTED)  # told while Python started: there was nothing to save
         return 128 - code if code is not None and code < 0 else code
 

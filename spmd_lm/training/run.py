@@ -170,9 +170,15 @@ class TrainingRun:
         """Writes the trace, if one was started; a run that stops early has its steps so far."""
         if self.profiling:
             self.wait()
-            jax.profiler.stop_trace()
             self.profiling = False
-            self.progress.log(f"traced until step {self.step}: xprof --logdir {self.profile_directory}")
+            self.report(self._write_profile)
+
+    def _write_profile(self) -> None:
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, jax.errors.JaxRuntimeError) as error:
+            raise OutputError(f"{self.profile_directory}: the trace cannot be written: {error}. Mend that.") from error
+        self.progress.log(f"traced until step {self.step}: xprof --logdir {self.profile_directory}")
 
     def report_hang(self, what: str) -> None:
         """From another thread: this one hangs."""

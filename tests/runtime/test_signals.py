@@ -17,6 +17,14 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(autouse=True)
+def hangup():
+    """The system's own answer, which a process under nohup begins without."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_ends_the_steps_before_the_next_one(number):
     done = []
@@ -80,13 +88,14 @@ def test_a_block_can_be_entered_again():
 
 
 @pytest.mark.parametrize(
-    ("number", "stopped"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=["ctrl-c", "term"]
+    ("number", "stopped"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)],
 )
 def test_a_signal_interrupts_the_filling_of_a_directory_and_removes_it(tmp_path, ctrl_c, number, stopped):
     with pytest.raises(stopped) as told, atomic_directory(tmp_path / "new") as directory:
         (directory / "file").touch()
         signal.raise_signal(number)
-    assert getattr(told.value, "code", 143) == 143 and not [*tmp_path.iterdir()]
+    assert getattr(told.value, "code", 128 + number) == 128 + number and not [*tmp_path.iterdir()]
 
 
 def test_outside_the_main_thread_nothing_is_installed():
