@@ -21,6 +21,7 @@ from spmd_lm.commands import (
     generate,
     import_hf,
     plan,
+    replay,
     report,
     supervise,
     sweep,
@@ -72,6 +73,7 @@ VERBS = {
         (),
         takes_config=False,
     ),
+    "replay": Verb("runs a step again: does it compute the same bits?", replay.run, positionals=("RUN_DIR", "STEP")),
     "report": Verb("makes an HTML page of runs", report.run, report.add_options, ("RUN",), takes_config=False),
     "import": Verb("makes a run of a Hugging Face directory", import_hf.run, import_hf.add_options, ("DIR", "RUN_DIR")),
     "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
@@ -84,6 +86,7 @@ POSITIONALS = {
     "SWEEP": "a sweep's YAML file, as in configs/sweeps",
     "RUN_DIR": "a run's directory",
     "RUN": "a run's directory; several are laid over each other",
+    "STEP": "the step, from 1 on",
     "DIR": "a Hugging Face directory: config.json, *.safetensors, tokenizer files",
 }
 

@@ -206,3 +206,20 @@ def test_ckpt_ls_and_diff(run, capsys):
     for line in (["ckpt", "ls", str(run / "no")], ["ckpt", "what", str(run)], ["ckpt", "diff", str(run)]):
         assert main(line) == Exit.CONFIG
     assert main(["ckpt", "verify", str(run), "--step", "99"]) == Exit.CHECKPOINT
+
+
+def test_a_replayed_step_computes_the_same_bits(run, capsys):
+    """Or other ones, where a logged figure, or what was saved, is not what the step computes."""
+    before = contents(run)
+    assert main(["replay", str(run), "4", "--devices", "8", "--json", "-"]) == Exit.DONE
+    result = json.loads(capsys.readouterr().out)
+    assert (result["from"], result["same"], len(result["compared"]), result["leaves"]) == (2, True, 4, [])
+    assert contents(run) == before
+    log = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines[3]["loss"] += 1e-9
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["replay", str(run), "4", "--devices", "8"]) == Exit.CHECK_FAILED
+    assert "step 4: loss was" in capsys.readouterr().out
+    for step, code in (("1", Exit.CHECKPOINT), ("99", Exit.CONFIG), ("x", Exit.CONFIG)):
+        assert main(["replay", str(run), step, "--devices", "8"]) == code

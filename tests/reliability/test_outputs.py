@@ -98,7 +98,7 @@ TRAINS = """
 import sys, types
 from spmd_lm.cli import main
 from spmd_lm.runtime.progress import Progress
-def train(config, signals):
+def train(config, signals, fallback):
     for step in range(9):
         Progress(9).log("x" * 10_000)
     return 3

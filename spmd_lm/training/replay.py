@@ -1,0 +1,81 @@
+"""Runs one step of a run again, from the checkpoint before it, and compares: was a fault transient?
+
+Writes nothing.  On the same mesh and hardware a step computes the same bits; where it does not, the device, its memory
+or the network changed some."""
+
+import math
+from typing import Any
+
+import jax
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.fingerprint import fingerprints
+from spmd_lm.checkpoints.saved_run import check_compatible, warn
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.errors import CheckpointError, ConfigError
+from spmd_lm.parallel.trees import Tree
+from spmd_lm.runtime.metrics import read_records
+from spmd_lm.step.program import Program
+
+COMPARED = ("loss", "grad_norm")
+
+
+def replay(config: RunConfig, step: int) -> dict[str, Any]:
+    """Steps from the newest checkpoint before `step` up to `step`, compared with what the run logged of them, and with
+    its checkpoint of `step` where there is one.
+
+    same: whether all that could be compared is; compared: what was, with both values; leaves: paths of the state that
+    differ.  Raises CheckpointError without a checkpoint before `step`, and ConfigError if nothing of it was logged or
+    saved."""
+    checkpoints = Checkpointer(config.run.directory / "checkpoints", config.checkpoint, log=warn)
+    earlier = [saved for saved in checkpoints.steps() if saved < step]
+    if not earlier:
+        raise CheckpointError(
+            f"{checkpoints.directory}: no checkpoint before step {step}. Steps: {checkpoints.steps()}."
+        )
+    start = earlier[-1]
+    check_compatible(checkpoints.meta(start)["config"], config.model_dump(by_alias=True), checkpoints.directory)
+    logged = {record["step"]: record for record in read_records(config.run.directory / "metrics.jsonl")}
+    is_saved = step in checkpoints.steps()
+    if not is_saved and not any(COMPARED[0] in logged.get(each, {}) for each in range(start + 1, step + 1)):
+        raise ConfigError(f"{config.run.directory}: nothing of steps {start + 1} to {step} was logged or saved.")
+
+    program = Program(config)
+    canonical, _ = checkpoints.restore(start, program.abstract_canonical())
+    state, compared = program.from_canonical(canonical), []
+    loader = make_loader(config, load_data(config.data, config.train.seed, config.model.vocab), "training")
+    for number in range(start + 1, step + 1):
+        state, metrics = program.step(state, loader.batch(number - 1, program.batch_shardings))
+        values = {name: jax.device_get(metrics[name]).item() for name in COMPARED}
+        for name in COMPARED:
+            if name in logged.get(number, {}):
+                was = logged[number][name]
+                compared.append({"step": number, "name": name, "logged": was, "now": values[name]})
+    leaves = changed_leaves(checkpoints, step, program.canonical(state)) if is_saved else []
+    same = not leaves and all(is_same(each["logged"], each["now"]) for each in compared)
+    return {"step": step, "from": start, "same": same, "compared": compared, "leaves": leaves}
+
+
+def is_same(logged: float | None, now: float) -> bool:
+    """metrics.jsonl has null for what is not finite."""
+    return logged == now if logged is not None else not math.isfinite(now)
+
+
+def changed_leaves(checkpoints: Checkpointer, step: int, canonical: Tree) -> list[str]:
+    """Paths of the arrays that are not those of the checkpoint."""
+    record, (found, _) = checkpoints.record(step), fingerprints(canonical)
+    return [path for path, leaf in record.leaves.items() if found.get(path, leaf.fingerprint) != leaf.fingerprint]
+
+
+def render(result: dict[str, Any]) -> str:
+    """The result as text."""
+    lines = [
+        f"step {each['step']}: {each['name']} was {each['logged']}, is {each['now']}"
+        for each in result["compared"]
+        if not is_same(each["logged"], each["now"])
+    ]
+    lines += [f"{path}: other bits than those saved after step {result['step']}" for path in result["leaves"]]
+    how = f"{len(result['compared'])} figures" if result["compared"] else "the checkpoint"
+    header = f"step {result['step']}, from the checkpoint of step {result['from']}: "
+    return "\n".join([header + (f"the same bits ({how} compared)" if result["same"] else "different:"), *lines])
