@@ -70,6 +70,12 @@ class DamagedCheckpointError(CheckpointError):
         super().__init__(f"{directory} is damaged: {what}.")
 
 
+class ReplicaError(UserError):
+    """Copies of the same numbers that differ between devices."""
+
+    code = Exit.CHECK_FAILED
+
+
 class NonFiniteError(UserError):
     """A loss, a gradient norm or a state to be saved that is NaN or infinite."""
 

@@ -336,6 +336,7 @@ class Train(Section):
     eval_batches: Count = 8  # batches of validation sequences per evaluation; a task always evaluates on all of them
     guard: Guard = Guard()
     watchdog: Watchdog = Watchdog()
+    replica_check_every: NonNegativeInt = 0  # steps between comparisons of all copies of the state; 0: never
     profile: Profile | None = None  # {steps: [10, 13]} writes an xprof trace of these steps to run.dir/profile
 
 

@@ -86,6 +86,8 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             run = TrainingRun(
                 program, corpus, validation, run_dir.checkpoints, status, clock, metrics_log, progress, state
             )
+            if run.replica_check and not run.replica_check.has_copies():
+                progress.log("train.replica_check_every: this layout has one copy of each array: nothing to compare.")
             train_steps(run, loader, signals)
             return finish(run) if run.step >= config.train.steps else stop(run, signals)
 

@@ -25,6 +25,7 @@ from spmd_lm.runtime.progress import Progress
 from spmd_lm.step.guard import EXCLUDED, SKIP_REASONS
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
+from spmd_lm.training.replicas import ReplicaCheck
 
 MAX_IN_FLIGHT = 2  # steps dispatched and not waited for; each holds a batch, and none can be cancelled
 
@@ -54,6 +55,7 @@ class TrainingRun:
         self.config, self.step = self.program.config, self.status.step  # steps done
         self.profiling = False
         self._first_step = self.step + 1
+        self.replica_check = ReplicaCheck(self.program) if self.config.train.replica_check_every else None
         self.failure: OutputError | None = None  # the first file that could not be written: the run saves and ends
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
         self.skips_in_a_row = 0  # steps that train.guard did not exclude
@@ -241,6 +243,14 @@ def log(run: TrainingRun) -> None:
     run.write_status()
 
 
+def check_replicas(run: TrainingRun) -> None:
+    """Before a checkpoint is saved."""
+    if run.is_due(run.config.train.replica_check_every):
+        run.wait()
+        assert run.replica_check is not None
+        run.replica_check.check(run.state, run.step)
+
+
 def save_checkpoint(run: TrainingRun) -> None:
     """Saves when it is due; and after every step looks at the save in progress, which may have failed."""
     run.wait_for_save(seconds=0)
@@ -266,5 +276,12 @@ def stop_profile(run: TrainingRun) -> None:
         run.end_profile()
 
 
-HOOKS: tuple[Callable[[TrainingRun], None], ...] = (stop_profile, evaluate, log, save_checkpoint, start_profile)
+HOOKS: tuple[Callable[[TrainingRun], None], ...] = (
+    stop_profile,
+    evaluate,
+    log,
+    check_replicas,
+    save_checkpoint,
+    start_profile,
+)
 """Called after every step; each acts when it is due."""
