@@ -39,10 +39,14 @@ SMALL = (
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
-    """`line`, in which spmd-lm is this package's.  Nothing hides what jax's plugins have to say."""
+    """`line`, in which spmd-lm is this package's.  Nothing hides what jax's plugins have to say, or empties buffers."""
     line = line.replace("spmd-lm", f"{shlex.quote(sys.executable)} -m spmd_lm")
     ours = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_ACCELERATOR_TYPE")
-    inherited = {name: value for name, value in os.environ.items() if name not in (*ours, "TPU_WORKER_HOSTNAMES")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*ours, "TPU_WORKER_HOSTNAMES", "PYTHONUNBUFFERED")
+    }
     return subprocess.run(
         ["bash", "-c", line], cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=300
     )
