@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end_process(int(Exit.INTERRUPTED), is_program)
     except Exception as error:
         if in_a_job():
-            traceback.print_exc(file=unfailing(sys.stderr))
+            traceback.print_exc()
             leave_job(int(Exit.PEER_LOST) if tells_of_lost_peer(error) else 1)
         raise
     finally:
@@ -133,6 +133,7 @@ def end_process(code: int, is_program: bool) -> int:
 def set_up_process() -> None:
     """For the program, not for a function of another one."""
     open_closed_streams()
+    sys.stderr = unfailing(sys.stderr)  # on which libraries print too
     quiet_libraries()
     for number in not_ignored(signal.SIGINT):  # where nobody else answers Ctrl-C, as while Python ends: no traceback
         signal.signal(number, signal.SIG_DFL)

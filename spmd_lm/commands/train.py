@@ -6,7 +6,7 @@ import sys
 
 from spmd_lm.commands.common import Arguments, at_least, load_configuration, write_result
 from spmd_lm.runtime.devices import set_up_devices
-from spmd_lm.runtime.outputs import print_line
+from spmd_lm.runtime.outputs import print_line, unfailing
 from spmd_lm.runtime.signals import DURING_SWEEP, StopSignals, interruptible
 
 
@@ -18,7 +18,7 @@ def run(arguments: Arguments) -> int:
             config = set_up_devices(load_configuration(arguments))
             from spmd_lm.training.loop import train
 
-        with contextlib.redirect_stdout(sys.stderr) if arguments.json == "-" else contextlib.nullcontext():
+        with contextlib.redirect_stdout(sys.stderr if arguments.json == "-" else unfailing(sys.stdout)):
             code = train(config, signals, arguments.fallback)
     if arguments.json:
         write_result(arguments, {"directory": str(config.run.directory), "exit_code": int(code)}, "")

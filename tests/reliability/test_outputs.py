@@ -39,10 +39,14 @@ SMALL = (
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
-    """`line`, in which spmd-lm is this package's.  Nothing hides what jax's plugins have to say."""
+    """`line`, in which spmd-lm is this package's.  Nothing hides what jax's plugins have to say, or empties buffers."""
     line = line.replace("spmd-lm", f"{shlex.quote(sys.executable)} -m spmd_lm")
     ours = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_ACCELERATOR_TYPE")
-    inherited = {name: value for name, value in os.environ.items() if name not in (*ours, "TPU_WORKER_HOSTNAMES")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*ours, "TPU_WORKER_HOSTNAMES", "PYTHONUNBUFFERED")
+    }
     return subprocess.run(
         ["bash", "-c", line], cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=300
     )
@@ -99,8 +103,11 @@ import sys, types
 from spmd_lm.cli import main
 from spmd_lm.runtime.progress import Progress
 def train(config, signals, fallback):
-    for step in range(9):
+    for step in range(LINES):
         Progress(9).log("x" * 10_000)
+        print("what a library prints" * 1000)
+        print("what it warns of", file=sys.stderr)
+    print("what is left in the buffer")
     return 3
 fake = sys.modules["spmd_lm.training.loop"] = types.ModuleType("loop")
 fake.train = train
@@ -109,10 +116,14 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("output", ["> /dev/full", "2> /dev/full > /dev/full", ">&- 2>&-", "| true"])
-def test_what_trains_without_output_ends_with_its_own_code(output):
+@pytest.mark.parametrize(
+    ("output", "lines"), [("> /dev/full", 0), ("2> /dev/full > /dev/full", 9), (">&- 2>&-", 9), ("| true", 9)]
+)
+def test_what_trains_without_output_ends_with_its_own_code(output, lines):
     """Not with Python's 120, for what it cannot flush at exit."""
-    line = f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(TRAINS)} {output}"
+    line = (
+        f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(TRAINS.replace('LINES', str(lines)))} {output}"
+    )
     assert shell(line).returncode == Exit.PREEMPTED
 
 
