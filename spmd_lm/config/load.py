@@ -6,6 +6,7 @@ dropped, sections are validated separately, and every check runs whose sections 
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,13 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
 SHARED_KEYS = {"data": ("tokenizer",), "optim": ("warmup", "decay", "decay_steps", "clip", "freeze")}
 """Keys that stay when the kind of their section changes: a model's token ids mean the same words in any text, and the
 shape of a learning rate schedule suits any optimizer.  Its lr does not."""
+
+
+MAX_CHARACTERS = 2**20
+"""Of a configuration file."""
+
+MAX_UNKNOWN = 20
+"""Unknown keys of a section that get a sentence each."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +143,11 @@ def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str
     def report(problem: str, *keys: str) -> None:
         problems.append(f"{_origin(layers, *keys)}: {problem}")
 
-    for name in tree:
-        if name not in FIELDS:
-            report(suggest.unknown_section(name, tree[name]), name)
+    unknown = [name for name in tree if name not in FIELDS]
+    for name in unknown[:MAX_UNKNOWN]:
+        report(suggest.unknown_section(name, tree[name]), name)
+    if len(unknown) > MAX_UNKNOWN:
+        report(f"and {len(unknown) - MAX_UNKNOWN} more unknown sections.")
     for name, field in FIELDS.items():
         section = tree.get(name, {})
         if name not in tree and not field.is_required():
@@ -148,9 +158,11 @@ def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str
             continue
         kind = _kind(name, section)
         known = suggest.keys_of_kind(name, kind)
-        for key in section:
-            if key not in known:
-                report(suggest.unknown_key(name, str(key), kind), name, key)
+        unknown = [key for key in section if key not in known]
+        for key in unknown[:MAX_UNKNOWN]:
+            report(suggest.unknown_key(name, str(key), kind), name, key)
+        if len(unknown) > MAX_UNKNOWN:
+            report(f"{name}: and {len(unknown) - MAX_UNKNOWN} more unknown keys.", name)
         if name == "model" and model_is_unknown:
             continue
         try:
@@ -192,7 +204,15 @@ def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any
     """The sections of one file, and its other keys; None if it cannot be read.  origin: of a problem with the whole
     file."""
     try:
-        value, errors = syntax.read(Path(name).read_text("utf-8"))
+        if stat.S_IFMT(os.stat(name).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # a pipe or a device may never end
+            problems.append(f"{origin}: no regular file. Give the path of a YAML file.")
+            return None
+        with open(name, encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            problems.append(f"{origin}: longer than {MAX_CHARACTERS:,} characters. Give the path of a configuration.")
+            return None
+        value, errors = syntax.read(text)
     except FileNotFoundError:
         problems.append(f"{origin}: no such file{_suggest_file(name)}")
     except UnicodeDecodeError as error:
@@ -230,8 +250,9 @@ def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
     values: list[tuple[str, Any]] = []
     for override in overrides:
         path, equals, text = override.partition("=")
-        is_pattern = text.startswith("*")  # as in data.path='*.md'; YAML would look for an anchor of this name
-        value, errors = (cast(Any, text), []) if is_pattern else syntax.read(text)
+        # As in data.path='*.md', in which YAML would look for an anchor, and data.path='a #1', of which it drops half.
+        is_text = text.startswith(("*", "#")) or (" #" in text and text[:1] not in ("'", '"', "[", "{"))
+        value, errors = (cast(Any, text), []) if is_text else syntax.read(text)
         if not equals or not all(path.split(".")):
             problems.append(f"{COMMAND_LINE}: '{override}' is not an override. Write section.key=value.")
         elif errors:

@@ -18,6 +18,7 @@ from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+DropoutRate = Annotated[float, Field(ge=0, le=0.999)]  # what is kept is divided by 1 - rate, in 16 bits too
 
 
 class Section(BaseModel):
@@ -75,8 +76,8 @@ class Model(Section):
     mlp_width: Count | None = None  # hidden width of the MLP; default 4 x width
     kv_heads: Count | None = None  # grouped-query attention: one key/value head per heads / kv_heads; default heads
     token_types: NonNegativeInt = 0  # size of the token type (segment) embedding (BERT: 2); 0: none
-    dropout: Fraction = 0.1  # after the embedding and at the end of each residual branch
-    attention_dropout: Fraction = 0.1  # on attention probabilities; > 0 requires the XLA kernel
+    dropout: DropoutRate = 0.1  # after the embedding and at the end of each residual branch
+    attention_dropout: DropoutRate = 0.1  # on attention probabilities; > 0 requires the XLA kernel
     norm: Literal["pre", "post"] = "pre"  # before the residual branch, or after the sum (original BERT)
     norm_type: Literal["layer", "rms"] = "layer"
     norm_eps: PositiveFloat = 1e-5

@@ -18,6 +18,7 @@ CORE_SCHEMA = {
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
     "null": r"~|null|Null|NULL|",
 }
+MAX_NODES = 20_000  # of a document; the longest configuration shipped has 60
 MAX_DIGITS = 18  # of a whole number: fits 64 bits, and is more than any key needs
 
 
@@ -29,9 +30,12 @@ class YamlLoader(yaml.SafeLoader):
         first_lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and first_lines.setdefault(key.value, line) != line:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in first_lines:
                 first = first_lines[key.value]
                 self.problems.append(f"line {line}: duplicate key '{key.value}', first on line {first}. Remove one")
+            first_lines.setdefault(key.value, line)
         return self.construct_mapping(node, deep=True)  # deep: an alias inside its own anchor is then an error
 
     def construct_decimal(self, node: yaml.ScalarNode) -> int:
@@ -61,7 +65,24 @@ def _parse(text: str) -> tuple[Any, list[str]]:
     """Kept, because a sweep reads the same files for each cell: 300 of them take 2 s, not 7 s."""
     loader = YamlLoader(text)
     loader.problems = []
-    return loader.get_single_data(), loader.problems
+    node = loader.get_single_node()
+    if node is None:
+        return None, []
+    if count_nodes(node, {}) > MAX_NODES:
+        raise yaml.YAMLError(f"more than {MAX_NODES:,} values, those that aliases repeat included. Shorten it")
+    return loader.construct_document(node), loader.problems
+
+
+def count_nodes(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Of the tree with every alias written out, which may be exponentially many.  counts: of nodes already counted; 0
+    for those that are being counted, which contain themselves."""
+    if id(node) not in counts:
+        counts[id(node)] = 0
+        children = node.value if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [each for pair in node.value for each in pair]
+        counts[id(node)] = 1 + sum(count_nodes(child, counts) for child in children)
+    return counts[id(node)]
 
 
 def read(text: str) -> tuple[Any, list[str]]:

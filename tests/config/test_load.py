@@ -375,7 +375,7 @@ def test_an_invalid_section_keeps_no_other_check_from_running(write, invalid, ov
         ("optim.clip=.nan", "optim.clip: expected a finite number, got nan. The default is 1.0."),
         ("optim.lr=-1", "optim.lr: must be more than 0, got -1."),
         ("optim.lr='1e-3'", "optim.lr: expected a number, got '1e-3'. Write 1e-3, without quotes."),
-        ("model.dropout=1.5", "model.dropout: must be less than 1, got 1.5. The default is 0.1."),
+        ("model.dropout=1.5", "model.dropout: must be at most 0.999, got 1.5. The default is 0.1."),
         ("parallel.zero=4", "parallel.zero: must be at most 3, got 4. The default is 0."),
         ("train.batch=0", "train.batch: must be at least 1, got 0."),
         ("train.batch=true", "train.batch: expected a whole number, got true."),
