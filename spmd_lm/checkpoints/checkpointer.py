@@ -1,16 +1,15 @@
-"""Checkpoints: the canonical state after a step and what is needed to resume from it, written by orbax and verified.
+"""Checkpoints: the canonical state after a step and what is needed to resume from it, written and verified.
 
-Orbax writes the arrays, and notices neither that a background save failed, unless somebody waits for it, nor that what
-it reads is not what it wrote.  So every save is followed up between steps, a checkpoint counts once its record is
+Orbax, which writes the arrays, notices neither that a background save failed, unless somebody waits for it, nor that
+what it reads is not what it wrote.  So every save is followed up between steps, a checkpoint counts once its record is
 written, which holds a fingerprint of every array, taken on the devices before the save, and what is restored is
-compared with it (ADR 0016).
+compared with it (ADR 0017).
 
     checkpoints/STEP          complete: renamed to this name when its record is there
     checkpoints/STEP.saving   a save in progress, or one that was killed
     checkpoints/STEP.corrupt  damaged: moved aside by `train`"""
 
 import dataclasses
-import errno
 import os
 import secrets
 import shutil
@@ -24,9 +23,9 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
-from orbax.checkpoint import v1 as ocp
 
 import spmd_lm
+from spmd_lm.checkpoints.damage import root_cause, unreadable
 from spmd_lm.checkpoints.fingerprint import fingerprints
 from spmd_lm.checkpoints.record import (
     RECORD_FILE,
@@ -37,6 +36,7 @@ from spmd_lm.checkpoints.record import (
     file_sizes,
     read_record,
 )
+from spmd_lm.checkpoints.storage import OrbaxStorage, Response, Storage
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
 from spmd_lm.parallel.trees import Tree, leaves_by_path
@@ -47,9 +47,6 @@ Config = dict[str, Any]  # a RunConfig as JSON
 Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.query'
 
 SAVING, CORRUPT, FOREIGN, DELETING = ".saving", ".corrupt", ".foreign", ".deleting"  # after a step's number
-
-NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Permission denied", "Out of memory")
-"""What an error says of which nothing follows about the files: TensorStore's and XLA's have no errno."""
 
 
 def make_meta(config: Config, num_samples: int, fingerprint: str) -> Meta:
@@ -65,15 +62,15 @@ class Saving:
 
     record: CheckpointRecord  # without the files
     abstract: dict[str, Tree]
-    response: Any  # orbax's
+    response: Response
 
 
 class Checkpointer:
     """The checkpoints under `directory`.
 
     Only `save`, `wait` and `quarantine` change anything, so that other processes can read a running job's directory.
-    Of a job's processes the first one alone renames, deletes and writes records.  run_id: of the run that saves; '' if
-    any run's checkpoints will do.  log: for what a user should know."""
+    Of a job's processes the first one alone renames, deletes and writes records, unless each has a `directory` of its
+    own.  run_id: of the run that saves; '' if any run's checkpoints will do.  log: for what a user should know."""
 
     def __init__(
         self,
@@ -81,12 +78,18 @@ class Checkpointer:
         options: CheckpointOptions | None = None,
         run_id: str = "",
         log: Callable[[str], None] = lambda line: None,
+        storage: Storage | None = None,
     ):
         self.directory = Path(directory).absolute()  # orbax refuses relative paths
         self.run_id, self._options, self._log = run_id, options or CheckpointOptions(), log
+        self.storage = storage or OrbaxStorage()
         self._saving: Saving | None = None
         self._saved_step: int | None = None
         self._ignored: set[int] = set()  # steps of other runs, which the log has named
+
+    @property
+    def _writes_records(self) -> bool:
+        return jax.process_index() == 0 or not self.storage.shared
 
     def path(self, step: int) -> Path:
         return self.directory / str(step)
@@ -182,7 +185,7 @@ class Checkpointer:
         """What is wrong with one array, read on one device; '' if nothing is."""
         try:
             with self.reading(record.step) as directory:
-                loaded = _load(directory, _one_leaf(record, path), partial=True)
+                loaded = self.storage.load(directory, _one_leaf(record, path), partial=True)
         except DamagedCheckpointError as damage:
             return damage.what
         return self._difference(record, loaded)
@@ -191,6 +194,8 @@ class Checkpointer:
         """Saves, in the background if asynchronous.  NonFiniteError, and nothing is written, if a number of the state
         is not finite.  CheckpointError if this save or the one before it failed."""
         self.wait()
+        if not self.storage.shared:  # no process deletes what another one may still need
+            collect(f"saved before {step}", None)
         fields = _present_fields(state)
         prints, finite = fingerprints(fields)
         if not finite:
@@ -202,11 +207,9 @@ class Checkpointer:
         record = CheckpointRecord(step=step, run_id=self.run_id, meta=meta, leaves=leaves, files={})
         abstract = jax.tree.map(_abstract, fields) if self._options.read_back else {}
         with self._writing(step):
-            if jax.process_index() == 0:
+            if self._writes_records:
                 self.remove_unfinished()
-            parts = {"state": fields}
-            path = self.path(step).with_suffix(SAVING)
-            self._saving = Saving(record, abstract, ocp.save_checkpointables_async(path, parts, overwrite=True))
+            self._saving = Saving(record, abstract, self.storage.save(self.path(step).with_suffix(SAVING), fields))
         if not self._options.asynchronous:
             self.wait()
 
@@ -237,10 +240,10 @@ class Checkpointer:
         """Writes the record of a save that has ended, renames it, and deletes the oldest checkpoints."""
         record, step = saving.record, saving.record.step
         partial, final = self.path(step).with_suffix(SAVING), self.path(step)
-        loaded = _load(partial, saving.abstract, partial=False) if self._options.read_back else {}
+        loaded = self.storage.load(partial, saving.abstract, partial=False) if self._options.read_back else {}
         if problem := self._difference(record, loaded):
             raise DamagedCheckpointError(partial, problem)
-        if jax.process_index() > 0:
+        if not self._writes_records:
             return
         record.files = file_sizes(partial)
         record.write(partial)
@@ -272,7 +275,7 @@ class Checkpointer:
     def quarantine(self, damage: DamagedCheckpointError) -> None:
         """Moves a damaged checkpoint aside, and says so.  Called in all processes of the job."""
         name = ""
-        if jax.process_index() == 0:
+        if self._writes_records:
             try:
                 name = move_aside(damage.directory, CORRUPT).name
             except OSError as error:
@@ -300,10 +303,10 @@ class Checkpointer:
             loaded, problem = {}, ""
             try:
                 with self.reading(step):
-                    loaded = _load(path, abstract_fields, partial)
+                    loaded = self.storage.load(path, abstract_fields, partial)
             except DamagedCheckpointError as damage:
                 problem = damage.what
-            problem = next(filter(None, collect(f"{path} {attempt}", problem)), "")  # comparing takes all processes
+            problem = next(filter(None, collect(f"load {step} {attempt}", problem)), "")  # comparing takes all
             if self._options.verify and not problem:
                 problem = self._difference(record, loaded)
             if not problem:
@@ -335,7 +338,7 @@ class Checkpointer:
             if problem := unreadable(path, error):
                 others = self._others(step)
                 raise CheckpointError(f"{path} cannot be read: {problem}. Nothing was changed; {others}") from error
-            raise DamagedCheckpointError(path, _reason(error)) from error
+            raise DamagedCheckpointError(path, root_cause(error)) from error
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
@@ -344,7 +347,7 @@ class Checkpointer:
         except Exception as error:
             existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
             raise CheckpointError(
-                f"{self.path(step)} was not saved: {_reason(error)}\n"
+                f"{self.path(step)} was not saved: {root_cause(error)}\n"
                 f"{shutil.disk_usage(existing).free:,} bytes are free in {existing}. "
                 f"Older checkpoints are as they were: {', '.join(map(str, self.steps())) or 'none'}."
             ) from error
@@ -368,45 +371,9 @@ def move_aside(path: Path, suffix: str) -> Path:
     return free
 
 
-def unreadable(path: Path, error: BaseException) -> str:
-    """Why the files of `path` cannot be read now; '' if all can, so that an error to decode them is their damage."""
-    chain = [error]
-    while (cause := chain[-1].__cause__) is not None:
-        chain.append(cause)
-    missing = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-    for each in chain:
-        if isinstance(each, MemoryError) or any(word in str(each) for word in NOT_DAMAGE):
-            return _reason(each)
-        if isinstance(each, OSError) and each.errno not in (None, *missing):
-            return f"{each.strerror} ({each.filename or path})"
-    try:
-        for file in path.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as opened:
-                    while opened.read(2**24):
-                        pass
-    except OSError as problem:
-        return "" if problem.errno in missing else f"{problem.strerror} ({problem.filename or path})"
-    return ""
-
-
-def _load(path: Path, abstract_fields: dict[str, Tree], partial: bool) -> dict[str, Tree]:
-    context = ocp.Context()
-    context.pytree.loading.partial_load = partial
-    with context:
-        return ocp.load_checkpointables(path, {"state": abstract_fields})["state"]
-
-
 def _one_leaf(record: CheckpointRecord, path: str) -> dict[str, Tree]:
     leaf, device = record.leaves[path], SingleDeviceSharding(jax.devices()[0])
     return unflatten_dict({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)}, sep=".")
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of the root cause: orbax wraps every failure to load in a long error about handlers."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
 
 
 def _present_fields(state: Tree) -> dict[str, Tree]:

@@ -1,5 +1,6 @@
 """What is in a run's checkpoints, and whether it is what was saved: read on one device, one array at a time."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ from flax.traverse_util import flatten_dict
 
 from spmd_lm.checkpoints.checkpointer import SAVING, Checkpointer
 from spmd_lm.checkpoints.record import CheckpointRecord, file_sizes, read_record
+from spmd_lm.checkpoints.storage import ShardStorage, part_paths
+from spmd_lm.config.load import CONFIG_FILE, load
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from spmd_lm.runtime.formatting import abbreviate, format_bytes
+from spmd_lm.runtime.metrics import Status
 
 Json = dict[str, Any]  # JSON
 
@@ -24,35 +28,55 @@ def open_checkpoints(run: Path) -> Checkpointer:
     return Checkpointer(run / "checkpoints")
 
 
-def list_checkpoints(checkpoints: Checkpointer) -> list[Json]:
+def open_tiers(run: Path) -> list[Checkpointer]:
+    """The checkpoints of `run`, and those of its processes that are on this host."""
+    tiers = [open_checkpoints(run)]
+    try:
+        local, status = load(run / CONFIG_FILE).checkpoint.local, Status.read(run)
+    except (ConfigError, CheckpointError):  # what was imported has no status
+        return tiers
+    if local is None or status is None:
+        return tiers
+    parts = (Path(local.dir).expanduser() / status.run_id).glob("*-of-*")
+    first = {path.name.rpartition("-of-")[2]: path for path in sorted(parts, reverse=True)}  # of jobs of any size
+    return tiers + [Checkpointer(part, storage=ShardStorage(all_parts=True)) for part in first.values()]
+
+
+def list_checkpoints(tiers: list[Checkpointer]) -> list[Json]:
     """One report a checkpoint, ascending, by its record and the sizes of its files; no array is read."""
-    unfinished = [path.name.partition(".")[0] for path in checkpoints.directory.glob(f"*{SAVING}*")]
-    steps = {*map(int, filter(str.isdecimal, unfinished))} - {*checkpoints.steps()}
-    reports = [describe(checkpoints, step) for step in checkpoints.steps()]
-    reports += [_report(step, UNCOMMITTED) for step in steps]
+    reports = []
+    for checkpoints in tiers:
+        unfinished = [path.name.partition(".")[0] for path in checkpoints.directory.glob(f"*{SAVING}*")]
+        steps = {*map(int, filter(str.isdecimal, unfinished))} - {*checkpoints.steps()}
+        reports += [describe(checkpoints, step) for step in checkpoints.steps()]
+        reports += [_report(checkpoints, step, UNCOMMITTED) for step in steps]
     return sorted(reports, key=lambda report: report["step"])
 
 
 def describe(checkpoints: Checkpointer, step: int) -> Json:
     """The report on a complete checkpoint."""
-    with checkpoints.reading(step) as path:
-        try:
-            record = read_record(path)
-        except DamagedCheckpointError as damage:
-            return _report(step, DAMAGED, problem=damage.what)
-        found = file_sizes(path)
-    files = [
-        {"path": name, "bytes": size, "state": INTACT if found.get(name) == size else DAMAGED}
-        for name, size in record.files.items()
-    ]
+    files: list[Json] = []
+    with checkpoints.reading(step):
+        for path in _paths(checkpoints, step):
+            prefix = "" if checkpoints.storage.shared else f"{path.parent.name}/"
+            try:
+                record = read_record(path)
+            except DamagedCheckpointError as damage:
+                return _report(checkpoints, step, DAMAGED, problem=f"{prefix}{damage.what}")
+            found = file_sizes(path)
+            files += [
+                {"path": prefix + name, "bytes": size, "state": INTACT if found.get(name) == size else DAMAGED}
+                for name, size in record.files.items()
+            ]
     leaves = [{"path": name, **leaf.model_dump()} for name, leaf in record.leaves.items()]
-    return _report(step, _worst(files), leaves, files)
+    problem = "" if _is_all_here(checkpoints, step) else "parts of it are on other hosts: no array was read"
+    return _report(checkpoints, step, _worst(files), leaves, files, problem)
 
 
 def verify(checkpoints: Checkpointer, step: int) -> Json:
     """As `describe`, with every array read and compared with its fingerprint."""
     report = describe(checkpoints, step)
-    if report["leaves"]:
+    if report["leaves"] and _is_all_here(checkpoints, step):
         record = read_record(checkpoints.path(step))
         allow_64_bits(record)
         for leaf in report["leaves"]:
@@ -61,11 +85,21 @@ def verify(checkpoints: Checkpointer, step: int) -> Json:
     return report
 
 
+def _paths(checkpoints: Checkpointer, step: int) -> list[Path]:
+    path = checkpoints.path(step)
+    return [path] if checkpoints.storage.shared else part_paths(path)
+
+
+def _is_all_here(checkpoints: Checkpointer, step: int) -> bool:
+    paths = _paths(checkpoints, step)
+    return checkpoints.storage.shared or paths[0].parent.name.endswith(f"-of-{len(paths)}")
+
+
 def render(report: Json) -> str:
     """One line about a checkpoint, and what is wrong with it."""
     size = f"{len(report['leaves'])} leaves, {format_bytes(sum(file['bytes'] for file in report['files']))}"
     bad = [part["path"] for part in report["leaves"] + report["files"] if part.get("state") == DAMAGED]
-    line = f"{report['step']:>8}  {report['state']:<12}{size if report['files'] else ''}"
+    line = f"{report['step']:>8}  {report['tier']:<9}{report['state']:<13}{size if report['files'] else ''}"
     return f"{line}  {report.get('problem') or abbreviate(bad)}".rstrip()
 
 
@@ -114,8 +148,16 @@ def allow_64_bits(record: CheckpointRecord) -> None:
         jax.config.update("jax_enable_x64", True)
 
 
-def _report(step: int, state: str, leaves: list[Json] = [], files: list[Json] = [], problem: str = "") -> Json:  # noqa: B006
-    report = {"step": step, "tier": "durable", "state": state, "leaves": leaves, "files": files}
+def _report(
+    checkpoints: Checkpointer,
+    step: int,
+    state: str,
+    leaves: Sequence[Json] = (),
+    files: Sequence[Json] = (),
+    problem: str = "",
+) -> Json:
+    tier = "durable" if checkpoints.storage.shared else "local"
+    report = {"step": step, "tier": tier, "state": state, "leaves": [*leaves], "files": [*files]}
     return report | ({"problem": problem} if problem else {})
 
 

@@ -20,18 +20,19 @@ def run(arguments: Arguments) -> int:
 
 
 def ls(arguments: Arguments) -> int:
-    from spmd_lm.checkpoints.inspection import list_checkpoints, open_checkpoints
+    from spmd_lm.checkpoints.inspection import list_checkpoints, open_tiers
 
-    return _write(arguments, list_checkpoints(open_checkpoints(_one_run(arguments))))
+    return _write(arguments, list_checkpoints(open_tiers(_one_run(arguments))))
 
 
 def verify(arguments: Arguments) -> int:
-    from spmd_lm.checkpoints.inspection import DAMAGED, open_checkpoints, require_step
+    from spmd_lm.checkpoints.inspection import DAMAGED, open_tiers, require_step
     from spmd_lm.checkpoints.inspection import verify as verify_step
 
-    checkpoints = open_checkpoints(_one_run(arguments))
-    steps = checkpoints.steps() if arguments.step is None else []
-    reports = [verify_step(checkpoints, step) for step in steps or [require_step(checkpoints, arguments.step)]]
+    tiers = open_tiers(_one_run(arguments))
+    saved = [(checkpoints, step) for checkpoints in tiers for step in checkpoints.steps()]
+    chosen = [each for each in saved if arguments.step in (None, each[1])]
+    reports = [verify_step(*each) for each in chosen or [(tiers[0], require_step(tiers[0], arguments.step))]]
     _write(arguments, reports)
     return Exit.CHECK_FAILED if any(report["state"] == DAMAGED for report in reports) else Exit.DONE
 

@@ -341,12 +341,20 @@ class Train(Section):
     profile: Profile | None = None  # {steps: [10, 13]} writes an xprof trace of these steps to run.dir/profile
 
 
+class LocalCheckpoint(Section):
+    dir: ValidPath  # on each host: in memory, as under /dev/shm, or on a disk
+    every: Count  # steps
+    keep: Count = 2  # the newest checkpoints; in jobs of several processes at least 2
+
+
 class Checkpoint(Section):
     every: NonNegativeInt = 0  # steps; 0: never
     keep: Count = 2  # the newest checkpoints
     asynchronous: bool = Field(True, alias="async")  # written while training goes on
     verify: bool = True  # whatever reads a checkpoint compares it with the fingerprints of what was saved
     read_back: bool = False  # each checkpoint is read again before it counts
+    # {dir: /dev/shm/checkpoints, every: 50, keep: 2} saves more of them, on the host of each process
+    local: LocalCheckpoint | None = None
 
 
 DEFAULT_KINDS = {"optim": "adamw"}

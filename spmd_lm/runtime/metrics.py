@@ -222,6 +222,13 @@ class Status(BaseModel):
             spent["idle"] += max(0.0, time.time() - last.ended())
         return spent
 
+    def leads_through(self, step: int, start: int) -> bool:
+        """Whether today's run came through the state after `step` as its start of this number, from 0, computed it: no
+        later start resumed from an earlier step."""
+        num_later = self.restarts - start
+        later = self.lives[len(self.lives) - num_later :]
+        return 0 <= num_later <= len(self.lives) and all(life.first_step > step for life in later)
+
     def first_step_done(self) -> None:
         """Takes the time that the run needed to go on, if it was cut short."""
         if len(self.lives) > 1 and self.lives[-2].exit_code in CUT_SHORT:

@@ -48,12 +48,12 @@ def train(config: RunConfig, signals: StopSignals | None = None, fallback: bool 
     harms what was saved before."""
     progress = Progress(config.train.steps, process=jax.process_index(), processes=jax.process_count())
     watched: AbstractContextManager[StopSignals] = nullcontext(signals) if signals else StopSignals()
-    with watched as signals, open_run_dir(config, progress.log) as checkpoints:
+    with watched as signals, open_run_dir(config, progress.log) as tiers:
         while True:
             try:
-                return train_from_newest(RunDir(config, checkpoints), progress, signals, fallback)
+                return train_from_newest(RunDir(config, tiers), progress, signals, fallback)
             except DamagedCheckpointError as damage:
-                checkpoints.quarantine(damage)
+                tiers.quarantine(damage)
 
 
 def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals, fallback: bool) -> Exit:
@@ -82,10 +82,9 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
             progress.log(corpus.describe(), *messages)
             state = initial_state(run_dir, program, pretrained, corpus, progress)
+        run_dir.tiers.forget_after(status.step)
         with run_dir.open_files(status, progress.log) as metrics_log:
-            run = TrainingRun(
-                program, corpus, validation, run_dir.checkpoints, status, clock, metrics_log, progress, state
-            )
+            run = TrainingRun(program, corpus, validation, run_dir.tiers, status, clock, metrics_log, progress, state)
             if run.replica_check and not run.replica_check.has_copies():
                 progress.log("train.replica_check_every: this layout has one copy of each array: nothing to compare.")
             train_steps(run, loader, signals)
@@ -104,7 +103,9 @@ def initial_state(
     if saved_step is None:
         progress.log(f"{pretrained.describe() if pretrained else 'starting'}; {progress.steps} steps to go")
         return pretrained.initial_state() if pretrained else program.init()
-    progress.log(f"resuming after step {saved_step} of {progress.steps}")
+    is_local = run_dir.checkpoints is run_dir.tiers.local
+    where = f", from {run_dir.checkpoints.path(saved_step)}" if is_local else ""
+    progress.log(f"resuming after step {saved_step} of {progress.steps}{where}")
     canonical, meta = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
     if meta["data"]["samples"] and meta["data"]["fingerprint"] != corpus.fingerprint:
         progress.log("The text is not the one that this run was trained on so far: its batches differ from here on.")
@@ -201,7 +202,7 @@ def stop(run: TrainingRun, signals: StopSignals) -> Exit:
 def raise_failure(run: TrainingRun) -> None:
     """Ends a run one of whose files could not be written, with what of it is saved."""
     if run.failure:
-        step = run.checkpoints.latest_step()
+        step = max(run.tiers.directories(), default=None)
         saved = f"Step {step} is saved: the same command goes on from there."
         nothing = "Nothing of the run is saved: the same command starts it again."
         raise OutputError(f"{run.failure} {nothing if step is None else saved}") from run.failure

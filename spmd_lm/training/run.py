@@ -14,7 +14,8 @@ from pathlib import Path
 
 import jax
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.checkpointer import make_meta
+from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.data.corpus import Corpus
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
@@ -41,7 +42,7 @@ class TrainingRun:
     program: Program
     corpus: Corpus | TaskDataset
     validation: Loader | None  # the same batches every time; None if train.eval_every is 0
-    checkpoints: Checkpointer
+    tiers: Tiers
     status: Status
     clock: Clock
     metrics_log: MetricsLog | None  # None in processes that write no files
@@ -129,11 +130,12 @@ class TrainingRun:
     def non_finite(self, problem: str, cause: int | None = None) -> NonFiniteError:
         """cause: the step whose state leads to the problem, and would again if training resumed from it."""
         with suppress(CheckpointError):
-            self.checkpoints.wait()
-        saved, advice = self.checkpoints.steps(), ""
-        if saved and saved[-1] == cause:
-            saved.pop()
-            advice = f"Move {self.checkpoints.directory / str(cause)} away: resuming from it would fail again. "
+            self.tiers.wait()
+        directories, advice = self.tiers.directories(), ""
+        if cause in directories:
+            of_cause = " and ".join(map(str, directories.pop(cause)))
+            advice = f"Move {of_cause} away: resuming from it would fail again. "
+        saved = [*directories]
         scaling = " precision.loss_scale=none" if self.config.precision.loss_scale == "dynamic" else ""
         restart = f"resume from step {saved[-1]}, the last good checkpoint" if saved else "start from step 0"
         return NonFiniteError(
@@ -141,7 +143,7 @@ class TrainingRun:
             f"precision.compute=float32{scaling}, and train again: it will {restart}."
         )
 
-    def save(self) -> None:
+    def save(self, durable: bool = True, local: bool = False) -> None:
         """Saves a checkpoint of this step.  NonFiniteError, and no checkpoint, if its state is not finite."""
         self.require_directory()
         self.wait()
@@ -149,14 +151,15 @@ class TrainingRun:
             self.wait_for_save()
             num_samples = self.step * self.config.train.batch
             meta = make_meta(self.config.model_dump(by_alias=True), num_samples, self.corpus.fingerprint)
+            meta |= {"start": self.status.restarts, "devices": jax.device_count()}
             try:
-                self.checkpoints.save(self.step, self.program.canonical(self.state), meta)
+                self.tiers.save(self.step, self.program.canonical(self.state), meta, durable, local)
             except NonFiniteError as error:  # its loss, of the state before the update, says nothing about it
                 raise self.non_finite(str(error), cause=self.step) from None
 
     def wait_for_save(self, seconds: float | None = None) -> None:
         """Until the last save counts, or for so long.  CheckpointError if it failed."""
-        saved_step = self.checkpoints.wait(seconds)
+        saved_step = self.tiers.wait(seconds)
         if saved_step is not None and saved_step != self.status.saved_step:
             self.status.saved_step = saved_step
             self.write_status()
@@ -254,8 +257,10 @@ def check_replicas(run: TrainingRun) -> None:
 def save_checkpoint(run: TrainingRun) -> None:
     """Saves when it is due; and after every step looks at the save in progress, which may have failed."""
     run.wait_for_save(seconds=0)
-    if run.is_due(run.config.checkpoint.every):
-        run.save()
+    options = run.config.checkpoint
+    durable, local = run.is_due(options.every), run.is_due(options.local.every if options.local else 0)
+    if durable or local:
+        run.save(durable, local)
         run.write_status()
 
 

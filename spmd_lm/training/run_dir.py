@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 
-from spmd_lm.checkpoints.checkpointer import CORRUPT, Checkpointer, new_run_id
+from spmd_lm.checkpoints.checkpointer import CORRUPT, new_run_id
+from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.saved_run import check_compatible
+from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig
@@ -28,15 +30,28 @@ class RunDir:
     """What earlier starts of a run left in its directory: read once, under the lock, so that it cannot change between
     the checks."""
 
-    def __init__(self, config: RunConfig, checkpoints: Checkpointer):
-        self.config, self.checkpoints, self.path = config, checkpoints, config.run.directory
+    def __init__(self, config: RunConfig, tiers: Tiers):
+        self.config, self.tiers, self.path = config, tiers, config.run.directory
         self.status = Status.read(self.path)  # None before the first start
-        checkpoints.run_id = self.status.run_id if self.status else ""
-        self.saved_step = checkpoints.latest_step()  # None without a checkpoint
-        record = None if self.saved_step is None else checkpoints.agreed_record(self.saved_step)
+        self.checkpoints = tiers.durable  # that the run resumes from
+        self.checkpoints.run_id = self.status.run_id if self.status else ""
+        self.durable_step = self.saved_step = self.checkpoints.latest_step()  # None without a checkpoint
+        record = None if self.saved_step is None else self.checkpoints.agreed_record(self.saved_step)
+        tiers.open(self.checkpoints.run_id or (record.run_id if record else new_run_id()))
+        local_step = tiers.newest_local(self._can_resume_from_local)
+        if tiers.local and local_step is not None and local_step > (self.durable_step or 0):
+            self.checkpoints, self.saved_step = tiers.local, local_step
+            record = tiers.local.agreed_record(local_step)
         self.meta = record.meta if record else {}
-        checkpoints.run_id = checkpoints.run_id or (record.run_id if record else new_run_id())
         self.finished_steps = self.status.step if self.status and self.status.state == "done" else 0
+
+    def _can_resume_from_local(self, step: int, meta: Meta) -> bool:
+        """Whether the run came to this state and no start after that went another way; and, where no process has all of
+        the state, whether the parts are those that this layout needs."""
+        layout = meta["config"]["parallel"], meta["devices"]
+        same_layout = layout == (self.config.model_dump(by_alias=True)["parallel"], jax.device_count())
+        is_ours = self.status is not None and self.status.leads_through(step, meta["start"])
+        return is_ours and (same_layout or jax.process_count() == 1)
 
     def finished_message(self) -> str:
         advice = "Raise train.steps to continue."
@@ -55,8 +70,8 @@ class RunDir:
         check_vocabulary(self.config, self.path, self.meta["config"] if self.saved_step else None)
         if is_new:
             return []
-        directory, init_from = self.checkpoints.directory, self.config.run.init_from
-        messages = [f"{directory / name} is no checkpoint: ignored." for name in self.checkpoints.foreign()]
+        directory, init_from = self.tiers.durable.directory, self.config.run.init_from
+        messages = [f"{directory / name} is no checkpoint: ignored." for name in self.tiers.durable.foreign()]
         if self.saved_step is None:
             saved, since = read_saved_config(self.path), "since then"
             messages.append(f"{self.path} was started before, but saved no checkpoint: starting again from step 0.")
@@ -115,7 +130,7 @@ class RunDir:
         life = Life.begin(step := self.saved_step or 0)
         status = Status(path=path, state="running", step=step, restarts=0, goodput=goodput, lives=[life])
         status.run_id = self.checkpoints.run_id
-        status.saved_step = NONE_SAVED if self.saved_step is None else self.saved_step
+        status.saved_step = NONE_SAVED if self.durable_step is None else self.durable_step
         if last is None:
             return status
         history: dict[str, Any] = {"restarts": last.restarts + 1, "goodput": last.spent_until(step)}
@@ -147,7 +162,7 @@ class RunDir:
 
 
 @contextmanager
-def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Checkpointer]:
+def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Tiers]:
     """The checkpoints of a run, whose directory is locked.  ConfigError if it cannot be written or is in use.  After a
     second Ctrl-C, logs what of the run is saved."""
     directory = config.run.directory
@@ -157,14 +172,14 @@ def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Chec
     ]
     if wrong:
         raise ConfigError(*(f"run.dir={directory}: {what}. Move it away, or choose another run.dir." for what in wrong))
-    checkpoints = Checkpointer(directory / "checkpoints", config.checkpoint, log=log)
-    with lock_directory(directory, log, jax.process_index() == 0), closing(checkpoints):
+    tiers = Tiers(directory / "checkpoints", config.checkpoint, log)
+    with lock_directory(directory, log, jax.process_index() == 0), closing(tiers):
         try:
-            yield checkpoints
+            yield tiers
         except KeyboardInterrupt:
             with suppress(CheckpointError):
-                checkpoints.wait()
-            step = checkpoints.latest_step()
+                tiers.wait()
+            step = max(tiers.directories(), default=None)
             resume = f"nothing since step {step} was saved. The same command resumes from there."
             log(f"stopped at once: {'nothing was saved.' if step is None else resume}")
             raise

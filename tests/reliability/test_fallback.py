@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.storage import OrbaxStorage
 from spmd_lm.cli import main
 from spmd_lm.errors import Exit
 
@@ -158,10 +159,8 @@ def test_another_run_s_checkpoint_is_ignored_aloud(run, text, tmp_path, capsys):
 
 def test_without_permission_nothing_is_called_damaged(run, text, monkeypatch, capsys):
     """Nor after an error of the disk, or without memory."""
-    from spmd_lm.checkpoints import checkpointer
-
     for error in (PermissionError(13, "Permission denied"), OSError(5, "Input/output error"), MemoryError()):
-        monkeypatch.setattr(checkpointer, "_load", lambda *_, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(OrbaxStorage, "load", lambda *_, error=error: (_ for _ in ()).throw(error))
         before = contents(run)
         assert main(command(run, text, "train.steps=8")) == Exit.CHECKPOINT
         assert "cannot be read" in capsys.readouterr().err
@@ -169,16 +168,14 @@ def test_without_permission_nothing_is_called_damaged(run, text, monkeypatch, ca
 
 
 def test_a_reader_that_fails_once_is_no_damage(run, text, monkeypatch, capsys):
-    from spmd_lm.checkpoints import checkpointer
-
-    load, failures = checkpointer._load, [ValueError("DATA_LOSS: a cosmic ray")]
+    load, failures = OrbaxStorage.load, [ValueError("DATA_LOSS: a cosmic ray")]
 
     def load_after_failing(*arguments):
         if failures:
             raise failures.pop()
         return load(*arguments)
 
-    monkeypatch.setattr(checkpointer, "_load", load_after_failing)
+    monkeypatch.setattr(OrbaxStorage, "load", load_after_failing)
     assert main(command(run, text, "train.steps=7")) == Exit.DONE
     assert "Reading it again" in capsys.readouterr().out
     assert not [*(run / "checkpoints").glob("*.corrupt")]

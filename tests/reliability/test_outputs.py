@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import profiler
 from orbax.checkpoint import v1 as ocp
 from pydantic import ValidationError
 
@@ -267,7 +268,14 @@ def test_a_record_that_cannot_be_written_ends_a_run_saved(tmp_path):
     assert saved(tmp_path)
 
 
-def test_a_trace_that_cannot_be_written_ends_a_run_saved(tmp_path):
+@pytest.fixture
+def no_trace_is_left():
+    """One that cannot be written stays jax's, and would be the next test's."""
+    yield
+    profiler._profile_state.reset()
+
+
+def test_a_trace_that_cannot_be_written_ends_a_run_saved(tmp_path, no_trace_is_left):
     (tmp_path / "profile").write_text("a file where its directory should be")
     config = make_config(tmp_path, checkpoint__every=0, train__profile={"steps": [3, 5]})
     with pytest.raises(OutputError, match=r"profile: the trace cannot be written: .* Step \d+ is saved"):

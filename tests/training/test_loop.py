@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from spmd_lm.batch import Batch
-from spmd_lm.checkpoints import checkpointer
+from spmd_lm.checkpoints import storage
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import Precision, RunConfig
@@ -714,7 +714,7 @@ def test_a_failed_save_fails_the_run(tmp_path, monkeypatch):
     def full_disk(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpointer.ocp, "save_checkpointables_async", full_disk)
+    monkeypatch.setattr(storage.ocp, "save_checkpointables_async", full_disk)
     with pytest.raises(CheckpointError, match=r"5 was not saved: .*No space left on device"):
         loop.train(make_config(tmp_path))
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 5)

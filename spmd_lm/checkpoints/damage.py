@@ -1,0 +1,36 @@
+"""Why a checkpoint cannot be read or written: whether its files are damaged, or cannot be read now."""
+
+import errno
+from pathlib import Path
+
+NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Permission denied", "Out of memory")
+"""What an error says of which nothing follows about the files: TensorStore's and XLA's have no errno."""
+
+
+def root_cause(error: BaseException) -> str:
+    """Its first line: orbax wraps every failure to load in a long error about handlers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+
+
+def unreadable(path: Path, error: BaseException) -> str:
+    """Why the files of `path` cannot be read now; '' if all can, so that an error to decode them is their damage."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    missing = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+    for each in chain:
+        if isinstance(each, MemoryError) or any(word in str(each) for word in NOT_DAMAGE):
+            return root_cause(each)
+        if isinstance(each, OSError) and each.errno not in (None, *missing):
+            return f"{each.strerror} ({each.filename or path})"
+    try:
+        for file in path.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as opened:
+                    while opened.read(2**24):
+                        pass
+    except OSError as problem:
+        return "" if problem.errno in missing else f"{problem.strerror} ({problem.filename or path})"
+    return ""

@@ -1,0 +1,152 @@
+"""What writes a checkpoint's arrays and reads them again: orbax, for all processes of a job together, or each process
+for itself, on its own host."""
+
+import functools
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from spmd_lm.parallel.trees import Tree, leaves_by_path
+
+Fields = dict[str, Tree]  # of a state
+Bounds = tuple[tuple[int, int], ...]  # start and stop of a part of an array, in each dimension
+
+SHARDS_FILE = "shards.safetensors"
+
+
+class Response(Protocol):
+    """A save in progress."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for it.  TimeoutError if that takes longer; raises what made it fail."""
+
+
+class Storage(Protocol):
+    shared: bool  # all processes write one directory, of which the first takes care; or each has its own
+
+    def save(self, path: Path, fields: Fields) -> Response:
+        """Starts to write the arrays to a directory, which is emptied first."""
+
+    def load(self, path: Path, abstract_fields: Fields, partial: bool) -> Fields:
+        """The arrays in these shardings.  partial: there are others, which are not read."""
+
+
+class OrbaxStorage:
+    shared = True
+
+    def save(self, path: Path, fields: Fields) -> Response:
+        return ocp.save_checkpointables_async(path, {"state": fields}, overwrite=True)
+
+    def load(self, path: Path, abstract_fields: Fields, partial: bool) -> Fields:
+        context = ocp.Context()
+        context.pytree.loading.partial_load = partial
+        with context:
+            return ocp.load_checkpointables(path, {"state": abstract_fields})["state"]
+
+
+class ShardStorage:
+    """What this process's devices hold of the arrays, each part once, in a file of safetensors, as bytes: it does not
+    know every dtype of jax.  For another layout the parts are put together, as far as they are there."""
+
+    shared = False
+
+    def __init__(self, all_parts: bool = False):
+        self._all_parts = all_parts  # of other processes too, as far as they are on this host
+
+    def save(self, path: Path, fields: Fields) -> Response:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True, mode=0o700)  # every user can look into the directories of a host's memory
+        parts: dict[str, np.ndarray] = {}
+        for name, leaf in leaves_by_path(fields).items():
+            for shard in leaf.addressable_shards:
+                key = _key(name, _bounds(shard.index, leaf.shape))
+                if key not in parts:  # a copy: the next step reuses the buffer
+                    parts[key] = np.array(shard.data, copy=True).reshape(-1).view(np.uint8)
+        writer = ThreadPoolExecutor(1, "checkpoint")
+        response = writer.submit(save_file, parts, path / SHARDS_FILE)
+        writer.shutdown(wait=False)
+        return response
+
+    def load(self, path: Path, abstract_fields: Fields, partial: bool) -> Fields:
+        with ExitStack() as opened:
+            paths = part_paths(path) if self._all_parts else [path]
+            files = [opened.enter_context(safe_open(each / SHARDS_FILE, framework="numpy")) for each in paths]
+            reader = ShardReader(files)
+            arrays = [
+                jax.make_array_from_callback(leaf.shape, leaf.sharding, functools.partial(reader.read, name, leaf))
+                for name, leaf in leaves_by_path(abstract_fields).items()
+            ]
+            jax.block_until_ready(arrays)
+        return jax.tree.unflatten(jax.tree.structure(abstract_fields), arrays)
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The checkpoints of this step, of the processes of one job, that are on this host: `path` is one of them."""
+    processes = path.parent.name.rpartition("-of-")[2]
+    return sorted(path.parent.parent.glob(f"*-of-{processes}/{path.name}"))
+
+
+class ShardReader:
+    """Reads any part of an array from files of parts."""
+
+    def __init__(self, files: list[Any]):
+        self._parts: dict[str, dict[Bounds, Any]] = {}  # by the array's path; the file that has it
+        for file in files:
+            for key in file.keys():  # noqa: SIM118
+                name, _, bounds = key.partition("|")
+                self._parts.setdefault(name, {}).setdefault(_parse(bounds), file)
+
+    def read(self, name: str, leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarray:
+        """leaf[index].  KeyError if a number of it is in none of the parts."""
+        wanted, parts = _bounds(index or (), leaf.shape), self._parts.get(name, {})
+        if wanted in parts:
+            return self._read_part(name, wanted, leaf.dtype)
+        result = np.empty(_sizes(wanted), leaf.dtype)
+        missing = np.ones(result.shape, bool)
+        for part in parts:
+            overlap = tuple((max(a, b), min(c, d)) for (a, c), (b, d) in zip(wanted, part, strict=True))
+            if all(start < stop for start, stop in overlap):
+                to = _within(overlap, wanted)
+                result[to] = self._read_part(name, part, leaf.dtype)[_within(overlap, part)]
+                missing[to] = False
+        if missing.any():
+            raise KeyError(f"{name}: some of {_write(wanted)} is in no part")
+        return result
+
+    def _read_part(self, name: str, bounds: Bounds, dtype: Any) -> np.ndarray:
+        file = self._parts[name][bounds]
+        return file.get_tensor(_key(name, bounds)).view(dtype).reshape(_sizes(bounds))
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _sizes(bounds: Bounds) -> list[int]:
+    return [stop - start for start, stop in bounds]
+
+
+def _within(part: Bounds, other: Bounds) -> tuple[slice, ...]:
+    """Where `part`, which lies in `other`, is in it."""
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part, other, strict=True))
+
+
+def _write(bounds: Bounds) -> str:
+    return ",".join(f"{start}:{stop}" for start, stop in bounds)
+
+
+def _parse(text: str) -> Bounds:
+    pairs = [part.split(":") for part in text.split(",") if part]
+    return tuple((int(start), int(stop)) for start, stop in pairs)
+
+
+def _key(name: str, bounds: Bounds) -> str:
+    return f"{name}|{_write(bounds)}"

@@ -1,0 +1,97 @@
+"""Where a run's checkpoints are: in its directory and, with checkpoint.local, on the host of each of its processes,
+where saving is fast and may be frequent, and where they are gone with the host."""
+
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.record import Meta
+from spmd_lm.checkpoints.storage import ShardStorage
+from spmd_lm.config.schema import Checkpoint as CheckpointOptions
+from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from spmd_lm.parallel.trees import Tree
+from spmd_lm.runtime.processes import collect
+
+
+class Tiers:
+    """The checkpoints under `directory`, and the local ones.  log: for what a user should know."""
+
+    def __init__(self, directory: Path, options: CheckpointOptions, log: Callable[[str], None]):
+        self.durable = Checkpointer(directory, options, log=log)
+        self.local: Checkpointer | None = None  # until `open`
+        self._options, self._log = options, log
+
+    def open(self, run_id: str) -> None:
+        """From here on the checkpoints are those of this run.  ConfigError if no local ones can be written."""
+        self.durable.run_id = run_id
+        if self.local or self._options.local is None:
+            return
+        local, processes = self._options.local, jax.process_count()
+        of_run = Path(local.dir).expanduser().absolute() / run_id
+        own = of_run / f"{jax.process_index()}-of-{processes}"
+        try:
+            others = [path for path in of_run.parent.glob("*/*-of-*") if path.parent != of_run]
+            others += [path for path in of_run.glob("*-of-*") if not path.name.endswith(f"-of-{processes}")]
+            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint.local.dir={local.dir}: {error.strerror} ({error.filename}). Choose another directory."
+            ) from error
+        for path in sorted(others):
+            self._log(f"{path}: local checkpoints of another run, or of another number of processes: ignored.")
+        # A process can be one save behind another, so that two are the fewest of which all have one.
+        changes = {"keep": max(local.keep, min(processes, 2)), "read_back": False}
+        self.local = Checkpointer(own, self._options.model_copy(update=changes), run_id, self._log, ShardStorage())
+
+    def newest_local(self, is_usable: Callable[[int, Meta], bool]) -> int | None:
+        """The step of the newest local checkpoint of which every process of the job has its part."""
+        local, usable = self.local, []
+        if local is None:
+            return None
+        for step in local.intact_steps():
+            with suppress(CheckpointError):  # it was removed just now
+                if is_usable(step, local.meta(step)):
+                    usable.append(step)
+        return max(set.intersection(*map(set, collect("local checkpoints", usable))), default=None)
+
+    def forget_after(self, step: int) -> None:
+        """Deletes local checkpoints of later steps: those that the run takes from here may be others."""
+        later = [self.local.path(saved) for saved in self.local.steps() if saved > step] if self.local else []
+        for path in later:
+            self._log(f"{path}: the run does not go on from there: deleted.")
+            shutil.rmtree(path, ignore_errors=True)
+
+    def directories(self) -> dict[int, list[Path]]:
+        """Where the checkpoints of each step are, ascending by step."""
+        found: dict[int, list[Path]] = {}
+        for tier in filter(None, (self.durable, self.local)):
+            for step in tier.steps():
+                found.setdefault(step, []).append(tier.path(step))
+        return dict(sorted(found.items()))
+
+    def save(self, step: int, state: Tree, meta: Meta, durable: bool, local: bool) -> None:
+        """As Checkpointer.save, in either tier or both."""
+        if local and self.local:
+            self.local.save(step, state, meta)
+        if durable:
+            self.durable.save(step, state, meta)
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """As Checkpointer.wait, for both tiers; the step is that of the last durable checkpoint."""
+        if self.local:
+            self.local.wait(seconds)
+        return self.durable.wait(seconds)
+
+    def close(self) -> None:
+        self.wait()
+
+    def quarantine(self, damage: DamagedCheckpointError) -> None:
+        """As Checkpointer.quarantine, of the tier that is damaged."""
+        in_local = self.local is not None and damage.directory.parent == self.local.directory
+        tier = self.local if in_local else self.durable
+        assert tier is not None
+        tier.quarantine(damage)
