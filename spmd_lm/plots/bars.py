@@ -13,6 +13,7 @@ from spmd_lm.plots.style import (
     GRAY,
     INK,
     ORANGE,
+    PALE,
     RED,
     WIDTH,
     Figure,
@@ -122,6 +123,8 @@ BUCKET_COLORS = {
     "step": BLUE,
     "compile": ORANGE,
     **dict(zip(("init", "data", "eval", "checkpoint", "other"), CYCLE[2:], strict=True)),
+    "lost": INK,
+    "idle": PALE,
 }
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from spmd_lm.config.load import dump, load
+from spmd_lm.runtime.metrics import BUCKETS
 
 HOSTILE = "<script>alert('$x_1$')</script> & \"q\" \x00\x1b"
 
@@ -33,7 +34,7 @@ def make_run(directory: Path, *overrides: str, state="done", step=20, lives=(LIF
     directory.mkdir(parents=True, exist_ok=True)
     config = load("configs/debug.yaml", [f"run.name={directory.name}", *overrides])
     (directory / "config.yaml").write_text(dump(config))
-    goodput = dict.fromkeys(("init", "compile", "eval", "checkpoint", "data", "other"), 4.0) | {"step": 60.0}
+    goodput = dict.fromkeys(BUCKETS, 4.0) | {"step": 60.0}
     about = {"state": state, "step": step, "exit_code": 0, "restarts": 0, "goodput": goodput} | status
     about |= {} if lives is None else {"lives": list(lives)}
     (directory / "status.json").write_text(json.dumps(about))
