@@ -34,20 +34,28 @@ MAD_TO_SIGMA = 1.4826  # of a normal distribution
 class LossWindow:
     """The losses of the last steps that were not skipped, replicated; saved with the state."""
 
-    losses: Any  # float32 [WINDOW], the newest last; NaN where there were none yet
+    losses: Any  # float32 [WINDOW], the newest last
+    count: Any  # int32: so many of the last ones are losses
+
+    def known(self) -> jax.Array:
+        """The losses, NaN where there were none yet: what is saved must be finite."""
+        return jnp.where(jnp.arange(WINDOW) < WINDOW - self.count, jnp.nan, self.losses)
+
+    def push(self, loss: jax.Array) -> "LossWindow":
+        return LossWindow(jnp.append(self.losses[1:], loss), jnp.minimum(self.count + 1, WINDOW))
 
 
 def init_loss_window(guard: Guard) -> LossWindow | None:
     """Before the first step; None for a run that does not watch for spikes."""
-    return LossWindow(jnp.full(WINDOW, jnp.nan, jnp.float32)) if guard.spikes else None
+    return LossWindow(jnp.zeros(WINDOW, jnp.float32), jnp.int32(0)) if guard.spikes else None
 
 
 def is_spike(window: LossWindow, loss: jax.Array) -> jax.Array:
     """bool; False while there are fewer than FEWEST losses to compare with."""
-    median = jnp.nanmedian(window.losses)
-    deviation = MAD_TO_SIGMA * jnp.nanmedian(jnp.abs(window.losses - median))
-    enough = jnp.isfinite(window.losses).sum() >= FEWEST
-    return enough & (loss - median > SPIKE * jnp.maximum(deviation, jnp.finfo(jnp.float32).tiny))
+    losses = window.known()
+    median = jnp.nanmedian(losses)
+    deviation = MAD_TO_SIGMA * jnp.nanmedian(jnp.abs(losses - median))
+    return (window.count >= FEWEST) & (loss - median > SPIKE * jnp.maximum(deviation, jnp.finfo(jnp.float32).tiny))
 
 
 def update(
@@ -66,8 +74,8 @@ def update(
     if window is not None:
         loss = loss.astype(jnp.float32)
         reason = jnp.where((reason == 0) & ~overflowed & is_spike(window, loss), LOSS_SPIKE, reason)
-        pushed = jnp.append(window.losses[1:], loss)
-        window = LossWindow(jnp.where((reason == 0) & ~overflowed, pushed, window.losses))
+        is_kept = (reason == 0) & ~overflowed
+        window = jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), window.push(loss), window)
     # A select, which fuses with the update's arithmetic; a conditional would copy the state on a GPU.
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(reason == 0, new, old),
