@@ -19,10 +19,10 @@ from tests import processes
 from tests.reliability.jobs import child, losses
 
 KILLS = int(os.environ.get("SOAK_KILLS", "5"))
-STEPS = 60 * (KILLS + 1)
+STEPS, EVERY = 60 * (KILLS + 1), 10
 RUN = [
     *("train", "configs/debug.yaml", "--devices", "2", "model.layers=1", "model.dropout=0.1", "train.log_every=1"),
-    *(f"train.steps={STEPS}", "checkpoint.every=10", "parallel.zero=3"),
+    *(f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "parallel.zero=3"),
 ]
 
 
@@ -61,5 +61,6 @@ def test_a_run_killed_at_random_loses_nothing(tmp_path, capsys):
         print(
             f"\n{status['restarts']} restarts in {seconds:.0f} s: goodput {spent['step'] / seconds:.0%}, "
             f"lost {spent['lost']:.1f} s, idle {spent['idle']:.1f} s; "
-            f"recovery p50 {recovery['p50']:.1f} s, max {recovery['max']:.1f} s"
+            f"recovery p50 {recovery['p50']:.1f} s, max {recovery['max']:.1f} s; "
+            f"a save stalls training for {1000 * spent['checkpoint'] / (STEPS / EVERY):.0f} ms"
         )
