@@ -161,7 +161,10 @@ STEPS = 3
 
 @functools.cache
 def trained(config: RunConfig) -> Outcome:
-    p = program(config)
+    return train_steps(program(config))
+
+
+def train_steps(p: Program) -> Outcome:
     state = p.init()
     first, metrics = canonical(p, state), []
     for step in range(STEPS):
