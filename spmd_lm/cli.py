@@ -31,7 +31,7 @@ from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.outputs import flush_streams, open_closed_streams, print_line, quiet_libraries, unfailing
-from spmd_lm.runtime.processes import end_with_parent, in_a_job, leave_job, tells_of_lost_peer
+from spmd_lm.runtime.processes import PEER_IS_GONE, end_with_parent, in_a_job, leave_job, tells_of_lost_peer
 from spmd_lm.runtime.signals import interruptible, not_ignored
 
 
@@ -106,18 +106,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             name, arguments = parse(argv)
             return int(VERBS[name].run(arguments))
     except UserError as error:
+        leave_if_peer_is_gone(error)
         for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
             print_line(f"error: {problem}", sys.stderr)
         return end_process(int(error.code), is_program)
     except KeyboardInterrupt:
         return end_process(int(Exit.INTERRUPTED), is_program)
     except Exception as error:
+        leave_if_peer_is_gone(error)
         if in_a_job():
             traceback.print_exc()
-            leave_job(int(Exit.PEER_LOST) if tells_of_lost_peer(error) else 1)
+            leave_job(1)
         raise
     finally:
         flush_streams()
+
+
+def leave_if_peer_is_gone(error: Exception) -> None:
+    """What fails for want of another process of the job, as a save does, tells only that."""
+    if in_a_job() and tells_of_lost_peer(error):
+        print_line(f"error: {PEER_IS_GONE}", sys.stderr)
+        leave_job(int(Exit.PEER_LOST))
 
 
 def end_process(code: int, is_program: bool) -> int:

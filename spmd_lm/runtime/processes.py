@@ -38,6 +38,8 @@ leaving = threading.Event()  # set when this process ends
 LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "unhealthy")
 """In the messages of collectives that fail because a process is gone."""
 
+PEER_IS_GONE = "another process of the job is gone: see its output."
+
 handlers: list[Any] = []  # of signals, which only C knows
 PARENT = "SPMD_LM_PARENT"
 PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
@@ -94,7 +96,7 @@ def exit_on_abort() -> None:
     def on_abort(_: int) -> None:
         if leaving.is_set():  # another thread knows why, and is about to say so
             time.sleep(LEAVE_SECONDS)
-        os.write(2, b"error: another process of the job is gone: see its output.\n")
+        os.write(2, f"error: {PEER_IS_GONE}\n".encode())
         os._exit(Exit.PEER_LOST)
 
     handlers.append(on_abort)
@@ -103,11 +105,14 @@ def exit_on_abort() -> None:
     libc.signal(signal.SIGABRT, ctypes.cast(on_abort, ctypes.c_void_p))
 
 
-def tells_of_lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because another process is gone, as it looks from this one."""
+def tells_of_lost_peer(error: BaseException) -> bool:
+    """Whether it comes from a collective, or a question to the coordinator, that failed because another process is
+    gone, as it looks from this one."""
     import jax
 
-    return isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in LOST_PEER)
+    if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in LOST_PEER):
+        return True
+    return error.__cause__ is not None and tells_of_lost_peer(error.__cause__)
 
 
 def publish(name: str, text: str) -> None:

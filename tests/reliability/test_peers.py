@@ -4,9 +4,11 @@ Supervised, all start again, and the run is the one that nobody disturbed."""
 import json
 import os
 import signal
+import time
 
 import pytest
 
+from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.errors import Exit
 from tests.reliability.jobs import Job, child, losses
 
@@ -15,12 +17,21 @@ WATCHFUL = ["train.watchdog.minimum=5", "train.watchdog.factor=3"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_is_seen_by_the_other(tmp_path, victim):
-    with Job(tmp_path / "run", "train.steps=100000") as job:
+@pytest.mark.parametrize("moment", ["in a step", "in a save"])
+def test_a_killed_process_is_seen_by_the_other(tmp_path, victim, moment):
+    run = tmp_path / "run"
+    with Job(run, "train.steps=100000") as job:
         job.wait_for("step 12/")
+        while moment == "in a save" and not [*(run / "checkpoints").glob("*.saving")]:
+            time.sleep(0.001)
         job.processes[victim].kill()
         assert job.processes[1 - victim].wait(30) == Exit.PEER_LOST
         assert "another process of the job is gone" in job.outputs[1 - victim].read_text()
+    if moment == "in a save":
+        newest = Checkpointer(run / "checkpoints").latest_step() or 0
+        with Job(run, f"train.steps={newest + 1}") as job:
+            assert [process.wait(120) for process in job.processes] == [0, 0]
+        assert [step for step, *_ in losses(run)] == [*range(1, newest + 2)]
 
 
 @pytest.mark.slow

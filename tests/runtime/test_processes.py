@@ -7,12 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import CheckpointError, ConfigError
 from spmd_lm.runtime.devices import simulate_devices
 from spmd_lm.runtime.launchers import ProcessInfo, detect_process
-from spmd_lm.runtime.processes import differences, in_tpu_slice, own_gpus, require_free_port, wait_for_coordinator
+from spmd_lm.runtime.processes import (
+    differences,
+    in_tpu_slice,
+    own_gpus,
+    require_free_port,
+    tells_of_lost_peer,
+    wait_for_coordinator,
+)
 from tests import processes
 
 STEPS = ("train.steps=4", "train.log_every=1", "train.eval_every=4", "checkpoint.every=2", "model.layers=4")
@@ -251,3 +259,14 @@ def test_a_process_ends_with_the_one_that_started_it():
 def test_a_process_that_lost_its_parent_before_it_began_ends_at_once():
     lost = processes.start("--version", SPMD_LM_PARENT="-1")
     assert lost.communicate(timeout=30) == ("", "") and lost.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("message", "lost"), [("UNAVAILABLE: Failed to send RPC", True), ("INVALID_ARGUMENT: a shape", False)]
+)
+def test_what_fails_for_want_of_a_process_says_so(message, lost):
+    """A save, too, which says why in its cause."""
+    cause = jax.errors.JaxRuntimeError(message)
+    save = CheckpointError("10 was not saved")
+    save.__cause__ = cause
+    assert [tells_of_lost_peer(error) for error in (cause, save, ValueError(message))] == [lost, lost, False]
