@@ -69,12 +69,13 @@ class VerifiedCache:
         except OSError:
             return None
         digest, program = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+        is_intact = digest == hashlib.sha256(program).digest()
         with suppress(OSError):
-            if digest != hashlib.sha256(program).digest():
+            if is_intact:
+                os.utime(path)
+            else:
                 path.unlink()
-                return None
-            os.utime(path)
-        return program
+        return program if is_intact else None
 
     def put(self, key: str, value: bytes) -> None:
         partial = self.directory / f".{secrets.token_hex(8)}"

@@ -36,6 +36,18 @@ def test_an_entry_with_a_flipped_bit_is_none(tmp_path):
     assert cache.get("key") is None
 
 
+def test_a_damaged_entry_that_cannot_be_deleted_is_none_either(tmp_path, monkeypatch):
+    cache = VerifiedCache(tmp_path)
+    cache.put("key", bytes(100))
+    flip_a_bit(next(tmp_path.iterdir()), random.Random(0))
+
+    def unlink(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert cache.get("key") is None
+
+
 def test_the_least_recently_used_entries_go(tmp_path):
     cache = VerifiedCache(tmp_path, max_bytes=3 * 132)
     for number, key in enumerate("abc"):
