@@ -13,7 +13,7 @@ from spmd_lm.checkpoints.record import CheckpointRecord, file_sizes, read_record
 from spmd_lm.checkpoints.storage import ShardStorage, part_paths
 from spmd_lm.config.load import CONFIG_FILE, load
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from spmd_lm.runtime.formatting import abbreviate, format_bytes
+from spmd_lm.runtime.formatting import abbreviate, format_bytes, parse_count
 from spmd_lm.runtime.metrics import Status
 
 Json = dict[str, Any]  # JSON
@@ -128,9 +128,9 @@ def parse_run_at_step(text: str) -> tuple[Checkpointer, int]:
     """RUN@STEP, or RUN for its newest."""
     run, at, step = text.rpartition("@")
     checkpoints = open_checkpoints(Path(run if at else text))
-    if at and not step.isdecimal():
-        raise ConfigError(f"{text}: '{step}' is not a step. Write RUN@STEP, as in {run}@100.")
-    return checkpoints, require_step(checkpoints, int(step) if at else None)
+    if at and parse_count(step) is None:
+        raise ConfigError(f"{run}@{step:.40}: this is not a step. Write RUN@STEP, as in {run}@100.")
+    return checkpoints, require_step(checkpoints, parse_count(step) if at else None)
 
 
 def require_step(checkpoints: Checkpointer, step: int | None) -> int:

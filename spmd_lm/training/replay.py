@@ -38,6 +38,8 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
     check_compatible(checkpoints.meta(start)["config"], config.model_dump(by_alias=True), checkpoints.directory)
     logged = {record["step"]: record for record in read_records(config.run.directory / "metrics.jsonl")}
     is_saved = step in checkpoints.steps()
+    if step > max([*logged, *checkpoints.steps()]):
+        raise ConfigError(f"{config.run.directory}: step {step} was neither logged nor saved: the run ended before it.")
     if not is_saved and not any(COMPARED[0] in logged.get(each, {}) for each in range(start + 1, step + 1)):
         raise ConfigError(f"{config.run.directory}: nothing of steps {start + 1} to {step} was logged or saved.")
 
