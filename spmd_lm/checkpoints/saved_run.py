@@ -11,8 +11,9 @@ from flax.traverse_util import flatten_dict
 from pydantic import ValidationError
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
+from spmd_lm.checkpoints.record import Meta
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.errors import CheckpointError, DamagedCheckpointError
+from spmd_lm.errors import CheckpointError, DamagedCheckpointError, DataError
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.outputs import print_line
 from spmd_lm.step.program import Program
@@ -85,6 +86,20 @@ def check_compatible(saved: Config, config: Config, directory: Path) -> list[str
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
         raise CheckpointError("\n".join([header, *other_model, advice]))
     return [line for key, line in changes.items() if not _is_under(key, ("run",))]
+
+
+def check_data(meta: Meta, config: RunConfig, fingerprint: str, name: str) -> list[str]:
+    """Messages about data that changed since a checkpoint was saved.  DataError unless data.allow_change is set.
+
+    fingerprint and name are those of today's data.  An imported checkpoint has seen none."""
+    saved = meta["data"]["fingerprint"]
+    if not meta["data"]["samples"] or saved == fingerprint:
+        return []
+    problem = f"{config.run.directory}: its data is not what it was trained on so far: sha256 {saved[:12]} then, "
+    problem += f"{fingerprint[:12]} now ({name})."
+    if config.data.allow_change:
+        return [f"{problem} It goes on with what is there now: data.allow_change=true."]
+    raise DataError(f"{problem} Bring the old data back, or set data.allow_change=true to go on with the new.")
 
 
 def check_warm_start(saved: Config, config: Config, directory: Path) -> None:

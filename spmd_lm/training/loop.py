@@ -9,10 +9,10 @@ from pathlib import Path
 
 import jax
 
+from spmd_lm.checkpoints.saved_run import check_data
 from spmd_lm.config.schema import RunConfig, Synthetic
-from spmd_lm.data.corpus import Corpus, load_data, make_loader
+from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.data.loader import Loader
-from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, Exit, OutputError
 from spmd_lm.generation.generate import generate_text
@@ -81,7 +81,9 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             loader = make_loader(config, corpus, "training")
             validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
             progress.log(corpus.describe(), *messages)
-            state = initial_state(run_dir, program, pretrained, corpus, progress)
+            if run_dir.saved_step is not None:
+                progress.log(*check_data(run_dir.meta, config, corpus.fingerprint, corpus.name))
+            state = initial_state(run_dir, program, pretrained, progress)
         run_dir.tiers.forget_after(status.step)
         with run_dir.open_files(status, progress.log) as metrics_log:
             run = TrainingRun(program, corpus, validation, run_dir.tiers, status, clock, metrics_log, progress, state)
@@ -92,11 +94,7 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
 
 
 def initial_state(
-    run_dir: RunDir,
-    program: Program,
-    pretrained: PretrainedRun | None,
-    corpus: Corpus | TaskDataset,
-    progress: Progress,
+    run_dir: RunDir, program: Program, pretrained: PretrainedRun | None, progress: Progress
 ) -> TrainState:
     """The newest saved state, or the state before the first step, on devices."""
     saved_step = run_dir.saved_step
@@ -106,9 +104,7 @@ def initial_state(
     is_local = run_dir.checkpoints is run_dir.tiers.local
     where = f", from {run_dir.checkpoints.path(saved_step)}" if is_local else ""
     progress.log(f"resuming after step {saved_step} of {progress.steps}{where}")
-    canonical, meta = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
-    if meta["data"]["samples"] and meta["data"]["fingerprint"] != corpus.fingerprint:
-        progress.log("The text is not the one that this run was trained on so far: its batches differ from here on.")
+    canonical, _ = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
     return program.from_canonical(canonical)
 
 
