@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -60,9 +61,9 @@ def make_meta(config: Config, num_samples: int, fingerprint: str) -> Meta:
 class Saving:
     """A save in progress."""
 
-    record: CheckpointRecord  # without the files
-    abstract: dict[str, Tree]
-    response: Response
+    record: CheckpointRecord
+    abstract: dict[str, Tree]  # to read it back; {} if nobody does
+    ended: Future[None]  # the record is written
 
 
 class Checkpointer:
@@ -83,6 +84,8 @@ class Checkpointer:
         self.directory = Path(directory).absolute()  # orbax refuses relative paths
         self.run_id, self._options, self._log = run_id, options or CheckpointOptions(), log
         self.storage = storage or OrbaxStorage()
+        self._background = ThreadPoolExecutor(1, "checkpoint")  # what would hold up the next step
+        self._deletions: list[Future[None]] = []
         self._saving: Saving | None = None
         self._saved_step: int | None = None
         self._ignored: set[int] = set()  # steps of other runs, which the log has named
@@ -193,7 +196,7 @@ class Checkpointer:
     def save(self, step: int, state: Tree, meta: Meta) -> None:
         """Saves, in the background if asynchronous.  NonFiniteError, and nothing is written, if a number of the state
         is not finite.  CheckpointError if this save or the one before it failed."""
-        self.wait()
+        self.close()
         if not self.storage.shared:  # no process deletes what another one may still need
             collect(f"saved before {step}", None)
         fields = _present_fields(state)
@@ -206,10 +209,11 @@ class Checkpointer:
         }
         record = CheckpointRecord(step=step, run_id=self.run_id, meta=meta, leaves=leaves, files={})
         abstract = jax.tree.map(_abstract, fields) if self._options.read_back else {}
-        with self._writing(step):
+        with self._writing(record):
             if self._writes_records:
                 self.remove_unfinished()
-            self._saving = Saving(record, abstract, self.storage.save(self.path(step).with_suffix(SAVING), fields))
+            response = self.storage.save(self.path(step).with_suffix(SAVING), fields)
+            self._saving = Saving(record, abstract, self._background.submit(self._write_record, record, response))
         if not self._options.asynchronous:
             self.wait()
 
@@ -218,9 +222,9 @@ class Checkpointer:
         does.  Called between steps, where a failed save surfaces: CheckpointError."""
         if (saving := self._saving) is None:
             return self._saved_step
-        with self._writing(saving.record.step):
+        with self._writing(saving.record):
             try:
-                saving.response.result(seconds)
+                saving.ended.result(seconds)
             except TimeoutError:
                 if seconds is None:
                     raise
@@ -234,10 +238,22 @@ class Checkpointer:
         return self._saved_step
 
     def close(self) -> None:
+        """Waits for the save in progress, as `wait` does, and until the oldest checkpoints are deleted."""
         self.wait()
+        while self._deletions:
+            self._deletions.pop().result()
+
+    def _write_record(self, record: CheckpointRecord, response: Response) -> None:
+        """Once the arrays are written.  In the background: until the disk has the record, it has to write all that was
+        written before."""
+        response.result()
+        if self._writes_records:
+            partial = self.path(record.step).with_suffix(SAVING)
+            record.files = file_sizes(partial)
+            record.write(partial)
 
     def _commit(self, saving: Saving) -> None:
-        """Writes the record of a save that has ended, renames it, and deletes the oldest checkpoints."""
+        """Renames a save that has ended, and deletes the oldest checkpoints."""
         record, step = saving.record, saving.record.step
         partial, final = self.path(step).with_suffix(SAVING), self.path(step)
         loaded = self.storage.load(partial, saving.abstract, partial=False) if self._options.read_back else {}
@@ -245,14 +261,12 @@ class Checkpointer:
             raise DamagedCheckpointError(partial, problem)
         if not self._writes_records:
             return
-        record.files = file_sizes(partial)
-        record.write(partial)
         if os.path.lexists(final):
             self._log(f"{final} is in the way: moved to {move_aside(final, FOREIGN).name}.")
         partial.rename(final)
         for old in self.intact_steps()[: -self._options.keep]:
             self.path(old).rename(doomed := self.path(old).with_suffix(DELETING))
-            shutil.rmtree(doomed)
+            self._deletions.append(self._background.submit(_delete, doomed))
 
     def intact_steps(self) -> list[int]:
         """The steps whose record and files are as they were written, ascending.  No array is read."""
@@ -341,14 +355,15 @@ class Checkpointer:
             raise DamagedCheckpointError(path, root_cause(error)) from error
 
     @contextmanager
-    def _writing(self, step: int) -> Iterator[None]:
+    def _writing(self, record: CheckpointRecord) -> Iterator[None]:
+        step, size = record.step, record.size
         try:
             yield
         except Exception as error:
             existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
             raise CheckpointError(
                 f"{self.path(step)} was not saved: {root_cause(error)}\n"
-                f"{shutil.disk_usage(existing).free:,} bytes are free in {existing}. "
+                f"{shutil.disk_usage(existing).free:,} bytes are free in {existing}, and it takes up to {size:,}. "
                 f"Older checkpoints are as they were: {', '.join(map(str, self.steps())) or 'none'}."
             ) from error
 
@@ -369,6 +384,14 @@ def move_aside(path: Path, suffix: str) -> Path:
     free = next(name for name in names if not os.path.lexists(name))
     path.rename(free)
     return free
+
+
+def _delete(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        what = f"{error.filename or path} cannot be deleted: {error.strerror}"
+        raise CheckpointError(f"{what}. Delete it: newer checkpoints are complete.") from error
 
 
 def _one_leaf(record: CheckpointRecord, path: str) -> dict[str, Tree]:

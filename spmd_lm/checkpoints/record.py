@@ -5,10 +5,12 @@ else is known to be complete, so a directory without one is no checkpoint."""
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spmd_lm.errors import DamagedCheckpointError
@@ -27,6 +29,11 @@ class SavedLeaf(BaseModel):
     dtype: str
     fingerprint: str  # of checkpoints/fingerprint.py
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
 
 class CheckpointRecord(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -36,6 +43,11 @@ class CheckpointRecord(BaseModel):
     meta: Meta
     leaves: dict[str, SavedLeaf]  # by path, as in 'params.blocks.attention.query'
     files: dict[str, int]  # bytes, by path in the checkpoint's directory; without the record itself
+
+    @property
+    def size(self) -> int:
+        """Bytes of its arrays, before they are compressed."""
+        return sum(leaf.size for leaf in self.leaves.values())
 
     def write(self, directory: Path) -> None:
         """Appears complete or not at all."""

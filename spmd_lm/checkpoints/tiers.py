@@ -87,7 +87,8 @@ class Tiers:
         return self.durable.wait(seconds)
 
     def close(self) -> None:
-        self.wait()
+        for tier in filter(None, (self.local, self.durable)):
+            tier.close()
 
     def quarantine(self, damage: DamagedCheckpointError) -> None:
         """As Checkpointer.quarantine, of the tier that is damaged."""

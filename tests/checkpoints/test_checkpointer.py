@@ -1,7 +1,9 @@
 """A checkpoint is restored bit for bit, on any mesh, or refused with a reason."""
 
+import errno
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,10 +165,28 @@ def test_a_save_that_fails_in_the_background_surfaces_at_the_next_one(tmp_path):
     saver.wait()
     with full_disk():
         saver.save(2, {"w": jnp.asarray(np.random.default_rng(0).normal(size=2**18))}, META)
-        with pytest.raises(CheckpointError, match=r"/2 was not saved: .*\n[\d,]+ bytes are free .* as they were: 1\."):
+        with pytest.raises(
+            CheckpointError,
+            match=r"/2 was not saved: .*\n[\d,]+ bytes are free .*, and it takes up to [\d,]{7,}\. .* as they were: 1\.",
+        ):
             saver.save(3, make_state(3), META)
     assert saver.steps() == [1]
     assert_same_bits(saver.restore(1, abstract(make_state(), make_mesh(2, 4)))[0], make_state(1))
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_told(tmp_path, monkeypatch):
+    saver = Checkpointer(tmp_path, Checkpoint(keep=1))
+    saver.save(1, {"w": jnp.arange(8.0)}, META)
+    saver.wait()
+
+    def rmtree(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    saver.save(2, {"w": jnp.arange(8.0)}, META)
+    with pytest.raises(CheckpointError, match=r"1\.deleting cannot be deleted: Permission denied"):
+        saver.close()
+    assert saver.steps() == [2]
 
 
 def test_a_synchronous_save_fails_at_once(tmp_path):
