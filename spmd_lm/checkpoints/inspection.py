@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from spmd_lm.checkpoints.checkpointer import SAVING, Checkpointer
+from spmd_lm.checkpoints.checkpointer import SAVING, Checkpointer, parse_step
 from spmd_lm.checkpoints.record import CheckpointRecord, file_sizes, read_record
 from spmd_lm.checkpoints.storage import ShardStorage, part_paths
 from spmd_lm.config.load import CONFIG_FILE, load
@@ -47,7 +47,7 @@ def list_checkpoints(tiers: list[Checkpointer]) -> list[Json]:
     reports = []
     for checkpoints in tiers:
         unfinished = [path.name.partition(".")[0] for path in checkpoints.directory.glob(f"*{SAVING}*")]
-        steps = {*map(int, filter(str.isdecimal, unfinished))} - {*checkpoints.steps()}
+        steps = {step for step in map(parse_step, unfinished) if step is not None} - {*checkpoints.steps()}
         reports += [describe(checkpoints, step) for step in checkpoints.steps()]
         reports += [_report(checkpoints, step, UNCOMMITTED) for step in steps]
     return sorted(reports, key=lambda report: report["step"])

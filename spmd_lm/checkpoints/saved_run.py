@@ -63,7 +63,8 @@ def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tre
     checkpoints = Checkpointer(config.run.directory / "checkpoints", config.checkpoint, log=warn)
 
     def read(step: int) -> tuple[Program, Tree, int]:
-        check_compatible(checkpoints.meta(step)["config"], config.model_dump(by_alias=True), checkpoints.directory)
+        saved = saved_config(checkpoints, step)
+        check_compatible(saved, config.model_dump(by_alias=True), checkpoints.directory)
         program = Program(config)
         return program, checkpoints.restore_params(step, program.abstract_canonical().params), step
 
@@ -86,6 +87,27 @@ def check_compatible(saved: Config, config: Config, directory: Path) -> list[str
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
         raise CheckpointError("\n".join([header, *other_model, advice]))
     return [line for key, line in changes.items() if not _is_under(key, ("run",))]
+
+
+READ_KEYS = (("model.width", int), ("model.context", int), ("objective.kind", str), ("train.log_every", int))
+"""Of a saved config, beside its comparison with today's; and their types."""
+
+
+def check_saved_config(saved: Config, directory: Path) -> None:
+    """CheckpointError if this is no config of a run."""
+    flat = flatten_dict(saved, sep=".")
+    wrong = [key for key, kind in READ_KEYS if not (isinstance(flat.get(key), kind) and flat[key])]
+    wrong += [section for section in ("run", "data", "parallel") if section not in saved]
+    if wrong:
+        what = f"the configuration in its newest checkpoint has no {', '.join(wrong)}"
+        raise CheckpointError(f"{directory}: {what}. Restore the checkpoint from a copy, or choose another run.")
+
+
+def saved_config(checkpoints: Checkpointer, step: int) -> Config:
+    """The config that was saved with `step`, checked."""
+    saved = checkpoints.meta(step)["config"]
+    check_saved_config(saved, checkpoints.directory)
+    return saved
 
 
 def check_data(meta: Meta, config: RunConfig, fingerprint: str, name: str) -> list[str]:

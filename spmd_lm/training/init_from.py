@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.saved_run import check_warm_start, newest_readable, warn
+from spmd_lm.checkpoints.saved_run import check_warm_start, newest_readable, saved_config, warn
 from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
@@ -39,7 +39,7 @@ class PretrainedRun:
 
     def _read(self, step: int) -> dict[str, jax.Array]:
         program, config = self.program, self.program.config
-        saved = self.checkpoints.meta(step)["config"]
+        saved = saved_config(self.checkpoints, step)
         check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
         check_vocabulary(config, self.directory, saved if step else None)
         self.step, self.shapes = step, self.checkpoints.param_shapes(step)  # of all its parameters, by path
