@@ -2,12 +2,14 @@
 
 import errno
 import json
+import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,6 +236,39 @@ def test_kill_during_a_save_leaves_the_one_before(tmp_path):
         saver.save(step, {"w": jnp.arange(8.0)}, META)
     saver.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]  # the partial one was removed
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_times_in_saves_and_deletes(tmp_path):
+    """Each time the newest checkpoint holds what was saved as it, and the next process goes on from there."""
+    program = """
+        import sys
+        import jax.numpy as jnp
+        from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+        from spmd_lm.config.schema import Checkpoint
+        saver, meta = Checkpointer(sys.argv[1], Checkpoint(keep=1)), make_meta({}, 0, "")
+        for step in range((saver.latest_step() or 0) + 1, 10**6):
+            saver.save(step, {"w": jnp.full(2**18, step, jnp.float32)}, meta)
+            print(step, flush=True)
+    """
+    rng, newest, moments = random.Random(0), 0, set()
+    abstract = {"w": jax.ShapeDtypeStruct((2**18,), jnp.float32, sharding=jnp.arange(8.0).sharding)}
+    for _ in range(10):
+        command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        for _ in range(3):
+            assert process.stdout.readline()
+        time.sleep(rng.random())
+        process.kill()
+        process.communicate()
+        moments |= {path.suffix for path in tmp_path.iterdir()}
+        saver = Checkpointer(tmp_path)
+        steps = saver.intact_steps()
+        assert steps == saver.steps() and steps[-1] > newest
+        newest = steps[-1]
+        restored, _ = saver.restore(newest, abstract)
+        assert (np.asarray(restored["w"]) == newest).all()
+    assert ".saving" in moments
 
 
 CONFIG = {

@@ -123,7 +123,7 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(here, capsys):
         (["sweep.yaml", "parallel.modle=3"], "unknown key 'modle'"),
         (["sweep.yaml", "--submit", "slurm"], "--submit slurm: no launch/slurm.sbatch here"),
         (["sweep.yaml", "--submit", "pbs"], "invalid choice"),
-        (["sweep.yaml", "--jobs", "0"], "at least 1"),
+        (["sweep.yaml", "--jobs", "0"], "a whole number from 1 to"),
         ([], "no SWEEP given"),
     ],
 )

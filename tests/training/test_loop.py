@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from types import SimpleNamespace
 
 import jax
@@ -285,6 +286,27 @@ def test_a_second_interrupt_ends_at_once_without_a_save_and_says_so(tmp_path, ca
     assert Checkpointer(tmp_path / "checkpoints").steps() == saved_steps
     assert f"stopped at once: {message}" in capsys.readouterr().out
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 130)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_terminations_during_a_save_wait_for_it_and_save_once_more(tmp_path, monkeypatch, reference, count):
+    """Step 5 is still being saved when they come."""
+    start_save = storage.OrbaxStorage.save
+
+    class Slow:
+        def __init__(self, response):
+            self.response = response
+
+        def result(self, timeout=None):
+            time.sleep(0.5)
+            return self.response.result(timeout)
+
+    monkeypatch.setattr(storage.OrbaxStorage, "save", lambda *arguments: Slow(start_save(*arguments)))
+    FakeProgram.at = {6: lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(count)] and 1}
+    assert loop.train(make_config(tmp_path)) is Exit.PREEMPTED
+    assert Checkpointer(tmp_path / "checkpoints").intact_steps() == [5, 6]
+    FakeProgram.at = {}
+    assert loop.train(make_config(tmp_path)) is Exit.DONE and metrics(tmp_path) == metrics(reference)
 
 
 QUIET = {"train__log_every": 100, "train__eval_every": 0}  # only the save at step 5 reads metrics early
