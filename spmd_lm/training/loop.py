@@ -3,6 +3,7 @@
 Step k + 1 depends on the state after step k and the config alone, so a run may stop anywhere and resume from its newest
 checkpoint as if it had not stopped."""
 
+import io
 import signal
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,11 +16,12 @@ from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, Exit, OutputError
+from spmd_lm.files import write_atomically
 from spmd_lm.generation.generate import generate_text
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.planning import plan_report
 from spmd_lm.runtime.formatting import format_duration, pluralize
-from spmd_lm.runtime.metrics import NONE_SAVED, Clock, Record, read_records, write_atomically
+from spmd_lm.runtime.metrics import NONE_SAVED, Clock, Record, read_records
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.processes import require_agreement
 from spmd_lm.runtime.progress import Progress, format_record
@@ -143,7 +145,8 @@ def finish(run: TrainingRun) -> Exit:
     if run.metrics_log is not None:
         records, directory = read_records(run.metrics_log.path), run.config.run.directory
         with writing(directory / "loss.png"):
-            draw_loss(records, directory / "loss.png", f"{run.config.run.name}: {run.corpus.name}")
+            picture = draw_loss(records, f"{run.config.run.name}: {run.corpus.name}")
+            write_atomically(directory / "loss.png", picture)
         if texts:
             with writing(directory / "samples.txt", len(texts)):
                 write_atomically(directory / "samples.txt", texts)
@@ -160,11 +163,13 @@ def finish(run: TrainingRun) -> Exit:
     return Exit.DONE
 
 
-def draw_loss(records: list[Record], path: Path, title: str) -> None:
+def draw_loss(records: list[Record], title: str) -> bytes:
     """Training and evaluation loss over steps, as a PNG."""
     from spmd_lm.plots.lines import curves  # takes 0.5 s
 
-    curves(records, title=title, size=(8, 4.5)).savefig(path, dpi=150)
+    file = io.BytesIO()
+    curves(records, title=title, size=(8, 4.5)).savefig(file, dpi=150, format="png")
+    return file.getvalue()
 
 
 def sample(run: TrainingRun) -> str:

@@ -17,8 +17,9 @@ from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, find_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, OutputError, UserError
+from spmd_lm.files import read_bytes, write_atomically
 from spmd_lm.runtime.directories import lock_directory
-from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life, MetricsLog, Status, write_atomically
+from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life, MetricsLog, Status
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.trackers import ID_FILE, Trackers
 
@@ -87,7 +88,7 @@ class RunDir:
         """ConfigError if the run would overwrite files that no run wrote."""
         for name, own_text in ((CONFIG_FILE, dump(self.config)), ("metrics.jsonl", "")):
             path = self.path / name
-            if path.is_file() and path.read_bytes() != own_text.encode():
+            if path.is_file() and not _reads(path, own_text):
                 raise ConfigError(
                     f"run.dir={self.path}: training would overwrite {name}, which belongs to no run: there is neither "
                     f"a status.json nor a checkpoint beside it. Move it away, or choose another run.dir."
@@ -159,6 +160,12 @@ class RunDir:
         with closing(metrics_log), Trackers(self.config, log) as trackers:
             metrics_log.listeners.append(trackers.write)
             yield metrics_log
+
+
+def _reads(path: Path, text: str) -> bool:
+    with suppress(OSError):  # too long, among others
+        return read_bytes(path, len(text.encode())) == text.encode()
+    return False
 
 
 @contextmanager
