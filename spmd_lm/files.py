@@ -80,7 +80,7 @@ def require_inside(path: Path) -> None:
     """OSError for a link that leads out of its directory; of a Hugging Face hub's cache, out of that model's.
 
     There a snapshot's files are links, models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH."""
-    directory, target = path.parent.resolve(), path.resolve()
+    directory, target = (Path(os.path.realpath(each)) for each in (path.parent, path))
     hub = (each for each in directory.parents if each.name.startswith("models--"))
     root = next((each for each in hub if directory.is_relative_to(each / "snapshots")), directory)
     if not target.is_relative_to(root):
