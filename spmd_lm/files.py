@@ -35,6 +35,15 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
+def is_name(path: str) -> bool:
+    """Whether a file can have this name, which says nothing of whether there is one."""
+    try:
+        os.lstat(path)
+    except (OSError, ValueError) as error:
+        return isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG
+    return True
+
+
 def read_bytes(path: str | Path, most: int) -> bytes:
     """The bytes of a regular file that has at most so many."""
     with open(open_regular(path), "rb") as file:

@@ -4,13 +4,16 @@ none ends it without a sentence."""
 import json
 import math
 import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
 from spmd_lm import files
+from spmd_lm.cli import VERBS, main
 from spmd_lm.config.load import TOKENIZER_DIR
+from spmd_lm.data.text_files import read_documents
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary
 from spmd_lm.errors import ConfigError, DataError, Exit, UserError
@@ -22,7 +25,7 @@ from spmd_lm.training import loop
 from tests.data.tokenizers.test_subwords import byte_level, wordpiece
 from tests.huggingface.small_models import HF_CONFIG, SMALL, make_directory, make_tensors
 from tests.training import test_loop
-from tests.training.test_loop import make_config
+from tests.training.test_loop import FakeProgram, make_config
 
 fake = test_loop.fake  # no step is compiled
 
@@ -343,3 +346,77 @@ def test_an_index_names_files_beside_it(model, name):
 def test_a_header_longer_than_any_is_refused(model):
     (model / "model.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
     assert "model.safetensors: damaged, or not safetensors: a header of 1,152,921," in not_imported(model)
+
+
+# --- inputs that never end --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loops(tmp_path):
+    """A directory with one text, and links that lead back, to a pipe and to nowhere."""
+    (tmp_path / "texts" / "inner").mkdir(parents=True)
+    (tmp_path / "texts" / "inner" / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "pipe")
+    for name, target in {"x": ".", "y": "..", "b.txt": "b.txt", "c.txt": "/dev/zero", "d.txt": "../pipe"}.items():
+        (tmp_path / "texts" / name).symlink_to(target)
+    return tmp_path / "texts"
+
+
+@pytest.mark.parametrize("pattern", ["", "*/*.txt", "**/*.txt", "**", "**/**/a.*", "in*/**/*"])
+def test_directories_that_contain_themselves_are_read_once(loops, pattern):
+    assert [document.text for document in read_documents([str(loops / pattern)])] == [b"text"]
+
+
+def test_data_that_never_ends_is_refused(loops):
+    for name in ("../pipe", "c.txt", "b.txt", "d.txt", "x" * 300, "a\0b", "**/*.md", "/dev/zero"):
+        with pytest.raises(DataError, match=r"^(data.validation_path=|.*: cannot be read: )"):
+            read_documents([os.path.join(loops, name)], "data.validation_path", (".jsonl",))
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"supervise"}))
+def test_names_that_no_file_has_are_told(verb, capsys):
+    for name in ("x" * 300, "a\0b"):
+        names = {"STEP": "1", "ACTION": "ls"}
+        assert main([verb, *(names.get(each, name) for each in VERBS[verb].positionals)]) == Exit.CONFIG
+        assert "no file can have this name" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run, to be copied."""
+    directory = tmp_path_factory.mktemp("runs") / "trained"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Program", FakeProgram)
+        patch.setattr(loop, "plan_report", test_loop.PLAN_REPORT)
+        loop.train(make_config(directory))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "code"),
+    [
+        ("config.yaml", ["eval", "RUN"], Exit.CONFIG),
+        ("config.yaml", ["replay", "RUN", "12"], Exit.CONFIG),
+        ("status.json", ["report", "RUN"], Exit.CHECKPOINT),
+        ("metrics.jsonl", ["report", "RUN"], Exit.CHECKPOINT),
+        ("config.yaml", ["report", "RUN"], Exit.DONE),
+        ("samples.txt", ["report", "RUN"], Exit.DONE),
+        ("checkpoints/12/record.json", ["ckpt", "verify", "RUN"], Exit.CHECKPOINT),
+    ],
+)
+def test_a_run_with_a_pipe_for_a_file_is_told(tmp_path, trained, capsys, name, line, code):
+    run = shutil.copytree(trained, tmp_path / "run")
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    assert main([str(run) if word == "RUN" else word for word in line]) == code
+    if code:
+        assert name in capsys.readouterr().err
+
+
+def test_training_is_refused_by_a_pipe_for_a_file(tmp_path, trained):
+    for name in ("status.json", "metrics.jsonl"):
+        run = shutil.copytree(trained, tmp_path / name.partition(".")[0])
+        (run / name).unlink()
+        os.mkfifo(run / name)
+        with pytest.raises(UserError, match=f"{name}: "):
+            loop.train(make_config(run, train__steps=14))
