@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from spmd_lm import files
+from spmd_lm.checkpoints import saved_run
+from spmd_lm.checkpoints.saved_run import check_vocabulary, restore_run
 from spmd_lm.cli import VERBS, main
 from spmd_lm.config.load import TOKENIZER_DIR
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.text_files import read_documents
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary
@@ -22,7 +25,7 @@ from spmd_lm.huggingface.transfer import import_hf
 from spmd_lm.reports.runs import write_report
 from spmd_lm.runtime.directories import is_locked, lock_directory, was_killed
 from spmd_lm.training import loop
-from tests.data.tokenizers.test_subwords import byte_level, wordpiece
+from tests.data.tokenizers.test_subwords import TINY, byte_level, wordpiece
 from tests.huggingface.small_models import HF_CONFIG, SMALL, make_directory, make_tensors
 from tests.training import test_loop
 from tests.training.test_loop import FakeProgram, make_config
@@ -420,3 +423,76 @@ def test_training_is_refused_by_a_pipe_for_a_file(tmp_path, trained):
         os.mkfifo(run / name)
         with pytest.raises(UserError, match=f"{name}: "):
             loop.train(make_config(run, train__steps=14))
+
+
+# --- vocabularies of a run --------------------------------------------------------------------------------------------
+
+
+def text_run(tmp_path, vocabulary: Path, **changes):
+    (tmp_path / "corpus.txt").write_text("wanted a want. " * 200)
+    data = {"source": "text", "path": str(tmp_path / "corpus.txt"), "tokenizer": str(vocabulary)}
+    made = make_config(tmp_path / "run", **changes).model_dump(by_alias=True) | {"data": data}
+    return RunConfig.model_validate(made)
+
+
+def vocabulary(directory: Path, *pieces: str) -> Path:
+    directory.mkdir()
+    return wordpiece(directory, *pieces)
+
+
+def test_a_vocabulary_without_an_end_finishes_its_run(tmp_path, monkeypatch, capsys):
+    prompts = []
+    monkeypatch.setattr(loop, "generate_text", lambda *arguments: prompts.extend(arguments[2]) or ["The end"])
+    config = text_run(tmp_path, vocabulary(tmp_path / "of", "[UNK]", "wanted", "a", "want", "."))
+    FakeProgram.at = {1: lambda: prompts.append("after the line") or 1}
+    assert loop.train(config) is Exit.DONE
+    assert (
+        "samples.txt leaves out the prompt '': this run's tokenizer has no token to start a" in capsys.readouterr().out
+    )
+    assert prompts == ["after the line", "The ", "def "]
+    assert (tmp_path / "run" / "samples.txt").read_text() == "The end\n"
+
+
+def test_prompts_with_tokens_that_the_model_lacks_are_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "generate_text", lambda *arguments: arguments[2])
+    config = text_run(tmp_path, "bytes")
+    (tmp_path / "corpus.txt").write_bytes(bytes([9, 10]) * 500)  # both below model.vocab, 16
+    assert loop.train(config) is Exit.DONE
+    said = capsys.readouterr().out
+    assert "leaves out the prompt 'The ': token 104 is not below model.vocab=16" in said and "prompt '':" not in said
+    assert (tmp_path / "run" / "samples.txt").read_text() == "\n"
+
+
+def test_a_checkpoint_is_used_with_its_own_vocabulary_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "sample", lambda run: "")
+    monkeypatch.setattr(saved_run, "Program", FakeProgram)
+    own, same = (vocabulary(tmp_path / name) for name in ("own", "same"))
+    other = vocabulary(tmp_path / "other", *reversed(TINY))
+    config = text_run(tmp_path, own)
+    assert loop.train(config) is Exit.DONE
+    file = str(tmp_path / "run" / "config.yaml")
+    for line in (["eval", file], ["generate", file], ["export", file, str(tmp_path / "out")]):
+        assert main([*line, f"data.tokenizer={other}"]) == Exit.CONFIG
+        assert f"data.tokenizer={other} is not the vocabulary of {tmp_path}/run" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    for found in (own, same):
+        assert restore_run(text_run(tmp_path, found))[2] == 12
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    with pytest.raises(ConfigError, match=f"Use data.tokenizer={own}, or another run"):
+        restore_run(text_run(tmp_path, other))
+    own.write_text("\n".join(reversed(TINY)))
+    with pytest.raises(ConfigError, match="is not the vocabulary"):
+        restore_run(config)
+
+
+def test_a_checkpoint_of_a_version_that_kept_no_hash(tmp_path):
+    own, other = vocabulary(tmp_path / "own"), vocabulary(tmp_path / "other", *reversed(TINY))
+    run, meta = tmp_path / "run", {"data": {}, "config": {"data": {"tokenizer": "bytes"}}}
+    with pytest.raises(ConfigError, match=r"Use data\.tokenizer=bytes"):
+        check_vocabulary(text_run(tmp_path, own), run, meta)
+    (run / TOKENIZER_DIR).mkdir(parents=True)
+    copy_vocabulary(str(own), run / TOKENIZER_DIR)
+    meta["config"]["data"]["tokenizer"] = str(own)
+    check_vocabulary(text_run(tmp_path, own), run, meta)
+    with pytest.raises(ConfigError, match=f"Use data.tokenizer={run}/tokenizer"):
+        check_vocabulary(text_run(tmp_path, other), run, meta)
