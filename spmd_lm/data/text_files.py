@@ -98,7 +98,7 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
 
 def _matches(pattern: str) -> Iterator[str]:
     """As glob.glob, except that `**` follows no links: two that lead back to their directory would match for ever."""
-    before, *after = re.split(r"(?<![^/])\*\*(?:/|$)", pattern, maxsplit=1)
+    before, *after = re.split(r"(?<![^/])(?:\*\*/)*\*\*(?:/|$)", pattern, maxsplit=1)
     if not after:
         yield from glob.iglob(pattern)
         return
