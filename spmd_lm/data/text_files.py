@@ -59,6 +59,12 @@ def read_documents(patterns: list[str], key: str = "data.path", suffixes: tuple[
     for pattern in patterns:
         for name, path in _find_files(pattern, key, suffixes):
             files.setdefault(path.resolve(), (name, path))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with _readable(Path(patterns[0]), key):
+        size = sum(path.stat().st_size for path in files)
+    if size > memory:
+        where = f"{key}={', '.join(patterns)}"
+        raise DataError(f"{where}: {size:,} bytes of text, but this host has {memory:,} of memory. Name fewer files.")
     documents = [_checked(Document(name, path, _read_bytes(path, key)), key) for name, path in files.values()]
     if not any(document.text for document in documents):
         raise DataError(f"{key}={', '.join(patterns)}: all {len(documents)} files are empty. Name files with text.")

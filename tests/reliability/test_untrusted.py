@@ -109,6 +109,9 @@ def test_the_copy_of_a_vocabulary_is_written_through_no_link(tmp_path, victim):
         (tmp_path / "copy" / name).symlink_to(victim)
     copy_vocabulary(str(wordpiece(tmp_path)), tmp_path / "copy")
     assert "[MASK]" in (tmp_path / "copy" / "vocab.txt").read_text()
+    (tmp_path / "link").symlink_to(tmp_path / "copy")
+    with pytest.raises(DataError, match="link: it is a link"):
+        copy_vocabulary(str(tmp_path), tmp_path / "link")
 
 
 # --- vocabularies -----------------------------------------------------------------------------------------------------
@@ -374,6 +377,13 @@ def test_data_that_never_ends_is_refused(loops):
     for name in ("../pipe", "c.txt", "b.txt", "d.txt", "x" * 300, "a\0b", "**/*.md", "/dev/zero"):
         with pytest.raises(DataError, match=r"^(data.validation_path=|.*: cannot be read: )"):
             read_documents([os.path.join(loops, name)], "data.validation_path", (".jsonl",))
+
+
+def test_more_text_than_memory_is_refused(tmp_path):
+    with open(tmp_path / "a.txt", "wb") as file:
+        file.truncate(2**43)
+    with pytest.raises(DataError, match=r"8,796,093,022,208 bytes of text, but this host has [\d,]+ of memory"):
+        read_documents([str(tmp_path)])
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"supervise"}))

@@ -88,6 +88,8 @@ def copy_vocabulary(name: str, directory: Path) -> None:
     copied = {path.name: path for path in _standard_files(name, vocabulary)}
     if os.path.isfile(Path(name).expanduser()):
         copied[_standard_name(vocabulary)] = vocabulary
+    if directory.is_symlink():
+        raise DataError(f"{directory}: it is a link, and may lead anywhere: remove it, or put a vocabulary there.")
     directory.mkdir(exist_ok=True)
     for file, path in copied.items():
         files.write_atomically(directory / file, _read_bytes(path))
