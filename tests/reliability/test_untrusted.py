@@ -5,8 +5,12 @@ import json
 import math
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +21,7 @@ from spmd_lm.cli import VERBS, main
 from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.text_files import read_documents
+from spmd_lm.data.tokenizers import trial
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary
 from spmd_lm.errors import ConfigError, DataError, Exit, UserError
@@ -24,6 +29,7 @@ from spmd_lm.huggingface.directory import copy_files, make_run_config, open_dire
 from spmd_lm.huggingface.transfer import import_hf
 from spmd_lm.reports.runs import write_report
 from spmd_lm.runtime.directories import is_locked, lock_directory, was_killed
+from spmd_lm.sweeps.jobs import LocalJobs
 from spmd_lm.training import loop
 from tests.data.tokenizers.test_subwords import TINY, byte_level, wordpiece
 from tests.huggingface.small_models import HF_CONFIG, SMALL, make_directory, make_tensors
@@ -74,6 +80,13 @@ def test_a_link_that_became_the_log_is_not_followed(tmp_path, victim):
     (tmp_path / "metrics.jsonl").symlink_to(victim)
     with pytest.raises(OSError, match="it is a link, and may lead anywhere"):
         files.open_regular(tmp_path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND)
+
+
+def test_the_output_of_a_cell_is_written_through_no_link(tmp_path, victim):
+    (tmp_path / "output.log").symlink_to(victim)
+    cell = SimpleNamespace(id="a", directory=tmp_path, config=make_config(tmp_path))
+    with pytest.raises(OSError, match="it is a link"):
+        LocalJobs().start(cell, 0)
 
 
 def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path, victim):
@@ -210,6 +223,21 @@ def test_a_text_that_a_tokenizer_cannot_encode_is_told(tmp_path):
     assert tokenizer.encode("a").tolist() == [0]
     with pytest.raises(DataError, match=r"cannot encode 'b': .*Missing \[UNK\] token"):
         tokenizer.encode("b")
+
+
+def test_a_stop_does_not_make_a_tokenizer_a_bad_one(tmp_path):
+    """A launcher may send SIGTERM to every process of a job."""
+    child = subprocess.Popen([sys.executable, "-P", trial.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    while not int(ignored_signals(child.pid), 16) >> (signal.SIGTERM - 1) & 1:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGTERM)
+    assert child.communicate(b"{")[0].startswith(b"EOF while parsing") and child.returncode == 1
+
+
+def ignored_signals(pid: int) -> str:
+    """As a hexadecimal mask."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("SigIgn:"))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "tokenizer_config.json"])

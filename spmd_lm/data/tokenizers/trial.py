@@ -4,7 +4,9 @@ Such a file can make Hugging Face's library, which is Rust, abort the process, r
 with 0 if it does none of it; what it prints on standard output says what is wrong."""
 
 import resource
+import signal
 import sys
+from contextlib import suppress
 
 MAX_MEMORY, MAX_SECONDS = 2**31, 6  # of address space; of one processor: a file of 29 MB took 0.6 s
 
@@ -13,9 +15,10 @@ SAMPLE += "".join(map(chr, range(1, 256)))
 
 
 def main() -> int:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS + 1))  # SIGXCPU, then SIGKILL
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # which mean the run, and say nothing of this file
+        signal.signal(number, signal.SIG_IGN)
+    for which, most in {"RLIMIT_CORE": 0, "RLIMIT_AS": MAX_MEMORY, "RLIMIT_CPU": MAX_SECONDS}.items():
+        limit(getattr(resource, which), most)
     text = sys.stdin.buffer.read().decode()
     try:
         from tokenizers import Tokenizer
@@ -35,6 +38,13 @@ def main() -> int:
         print(error)
         return 1
     return 0
+
+
+def limit(which: int, most: int) -> None:
+    """Where the system has such a limit: macOS has none of the address space."""
+    _, highest = resource.getrlimit(which)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(which, (most if highest == resource.RLIM_INFINITY else min(most, highest), highest))
 
 
 if __name__ == "__main__":

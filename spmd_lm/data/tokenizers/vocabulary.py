@@ -137,9 +137,9 @@ def _load_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 def _try(text: str) -> str:
     """What is wrong with a tokenizer.json, found by a process of its own; '' if nothing is."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
-    ended = subprocess.run(  # -P: the modules beside the program are not the child's
-        [sys.executable, "-P", trial.__file__], input=text.encode(), capture_output=True, env=environment
-    )
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # finds the same library
+    command = [sys.executable, "-P", trial.__file__]  # -P: the modules beside the program are not the child's
+    ended = subprocess.run(command, input=text.encode(), capture_output=True, env=environment, start_new_session=True)
     if ended.returncode == -signal.SIGXCPU:
         return f"it takes more than {trial.MAX_SECONDS} s"
     if ended.returncode < 0:
