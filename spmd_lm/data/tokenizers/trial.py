@@ -8,7 +8,7 @@ import signal
 import sys
 from contextlib import suppress
 
-MAX_MEMORY, MAX_SECONDS = 2**31, 6  # of address space; of one processor: a file of 29 MB took 0.6 s
+MAX_MEMORY, MAX_SECONDS = 2**31, 4  # of address space; of one processor: a file of 29 MB took 0.6 s
 
 SAMPLE = "The naïve fox, 12345 déjà-vu!\n\tdef f(x):\r\n    return x  # 漢字 🙂\n" + "a" * 64
 SAMPLE += "".join(map(chr, range(1, 256)))
