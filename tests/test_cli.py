@@ -277,9 +277,12 @@ def test_an_interrupt_prints_nothing(capsys, work):
         (["train", "debug.yml"], "debug.yml: no such file."),
         (["train", DEBUG, "run.dir=~nouser/x"], "expected ~ or the ~name of a user of this machine"),
         (["audit", DEBUG, "--topology", "v9z:4x4"], "'v9z' is not known. Known: cpu:8"),
-        (["bench", DEBUG, "--steps", "0"], "expected a whole number of at least 1, got '0'"),
+        (["bench", DEBUG, "--steps", "0"], "expected a whole number from 1 to 1,000,000, got '0'"),
         (["generate", DEBUG, "--top-p", "2"], "top_p=2.0: "),
-        (["generate", "absent.yaml", "--tokens", "-5"], "tokens=-5: ask for at least one"),  # before it looks for a run
+        (
+            ["generate", "absent.yaml", "--tokens", "-5"],
+            "tokens=-5: ask for 1 to 1,000,000",
+        ),  # before it looks for a run
         (["generate", DEBUG, "--prompt", "-def"], "expected one argument. Write --prompt=-def."),
         (["generate", DEBUG, "--prompt"], "expected one argument. See spmd-lm generate --help."),
     ],

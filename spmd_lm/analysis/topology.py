@@ -41,6 +41,8 @@ GPUS = {
     "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 84_942_979_072, 3_352_320_000_000, 50 << 20, 228 << 10, 1.98),
     "h200": Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 151_397_597_184, 4_800_000_000_000, 50 << 20, 228 << 10, 1.98),
 }
+MOST_DEVICES = 2**16
+
 KNOWN = (
     "Known: cpu:8 (simulated devices); "
     + ", ".join(f"{kind}:{'4x4x4' if len(tpu.host_bounds) == 3 else '16x16'}" for kind, tpu in TPUS.items())
@@ -99,9 +101,9 @@ class Topology:
 
 def parse_topology(text: str) -> Topology:
     """Raises ConfigError if `text` names no hardware that exists."""
-    match = re.fullmatch(r"(?:([0-9]+)\*)?([a-z]\w*):([0-9]+(?:x[0-9]+)*)", text)
+    match = re.fullmatch(r"(?:([0-9]{1,18})\*)?([a-z]\w*):([0-9]{1,18}(?:x[0-9]{1,18}){,3})", text)
     if not match:
-        raise ConfigError(f"--topology {text}: not the form of a topology. {KNOWN}")
+        raise ConfigError(f"--topology {text:.40}: not the form of a topology. {KNOWN}")
     topology = Topology(kind=match[2], shape=tuple(map(int, match[3].split("x"))), slices=int(match[1] or 1))
     if problem := _problem(topology):
         raise ConfigError(f"--topology {text}: {problem}. {KNOWN}")
@@ -122,6 +124,8 @@ def _problem(topology: Topology) -> str | None:
             return f"hosts of {kind} do not divide {', '.join(undivided)}"
         if max(shape) > tpu.max_length:
             return f"no slice of {kind} is {max(shape)} chips long"
+    if topology.size > MOST_DEVICES:
+        return f"{topology.size:,} devices, of at most {MOST_DEVICES:,}"
     return None
 
 

@@ -41,12 +41,14 @@ from spmd_lm.checkpoints.storage import OrbaxStorage, Response, Storage
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
 from spmd_lm.parallel.trees import Tree, leaves_by_path
+from spmd_lm.runtime.formatting import format_bytes, parse_count
 from spmd_lm.runtime.processes import collect
 from spmd_lm.step.state import OPTIONAL_FIELDS
 
 Config = dict[str, Any]  # a RunConfig as JSON
 Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.query'
 
+MAX_LINES = 50  # of differences between states
 SAVING, CORRUPT, FOREIGN, DELETING = ".saving", ".corrupt", ".foreign", ".deleting"  # after a step's number
 
 
@@ -102,8 +104,8 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, damaged ones included, ascending.  A directory that holds no checkpoint
         does not count, whatever its name; nor does another run's, if run_id is known."""
-        names = [path.name for path in self.directory.glob("*") if path.name.isdecimal()]
-        return sorted(step for step in {*map(int, names)} if str(step) in names and self._is_ours(step))
+        steps = [parse_step(path.name) for path in self.directory.glob("*")]
+        return sorted(step for step in steps if step is not None and self._is_ours(step))
 
     def _is_ours(self, step: int) -> bool:
         """Whether it is a checkpoint, and of no other run."""
@@ -124,7 +126,7 @@ class Checkpointer:
     def foreign(self) -> list[str]:
         """The names of files and directories that could be a checkpoint's, but are none."""
         names = [path.name for path in self.directory.glob("*") if path.name.isdecimal()]
-        return sorted(name for name in names if not _is_checkpoint(self.directory / name))
+        return sorted(name for name in names if parse_step(name) is None or not _is_checkpoint(self.directory / name))
 
     def latest_step(self) -> int | None:
         return max(self.steps(), default=None)
@@ -285,8 +287,8 @@ class Checkpointer:
         """Deletes what a killed process was saving or deleting."""
         for path in self.directory.glob("*"):
             number, _, rest = path.name.partition(".")
-            if number.isdecimal() and f".{rest}".startswith((SAVING, DELETING)):
-                shutil.rmtree(path)
+            if parse_step(number) is not None and f".{rest}".startswith((SAVING, DELETING)):
+                _delete(path)
 
     def quarantine(self, damage: DamagedCheckpointError) -> None:
         """Moves a damaged checkpoint aside, and says so.  Called in all processes of the job."""
@@ -375,6 +377,12 @@ def _is_checkpoint(path: Path) -> bool:
     return any((path / name).exists() for name in (RECORD_FILE, "state"))
 
 
+def parse_step(name: str) -> int | None:
+    """The step of the checkpoint whose directory has this name; None if no checkpoint has it."""
+    step = parse_count(name)
+    return step if str(step) == name else None
+
+
 def new_run_id() -> str:
     """Random, the same in all processes of the job."""
     return collect("run_id", secrets.token_hex(8))[0]
@@ -390,13 +398,21 @@ def move_aside(path: Path, suffix: str) -> Path:
 
 def _delete(path: Path) -> None:
     try:
-        shutil.rmtree(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:  # a link alone, not what it leads to
+            path.unlink()
     except OSError as error:
         what = f"{error.filename or path} cannot be deleted: {error.strerror}"
         raise CheckpointError(f"{what}. Delete it: newer checkpoints are complete.") from error
 
 
 def _one_leaf(record: CheckpointRecord, path: str) -> dict[str, Tree]:
+    """CheckpointError if it is larger than this host's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (size := record.leaves[path].size) > memory:
+        what = f"{format_bytes(size)}, more than the {format_bytes(memory)} of memory here"
+        raise CheckpointError(f"step {record.step}: {path} has {what}. Read it on a larger host.")
     leaf, device = record.leaves[path], SingleDeviceSharding(jax.devices()[0])
     return unflatten_dict({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)}, sep=".")
 
@@ -426,4 +442,5 @@ def _differences(saved: Shapes, expected: Shapes) -> list[str]:
         return "nothing" if leaf is None else f"{leaf.dtype}{[*leaf.shape]}"
 
     names = sorted({name for name, _ in saved.items() ^ expected.items()})
-    return [f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}" for name in names]
+    lines = [f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}" for name in names]
+    return lines[:MAX_LINES] + [f"  and {len(lines) - MAX_LINES} more"] * (len(lines) > MAX_LINES)

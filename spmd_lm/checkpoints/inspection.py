@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from spmd_lm.checkpoints.checkpointer import SAVING, Checkpointer
+from spmd_lm.checkpoints.checkpointer import SAVING, Checkpointer, parse_step
 from spmd_lm.checkpoints.record import CheckpointRecord, file_sizes, read_record
 from spmd_lm.checkpoints.storage import ShardStorage, part_paths
 from spmd_lm.config.load import CONFIG_FILE, load
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from spmd_lm.runtime.formatting import abbreviate, format_bytes
+from spmd_lm.runtime.formatting import abbreviate, format_bytes, parse_count
 from spmd_lm.runtime.metrics import Status
 
 Json = dict[str, Any]  # JSON
@@ -47,7 +47,7 @@ def list_checkpoints(tiers: list[Checkpointer]) -> list[Json]:
     reports = []
     for checkpoints in tiers:
         unfinished = [path.name.partition(".")[0] for path in checkpoints.directory.glob(f"*{SAVING}*")]
-        steps = {*map(int, filter(str.isdecimal, unfinished))} - {*checkpoints.steps()}
+        steps = {step for step in map(parse_step, unfinished) if step is not None} - {*checkpoints.steps()}
         reports += [describe(checkpoints, step) for step in checkpoints.steps()]
         reports += [_report(checkpoints, step, UNCOMMITTED) for step in steps]
     return sorted(reports, key=lambda report: report["step"])
@@ -128,9 +128,9 @@ def parse_run_at_step(text: str) -> tuple[Checkpointer, int]:
     """RUN@STEP, or RUN for its newest."""
     run, at, step = text.rpartition("@")
     checkpoints = open_checkpoints(Path(run if at else text))
-    if at and not step.isdecimal():
-        raise ConfigError(f"{text}: '{step}' is not a step. Write RUN@STEP, as in {run}@100.")
-    return checkpoints, require_step(checkpoints, int(step) if at else None)
+    if at and parse_count(step) is None:
+        raise ConfigError(f"{run}@{step:.40}: this is not a step. Write RUN@STEP, as in {run}@100.")
+    return checkpoints, require_step(checkpoints, parse_count(step) if at else None)
 
 
 def require_step(checkpoints: Checkpointer, step: int | None) -> int:

@@ -5,11 +5,12 @@ else is known to be complete, so a directory without one is no checkpoint."""
 
 import hashlib
 import math
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from spmd_lm.errors import DamagedCheckpointError
 from spmd_lm.files import parse_json, read_bytes, write_atomically
@@ -20,14 +21,19 @@ MAX_RECORD_BYTES = 2**26  # of it; a thousand arrays in ten thousand files have 
 Meta = dict[str, Any]  # JSON: config, data, versions
 
 
+MAX_LEAVES = 10_000
+LeafPath = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$", max_length=1000)]
+"""As in 'params.blocks.attention.query'."""
+
+
 class SavedLeaf(BaseModel):
     """One array of the state."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    shape: list[int]  # canonical
-    dtype: str
-    fingerprint: str  # of checkpoints/fingerprint.py
+    shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=32)]  # canonical
+    dtype: Annotated[str, Field(pattern=r"^(bool|(u?int|float)(8|16|32|64)|bfloat16)$")]
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]  # of checkpoints/fingerprint.py
 
     @property
     def size(self) -> int:
@@ -41,8 +47,26 @@ class CheckpointRecord(BaseModel):
     step: int
     run_id: str  # random, of the run that saved it
     meta: Meta
-    leaves: dict[str, SavedLeaf]  # by path, as in 'params.blocks.attention.query'
+    leaves: Annotated[dict[LeafPath, SavedLeaf], Field(max_length=MAX_LEAVES)]
     files: dict[str, int]  # bytes, by path in the checkpoint's directory; without the record itself
+
+    @field_validator("meta")
+    @classmethod
+    def _holds_a_position(cls, meta: Meta) -> Meta:
+        config, data = meta["config"], meta["data"]
+        if not (isinstance(config, dict) and all(isinstance(section, dict) for section in config.values())):
+            raise ValueError("config: expected sections")
+        if not (isinstance(data["samples"], int) and isinstance(data["fingerprint"], str)):
+            raise ValueError("data: expected samples and a fingerprint")
+        return meta
+
+    @field_validator("leaves")
+    @classmethod
+    def _are_leaves(cls, leaves: dict[str, SavedLeaf]) -> dict[str, SavedLeaf]:
+        nodes = {path[: dot.start()] for path in leaves for dot in re.finditer(r"\.", path)}
+        if both := nodes & leaves.keys():
+            raise ValueError(f"{min(both)}: a leaf has leaves")
+        return leaves
 
     @property
     def size(self) -> int:
@@ -67,7 +91,7 @@ def read_record(directory: Path) -> CheckpointRecord:
         record = CheckpointRecord(**parse_json(line))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise DamagedCheckpointError(directory, f"{RECORD_FILE} is missing") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         reason = "of another version" if isinstance(error, ValidationError) else error
         raise DamagedCheckpointError(directory, f"{RECORD_FILE}: {reason}") from error
     if str(record.step) != directory.name:

@@ -15,7 +15,7 @@ from spmd_lm.checkpoints.record import Meta
 from spmd_lm.config.load import saved_tokenizer
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
-from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.outputs import print_line
 from spmd_lm.step.program import Program
@@ -66,7 +66,7 @@ def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tre
     checkpoints = Checkpointer(config.run.directory / "checkpoints", config.checkpoint, log=warn)
 
     def read(step: int) -> tuple[Program, Tree, int]:
-        meta = checkpoints.meta(step)
+        meta = checked_meta(checkpoints, step)
         check_compatible(meta["config"], config.model_dump(by_alias=True), checkpoints.directory)
         check_vocabulary(config, config.run.directory, meta if step else None)
         program = Program(config)
@@ -113,6 +113,41 @@ def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> N
     raise ConfigError(
         f"data.tokenizer={name} is not the vocabulary of {directory}, whose ids its model was trained on. {advice}"
     )
+
+
+READ_KEYS = (("model.width", int), ("model.context", int), ("objective.kind", str), ("train.log_every", int))
+"""Of a saved config, beside its comparison with today's; and their types."""
+
+
+def check_saved_config(saved: Config, directory: Path) -> None:
+    """CheckpointError if this is no config of a run."""
+    flat = flatten_dict(saved, sep=".")
+    wrong = [key for key, kind in READ_KEYS if not (isinstance(flat.get(key), kind) and flat[key])]
+    wrong += [section for section in ("run", "data", "parallel") if section not in saved]
+    if wrong:
+        what = f"the configuration in its newest checkpoint has no {', '.join(wrong)}"
+        raise CheckpointError(f"{directory}: {what}. Restore the checkpoint from a copy, or choose another run.")
+
+
+def checked_meta(checkpoints: Checkpointer, step: int) -> Meta:
+    """The meta that was saved with `step`, whose config is one of a run."""
+    meta = checkpoints.meta(step)
+    check_saved_config(meta["config"], checkpoints.directory)
+    return meta
+
+
+def check_data(meta: Meta, config: RunConfig, fingerprint: str, name: str) -> list[str]:
+    """Messages about data that changed since a checkpoint was saved.  DataError unless data.allow_change is set.
+
+    fingerprint and name are those of today's data.  An imported checkpoint has seen none."""
+    saved = meta["data"]["fingerprint"]
+    if not meta["data"]["samples"] or saved == fingerprint:
+        return []
+    problem = f"{config.run.directory}: its data is not what it was trained on so far: sha256 {saved[:12]} then, "
+    problem += f"{fingerprint[:12]} now ({name})."
+    if config.data.allow_change:
+        return [f"{problem} It goes on with what is there now: data.allow_change=true."]
+    raise DataError(f"{problem} Bring the old data back, or set data.allow_change=true to go on with the new.")
 
 
 def check_warm_start(saved: Config, config: Config, directory: Path) -> None:

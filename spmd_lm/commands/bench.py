@@ -5,6 +5,8 @@ import argparse
 from spmd_lm.commands.common import Arguments, at_least, load_configuration, write_result
 from spmd_lm.runtime.devices import set_up_devices
 
+MOST_STEPS = 1_000_000
+
 
 def run(arguments: Arguments) -> int:
     config = set_up_devices(load_configuration(arguments))
@@ -15,5 +17,9 @@ def run(arguments: Arguments) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=at_least(1), default=10, metavar="N", help="timed steps (default 10)")
-    parser.add_argument("--warmup", type=at_least(0), default=2, metavar="N", help="steps before them (default 2)")
+    parser.add_argument(
+        "--steps", type=at_least(1, MOST_STEPS), default=10, metavar="N", help="timed steps (default 10)"
+    )
+    parser.add_argument(
+        "--warmup", type=at_least(0, MOST_STEPS), default=2, metavar="N", help="steps before them (default 2)"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd_lm.errors import ConfigError, Exit, OutputError
-from spmd_lm.runtime.formatting import to_json
+from spmd_lm.runtime.formatting import MOST, parse_count, to_json
 from spmd_lm.runtime.outputs import silence
 
 if TYPE_CHECKING:
@@ -68,12 +68,13 @@ def add_fallback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fallback", action="store_true", help=help)
 
 
-def at_least(low: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least `low`."""
+def at_least(low: int, most: int = MOST) -> Callable[[str], int]:
+    """An argparse type: a whole number from `low` to `most`."""
 
     def count(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least {low}, got '{text}'")
-        return int(text)
+        number = parse_count(text, most)
+        if number is None or number < low:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {most:,}, got '{text:.40}'")
+        return number
 
     return count

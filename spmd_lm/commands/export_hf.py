@@ -6,6 +6,7 @@ from pathlib import Path
 from spmd_lm.commands.common import Arguments, add_fallback, load_configuration, write_result
 from spmd_lm.runtime.devices import set_up_devices
 from spmd_lm.runtime.directories import require_absent_or_empty
+from spmd_lm.runtime.formatting import parse_count
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -29,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def size(text: str) -> int:
     """Bytes, written as 5GB or 500MB; in powers of 1000, as Hugging Face counts."""
-    digits, unit = text[:-2], text[-2:].upper()
-    if unit not in UNITS or not digits.isdecimal() or not int(digits):
-        raise argparse.ArgumentTypeError(f"expected a size as 5GB, 500MB or 64KB, got '{text}'")
-    return int(digits) * UNITS[unit]
+    number, unit = parse_count(text[:-2]), text[-2:].upper()
+    if unit not in UNITS or not number:
+        raise argparse.ArgumentTypeError(f"expected a size as 5GB, 500MB or 64KB, got '{text:.40}'")
+    return number * UNITS[unit]

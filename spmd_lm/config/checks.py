@@ -6,6 +6,7 @@ that satisfy the check."""
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -190,6 +191,26 @@ def profiled_steps_are_taken(train: Train) -> Problems:
             yield use(problem, f"train.profile={{steps: [{first}, {min(max(first, last), train.steps)}]}}")
 
 
+MOST_NUMBERS = 2**60  # of one array: XLA counts its bytes in 63 bits
+
+
+def arrays_can_be_counted(model: Model, train: Train) -> Problems:
+    m, rows = model, train.batch * model.context
+    arrays = {
+        f"{m.layers=} x {m.width=} x mlp_width={m.mlp_dim}": m.layers * m.width * m.mlp_dim,
+        f"{m.vocab=} x {m.width=}": m.vocab * m.width,
+        f"{m.context=} x {m.width=}": m.context * m.width,
+        f"{train.batch=} x {m.context=} x {m.layers=} x {m.width=}": rows * m.layers * m.width,
+        f"{train.batch=} x {m.heads=} x {m.context=}^2": rows * m.heads * m.context,
+        f"{train.batch=} x {m.context=} x {m.vocab=}": rows * m.vocab,
+    }
+    for what, numbers in arrays.items():
+        if numbers > MOST_NUMBERS:
+            what = re.sub(r"\bm\.", "model.", what)
+            yield f"{what}: an array of {numbers:.1e} numbers, of at most {MOST_NUMBERS:.1e}. Use smaller values."
+            return
+
+
 CHECKS: tuple[Callable[..., Problems], ...] = (
     heads_divide_width,
     *layout_checks.CHECKS,
@@ -203,6 +224,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     profiled_steps_are_taken,
     precisions_suit_each_other,
     kernel_supports_model,
+    arrays_can_be_counted,
 )
 
 

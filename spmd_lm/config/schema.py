@@ -187,6 +187,7 @@ class ExtractiveQA(Objective):
 class Data(Section):
     source: str  # declared here, so that it is written before the other keys
     tokenizer: ValidPath = "bytes"  # or the path of a vocabulary: data/tokenizers/vocabulary.py
+    allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
 
 
 class Documents(Data):
@@ -236,6 +237,7 @@ class Synthetic(Section):
 
     source: Literal["synthetic"]
     branching: Count = 4  # successors of a token
+    allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
 
     @property
     def entropy(self) -> float:

@@ -5,6 +5,8 @@ import math
 
 from spmd_lm.errors import ConfigError
 
+MOST_TOKENS = 1_000_000
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -19,8 +21,8 @@ class Sampling:
 
     def __post_init__(self):
         problems = []
-        if self.tokens < 1:
-            problems.append(f"tokens={self.tokens}: ask for at least one")
+        if not 1 <= self.tokens <= MOST_TOKENS:
+            problems.append(f"tokens={self.tokens}: ask for 1 to {MOST_TOKENS:,}")
         if self.temperature and not 1e-6 <= self.temperature < math.inf:  # far smaller ones are 0 in float32
             problems.append(f"temperature={self.temperature}: use 0 for greedy sampling, or at least 1e-6")
         if self.top_k < 0:

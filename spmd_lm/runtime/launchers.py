@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.formatting import parse_count
 
 ADDRESS, NUM_PROCESSES, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 LOCALHOST = "127.0.0.1"
+MOST_PROCESSES = 2**20
 
 Environment = Mapping[str, str]
 
@@ -48,9 +50,10 @@ def detect_process(environment: Environment) -> ProcessInfo | None:
     if process.coordinator_address is None:
         what = f"{process.num_processes} processes, and {ADDRESS} is not set"
         raise ConfigError(f"{what}: each process would train alone. Set it to host:port of the first one.")
-    match = re.fullmatch(r".+:(\d+)", process.coordinator_address)
+    match = re.fullmatch(r"\S{1,255}:([0-9]{1,5})", process.coordinator_address)
     if not match or int(match[1]) not in range(1, 2**16):
-        raise ConfigError(f"{ADDRESS}={process.coordinator_address}: expected host:port, as in {LOCALHOST}:1234.")
+        given = f"{process.coordinator_address:.300}"
+        raise ConfigError(f"{ADDRESS}={given}: expected host:port, as in {LOCALHOST}:1234.")
     if process.on_one_host:
         process = replace(process, local_processes=process.num_processes, local_id=process.process_id)
     return process
@@ -73,28 +76,37 @@ def _from_jax(environment: Environment) -> ProcessInfo | None:
 
 def _from_slurm(environment: Environment) -> ProcessInfo | None:
     """A task of a step, as srun starts it; sbatch's own script is no step."""
-    if "SLURM_STEP_NODELIST" not in environment or environment["SLURM_STEP_NUM_TASKS"] == "1":
+    if "SLURM_STEP_NODELIST" not in environment or environment.get("SLURM_STEP_NUM_TASKS") == "1":
         return None
-    tasks = _tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
-    processes = int(environment["SLURM_STEP_NUM_TASKS"])
+    processes = _required(environment, "SLURM_STEP_NUM_TASKS", 1)
+    process_id, local_id, node, step = (
+        _required(environment, f"SLURM_{name}", 0) for name in ("PROCID", "LOCALID", "NODEID", "STEP_ID")
+    )
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if (tasks := _tasks_of_node(per_node, node)) is None or process_id >= processes:
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={per_node:.40} has no node SLURM_NODEID={node}, or SLURM_PROCID={process_id} "
+            f"is not below SLURM_STEP_NUM_TASKS={processes}. Start it with srun, or unset SLURM_STEP_NODELIST."
+        )
     if tasks == processes:
         host = LOCALHOST
     else:
         # Where srun ran, if only SLURM knows the node by this name: sbatch's script runs on the first node.
         hosts = _first_node(environment["SLURM_STEP_NODELIST"]), environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
         host = next(filter(_resolves, hosts), "")
-    port = _port(environment["SLURM_JOB_ID"], int(environment["SLURM_STEP_ID"]))
+    port = _port(environment.get("SLURM_JOB_ID", ""), step)
     address = f"{host}:{port}" if host else None
-    return ProcessInfo(processes, int(environment["SLURM_PROCID"]), address, tasks, int(environment["SLURM_LOCALID"]))
+    return ProcessInfo(processes, process_id, address, tasks, local_id)
 
 
 def _from_open_mpi(environment: Environment) -> ProcessInfo | None:
     """A rank that mpirun started; on several hosts it does not say where rank 0 is."""
-    names = ("WORLD_SIZE", "WORLD_RANK", "WORLD_LOCAL_SIZE", "WORLD_LOCAL_RANK")
-    values = [int(environment.get(f"OMPI_COMM_{name}", "1")) for name in names]
-    processes, process_id, local_processes, local_id = values
-    if processes == 1:
+    if environment.get("OMPI_COMM_WORLD_SIZE", "1") == "1":
         return None
+    processes, local_processes = (_required(environment, f"OMPI_COMM_WORLD_{name}SIZE", 1) for name in ("", "LOCAL_"))
+    process_id, local_id = (_required(environment, f"OMPI_COMM_WORLD_{name}RANK", 0) for name in ("", "LOCAL_"))
+    if process_id >= processes:
+        raise ConfigError(f"OMPI_COMM_WORLD_RANK={process_id} is not below OMPI_COMM_WORLD_SIZE={processes}.")
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
     address = f"{LOCALHOST}:{_port(job)}" if local_processes == processes and job else None
     return ProcessInfo(processes, process_id, address, local_processes, local_id)
@@ -102,13 +114,17 @@ def _from_open_mpi(environment: Environment) -> ProcessInfo | None:
 
 def _first_node(text: str) -> str:
     """SLURM's `n[004-006,009],m1` begins with n004."""
-    return "".join(re.findall(r"^([^,[]+)(?:\[(\d+))?", text)[0])
+    found = re.match(r"([^,[]+)(?:\[(\d+))?", text)
+    return "".join(filter(None, found.groups())) if found else ""
 
 
-def _tasks_per_node(text: str) -> list[int]:
-    """SLURM's `2(x3),1` is [2, 2, 2, 1]."""
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, nodes in runs for _ in range(int(nodes or 1))]
+def _tasks_of_node(text: str, node: int) -> int | None:
+    """SLURM's `2(x3),1` are 2, 2, 2 and 1 tasks on nodes 0 to 3; None for a node that it does not have."""
+    for tasks, nodes in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", text):
+        if node < (count := int(nodes or 1)):
+            return int(tasks)
+        node -= count
+    return None
 
 
 def _port(job: str, step: int = 0) -> int:
@@ -124,7 +140,16 @@ def _resolves(host: str) -> bool:
 
 
 def _integer(environment: Environment, name: str, meaning: str, minimum: int) -> int | None:
-    text = environment.get(name)
-    if text is not None and (not text.isdecimal() or int(text) < minimum):
-        raise ConfigError(f"{name}={text}: expected {meaning}.")
-    return None if text is None else int(text)
+    if (text := environment.get(name)) is None:
+        return None
+    number = parse_count(text, MOST_PROCESSES)
+    if number is None or number < minimum:
+        raise ConfigError(f"{name}={text:.40}: expected {meaning}, at most {MOST_PROCESSES:,}.")
+    return number
+
+
+def _required(environment: Environment, name: str, minimum: int) -> int:
+    """What a launcher sets in every process."""
+    if (number := _integer(environment, name, f"a whole number from {minimum}", minimum)) is None:
+        raise ConfigError(f"{name} is not set, but other variables of its launcher are. Start the job with it again.")
+    return number

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import spmd_lm
 from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.runtime.formatting import parse_count
 from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS_ID, ProcessInfo, detect_process
 from spmd_lm.runtime.outputs import flush_streams, print_line
 
@@ -188,7 +189,9 @@ def own_gpus(process: ProcessInfo) -> list[int] | None:
 def in_tpu_slice(environment: Mapping[str, str]) -> bool:
     """Whether this is a worker of a Cloud TPU, of one host or many; a notebook's TPU has no job."""
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
-    if "," in hosts or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1:
+    if (slices := parse_count(text := environment.get("MEGASCALE_NUM_SLICES", "1"))) is None:
+        raise ConfigError(f"MEGASCALE_NUM_SLICES={text:.40}: expected the number of TPU slices. Unset it elsewhere.")
+    if "," in hosts or slices > 1:
         return True
     if hosts or environment.keys() & {"TPU_SKIP_MDS_QUERY", "COLAB_RELEASE_TAG"}:
         return False

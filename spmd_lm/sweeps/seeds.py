@@ -16,6 +16,7 @@ from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.sweeps.cells import Cell
 from spmd_lm.sweeps.jobs import LocalJobs
 from spmd_lm.sweeps.sweep import check_recipes, run_cells
+from spmd_lm.sweeps.sweep_file import MOST_CELLS
 
 
 def train_seeds(
@@ -27,6 +28,8 @@ def train_seeds(
     Returns the exit code and, if all are done, each metric of the last evaluation by seed, with its median."""
     if not config.train.eval_every:
         raise ConfigError("--seeds with train.eval_every=0: there is nothing to compare. Set train.eval_every.")
+    if count > MOST_CELLS:
+        raise ConfigError(f"--seeds {count}: at most {MOST_CELLS:,}, as many as a sweep has cells.")
     if config.train.seed + count > 2**32:
         what = f"train.seed={config.train.seed} with --seeds {count}"
         raise ConfigError(f"{what}: seeds are below 2**32. Lower train.seed.")

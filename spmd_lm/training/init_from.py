@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.saved_run import check_vocabulary, check_warm_start, newest_readable, warn
+from spmd_lm.checkpoints.saved_run import check_vocabulary, check_warm_start, checked_meta, newest_readable, warn
 from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
@@ -38,7 +38,7 @@ class PretrainedRun:
 
     def _read(self, step: int) -> dict[str, jax.Array]:
         program, config = self.program, self.program.config
-        meta = self.checkpoints.meta(step)
+        meta = checked_meta(self.checkpoints, step)
         saved = meta["config"]
         check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
         check_vocabulary(config, self.directory, meta if step else None)

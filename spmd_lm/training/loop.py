@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from spmd_lm.checkpoints.saved_run import check_data
 from spmd_lm.config.schema import Data, RunConfig, Synthetic
 from spmd_lm.data.corpus import Corpus, load_data, make_loader
 from spmd_lm.data.loader import Loader
@@ -74,38 +75,41 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
         progress.log(*map(str, program.xla_options))
     with mark_failed(status, clock):
         with clock.time("init"):
-            # Both loaders and the run to initialize from may refuse the config, before any file is written.
+            # The run to initialize from and the data may refuse the config, before any file is written.
             init_from = config.run.init_from if run_dir.saved_step is None else None
             pretrained = PretrainedRun(program, Path(init_from).expanduser(), fallback) if init_from else None
-            corpus = load_data(config.data, config.train.seed, config.model.vocab)
-            vocabulary = vocabulary_hash(config.data.tokenizer) if isinstance(config.data, Data) else ""
-            require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
-            loader = make_loader(config, corpus, "training")
-            validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
-            left_out = [
-                f"samples.txt leaves out the prompt {prompt!r}: {why}"
-                for prompt, why in unreadable_prompts(config, corpus).items()
-            ]
-            progress.log(corpus.describe(), *messages, *left_out)
-            state = initial_state(run_dir, program, pretrained, corpus, progress)
+            corpus, vocabulary, loader, validation = open_data(run_dir, progress, messages)
+            state = initial_state(run_dir, program, pretrained, progress)
         run_dir.tiers.forget_after(status.step)
         with run_dir.open_files(status, progress.log) as metrics_log:
-            tiers = run_dir.tiers
-            run = TrainingRun(
-                program, corpus, validation, tiers, status, clock, metrics_log, progress, state, vocabulary
-            )
+            fixed = program, corpus, vocabulary, validation, run_dir.tiers
+            run = TrainingRun(*fixed, status, clock, metrics_log, progress, state)
             if run.replica_check and not run.replica_check.has_copies():
                 progress.log("train.replica_check_every: this layout has one copy of each array: nothing to compare.")
             train_steps(run, loader, signals)
             return finish(run) if run.step >= config.train.steps else stop(run, signals)
 
 
+def open_data(
+    run_dir: RunDir, progress: Progress, messages: list[str]
+) -> tuple[Corpus | TaskDataset, str, Loader, Loader | None]:
+    """The data, the hash of its vocabulary, and the loaders of training and validation; messages: logged with it."""
+    config = run_dir.config
+    corpus = load_data(config.data, config.train.seed, config.model.vocab)
+    vocabulary = vocabulary_hash(config.data.tokenizer) if isinstance(config.data, Data) else ""
+    require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
+    loader = make_loader(config, corpus, "training")
+    validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
+    progress.log(corpus.describe(), *messages)
+    for prompt, why in unreadable_prompts(config, corpus).items():
+        progress.log(f"samples.txt leaves out the prompt {prompt!r}: {why}")
+    if run_dir.saved_step is not None:
+        progress.log(*check_data(run_dir.meta, config, corpus.fingerprint, corpus.name))
+    return corpus, vocabulary, loader, validation
+
+
 def initial_state(
-    run_dir: RunDir,
-    program: Program,
-    pretrained: PretrainedRun | None,
-    corpus: Corpus | TaskDataset,
-    progress: Progress,
+    run_dir: RunDir, program: Program, pretrained: PretrainedRun | None, progress: Progress
 ) -> TrainState:
     """The newest saved state, or the state before the first step, on devices."""
     saved_step = run_dir.saved_step
@@ -115,9 +119,7 @@ def initial_state(
     is_local = run_dir.checkpoints is run_dir.tiers.local
     where = f", from {run_dir.checkpoints.path(saved_step)}" if is_local else ""
     progress.log(f"resuming after step {saved_step} of {progress.steps}{where}")
-    canonical, meta = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
-    if meta["data"]["samples"] and meta["data"]["fingerprint"] != corpus.fingerprint:
-        progress.log("The text is not the one that this run was trained on so far: its batches differ from here on.")
+    canonical, _ = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
     return program.from_canonical(canonical)
 
 

@@ -10,7 +10,7 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.fingerprint import fingerprints
-from spmd_lm.checkpoints.saved_run import check_compatible, warn
+from spmd_lm.checkpoints.saved_run import check_compatible, check_data, checked_meta, warn
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.errors import CheckpointError, ConfigError
@@ -35,16 +35,22 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
             f"{checkpoints.directory}: no checkpoint before step {step}. Steps: {checkpoints.steps()}."
         )
     start = earlier[-1]
-    check_compatible(checkpoints.meta(start)["config"], config.model_dump(by_alias=True), checkpoints.directory)
+    saved = checked_meta(checkpoints, start)["config"]
+    check_compatible(saved, config.model_dump(by_alias=True), checkpoints.directory)
     logged = {record["step"]: record for record in read_records(config.run.directory / "metrics.jsonl")}
     is_saved = step in checkpoints.steps()
+    if step > max([*logged, *checkpoints.steps()]):
+        raise ConfigError(f"{config.run.directory}: step {step} was neither logged nor saved: the run ended before it.")
     if not is_saved and not any(COMPARED[0] in logged.get(each, {}) for each in range(start + 1, step + 1)):
         raise ConfigError(f"{config.run.directory}: nothing of steps {start + 1} to {step} was logged or saved.")
 
+    data = load_data(config.data, config.train.seed, config.model.vocab)
+    for line in check_data(checkpoints.meta(start), config, data.fingerprint, data.name):
+        warn(line)
     program = Program(config)
     canonical, _ = checkpoints.restore(start, program.abstract_canonical())
     state, compared = program.from_canonical(canonical), []
-    loader = make_loader(config, load_data(config.data, config.train.seed, config.model.vocab), "training")
+    loader = make_loader(config, data, "training")
     for number in range(start + 1, step + 1):
         state, metrics = program.step(state, loader.batch(number - 1, program.batch_shardings))
         values = {name: jax.device_get(metrics[name]).item() for name in COMPARED}

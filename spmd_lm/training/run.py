@@ -41,6 +41,7 @@ class TrainingRun:
 
     program: Program
     corpus: Corpus | TaskDataset
+    vocabulary: str  # its hash; '' for data without text
     validation: Loader | None  # the same batches every time; None if train.eval_every is 0
     tiers: Tiers
     status: Status
@@ -48,7 +49,6 @@ class TrainingRun:
     metrics_log: MetricsLog | None  # None in processes that write no files
     progress: Progress
     state: TrainState  # on devices
-    vocabulary: str = ""  # its hash; '' for data without text
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step that was read
     record: Record = field(default_factory=dict)  # what the hooks will log of this step
     _in_flight: deque[tuple[int, dict[str, jax.Array]]] = field(default_factory=deque)

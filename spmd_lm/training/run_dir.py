@@ -10,7 +10,7 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import CORRUPT, new_run_id
 from spmd_lm.checkpoints.record import Meta
-from spmd_lm.checkpoints.saved_run import check_compatible, check_vocabulary
+from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_vocabulary
 from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
@@ -44,14 +44,16 @@ class RunDir:
             self.checkpoints, self.saved_step = tiers.local, local_step
             record = tiers.local.agreed_record(local_step)
         self.meta = record.meta if record else {}
+        if record:
+            check_saved_config(self.meta["config"], self.path)
         self.finished_steps = self.status.step if self.status and self.status.state == "done" else 0
 
     def _can_resume_from_local(self, step: int, meta: Meta) -> bool:
         """Whether the run came to this state and no start after that went another way; and, where no process has all of
         the state, whether the parts are those that this layout needs."""
-        layout = meta["config"]["parallel"], meta["devices"]
+        layout, start = (meta["config"].get("parallel"), meta.get("devices")), meta.get("start")
         same_layout = layout == (self.config.model_dump(by_alias=True)["parallel"], jax.device_count())
-        is_ours = self.status is not None and self.status.leads_through(step, meta["start"])
+        is_ours = self.status is not None and isinstance(start, int) and self.status.leads_through(step, start)
         return is_ours and (same_layout or jax.process_count() == 1)
 
     def finished_message(self) -> str:

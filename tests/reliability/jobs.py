@@ -15,20 +15,27 @@ RUN = ["train", "configs/debug.yaml", "--devices", "4", "model.layers=1", "train
 
 
 class Job:
-    """Two processes of one job, each with its own output."""
+    """Two processes of one job, each with its own output.  program: Python, in place of the command line's."""
 
-    def __init__(self, directory: Path, *overrides: str, before: tuple[str, ...] = ()):
+    def __init__(
+        self, directory: Path, *overrides: str, before: tuple[str, ...] = (), program: str = "", **environment: str
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         self.directory, self.outputs = directory, [directory.with_suffix(f".{number}") for number in range(2)]
-        command = [sys.executable, "-u", "-m", "spmd_lm", *before, *RUN, f"run.dir={directory}", *overrides]
+        start = ["-c", program] if program else ["-m", "spmd_lm"]
+        command = [sys.executable, "-u", *start, *before, *RUN, f"run.dir={directory}", *overrides]
         self.processes = []
         for number, output in enumerate(self.outputs):
             job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(number)}
             with open(output, "w") as file:
                 process = subprocess.Popen(
-                    command, cwd=processes.ROOT, env=os.environ | job, stdout=file, stderr=subprocess.STDOUT
+                    command,
+                    cwd=processes.ROOT,
+                    env=os.environ | job | environment,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
                 )
             self.processes.append(process)
 

@@ -154,11 +154,33 @@ def test_steps_of_a_job_use_ports_of_their_own(names):
         (JAX | {"JAX_COORDINATOR_ADDRESS": None}, "each process would train alone"),
         ({"JAX_COORDINATOR_ADDRESS": "h:1"}, "no launcher says which process this is. Set JAX_NUM_PROCESSES"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "4 processes, and JAX_COORDINATOR_ADDRESS is not set"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "7"}, "OMPI_COMM_WORLD_RANK=7 is not below OMPI_COMM_WORLD_SIZE=4"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE=x: expected a whole number from 1"),
+        *(
+            (JAX | {"JAX_COORDINATOR_ADDRESS": address}, "JAX_COORDINATOR_ADDRESS=.*: expected host:port")
+            for address in ("garbage", ":1", "host:abc", "host:²", "[::1]:0", "a b:1", "h" * 5000 + ":1")
+        ),
+        *(
+            (JAX | {name: value}, f"{name}=.*: expected the")
+            for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+            for value in ("x", "-1", "", "٣", "1000000000", "9" * 5000)
+        ),
+        *(
+            (SLURM | {name: value}, name)
+            for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID")
+            for value in ("x", "-1", None, "9" * 5000)
+        ),
+        *((SLURM | {"SLURM_STEP_TASKS_PER_NODE": value}, "has no node SLURM_NODEID=1") for value in ("x", "7", None)),
+        (SLURM | {"SLURM_PROCID": "7"}, "SLURM_PROCID=7 is not below SLURM_STEP_NUM_TASKS=7"),
     ],
 )
 def test_an_inconsistent_environment_is_refused(environment, message):
     with pytest.raises(ConfigError, match=message):
         detect_process({name: value for name, value in environment.items() if value is not None})
+
+
+def test_a_billion_nodes_are_not_counted_out():
+    assert detect_process(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x900000000)"}).local_processes == 2
 
 
 @pytest.mark.parametrize(

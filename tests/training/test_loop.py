@@ -463,6 +463,21 @@ def test_a_finished_run_continues_with_more_steps_and_says_what_changed(tmp_path
     assert [r["step"] for r in records(reference)] == [2, 4, 6, 8, 10, 12, 14]
 
 
+def test_data_that_changed_is_refused_unless_that_is_allowed(tmp_path, reference, capsys):
+    shutil.copytree(reference, tmp_path / "run")
+    before = saved(tmp_path / "run"), metrics(tmp_path / "run")
+    with pytest.raises(DataError, match=r"sha256 [0-9a-f]{12} then, [0-9a-f]{12} now \(Markov.*data.allow_change=true"):
+        loop.train(make_config(tmp_path / "run", train__steps=14, data__branching=3))
+    assert (saved(tmp_path / "run"), metrics(tmp_path / "run")) == before
+    capsys.readouterr()
+    changed = {"train__steps": 14, "data__branching": 3}
+    assert loop.train(make_config(tmp_path / "run", **changed, data__allow_change=True)) is Exit.DONE
+    assert "It goes on with what is there now: data.allow_change=true." in capsys.readouterr().out
+    assert (
+        loop.train(make_config(tmp_path / "run", **changed | {"train__steps": 16})) is Exit.DONE
+    )  # it is the data now
+
+
 @pytest.mark.parametrize("kept, missing", [(3, "8 to 11"), (0, "2 to 11"), (5, None)])
 def test_records_lost_before_the_checkpoint_are_logged(tmp_path, capsys, kept, missing):
     kill_at(11, signal.SIGTERM)

@@ -1,0 +1,75 @@
+"""A job of two processes from outside: who can connect to it, what it lets out, and one process that fails alone."""
+
+import ipaddress
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.jobs import Job
+
+SECRETS = {"WANDB_API_KEY": "sekret-wandb-0123", "HF_TOKEN": "sekret-hf-4567", "AWS_SECRET_ACCESS_KEY": "sekret-aws-89"}
+LISTENING = "0A"
+FAILING_LOADER = """
+import os, sys
+from spmd_lm.cli import main
+from spmd_lm.data.loader import CausalLMLoader
+batch = CausalLMLoader.batch
+def fail(self, step, shardings):
+    if step == 3 and os.environ["JAX_PROCESS_ID"] == "1":
+        raise ValueError("a fault of this process alone")
+    return batch(self, step, shardings)
+CausalLMLoader.batch = fail
+sys.exit(main())
+"""
+
+
+def listening(pid: int) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The addresses at which a process listens, by Linux."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(descriptor))
+        except OSError:  # closed meanwhile
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and f"socket:[{fields[9]}]" in inodes:
+                digits = bytes.fromhex(fields[1].partition(":")[0])
+                words = [digits[i : i + 4][::-1] for i in range(0, len(digits), 4)]  # as this host orders bytes
+                found.append(ipaddress.ip_address(b"".join(words)))
+    return found
+
+
+def is_local(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux")
+def test_a_job_on_one_host_listens_on_it_alone_and_writes_no_secret(tmp_path):
+    with Job(tmp_path / "run", "train.steps=100000", **SECRETS) as job:
+        job.wait_for("step 12/")
+        addresses = [listening(process.pid) for process in job.processes]
+        assert addresses[0] and all(is_local(address) for each in addresses for address in each), addresses
+        for process in job.processes:
+            process.terminate()
+        assert [process.wait(60) for process in job.processes] == [3, 3]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"config.yaml", "status.json", "record.json", "run.0", "run.1"} <= {path.name for path in files}
+    assert not [path for path in files if b"sekret" in path.read_bytes()]
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_is_told_once_and_ends_both(tmp_path):
+    with Job(tmp_path / "run", "train.steps=100000", program=FAILING_LOADER) as job:
+        job.wait_for("step 1/")
+        start = time.monotonic()
+        assert [process.wait(30) for process in reversed(job.processes)] == [1, 1]
+        assert time.monotonic() - start < 30
+    first, second = (output.read_text() for output in job.outputs)
+    assert second.count("ValueError: a fault of this process alone") == 1 and "Traceback" not in first
+    assert "process 1 on " in first and "failed with exit code 1: see its output." in first
