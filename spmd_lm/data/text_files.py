@@ -7,6 +7,7 @@ import contextlib
 import glob
 import itertools
 import os
+import re
 import shlex
 import sysconfig
 from collections.abc import Collection, Iterator
@@ -58,6 +59,12 @@ def read_documents(patterns: list[str], key: str = "data.path", suffixes: tuple[
     for pattern in patterns:
         for name, path in _find_files(pattern, key, suffixes):
             files.setdefault(path.resolve(), (name, path))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with _readable(Path(patterns[0]), key):
+        size = sum(path.stat().st_size for path in files)
+    if size > memory:
+        where = f"{key}={', '.join(patterns)}"
+        raise DataError(f"{where}: {size:,} bytes of text, but this host has {memory:,} of memory. Name fewer files.")
     documents = [_checked(Document(name, path, _read_bytes(path, key)), key) for name, path in files.values()]
     if not any(document.text for document in documents):
         raise DataError(f"{key}={', '.join(patterns)}: all {len(documents)} files are empty. Name files with text.")
@@ -85,7 +92,7 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
             return [(path.name, path)]
     if glob.has_magic(pattern):
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-        if matches := [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]:
+        if matches := [Path(match) for match in _matches(str(path)) if os.path.isfile(match)]:
             return sorted((match.relative_to(root).as_posix(), match) for match in matches)
         raise DataError(
             f"{where}: matches no file (working directory {Path.cwd()}). "
@@ -93,6 +100,18 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
         )
     problem = "not a regular file" if path.exists() else f"no such file or directory (working directory {Path.cwd()})"
     raise DataError(f"{where}: {problem}. Give the path of a text file, a glob or a directory.")
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """As glob.glob, except that `**` follows no links: two that lead back to their directory would match for ever."""
+    before, *after = re.split(r"(?<![^/])(?:\*\*/)*\*\*(?:/|$)", pattern, maxsplit=1)
+    if not after:
+        yield from glob.iglob(pattern)
+        return
+    for root in glob.iglob(before or "."):
+        for directory, subdirectories, _ in os.walk(root):
+            subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
+            yield from _matches(os.path.join(glob.escape(directory), after[0] or "*"))
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], key: str, excluded: Collection[str] = ()) -> list[tuple[str, Path]]:

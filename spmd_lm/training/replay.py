@@ -10,7 +10,7 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.fingerprint import fingerprints
-from spmd_lm.checkpoints.saved_run import check_compatible, check_data, saved_config, warn
+from spmd_lm.checkpoints.saved_run import check_compatible, check_data, checked_meta, warn
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.errors import CheckpointError, ConfigError
@@ -35,7 +35,8 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
             f"{checkpoints.directory}: no checkpoint before step {step}. Steps: {checkpoints.steps()}."
         )
     start = earlier[-1]
-    check_compatible(saved_config(checkpoints, start), config.model_dump(by_alias=True), checkpoints.directory)
+    saved = checked_meta(checkpoints, start)["config"]
+    check_compatible(saved, config.model_dump(by_alias=True), checkpoints.directory)
     logged = {record["step"]: record for record in read_records(config.run.directory / "metrics.jsonl")}
     is_saved = step in checkpoints.steps()
     if step > max([*logged, *checkpoints.steps()]):

@@ -41,6 +41,7 @@ class TrainingRun:
 
     program: Program
     corpus: Corpus | TaskDataset
+    vocabulary: str  # its hash; '' for data without text
     validation: Loader | None  # the same batches every time; None if train.eval_every is 0
     tiers: Tiers
     status: Status
@@ -150,7 +151,8 @@ class TrainingRun:
         with self.clock.time("checkpoint"):
             self.wait_for_save()
             num_samples = self.step * self.config.train.batch
-            meta = make_meta(self.config.model_dump(by_alias=True), num_samples, self.corpus.fingerprint)
+            config = self.config.model_dump(by_alias=True)
+            meta = make_meta(config, num_samples, self.corpus.fingerprint, self.vocabulary)
             meta |= {"start": self.status.restarts, "devices": jax.device_count()}
             try:
                 self.tiers.save(self.step, self.program.canonical(self.state), meta, durable, local)

@@ -167,10 +167,8 @@ def test_a_save_that_fails_in_the_background_surfaces_at_the_next_one(tmp_path):
     saver.wait()
     with full_disk():
         saver.save(2, {"w": jnp.asarray(np.random.default_rng(0).normal(size=2**18))}, META)
-        with pytest.raises(
-            CheckpointError,
-            match=r"/2 was not saved: .*\n[\d,]+ bytes are free .*, and it takes up to [\d,]{7,}\. .* as they were: 1\.",
-        ):
+        sentence = r"/2 was not saved: .*\n[\d,]+ bytes are free .*, and it takes up to [\d,]{7,}\. Older .*: 1\."
+        with pytest.raises(CheckpointError, match=sentence):
             saver.save(3, make_state(3), META)
     assert saver.steps() == [1]
     assert_same_bits(saver.restore(1, abstract(make_state(), make_mesh(2, 4)))[0], make_state(1))
