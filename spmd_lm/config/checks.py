@@ -194,7 +194,13 @@ def profiled_steps_are_taken(train: Train) -> Problems:
 MOST_NUMBERS = 2**60  # of one array: XLA counts its bytes in 63 bits
 
 
+MOST_TOKENS = 2**30  # of a vocabulary: padded, its size fits 32 bits
+
+
 def arrays_can_be_counted(model: Model, train: Train) -> Problems:
+    if model.vocab > MOST_TOKENS:
+        yield use(f"{model.vocab=} is more than {MOST_TOKENS:,} tokens", f"model.vocab={MOST_TOKENS} or less")
+        return
     m, rows = model, train.batch * model.context
     arrays = {
         f"{m.layers=} x {m.width=} x mlp_width={m.mlp_dim}": m.layers * m.width * m.mlp_dim,

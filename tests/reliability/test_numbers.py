@@ -20,7 +20,7 @@ LINES = [
     ("generate CONFIG --top-p nan", "top_p=nan"),
     (f"generate CONFIG --seed {2**32}", "use an integer from 0 to 4294967295"),
     (f"ckpt verify RUN --step {10**30}", "--step: expected a whole number"),
-    (f"ckpt diff RUN@{DIGITS} RUN", "this is not a step"),
+    (f"ckpt diff RUN@{'9' * 200} RUN", "this is not a step"),
     (f"replay RUN {10**30}", "is no step"),
     ("replay RUN ٣", "is no step"),
     (f"supervise --attempts {10**30} -- train CONFIG", "--attempts: expected a whole number"),
@@ -31,6 +31,7 @@ LINES = [
     ("audit CONFIG --topology v5p:1000x1000x1000", "no slice of v5p is 1000 chips long"),
     (f"audit CONFIG --topology cpu:{DIGITS}", "not the form of a topology"),
     ("plan CONFIG model.width=1000000000", "model.layers=4 x model.width=1000000000 x mlp_width=4000000000: an array"),
+    ("plan CONFIG model.vocab=2147483647", "model.vocab=2147483647 is more than 1,073,741,824 tokens"),
     ("plan CONFIG model.context=1000000000", "model.heads=8 x model.context=1000000000^2: an array of"),
     ("plan CONFIG parallel.microbatches=3000000000", "3000000000"),
 ]
