@@ -191,15 +191,15 @@ def profiled_steps_are_taken(train: Train) -> Problems:
             yield use(problem, f"train.profile={{steps: [{first}, {min(max(first, last), train.steps)}]}}")
 
 
-MOST_NUMBERS = 2**60  # of one array: XLA counts its bytes in 63 bits
+MAX_ELEMENTS = 2**60  # of one array: XLA counts its bytes in 63 bits
 
 
-MOST_TOKENS = 2**30  # of a vocabulary: padded, its size fits 32 bits
+MAX_VOCAB = 2**30  # of a vocabulary: padded, its size fits 32 bits
 
 
 def arrays_can_be_counted(model: Model, train: Train) -> Problems:
-    if model.vocab > MOST_TOKENS:
-        yield use(f"{model.vocab=} is more than {MOST_TOKENS:,} tokens", f"model.vocab={MOST_TOKENS} or less")
+    if model.vocab > MAX_VOCAB:
+        yield use(f"{model.vocab=} is more than {MAX_VOCAB:,} tokens", f"model.vocab={MAX_VOCAB} or less")
         return
     m, rows = model, train.batch * model.context
     arrays = {
@@ -211,9 +211,9 @@ def arrays_can_be_counted(model: Model, train: Train) -> Problems:
         f"{train.batch=} x {m.context=} x {m.vocab=}": rows * m.vocab,
     }
     for what, numbers in arrays.items():
-        if numbers > MOST_NUMBERS:
+        if numbers > MAX_ELEMENTS:
             what = re.sub(r"\bm\.", "model.", what)
-            yield f"{what}: an array of {numbers:.1e} numbers, of at most {MOST_NUMBERS:.1e}. Use smaller values."
+            yield f"{what}: an array of {numbers:.1e} numbers, of at most {MAX_ELEMENTS:.1e}. Use smaller values."
             return
 
 
