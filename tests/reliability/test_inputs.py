@@ -4,12 +4,15 @@ import ast
 import itertools
 import os
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from spmd_lm.cli import main
 from spmd_lm.config.load import load
+from spmd_lm.config.schema import MOST, RunConfig, Section, variants, yaml_fields
 from spmd_lm.errors import ConfigError, Exit
 
 ROOT = Path(__file__).parents[2]
@@ -91,17 +94,98 @@ def test_the_scan_sees_what_is_banned(tmp_path):
     assert len(banned_uses(tmp_path / "bad.py")) == 5
 
 
+SECTIONS = {
+    "bert": ["model.kind=bert", "model.vocab=260"],
+    "task": ["data.source=task", "data.path=a", "data.validation_path=b"],
+    "masked_lm": ["bert", "objective.kind=masked_lm"],
+    "classification": ["bert", "task", "data.task=sst2", "objective.kind=classification", "objective.classes=2"],
+    "multiple_choice": ["bert", "task", "data.task=race", "objective.kind=multiple_choice", "train.batch=32"],
+    "span": ["bert", "task", "data.task=squad", "objective.kind=span"],
+    "lion": ["optim.kind=lion", "optim.lr=1e-4"],
+    "text": ["data.source=text", "data.path=a"],
+    "synthetic": ["data.source=synthetic"],
+    "profile": ["train.profile.steps=[2, 3]"],
+    "local": ["checkpoint.local={dir: a, every: 1}"],
+}
+NUMBERS = ["1e17", str(2**63), str(2**64), str(10**17), str(MOST), "-1", "0", ".nan", ".inf", "1e-320", "true", "'1'"]
+
+
+def numbers_of(section: type[Section], path: str, overrides: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """(path, overrides that it needs) of every key that takes a number."""
+    for key, field in yaml_fields(section).items():
+        types = [field.annotation, *get_args(field.annotation)]
+        types += [inner for each in types for inner in get_args(each)]
+        if {int, float} & {*types}:
+            yield (f"{path}.{key}", *overrides)
+        for inner in types:
+            if isinstance(inner, type) and issubclass(inner, Section):
+                yield from numbers_of(inner, f"{path}.{key}", (*overrides, key))
+
+
+KEYS = [
+    key
+    for name in RunConfig.model_fields
+    for kind, section in variants(name).items()
+    for key in numbers_of(section, name, (kind,) if kind else ())
+]
+
+
+def spelled(names: Sequence[str]) -> list[str]:
+    """The overrides that make these kinds of sections."""
+    parts = [part for name in names for part in SECTIONS.get(name, [])]
+    return [each for part in parts for each in (spelled([part]) if part in SECTIONS else [part])]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=".".join)
+def test_no_number_is_too_odd_to_plan_or_to_refuse(key, capsys):
+    path, *kinds = key
+    for number in NUMBERS:
+        start = time.monotonic()
+        code = main(["plan", DEBUG, "run.simulate_devices=8", *spelled(kinds), f"{path}={number}"])
+        error = capsys.readouterr().err
+        assert code in (Exit.DONE, Exit.CONFIG) and bool(error) == bool(code), (number, error)
+        assert time.monotonic() - start < 10, number
+        assert code or number not in (".nan", ".inf", "true", "'1'"), number
+        assert len(error) < 2000, number
+
+
+def test_keys_of_every_kind_are_tried():
+    names = {path.partition(".")[0] for path, *_ in KEYS}
+    assert names == {*RunConfig.model_fields} and len(KEYS) > 65
+    assert {"train.guard.max_skips", "checkpoint.local.keep"} <= {path for path, *_ in KEYS}
+
+
+STAGES = "parallel.pipe=2 parallel.microbatches=4"
+
+
 @pytest.mark.parametrize(
-    "override",
+    ("devices", "overrides"),
     [
-        "model.dropout=0.99999999999",
-        "optim.warmup=2999999999",
-        "precision.scale_window=1e17",
-        "parallel.microbatches=1000000",
+        (8, "model.dropout=0.99999999999"),
+        (8, "optim.warmup=2999999999"),
+        (8, "precision.scale_window=1e17"),
+        (8, "parallel.microbatches=1000000"),
+        (8, f"{STAGES} parallel.zero=3 model.layers=65536"),
+        (8, "parallel.pipe=2 parallel.model=4 train.batch=1000000 parallel.microbatches=1000000"),
+        (8, f"{STAGES} parallel.schedule=interleaved parallel.chunks=2 parallel.microbatches=3 train.batch=1000000000"),
+        (4096, "parallel.pipe=4096 model.layers=4096 train.batch=4096 parallel.microbatches=4096"),
+        (10**9, f"parallel.pipe={10**9} model.layers={10**9}"),
+        (10**17, f"train.batch={10**17}"),
+        (8, f"model.layers=4096 optim.freeze={'*a*b*c*d*z;' * 90}"),
     ],
 )
-def test_numbers_that_no_run_has_are_refused(override, capsys):
+def test_numbers_that_no_run_has_are_refused(devices, overrides, capsys):
+    start, line = time.monotonic(), [each.replace(";", " ") for each in overrides.split()]
+    assert main(["plan", DEBUG, "--devices", str(devices), *line]) == Exit.CONFIG
+    error = capsys.readouterr().err
+    assert line[-1].partition("=")[0] in error or "run.simulate_devices" in error
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "breadth_first"])
+def test_a_long_schedule_is_planned_at_once(schedule):
+    """64 stages with 8 chunks each, and half of the microbatches that there may be."""
+    line = "parallel.pipe=64 model.layers=512 parallel.chunks=8 parallel.microbatches=256 train.batch=256"
     start = time.monotonic()
-    assert main(["plan", DEBUG, "--devices", "8", override]) == Exit.CONFIG
-    assert override.partition("=")[0].split(".")[1] in capsys.readouterr().err
+    assert main(["plan", DEBUG, "--devices", "64", *line.split(), f"parallel.schedule={schedule}"]) == Exit.DONE
     assert time.monotonic() - start < 10
