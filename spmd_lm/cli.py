@@ -29,6 +29,7 @@ from spmd_lm.commands import (
 )
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
+from spmd_lm.files import is_name
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.outputs import flush_streams, open_closed_streams, print_line, quiet_libraries, unfailing
 from spmd_lm.runtime.processes import end_with_parent, in_a_job, leave_job, tells_of_lost_peer
@@ -199,6 +200,10 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         given = getattr(arguments, positional)
         if not given or (len(positionals) > 1 and "=" in given and not os.path.exists(given)):
             parser.error(f"no {positional} given: name {POSITIONALS[positional]}")
+    for given in (*(getattr(arguments, each) for each in positionals), arguments.json, getattr(arguments, "out", None)):
+        for path in given if isinstance(given, list) else [given]:
+            if path is not None and not is_name(path):
+                parser.error(f"{path[:40]!r}..: no file can have this name")
     if name == "supervise":
         if not command or command[0] not in VERBS:
             raise ConfigError("spmd-lm supervise: no verb given. Write `spmd-lm supervise -- train CONFIG ...`.")

@@ -49,11 +49,13 @@ Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.que
 SAVING, CORRUPT, FOREIGN, DELETING = ".saving", ".corrupt", ".foreign", ".deleting"  # after a step's number
 
 
-def make_meta(config: Config, num_samples: int, fingerprint: str) -> Meta:
-    """What is saved beside a state: the resolved config, the position in the data, and the versions that wrote it."""
+def make_meta(config: Config, num_samples: int, fingerprint: str, vocabulary: str = "") -> Meta:
+    """What is saved beside a state: the resolved config, the position in the data, and the versions that wrote it.
+    vocabulary: its hash; '' if there is none, or the run keeps its file."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint")
     versions = {"spmd_lm": spmd_lm.__version__} | {name: version(name) for name in packages}
-    return {"config": config, "data": {"samples": num_samples, "fingerprint": fingerprint}, "versions": versions}
+    data = {"samples": num_samples, "fingerprint": fingerprint, "vocabulary": vocabulary}
+    return {"config": config, "data": data, "versions": versions}
 
 
 @dataclasses.dataclass

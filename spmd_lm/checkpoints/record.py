@@ -4,16 +4,16 @@ record.json, in the checkpoint's directory, is one line of JSON and the SHA-256 
 else is known to be complete, so a directory without one is no checkpoint."""
 
 import hashlib
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spmd_lm.errors import DamagedCheckpointError
+from spmd_lm.files import parse_json, read_bytes, write_atomically
 
 RECORD_FILE = "record.json"
+MAX_RECORD_BYTES = 2**26  # of it; a thousand arrays in ten thousand files have 1 MB
 
 Meta = dict[str, Any]  # JSON: config, data, versions
 
@@ -40,12 +40,8 @@ class CheckpointRecord(BaseModel):
     def write(self, directory: Path) -> None:
         """Appears complete or not at all."""
         line = self.model_dump_json().encode()
-        partial = directory / f"{RECORD_FILE}.tmp"
-        with open(partial, "wb") as file:
-            file.write(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(directory / RECORD_FILE)
+        digest = hashlib.sha256(line).hexdigest().encode()
+        write_atomically(directory / RECORD_FILE, line + b"\n" + digest + b"\n")
 
 
 def read_record(directory: Path) -> CheckpointRecord:
@@ -53,13 +49,13 @@ def read_record(directory: Path) -> CheckpointRecord:
     OSError if it cannot be read."""
     path = directory / RECORD_FILE
     try:
-        line, _, rest = path.read_bytes().partition(b"\n")
+        line, _, rest = read_bytes(path, MAX_RECORD_BYTES).partition(b"\n")
         if rest != hashlib.sha256(line).hexdigest().encode() + b"\n":
             raise ValueError("it was changed after it was written")
-        record = CheckpointRecord(**json.loads(line))
+        record = CheckpointRecord(**parse_json(line))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise DamagedCheckpointError(directory, f"{RECORD_FILE} is missing") from error
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         reason = "of another version" if isinstance(error, ValidationError) else error
         raise DamagedCheckpointError(directory, f"{RECORD_FILE}: {reason}") from error
     if str(record.step) != directory.name:

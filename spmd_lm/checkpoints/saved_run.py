@@ -11,8 +11,11 @@ from flax.traverse_util import flatten_dict
 from pydantic import ValidationError
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
-from spmd_lm.config.schema import RunConfig
-from spmd_lm.errors import CheckpointError, DamagedCheckpointError
+from spmd_lm.checkpoints.record import Meta
+from spmd_lm.config.load import saved_tokenizer
+from spmd_lm.config.schema import Data, RunConfig
+from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
+from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.outputs import print_line
 from spmd_lm.step.program import Program
@@ -57,12 +60,15 @@ def _advice(checkpoints: Checkpointer, damaged: int) -> str:
 def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
     """The program, the newest parameters in canonical shapes, in the shardings of `config`'s layout, and their step.
 
-    Raises CheckpointError if there is no checkpoint, or it is damaged or of another model.  fallback: of the newest
+    Raises CheckpointError if there is no checkpoint, or it is damaged or of another model, and ConfigError for another
+    vocabulary.  fallback: of the newest
     step that is not damaged."""
     checkpoints = Checkpointer(config.run.directory / "checkpoints", config.checkpoint, log=warn)
 
     def read(step: int) -> tuple[Program, Tree, int]:
-        check_compatible(checkpoints.meta(step)["config"], config.model_dump(by_alias=True), checkpoints.directory)
+        meta = checkpoints.meta(step)
+        check_compatible(meta["config"], config.model_dump(by_alias=True), checkpoints.directory)
+        check_vocabulary(config, config.run.directory, meta if step else None)
         program = Program(config)
         return program, checkpoints.restore_params(step, program.abstract_canonical().params), step
 
@@ -85,6 +91,28 @@ def check_compatible(saved: Config, config: Config, directory: Path) -> list[str
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
         raise CheckpointError("\n".join([header, *other_model, advice]))
     return [line for key, line in changes.items() if not _is_under(key, ("run",))]
+
+
+def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> None:
+    """ConfigError if the vocabulary is not that of the run in `directory`: other ids mean other words to its model.
+
+    meta: of the checkpoint; None if the run has taken no step yet.  Those of older versions do not say: there it is the
+    vocabulary saved in `directory`, or bytes."""
+    if not isinstance(config.data, Data):
+        return
+    name, saved = config.data.tokenizer, saved_tokenizer(directory)
+    trained_with = meta["config"].get("data", {}).get("tokenizer") if meta else None
+    own = meta["data"].get("vocabulary") if meta else None
+    if not own and (saved or trained_with == "bytes"):
+        own = vocabulary_hash(str(saved) if saved else "bytes")
+    if not own or name == own or ("bytes" not in (name, own) and vocabulary_hash(name) == own):
+        return
+    advice = f"Use data.tokenizer={saved or trained_with or 'bytes'}, or another run."
+    if saved and vocabulary_hash(str(saved)) != own:
+        advice = f"Nor is {saved}, which was changed: bring the vocabulary back."
+    raise ConfigError(
+        f"data.tokenizer={name} is not the vocabulary of {directory}, whose ids its model was trained on. {advice}"
+    )
 
 
 def check_warm_start(saved: Config, config: Config, directory: Path) -> None:

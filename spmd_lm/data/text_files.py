@@ -7,6 +7,7 @@ import contextlib
 import glob
 import itertools
 import os
+import re
 import shlex
 import sysconfig
 from collections.abc import Collection, Iterator
@@ -85,7 +86,7 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
             return [(path.name, path)]
     if glob.has_magic(pattern):
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-        if matches := [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]:
+        if matches := [Path(match) for match in _matches(str(path)) if os.path.isfile(match)]:
             return sorted((match.relative_to(root).as_posix(), match) for match in matches)
         raise DataError(
             f"{where}: matches no file (working directory {Path.cwd()}). "
@@ -93,6 +94,18 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
         )
     problem = "not a regular file" if path.exists() else f"no such file or directory (working directory {Path.cwd()})"
     raise DataError(f"{where}: {problem}. Give the path of a text file, a glob or a directory.")
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """As glob.glob, except that `**` follows no links: two that lead back to their directory would match for ever."""
+    before, *after = re.split(r"(?<![^/])(?:\*\*/)*\*\*(?:/|$)", pattern, maxsplit=1)
+    if not after:
+        yield from glob.iglob(pattern)
+        return
+    for root in glob.iglob(before or "."):
+        for directory, subdirectories, _ in os.walk(root):
+            subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
+            yield from _matches(os.path.join(glob.escape(directory), after[0] or "*"))
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], key: str, excluded: Collection[str] = ()) -> list[tuple[str, Path]]:

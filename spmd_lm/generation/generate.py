@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.checkpoints.saved_run import open_run
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.parallel.trees import Tree
@@ -32,22 +32,16 @@ def generate_run(config: RunConfig, prompts: list[str], sampling: Sampling, fall
     return generate_text(program, params, prompts, sampling)
 
 
-def generate_text(program: Program, params: Tree, prompts: Sequence[str], sampling: Sampling) -> list[str]:
-    """Each prompt with its continuation, up to the end of the document.  An empty prompt starts a document.
+def generate_text(
+    program: Program, params: Tree, prompts: Sequence[str], sampling: Sampling, tokenizer: Tokenizer | None = None
+) -> list[str]:
+    """Each prompt with its continuation, up to the end of the document, or of sampling.tokens if the tokenizer has no
+    token for it.  An empty prompt starts a document.  tokenizer: that of the program's data, read again if it is None.
 
-    Raises DataError for a prompt with a token outside the vocabulary; and for an empty one, if the tokenizer has no
-    token to start a document with."""
-    tokenizer, vocab = make_tokenizer(program.config.data), program.config.model.vocab
+    Raises DataError as `encode_prompt` does."""
+    tokenizer, vocab = tokenizer or make_tokenizer(program.config.data), program.config.model.vocab
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    prompt_ids = [np.array([*start, *tokenizer.encode(prompt)], np.int64) for prompt in prompts]
-    for prompt, ids in zip(prompts, prompt_ids, strict=True):
-        if not ids.size:
-            raise DataError(
-                "an empty prompt: this run's tokenizer has no token to start a document with. Give a prompt, as in "
-                "--prompt '3 1'."
-            )
-        if ids.max() >= vocab:
-            raise DataError(f"prompt {prompt!r:.60}: token {ids.max()} is not below model.vocab={vocab}.")
+    prompt_ids = [encode_prompt(tokenizer, prompt, vocab) for prompt in prompts]
     texts = []
     generated = Generator(program, len(prompts), sampling).generate(params, prompt_ids)
     for ids, prompt_length in zip(generated, map(len, prompt_ids), strict=True):
@@ -55,6 +49,23 @@ def generate_text(program: Program, params: Tree, prompts: Sequence[str], sampli
         stop = prompt_length + ends[0] if len(ends) else len(ids)
         texts.append(tokenizer.decode(ids[len(start) : stop]))
     return texts
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, vocab: int) -> np.ndarray:
+    """The token ids of a prompt, after the one that starts a document, int64.
+
+    Raises DataError for a prompt with a token outside the vocabulary; and for an empty one, if the tokenizer has no
+    token to start a document with."""
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    ids = np.array([*start, *tokenizer.encode(prompt)], np.int64)
+    if not ids.size:
+        raise DataError(
+            "an empty prompt: this run's tokenizer has no token to start a document with. Give a prompt, as in "
+            "--prompt '3 1'."
+        )
+    if ids.max() >= vocab:
+        raise DataError(f"prompt {prompt!r:.60}: token {ids.max()} is not below model.vocab={vocab}.")
+    return ids
 
 
 def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:

@@ -9,6 +9,7 @@ from spmd_lm.config.schema import Classification, Model, Objective
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface import architectures
 from spmd_lm.huggingface.architectures import ARCHITECTURES, CLASSES, LLAMA, MODEL_TYPES, Architecture, ConfigKey
+from spmd_lm.runtime.formatting import abbreviate
 
 EXPECTED = {bool: "true or false", float: "a number", int: "an integer"}
 
@@ -39,13 +40,13 @@ def parse_config(hf_config: Mapping[str, Any]) -> ParsedConfig:
         value = hf_config.get(name, supported)
         if value != supported and (supported or value is not None):  # null is as good as false
             errors.append(
-                f"{name}={json.dumps(value)} is not supported for {architecture.model_type}, only "
+                f"{name}={json.dumps(value):.80} is not supported for {architecture.model_type}, only "
                 f"{json.dumps(supported)}. Such a model cannot be imported."
             )
     head_dim = hf_config.get("head_dim")
     if not errors and head_dim not in (None, model["width"] / max(model["heads"], 1)):
         errors.append(
-            f"head_dim={json.dumps(head_dim)} is not hidden_size / num_attention_heads = {model['width']} / "
+            f"head_dim={json.dumps(head_dim):.80} is not hidden_size / num_attention_heads = {model['width']} / "
             f"{model['heads']}. Such a model cannot be imported."
         )
     if errors:
@@ -65,19 +66,20 @@ def _find_architecture(hf_config: Mapping[str, Any]) -> tuple[Architecture, str]
     names, model_type = hf_config.get("architectures") or [], hf_config.get("model_type")
     supported = f"Supported: {', '.join(CLASSES)}."
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"architectures={json.dumps(names)}: expected a list of class names. {supported}")
+        raise ConfigError(f"architectures={json.dumps(names):.80}: expected a list of class names. {supported}")
     for name in names:
         if name in CLASSES:
             if model_type and model_type != CLASSES[name].model_type:
                 raise ConfigError(
-                    f"model_type={json.dumps(model_type)}, but {name} has model_type={CLASSES[name].model_type}. "
+                    f"model_type={json.dumps(model_type):.80}, but {name} has model_type={CLASSES[name].model_type}. "
                     f"Download config.json again."
                 )
             return CLASSES[name], name
     if names:
-        raise ConfigError(f"architectures: {', '.join(names)} is not supported. {supported}")
+        raise ConfigError(f"architectures: {abbreviate(names):.200} is not supported. {supported}")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise ConfigError(f"model_type={json.dumps(model_type)} is not supported. Supported: {', '.join(MODEL_TYPES)}.")
+        supported = ", ".join(MODEL_TYPES)
+        raise ConfigError(f"model_type={json.dumps(model_type):.80} is not supported. Supported: {supported}.")
     return MODEL_TYPES[model_type], next(iter(MODEL_TYPES[model_type].classes))
 
 
@@ -88,7 +90,7 @@ def _flatten_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     for name in nested:
         rope = hf_config.get(name) or {}
         if not isinstance(rope, dict):
-            raise ConfigError(f"{name}={json.dumps(rope)}: expected an object. Download config.json again.")
+            raise ConfigError(f"{name}={json.dumps(rope):.80}: expected an object. Download config.json again.")
         flat |= {"rope_type" if key == "type" else key: value for key, value in rope.items()}
     return flat
 

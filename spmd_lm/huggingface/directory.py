@@ -1,7 +1,8 @@
 """A Hugging Face directory to import: its config.json, tensors and tokenizer files, and the configuration of the new
 run.  Does not import jax, so errors come at once."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, Layer, load
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
 from spmd_lm.errors import ConfigError
+from spmd_lm.files import write_atomically
 from spmd_lm.huggingface.architectures import BERT
 from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
-from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_json
+from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_file, read_json
 
 CONFIG_JSON = "config.json"
 
@@ -38,7 +40,14 @@ class ModelDirectory:
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    return [directory / name for name in (*VOCABULARY_FILES, *COMPANION_FILES) if (directory / name).is_file()]
+    names = (*VOCABULARY_FILES, *COMPANION_FILES)
+    return [directory / name for name in names if os.path.lexists(directory / name)]
+
+
+def copy_files(files: Iterable[Path], directory: Path) -> None:
+    """Copies files of a model's directory, small ones, under their names."""
+    for file in files:
+        write_atomically(directory / file.name, read_file(file))
 
 
 def open_directory(path: Path) -> ModelDirectory:
@@ -46,7 +55,7 @@ def open_directory(path: Path) -> ModelDirectory:
     config_file = path / CONFIG_JSON
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory. Give one with a {CONFIG_JSON} and .safetensors files.")
-    if not config_file.exists():
+    if not os.path.lexists(config_file):
         raise ConfigError(f"{path}: not a model: no {CONFIG_JSON} in it. Give a directory with one.")
     hf_config = read_json(config_file)
     problems: list[str] = []
@@ -66,8 +75,9 @@ def open_directory(path: Path) -> ModelDirectory:
                 f"{config_file}: {key}={layers}, but the files have {num_tensors} tensors in all. Download both again."
             )
         problems += _vocabulary_errors(path, config.model["vocab"])
+        problems += _unreadable(tokenizer_files(path))
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*dict.fromkeys(problems))
     # The original BERT checkpoints name BertForMaskedLM, although their files have the next-sentence head as well.
     if config.architecture is BERT and "cls.seq_relationship.weight" in reader.tensors:
         config.objective["sentence_order"] = True
@@ -78,7 +88,7 @@ def _vocabulary_errors(directory: Path, vocab_size: int) -> Iterator[str]:
     """Tokenizer files with ids that the model lacks.  Fewer ids than the model has are common: room to grow."""
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json", "vocab.txt"):
         path = directory / name
-        if not path.is_file():
+        if not os.path.lexists(path):
             continue
         try:
             highest = _highest_id(path)
@@ -94,10 +104,19 @@ def _vocabulary_errors(directory: Path, vocab_size: int) -> Iterator[str]:
                 )
 
 
+def _unreadable(files: Iterable[Path]) -> Iterator[str]:
+    """What is wrong with files that are only copied, before the tensors are read."""
+    for file in files:
+        try:
+            read_file(file)
+        except ConfigError as error:
+            yield from error.problems
+
+
 def _highest_id(path: Path) -> int:
     """-1 if there is none."""
     if path.suffix == ".txt":  # one token per line
-        return path.read_bytes().removesuffix(b"\n").count(b"\n")
+        return read_file(path).removesuffix(b"\n").count(b"\n")
     content = read_json(path)
     if path.name == "tokenizer.json":
         vocab = content["model"]["vocab"]
@@ -105,7 +124,7 @@ def _highest_id(path: Path) -> int:
         ids += [token["id"] for token in content.get("added_tokens") or []]
     else:
         ids = [*content.values()]
-    return max((id for id in ids if isinstance(id, int)), default=-1)
+    return max((min(id, 2**32) for id in ids if isinstance(id, int)), default=-1)  # no id is longer
 
 
 def make_run_config(

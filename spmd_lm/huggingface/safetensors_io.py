@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from spmd_lm.errors import ConfigError
+from spmd_lm.files import open_regular, parse_json, read_bytes, require_inside
 from spmd_lm.huggingface.architectures import Index, Shape
 from spmd_lm.runtime.formatting import abbreviate
 
@@ -26,14 +27,26 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 # The dtypes that weights may have: the format's names by numpy's.
 FLOAT_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
+MAX_FILE_BYTES = 2**26  # of a JSON file or a tokenizer's file; the largest in use has 33 MB
+MAX_HEADER_BYTES = 2**24  # of a safetensors file; 100,000 tensors have 10 MB
+
+
+def read_file(path: Path) -> bytes:
+    """A file of a model's directory.  Raises ConfigError if it cannot be read, or is a link that leads elsewhere: what
+    is imported and exported is copied."""
+    try:
+        require_inside(path)
+        return read_bytes(path, MAX_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.  Raises ConfigError if there is none."""
+    text = read_file(path)
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}. Download it again.") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: expected an object, got {value!r:.40}. Download it again.")
@@ -55,7 +68,8 @@ class SafetensorsReader:
         self.directory = directory
         self.tensors: dict[str, Any] = {}
         self.files: list[Path] = []
-        files = self._read_index() if (directory / INDEX_FILE).exists() else {self._find_single_file(): []}
+        has_index = os.path.lexists(directory / INDEX_FILE)
+        files = self._read_index() if has_index else {self._find_single_file(): []}
         problems = [problem for path, listed in files.items() if (problem := self._open(path, listed))]
         if problems:
             raise ConfigError(*problems)
@@ -83,7 +97,7 @@ class SafetensorsReader:
                 f"{index}: {abbreviate(map(repr, invalid))}: expected .safetensors files in the same directory. "
                 f"Download the index again."
             )
-        if missing := [file for file in files if not (self.directory / file).is_file()]:
+        if missing := [file for file in files if not os.path.lexists(self.directory / file)]:
             raise ConfigError(f"{index} lists {abbreviate(missing)}, not found. Download the missing files.")
         return {self.directory / file: tensors for file, tensors in files.items()}
 
@@ -112,8 +126,15 @@ class SafetensorsReader:
         from safetensors import safe_open
 
         try:
+            require_inside(path)
+            with open(path, "rb", opener=open_regular) as opened:  # the library would wait for a pipe
+                length = int.from_bytes(opened.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length:,} bytes")
             file = safe_open(path, framework="np")
             tensors = {name: file.get_slice(name) for name in file.offset_keys()}
+        except OSError as error:
+            return f"{path}: cannot be read: {error.strerror or error}."
         except Exception as error:  # as in `read`
             return f"{path}: damaged, or not safetensors: {_first_line(error)}. Download it again."
         if missing := [name for name in listed if name not in tensors]:

@@ -4,7 +4,7 @@ checkpoint to a Hugging Face directory.
 The host never has a second copy of the model.  Of each tensor, import reads only the slices that the layout's devices
 hold, one at a time; export gathers one tensor at a time."""
 
-import shutil
+import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +20,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, NonFiniteError
 from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS, HFTensor, Index, Shape, WeightMapping
 from spmd_lm.huggingface.config_json import build_config
-from spmd_lm.huggingface.directory import CONFIG_JSON, ModelDirectory, tokenizer_files
+from spmd_lm.huggingface.directory import CONFIG_JSON, ModelDirectory, copy_files, tokenizer_files
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, read_json, write_json, write_tensors
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
@@ -62,8 +62,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
         with closing(Checkpointer(run_dir / "checkpoints", config.checkpoint, new_run_id())) as checkpointer:
             checkpointer.save(0, state, meta)
         (run_dir / TOKENIZER_DIR).mkdir()
-        for file in (model_dir.path / CONFIG_JSON, *model_dir.tokenizer_files):
-            shutil.copyfile(file, run_dir / TOKENIZER_DIR / file.name)
+        copy_files((model_dir.path / CONFIG_JSON, *model_dir.tokenizer_files), run_dir / TOKENIZER_DIR)
         (run_dir / "config.yaml").write_text(dump(config), "utf-8")
     architecture = model_dir.config.architecture
     unused = architecture.unused_head_names(model_dir.reader.tensors, shapes)
@@ -174,7 +173,7 @@ def export_hf(
     leaves = leaves_by_path(params)
     tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()})
     tokenizer_dir = config.run.directory / TOKENIZER_DIR
-    if (tokenizer_dir / CONFIG_JSON).exists():  # the run was imported
+    if os.path.lexists(tokenizer_dir / CONFIG_JSON):  # the run was imported
         source = read_json(tokenizer_dir / CONFIG_JSON)
         hf_config |= {key: value for key, value in source.items() if key in SPECIAL_TOKEN_KEYS}
     copied = tokenizer_files(tokenizer_dir)
@@ -183,8 +182,7 @@ def export_hf(
         values = (gather_tensor(tensor, leaves).astype(dtype) for tensor in tensors)
         written = write_tensors(directory, shapes, np.dtype(dtype), values, max_shard_bytes)
         write_json(directory / CONFIG_JSON, hf_config | {"torch_dtype": dtype})
-        for file in copied:
-            shutil.copyfile(file, directory / file.name)
+        copy_files(copied, directory)
     return {
         "directory": str(target),
         "architecture": architecture.model_type,

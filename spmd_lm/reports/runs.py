@@ -4,7 +4,6 @@ It starts no devices: status.json says what each start of a run ran on, and the 
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ from spmd_lm.analysis.expected_collectives import expected_collectives
 from spmd_lm.config.load import CONFIG_FILE, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.files import read_bytes, write_atomically
 from spmd_lm.planning.plan_report import describe
 from spmd_lm.reports.page import (
     Content,
@@ -32,7 +32,7 @@ from spmd_lm.reports.page import (
 )
 from spmd_lm.runtime.directories import was_killed
 from spmd_lm.runtime.formatting import format_bytes, format_duration, format_quantity, pluralize, to_json
-from spmd_lm.runtime.metrics import Life, Record, Status, read_records, write_atomically
+from spmd_lm.runtime.metrics import Life, Record, Status, read_records
 from spmd_lm.step.program import abstract_plan
 
 METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "accuracy", "loss_scale")
@@ -41,6 +41,7 @@ METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "accuracy", "l
 NOT_DRAWN = ("step", "tokens", "seconds", "perplexity", "skipped", "skipped_steps")
 MOST_OTHERS = 12
 MOST_CHARACTERS = 20_000  # of samples.txt
+MOST_BYTES = 2**20  # of it, and of config.yaml
 UNKNOWN = "–"
 
 
@@ -97,7 +98,7 @@ def read_run(directory: Path) -> RunFiles:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_bytes(path, MOST_BYTES).decode(errors="replace")
     except OSError:  # there is none yet, or it is not for us to read
         return ""
 
@@ -127,8 +128,6 @@ def write_report(directories: Sequence[Path], out: Path | None) -> Path:
     try:
         write_atomically(path, text)
     except OSError as error:
-        with suppress(OSError):  # on a file system that is read-only, this cannot be either
-            path.with_name(path.name + ".tmp").unlink()
         where = f"--out {path}" if out else f"{path}"
         raise ConfigError(f"{where}: cannot be written: {error.strerror}. Give another file with --out.") from error
     return path

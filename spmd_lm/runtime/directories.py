@@ -19,7 +19,10 @@ from types import FrameType
 from typing import TextIO
 
 from spmd_lm.errors import ConfigError
+from spmd_lm.files import open_regular, read_bytes
 from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals, not_ignored
+
+MAX_NAME = 1000  # bytes of `.lock`, which names its holder
 
 
 def require_absent_or_empty(target: Path) -> None:
@@ -104,7 +107,7 @@ def lock_directory(
 def is_locked(directory: Path) -> bool:
     """Whether a process holds the directory's lock now."""
     try:
-        with open(directory / ".lock") as file:
+        with open(directory / ".lock", opener=open_regular) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -116,7 +119,7 @@ def is_locked(directory: Path) -> bool:
 def was_killed(directory: Path) -> bool:
     """Whether the last holder of the directory's lock, on this host, ended without removing its lock file."""
     try:
-        holder = (directory / ".lock").read_text(encoding="utf-8", errors="replace").strip()
+        holder = read_bytes(directory / ".lock", MAX_NAME).decode(errors="replace").strip()
     except OSError:
         return False
     return holder.endswith(f" on {socket.gethostname()}") and not is_locked(directory)
@@ -129,7 +132,7 @@ def _open_lock_file(directory: Path, key: str) -> TextIO:
         for path in (directory, directory / "checkpoints"):
             if os.path.exists(path):
                 tempfile.TemporaryFile(dir=path).close()
-        return open(directory / ".lock", "a+", encoding="utf-8")
+        return open(directory / ".lock", "a+", encoding="utf-8", errors="replace", opener=open_regular)
     except OSError as error:
         existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
         try:
@@ -148,7 +151,7 @@ def _lock(file: TextIO, directory: Path, log: Callable[[str], None], key: str) -
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        holder = file.read().strip() or "another process"
+        holder = file.read(MAX_NAME).strip() or "another process"
         raise ConfigError(
             f"{key}={directory}: {holder} is training there. Wait for it, stop it, or choose another {key}."
         ) from None

@@ -8,7 +8,6 @@ lists.  Loss scaling adds loss_scale, skipped (whether this step left the parame
 not a number) and skipped_steps (since step 1).  A step that train.guard skipped has skipped, reason and samples: the
 positions of the first and the last of its samples, counted from the run's first."""
 
-import json
 import os
 import statistics
 import time
@@ -21,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spmd_lm.errors import CheckpointError, Exit, OutputError
+from spmd_lm.files import open_regular, parse_json, read_bytes, write_atomically
 from spmd_lm.runtime.formatting import to_json, without_nan
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.tensorboard import EventFile
@@ -38,24 +38,10 @@ CUT_SHORT = (None, Exit.PREEMPTED, Exit.HANG, Exit.PEER_LOST)
 MAX_LIVES = 100
 """Starts that status.json remembers: a spot machine's run may have thousands."""
 
+MAX_STATUS_BYTES, MAX_METRICS_BYTES = 2**20, 2**28  # of what is read; a million records have 2**28 bytes
 
 NONE_SAVED = -1
 """status.json's saved_step before the first checkpoint."""
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file's text; a reader, or a crash, sees the old text or the new one, never a part."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()  # it takes room, where there may be none
-        raise
 
 
 def read_records(path: Path) -> list[Record]:
@@ -63,16 +49,18 @@ def read_records(path: Path) -> list[Record]:
     if not path.exists():
         return []
     try:
-        *lines, _ = path.read_bytes().split(b"\n")  # text after the last newline is an unfinished line
+        *lines, _ = read_bytes(path, MAX_METRICS_BYTES).split(
+            b"\n"
+        )  # text after the last newline is an unfinished line
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Move it away.") from error
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = parse_json(line)
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise ValueError(f"{record!r:.40} is no object with an integer 'step'")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             where = f"{path}: line {number}"
             raise CheckpointError(
                 f"{where} is not a record ({error}). Fix that line, or move the file away."
@@ -94,7 +82,7 @@ class MetricsLog:
         text = "".join(to_json(record) + "\n" for record in records)
         with writing(self.path, len(text)):
             write_atomically(self.path, text)
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+            self._file = open(self.path, "a", encoding="utf-8", opener=open_regular)  # noqa: SIM115 (closed by close)
         events = directory / "tensorboard"
         with writing(events):
             self._tensorboard = EventFile(events, first_step=resume_step + 1)
@@ -198,11 +186,11 @@ class Status(BaseModel):
         if not os.path.exists(path):  # unlike Path.exists, False without permission to look
             return None
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse_json(read_bytes(path, MAX_STATUS_BYTES))
             if not isinstance(values, dict) or "path" in values:
                 raise ValueError(f"expected an object of its keys, got {values!r:.40}")
             return cls(path=path, **values)
-        except (OSError, TypeError, ValueError, RecursionError) as error:
+        except (OSError, TypeError, ValueError) as error:
             problem = str(error)
             if isinstance(error, ValidationError):
                 faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.40}" for e in error.errors()]

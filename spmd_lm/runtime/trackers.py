@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import ConfigError, OutputError
+from spmd_lm.files import read_bytes, write_atomically
 from spmd_lm.runtime.formatting import without_nan
-from spmd_lm.runtime.metrics import Record, write_atomically
+from spmd_lm.runtime.metrics import Record
 from spmd_lm.runtime.outputs import writing
 
 MAX_QUEUED = 1000  # records that wait for a tracker: more are dropped
@@ -216,4 +217,7 @@ def read_id(directory: Path) -> str:
     if not path.exists():
         with writing(path):
             write_atomically(path, secrets.token_hex(4) + "\n")
-    return path.read_text(encoding="utf-8").strip()
+    try:
+        return read_bytes(path, 100).decode(errors="replace").strip()
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be read: {error.strerror}. Move it away.") from error

@@ -4,6 +4,7 @@ A cell's directory, cells/ID/, holds what any run's does, and its output, output
 process has ended other than done: a run that fails before it starts writes no status."""
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 from spmd_lm.config.load import CONFIG_FILE, dump, load, make_layer
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, Exit
+from spmd_lm.files import open_regular, parse_json, read_bytes, write_atomically
 from spmd_lm.runtime.formatting import abbreviate
-from spmd_lm.runtime.metrics import Status, write_atomically
+from spmd_lm.runtime.metrics import Status
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.sweeps.sweep_file import CELL_KEYS, SweepFile, Values
 
@@ -23,6 +25,8 @@ IGNORED_CHANGES = ("  parallel.", "  checkpoint.", "  train.log_every:")
 """Keys, as lines of `check_compatible` begin, that have no effect on what a run learns."""
 
 STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)
+
+MAX_END_BYTES = 2**16  # of exit.json, and of the end of output.log
 
 
 class Outcome(NamedTuple):
@@ -54,7 +58,7 @@ class Cell:
         if status and status.state == "done" and status.step >= self.config.train.steps:
             return Outcome("done", 0)
         with suppress(OSError, ValueError, KeyError, TypeError):
-            ended = json.loads((self.directory / "exit.json").read_text(encoding="utf-8"))
+            ended = parse_json(read_bytes(self.directory / "exit.json", MAX_END_BYTES))
             code, reason = int(ended["exit_code"]), str(ended["reason"])
             return Outcome("preempted" if code in STOPPED else "failed", code, reason)
         return Outcome("interrupted" if status else "pending")
@@ -83,8 +87,9 @@ class Cell:
     def _reason(self, code: int) -> str:
         """The last error that its output has, or else its last line; or the signal that killed it."""
         lines: list[str] = []
-        with suppress(OSError):
-            text = (self.directory / "output.log").read_text(encoding="utf-8", errors="replace")
+        with suppress(OSError), open(self.directory / "output.log", "rb", opener=open_regular) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_END_BYTES))
+            text = file.read(MAX_END_BYTES).decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         if code > 128 and not errors:

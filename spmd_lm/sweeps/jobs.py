@@ -18,9 +18,12 @@ from typing import Protocol
 from spmd_lm.config.load import CONFIG_FILE
 from spmd_lm.config.schema import Parallel
 from spmd_lm.errors import ConfigError, Exit
-from spmd_lm.runtime.metrics import Status, write_atomically
+from spmd_lm.files import open_regular, read_bytes, write_atomically
+from spmd_lm.runtime.metrics import Status
 from spmd_lm.runtime.processes import PARENT
 from spmd_lm.sweeps.cells import Cell
+
+JOB_FILE = "slurm_job"  # in a cell's directory
 
 
 class Jobs(Protocol):
@@ -59,7 +62,7 @@ class LocalJobs:
             own = self._gpus[slot]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own[: devices_used(cell.config.parallel, len(own))])
         command = [sys.executable, "-m", "spmd_lm", "train", str(cell.directory / CONFIG_FILE)]
-        with open(cell.directory / "output.log", "ab") as output:
+        with open(cell.directory / "output.log", "ab", opener=open_regular) as output:
             # A session of its own: Ctrl-C reaches the sweep alone, which passes it on once.
             self._processes[cell.id] = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -97,9 +100,8 @@ class SlurmJobs:
         self._asked = -self._seconds
 
     def start(self, cell: Cell, slot: int) -> None:
-        file = cell.directory / "slurm_job"
         with suppress(OSError):
-            if file.read_text().strip() in self._queued():
+            if _job_number(cell) in self._queued():
                 return  # of a sweep that was stopped
         options = [f"--job-name={cell.config.run.name}", f"--output={cell.directory.resolve() / 'output.log'}"]
         command = ["sbatch", "--parsable", *options, str(self._script), "train", str(cell.directory / CONFIG_FILE)]
@@ -108,10 +110,10 @@ class SlurmJobs:
             raise ConfigError(f"sbatch refused the job: {done.stderr.strip()[:300]}. Edit the head of {self._script}.")
         number = done.stdout.strip().partition(";")[0]
         self._queue.add(number)
-        write_atomically(file, number + "\n")
+        write_atomically(cell.directory / JOB_FILE, number + "\n")
 
     def poll(self, cell: Cell) -> int | None:
-        if (cell.directory / "slurm_job").read_text().strip() in self._queued():
+        if _job_number(cell) in self._queued():
             return None
         return self._exit_code(cell)
 
@@ -120,7 +122,7 @@ class SlurmJobs:
 
     def _exit_code(self, cell: Cell) -> int:
         """SLURM's, while it remembers the job, or the run's own; 1 if neither says it."""
-        number = (cell.directory / "slurm_job").read_text().strip()
+        number = _job_number(cell)
         job = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True).stdout
         if ended := re.search(r"JobState=(?:COMPLETED|FAILED) .* ExitCode=(\d+):0 ", job):
             return int(ended[1])
@@ -137,3 +139,7 @@ class SlurmJobs:
                 self._queue = {*done.stdout.split()}
             self._asked = time.monotonic()
         return self._queue
+
+
+def _job_number(cell: Cell) -> str:
+    return read_bytes(cell.directory / JOB_FILE, 100).decode(errors="replace").strip()

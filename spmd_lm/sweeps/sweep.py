@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 from spmd_lm.config import syntax
 from spmd_lm.config.layout_checks import check_devices
+from spmd_lm.config.load import MAX_CHARACTERS
 from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.files import read_bytes, write_atomically
 from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.formatting import format_bytes, format_table
-from spmd_lm.runtime.metrics import Record, write_atomically
+from spmd_lm.runtime.metrics import Record
 from spmd_lm.runtime.processes import is_first_process
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.sweeps.cells import Cell, different_recipes, make_cells, raise_faults
@@ -163,7 +165,7 @@ def check_owner(sweep: SweepFile, cells: Sequence[Cell], directory: Path) -> Non
 def read_owner(path: Path) -> dict[str, Any]:
     """The `owner` that a sweep.yaml has.  ConfigError if it is damaged."""
     try:
-        saved, _ = syntax.read(path.read_text(encoding="utf-8"))
+        saved, _ = syntax.read(read_bytes(path, MAX_CHARACTERS).decode())
     except (OSError, UnicodeDecodeError):
         saved = None
     if not isinstance(saved, dict):

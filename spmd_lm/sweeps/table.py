@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from spmd_lm.errors import UserError
+from spmd_lm.files import write_atomically
 from spmd_lm.reports.runs import RunFiles, peak_bytes, read_run
-from spmd_lm.runtime.metrics import Record, write_atomically
+from spmd_lm.runtime.metrics import Record
 from spmd_lm.sweeps.cells import Cell, Outcome
 
 SPEEDS = ("tokens_per_second", "mfu", "seconds")
@@ -85,12 +86,12 @@ def write_tables(records: Sequence[Record], directory: Path) -> None:
     writer.writeheader()
     writer.writerows(records)
     write_atomically(directory / "cells.csv", text.getvalue())
-    write_parquet(records, directory / "cells.parquet")
+    write_atomically(directory / "cells.parquet", parquet(records))
 
 
-def write_parquet(records: Sequence[Record], path: Path) -> None:
-    """A column's type is that of its values: whole numbers, numbers, true or false, or else text.  A column that is
-    empty so far has numbers, so that it has the same type before and after a cell fills it."""
+def parquet(records: Sequence[Record]) -> bytes:
+    """A parquet file.  A column's type is that of its values: whole numbers, numbers, true or false, or else text.  A
+    column that is empty so far has numbers, so that it has the same type before and after a cell fills it."""
     from arro3.core import Array, DataType, Table
     from arro3.io import write_parquet
 
@@ -104,6 +105,6 @@ def write_parquet(records: Sequence[Record], path: Path) -> None:
             kind = int
         kind = kind if kind in types else str
         columns[name] = Array([None if value is None else kind(value) for value in values], type=types[kind])
-    partial = path.with_name(path.name + ".tmp")
-    write_parquet(Table.from_pydict(columns), str(partial))
-    partial.replace(path)
+    file = io.BytesIO()
+    write_parquet(Table.from_pydict(columns), file)
+    return file.getvalue()

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.saved_run import check_warm_start, newest_readable, warn
+from spmd_lm.checkpoints.saved_run import check_vocabulary, check_warm_start, newest_readable, warn
 from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
-from spmd_lm.training.run_dir import check_vocabulary
 
 SHARED_HEAD = ("head.norm", "head.pooler")
 """Parts of the head that have the same meaning under several objectives."""
@@ -39,9 +38,10 @@ class PretrainedRun:
 
     def _read(self, step: int) -> dict[str, jax.Array]:
         program, config = self.program, self.program.config
-        saved = self.checkpoints.meta(step)["config"]
+        meta = self.checkpoints.meta(step)
+        saved = meta["config"]
         check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
-        check_vocabulary(config, self.directory, saved if step else None)
+        check_vocabulary(config, self.directory, meta if step else None)
         self.step, self.shapes = step, self.checkpoints.param_shapes(step)  # of all its parameters, by path
         self.same_objective = saved["objective"]["kind"] == config.objective.kind
         own = leaves_by_path(program.abstract_canonical().params)

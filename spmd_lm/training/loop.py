@@ -3,23 +3,25 @@
 Step k + 1 depends on the state after step k and the config alone, so a run may stop anywhere and resume from its newest
 checkpoint as if it had not stopped."""
 
+import io
 import signal
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import jax
 
-from spmd_lm.config.schema import RunConfig, Synthetic
+from spmd_lm.config.schema import Data, RunConfig, Synthetic
 from spmd_lm.data.corpus import Corpus, load_data, make_loader
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
-from spmd_lm.errors import CheckpointError, DamagedCheckpointError, Exit, OutputError
-from spmd_lm.generation.generate import generate_text
+from spmd_lm.errors import CheckpointError, DamagedCheckpointError, DataError, Exit, OutputError
+from spmd_lm.files import write_atomically
+from spmd_lm.generation.generate import encode_prompt, generate_text
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.planning import plan_report
 from spmd_lm.runtime.formatting import format_duration, pluralize
-from spmd_lm.runtime.metrics import NONE_SAVED, Clock, Record, read_records, write_atomically
+from spmd_lm.runtime.metrics import NONE_SAVED, Clock, Record, read_records
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.processes import require_agreement
 from spmd_lm.runtime.progress import Progress, format_record
@@ -76,15 +78,22 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             init_from = config.run.init_from if run_dir.saved_step is None else None
             pretrained = PretrainedRun(program, Path(init_from).expanduser(), fallback) if init_from else None
             corpus = load_data(config.data, config.train.seed, config.model.vocab)
-            vocabulary = vocabulary_hash(getattr(config.data, "tokenizer", "bytes"))
+            vocabulary = vocabulary_hash(config.data.tokenizer) if isinstance(config.data, Data) else ""
             require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
             loader = make_loader(config, corpus, "training")
             validation = make_loader(config, corpus, "validation") if config.train.eval_every else None
-            progress.log(corpus.describe(), *messages)
+            left_out = [
+                f"samples.txt leaves out the prompt {prompt!r}: {why}"
+                for prompt, why in unreadable_prompts(config, corpus).items()
+            ]
+            progress.log(corpus.describe(), *messages, *left_out)
             state = initial_state(run_dir, program, pretrained, corpus, progress)
         run_dir.tiers.forget_after(status.step)
         with run_dir.open_files(status, progress.log) as metrics_log:
-            run = TrainingRun(program, corpus, validation, run_dir.tiers, status, clock, metrics_log, progress, state)
+            tiers = run_dir.tiers
+            run = TrainingRun(
+                program, corpus, validation, tiers, status, clock, metrics_log, progress, state, vocabulary
+            )
             if run.replica_check and not run.replica_check.has_copies():
                 progress.log("train.replica_check_every: this layout has one copy of each array: nothing to compare.")
             train_steps(run, loader, signals)
@@ -143,7 +152,8 @@ def finish(run: TrainingRun) -> Exit:
     if run.metrics_log is not None:
         records, directory = read_records(run.metrics_log.path), run.config.run.directory
         with writing(directory / "loss.png"):
-            draw_loss(records, directory / "loss.png", f"{run.config.run.name}: {run.corpus.name}")
+            picture = draw_loss(records, f"{run.config.run.name}: {run.corpus.name}")
+            write_atomically(directory / "loss.png", picture)
         if texts:
             with writing(directory / "samples.txt", len(texts)):
                 write_atomically(directory / "samples.txt", texts)
@@ -160,19 +170,38 @@ def finish(run: TrainingRun) -> Exit:
     return Exit.DONE
 
 
-def draw_loss(records: list[Record], path: Path, title: str) -> None:
+def draw_loss(records: list[Record], title: str) -> bytes:
     """Training and evaluation loss over steps, as a PNG."""
     from spmd_lm.plots.lines import curves  # takes 0.5 s
 
-    curves(records, title=title, size=(8, 4.5)).savefig(path, dpi=150)
+    file = io.BytesIO()
+    curves(records, title=title, size=(8, 4.5)).savefig(file, dpi=150, format="png")
+    return file.getvalue()
 
 
 def sample(run: TrainingRun) -> str:
     """Continuations of PROMPTS; none if the data is not text or the model cannot generate."""
-    if isinstance(run.config.data, Synthetic) or not run.config.model.causal:
+    left_out = unreadable_prompts(run.config, run.corpus)
+    prompts = [prompt for prompt in PROMPTS if prompt not in left_out]
+    if isinstance(run.config.data, Synthetic) or not run.config.model.causal or not prompts:
         return ""
-    texts = generate_text(run.program, run.state.params, PROMPTS, Sampling(temperature=0.8))
+    sampling, tokenizer = Sampling(temperature=0.8), run.corpus.tokenizer
+    texts = generate_text(run.program, run.state.params, prompts, sampling, tokenizer)
     return f"\n{'-' * 80}\n".join(texts) + "\n"
+
+
+def unreadable_prompts(config: RunConfig, corpus: Corpus | TaskDataset) -> dict[str, str]:
+    """Those of PROMPTS that the model of a text cannot continue, and why: its vocabulary may have no token that begins
+    a document, or be larger than model.vocab beyond the tokens that the text has."""
+    if isinstance(config.data, Synthetic) or not config.model.causal:
+        return {}
+    reasons = {}
+    for prompt in PROMPTS:
+        try:
+            encode_prompt(corpus.tokenizer, prompt, config.model.vocab)
+        except DataError as error:
+            reasons[prompt] = str(error).partition(": ")[2].partition(". ")[0]
+    return reasons
 
 
 def stop(run: TrainingRun, signals: StopSignals) -> Exit:

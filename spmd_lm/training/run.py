@@ -48,6 +48,7 @@ class TrainingRun:
     metrics_log: MetricsLog | None  # None in processes that write no files
     progress: Progress
     state: TrainState  # on devices
+    vocabulary: str = ""  # its hash; '' for data without text
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step that was read
     record: Record = field(default_factory=dict)  # what the hooks will log of this step
     _in_flight: deque[tuple[int, dict[str, jax.Array]]] = field(default_factory=deque)
@@ -150,7 +151,8 @@ class TrainingRun:
         with self.clock.time("checkpoint"):
             self.wait_for_save()
             num_samples = self.step * self.config.train.batch
-            meta = make_meta(self.config.model_dump(by_alias=True), num_samples, self.corpus.fingerprint)
+            config = self.config.model_dump(by_alias=True)
+            meta = make_meta(config, num_samples, self.corpus.fingerprint, self.vocabulary)
             meta |= {"start": self.status.restarts, "devices": jax.device_count()}
             try:
                 self.tiers.save(self.step, self.program.canonical(self.state), meta, durable, local)

@@ -10,15 +10,16 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import CORRUPT, new_run_id
 from spmd_lm.checkpoints.record import Meta
-from spmd_lm.checkpoints.saved_run import check_compatible
+from spmd_lm.checkpoints.saved_run import check_compatible, check_vocabulary
 from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig
-from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, find_vocabulary
+from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, OutputError, UserError
+from spmd_lm.files import read_bytes, write_atomically
 from spmd_lm.runtime.directories import lock_directory
-from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life, MetricsLog, Status, write_atomically
+from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life, MetricsLog, Status
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.trackers import ID_FILE, Trackers
 
@@ -67,7 +68,7 @@ class RunDir:
         is_new = self.status is None and self.saved_step is None
         if is_new:
             self._check_foreign_files()
-        check_vocabulary(self.config, self.path, self.meta["config"] if self.saved_step else None)
+        check_vocabulary(self.config, self.path, self.meta if self.saved_step else None)
         if is_new:
             return []
         directory, init_from = self.tiers.durable.directory, self.config.run.init_from
@@ -87,7 +88,7 @@ class RunDir:
         """ConfigError if the run would overwrite files that no run wrote."""
         for name, own_text in ((CONFIG_FILE, dump(self.config)), ("metrics.jsonl", "")):
             path = self.path / name
-            if path.is_file() and path.read_bytes() != own_text.encode():
+            if path.is_file() and not _reads(path, own_text):
                 raise ConfigError(
                     f"run.dir={self.path}: training would overwrite {name}, which belongs to no run: there is neither "
                     f"a status.json nor a checkpoint beside it. Move it away, or choose another run.dir."
@@ -161,6 +162,12 @@ class RunDir:
             yield metrics_log
 
 
+def _reads(path: Path, text: str) -> bool:
+    with suppress(OSError):  # too long, among others
+        return read_bytes(path, len(text.encode())) == text.encode()
+    return False
+
+
 @contextmanager
 def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Tiers]:
     """The checkpoints of a run, whose directory is locked.  ConfigError if it cannot be written or is in use.  After a
@@ -183,24 +190,6 @@ def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Tier
             resume = f"nothing since step {step} was saved. The same command resumes from there."
             log(f"stopped at once: {'nothing was saved.' if step is None else resume}")
             raise
-
-
-def check_vocabulary(config: RunConfig, directory: Path, trained: dict[str, Any] | None) -> None:
-    """ConfigError if the vocabulary is not that of the run in `directory`: the one saved there, or bytes.
-
-    trained: the config that run was last trained with; None if it has taken no step yet."""
-    if not isinstance(config.data, Data):
-        return
-    name, saved = config.data.tokenizer, saved_tokenizer(directory)
-    if saved:
-        same = name != "bytes" and find_vocabulary(name).read_bytes() == find_vocabulary(str(saved)).read_bytes()
-    else:
-        same = name == "bytes" or trained is None or trained["data"].get("tokenizer") != "bytes"
-    if not same:
-        raise ConfigError(
-            f"data.tokenizer={name} is not the vocabulary of {directory}, whose ids its model was trained on. "
-            f"Use data.tokenizer={saved or 'bytes'}, or another run."
-        )
 
 
 def read_saved_config(directory: Path) -> dict[str, Any]:

@@ -181,6 +181,12 @@ def test_a_text_ends_at_the_end_of_its_document(monkeypatch):
     assert generate_text(program(text), None, ["hel", "ä", ""], Sampling()) == ["hello", "ä is all", ""]
 
 
+def test_a_text_without_an_end_runs_to_its_length(monkeypatch):
+    monkeypatch.setattr(Generator, "generate", lambda self, params, prompts: [np.array([*p, 7, 8]) for p in prompts])
+    text = make_config(data={"source": "synthetic"}, precision=FLOAT32)
+    assert generate_text(program(text), None, ["3 1"], Sampling(tokens=2)) == ["3 1 7 8"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -22,6 +22,7 @@ from jax._src import profiler
 from orbax.checkpoint import v1 as ocp
 from pydantic import ValidationError
 
+from spmd_lm import files
 from spmd_lm.config.checks import problems
 from spmd_lm.config.schema import Run
 from spmd_lm.errors import Exit, OutputError
@@ -237,15 +238,24 @@ def test_plugins_for_absent_hardware_are_silent():
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def full_from(step: int, directory: Path) -> None:
-    """From this step on, status.json is on a disk that is full."""
-    partial = directory / "status.json.tmp"
-    FakeProgram.at = {step: lambda: partial.symlink_to("/dev/full") or 1}
+@pytest.fixture
+def full(monkeypatch):
+    """Names of files that are, the next time that they are written, on a disk that is full."""
+    names, create = set(), files.create
+
+    def create_on_disk(path: Path):
+        if path.name not in names:
+            return create(path)
+        names.remove(path.name)
+        return open("/dev/full", "wb")
+
+    monkeypatch.setattr(files, "create", create_on_disk)
+    return names
 
 
-def test_a_full_disk_ends_a_run_saved_and_the_same_command_goes_on(tmp_path):
+def test_a_full_disk_ends_a_run_saved_and_the_same_command_goes_on(tmp_path, full):
     config = make_config(tmp_path, checkpoint__every=0, train__log_every=1)
-    full_from(7, tmp_path)
+    FakeProgram.at = {7: lambda: full.add("status.json.tmp") or 1}
     with pytest.raises(OutputError) as told:
         loop.train(config)
     sentence = (
@@ -283,8 +293,8 @@ def test_a_trace_that_cannot_be_written_ends_a_run_saved(tmp_path, no_trace_is_l
     assert saved(tmp_path)
 
 
-def test_a_full_disk_at_the_start_is_told(tmp_path):
-    (tmp_path / "config.yaml.tmp").symlink_to("/dev/full")
+def test_a_full_disk_at_the_start_is_told(tmp_path, full):
+    full.add("config.yaml.tmp")
     with pytest.raises(OutputError, match=r"config.yaml: cannot be written: No space left on device"):
         loop.train(make_config(tmp_path))
     FakeProgram.at = {}

@@ -241,7 +241,7 @@ def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
     def fail(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("spmd_lm.runtime.metrics.os.fsync", fail)
+    monkeypatch.setattr("spmd_lm.files.os.fsync", fail)
     with pytest.raises(ConfigError, match="No space left on device"):
         write_report([run], None)
     assert (run / "report.html").read_text() == "old" and not (run / "report.html.tmp").exists()

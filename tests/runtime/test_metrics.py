@@ -6,9 +6,10 @@ import math
 import pytest
 
 from spmd_lm.errors import CheckpointError
+from spmd_lm.files import write_atomically
 from spmd_lm.runtime import metrics
 from spmd_lm.runtime.formatting import format_duration, format_quantity
-from spmd_lm.runtime.metrics import BUCKETS, Clock, Life, MetricsLog, Status, read_records, write_atomically
+from spmd_lm.runtime.metrics import BUCKETS, Clock, Life, MetricsLog, Status, read_records
 from spmd_lm.runtime.progress import format_record
 
 
@@ -69,7 +70,7 @@ def test_an_atomic_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
     def fail(_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(metrics.os, "fsync", fail)
+    monkeypatch.setattr("spmd_lm.files.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, "new")
     assert path.read_text() == "old"

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from spmd_lm.config.load import load
-from spmd_lm.runtime.metrics import BUCKETS, Status, write_atomically
+from spmd_lm.files import write_atomically
+from spmd_lm.runtime.metrics import BUCKETS, Status
 from spmd_lm.sweeps.cells import Cell, Outcome
 from spmd_lm.sweeps.report import make_report
 from spmd_lm.sweeps.table import CellTable

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from spmd_lm.config.load import load
-from spmd_lm.runtime.metrics import write_atomically
+from spmd_lm.files import write_atomically
 from spmd_lm.sweeps.cells import Cell, Outcome
 from spmd_lm.sweeps.scaling import efficiencies
 from spmd_lm.sweeps.table import CellTable

@@ -12,15 +12,16 @@ import pytest
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.files import write_atomically
 from spmd_lm.runtime.directories import lock_directory
-from spmd_lm.runtime.metrics import BUCKETS, Status, write_atomically
+from spmd_lm.runtime.metrics import BUCKETS, Status
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.sweeps import runner
 from spmd_lm.sweeps.cells import Cell, Outcome
 from spmd_lm.sweeps.jobs import LocalJobs
 from spmd_lm.sweeps.runner import Runner
 from spmd_lm.sweeps.sweep import check_recipes, read_owner, run_cells
-from spmd_lm.sweeps.table import CellTable, write_parquet
+from spmd_lm.sweeps.table import CellTable, parquet
 from tests.processes import ROOT
 
 
@@ -223,7 +224,9 @@ def test_columns_without_a_value_yet_have_the_type_of_those_to_come(tmp_path):
     import arro3.io
     from arro3.core import DataType
 
-    write_parquet([{"exit_code": None, "peak_bytes": None, "loss": None, "on": [True]}], tmp_path / "cells.parquet")
+    (tmp_path / "cells.parquet").write_bytes(
+        parquet([{"exit_code": None, "peak_bytes": None, "loss": None, "on": [True]}])
+    )
     schema = arro3.io.read_parquet(tmp_path / "cells.parquet").schema
     expected = [DataType.int64(), DataType.int64(), DataType.float64(), DataType.string()]
     assert [schema.field(i).type for i in range(4)] == expected

@@ -742,7 +742,7 @@ def test_without_evaluation_no_held_out_text_is_needed(tmp_path, monkeypatch):
 
 
 def test_text_runs_leave_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "generate_text", lambda program, params, prompts, sampling: ["one", "two"])
+    monkeypatch.setattr(loop, "generate_text", lambda *_: ["one", "two"])
     config = with_text(make_config(tmp_path / "run"), tmp_path / "text", "to be or not to be, " * 50)
     assert loop.train(config) is Exit.DONE
     assert (tmp_path / "run" / "samples.txt").read_text().splitlines() == ["one", "-" * 80, "two"]

@@ -109,17 +109,20 @@ class SubwordTokenizer:
     def encode(self, text: str | bytes) -> np.ndarray:
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         text = data.decode("utf-8", "replace")  # documents are UTF-8; what is not, in a prompt, shows as U+FFFD
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
+        with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot encode {text[:40]!r}"):
+            (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, self.dtype)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # the fast one has no offsets
+        with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot encode {text[:40]!r}"):
+            (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # the fast one has no offsets
         return np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int32).reshape(-1, 2)
 
     def decode(self, ids: ArrayLike) -> str:
         """Special tokens appear by name; the ids of a padded vocabulary beyond the tokens have no text."""
         ids = np.asarray(ids)
-        return self.backend.decode(ids[ids < self.vocab_size].tolist(), skip_special_tokens=False)
+        with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot decode {ids[:10]}"):
+            return self.backend.decode(ids[ids < self.vocab_size].tolist(), skip_special_tokens=False)
 
     def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
         if missing := self._missing(self.row_tokens):

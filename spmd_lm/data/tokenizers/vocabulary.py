@@ -7,22 +7,31 @@ data.tokenizer is the path of one of these files, or of a directory that has one
 For the last two, a tokenizer_config.json beside them may set do_lower_case, strip_accents and tokenize_chinese_chars,
 or add_prefix_space."""
 
+import functools
 import hashlib
-import json
 import os
-import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from spmd_lm import files
 from spmd_lm.config.load import VOCABULARY_FILES
-from spmd_lm.errors import DataError
+from spmd_lm.data.tokenizers import trial
+from spmd_lm.errors import DataError, UserError
 
 # Files that are copied along with a vocabulary, unchanged.
 COMPANION_FILES: tuple[str, ...] = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
 COMPANION_FILES += ("added_tokens.json", "tokenizer.model", "generation_config.json")
+
+# What is read of a tokenizer_config.json.
+SETTINGS = {"do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space"}
 
 # Of each kind, the first that a vocabulary has is used.
 EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -32,15 +41,33 @@ BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<bos>", *EOS_TOKENS)
 BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 ROBERTA_TOKENS = ("<s>", "</s>", "<mask>", "<pad>")
 
+MAX_VOCABULARY_BYTES = 2**26  # of each file; the largest in use has 33 MB
+MAX_TOKENS = 2**20  # the largest vocabulary in use has 0.9 million
+
 
 def find_vocabulary(name: str) -> Path:
-    """The vocabulary file that data.tokenizer=name refers to."""
-    path, where = Path(name).expanduser(), f"data.tokenizer={name}"
+    """The vocabulary file that data.tokenizer=name refers to.  DataError if there is none, or if a file that belongs to
+    it is a link out of its directory: the run's copy, and an export, would publish what it leads to."""
+    vocabulary = _find_file(name)
+    for path in _standard_files(name, vocabulary):  # a file that was named itself may be a link
+        try:
+            files.require_inside(path)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}.") from None
+    return vocabulary
+
+
+def _find_file(name: str) -> Path:
+    where = f"data.tokenizer={name}"
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise DataError(f"{where}: there is no such home directory. Write the path in full.") from None
     if os.path.isfile(path):
         return path
     if not os.path.isdir(path):
         missing = f"no such file or directory (working directory {Path.cwd()})"
-        problem, kinds = "not a regular file" if path.exists() else missing, ", a ".join(VOCABULARY_FILES)
+        problem, kinds = "not a regular file" if os.path.exists(path) else missing, ", a ".join(VOCABULARY_FILES)
         raise DataError(f"{where}: {problem}. Give the path of a {kinds}, or of their directory, or `bytes`.")
     for file in VOCABULARY_FILES:
         if os.path.isfile(path / file):
@@ -50,7 +77,7 @@ def find_vocabulary(name: str) -> Path:
 
 def vocabulary_hash(name: str) -> str:
     """SHA-256, in hex, of the vocabulary file that data.tokenizer=name refers to; `bytes` has none."""
-    return name if name == "bytes" else hashlib.sha256(find_vocabulary(name).read_bytes()).hexdigest()
+    return name if name == "bytes" else hashlib.sha256(_read_bytes(find_vocabulary(name))).hexdigest()
 
 
 def copy_vocabulary(name: str, directory: Path) -> None:
@@ -58,36 +85,80 @@ def copy_vocabulary(name: str, directory: Path) -> None:
 
     The vocabulary itself, which must be valid, comes last: it exists only once the copy is complete."""
     vocabulary = find_vocabulary(name)
-    source = vocabulary.parent
-    if os.path.isdir(Path(name).expanduser()):
-        vocabularies = {file: source / file for file in VOCABULARY_FILES}
-    else:
-        vocabularies = {_standard_name(vocabulary): vocabulary}
+    copied = {path.name: path for path in _standard_files(name, vocabulary)}
+    if os.path.isfile(Path(name).expanduser()):
+        copied[_standard_name(vocabulary)] = vocabulary
     directory.mkdir(exist_ok=True)
-    for file, path in ({file: source / file for file in COMPANION_FILES} | vocabularies).items():
-        if os.path.isfile(path):
-            temporary = directory / f".{file}"
-            shutil.copyfile(path, temporary)
-            os.replace(temporary, directory / file)
+    for file, path in copied.items():
+        files.write_atomically(directory / file, _read_bytes(path))
+
+
+def _standard_files(name: str, vocabulary: Path) -> list[Path]:
+    """The files with standard names that belong to data.tokenizer=name, vocabularies last: of a directory all."""
+    names = (*COMPANION_FILES, *(VOCABULARY_FILES if os.path.isdir(Path(name).expanduser()) else ()))
+    return [path for file in names if os.path.isfile(path := vocabulary.parent / file)]
 
 
 def load_vocabulary(name: str) -> tokenizers.Tokenizer:
     """The tokenizer of data.tokenizer=name.  Raises DataError for a vocabulary that is missing or damaged."""
     path = find_vocabulary(name)
     load = {"tokenizer.json": _load_tokenizer_json, "vocab.txt": _load_wordpiece, "vocab.json": _load_byte_level}
-    return load[_standard_name(path)](path)
+    with library_errors(f"{path}: cannot be read"):
+        tokenizer = load[_standard_name(path)](path)
+    _check_ids(tokenizer.get_vocab(with_added_tokens=True), path)
+    return tokenizer
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turns what the library raises into a DataError that begins with `what`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:  # it raises Exception, and a panic of Rust is not even that
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        reason = f"tokenizers {tokenizers.__version__} says: {error!s:.300}"
+        raise DataError(f"{what}: {reason}. Fix it, or save it again with the library.") from None
 
 
 def _load_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_str(_read_text(path))
-    except Exception as error:  # the library raises nothing narrower
-        problem = f"tokenizers {tokenizers.__version__} cannot read this tokenizer.json: {error}"
-        raise DataError(f"{path}: {problem}. Fix it, or save it again with the library.") from None
+    text = _read_text(path)
+    if problem := _try(text):
+        what = f"tokenizers {tokenizers.__version__} cannot read this tokenizer.json: {problem}"
+        raise DataError(f"{path}: {what}. Fix it, or save it again with the library.")
+    return tokenizers.Tokenizer.from_str(text)
+
+
+@functools.lru_cache(maxsize=2)
+def _try(text: str) -> str:
+    """What is wrong with a tokenizer.json, found by a process of its own; '' if nothing is."""
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+    ended = subprocess.run(  # -P: the modules beside the program are not the child's
+        [sys.executable, "-P", trial.__file__], input=text.encode(), capture_output=True, env=environment
+    )
+    if ended.returncode == -signal.SIGXCPU:
+        return f"it takes more than {trial.MAX_SECONDS} s"
+    if ended.returncode < 0:
+        return f"it ends the process, or takes more than {trial.MAX_MEMORY:,} bytes"
+    return ended.stdout.decode(errors="replace").strip()[:300] or ("no reason is given" if ended.returncode else "")
+
+
+def _check_ids(token_to_id: dict[str, int], path: Path) -> None:
+    ids = set(token_to_id.values())
+    if not ids:
+        raise DataError(f"{path}: it has no tokens. Download the file again.")
+    if len(ids) < len(token_to_id):
+        raise DataError(f"{path}: {len(token_to_id)} tokens share {len(ids)} ids. Give each token an id of its own.")
+    if max(ids) >= MAX_TOKENS:
+        raise DataError(f"{path}: it has the id {max(ids)}. A vocabulary has at most {MAX_TOKENS:,} tokens.")
 
 
 def _load_wordpiece(path: Path) -> tokenizers.Tokenizer:
-    lines = _read_text(path).removesuffix("\n").split("\n")  # not splitlines: other line breaks are tokens
+    lines = _read_lines(path)
+    if not lines[-1]:
+        lines.pop()
     token_to_id: dict[str, int] = {}
     for number, line in enumerate(lines):
         token = line.removesuffix("\r")
@@ -115,11 +186,10 @@ def _load_wordpiece(path: Path) -> tokenizers.Tokenizer:
 
 def _load_byte_level(path: Path) -> tokenizers.Tokenizer:
     token_to_id = _read_json(path)
-    if not token_to_id or not all(type(token_id) is int and token_id >= 0 for token_id in token_to_id.values()):
+    valid = all(type(token_id) is int and 0 <= token_id < MAX_TOKENS for token_id in token_to_id.values())
+    if not token_to_id or not valid:
         raise DataError(f"{path}: neither a tokenizer.json, which has a `model`, nor tokens with their ids. Fix it.")
-    num_ids = len(set(token_to_id.values()))
-    if num_ids < len(token_to_id):
-        raise DataError(f"{path}: {len(token_to_id)} tokens share {num_ids} ids. Give each token an id of its own.")
+    _check_ids(token_to_id, path)
     unknown = "<unk>" if "<unk>" in token_to_id else None
     missing = [letter for letter in bytes_to_unicode() if letter not in token_to_id]
     if missing and not unknown:
@@ -128,7 +198,7 @@ def _load_byte_level(path: Path) -> tokenizers.Tokenizer:
             "Add them, or text would be lost."
         )
     merges, merges_path = [], path.with_name("merges.txt")
-    for line in _read_text(merges_path).split("\n"):
+    for line in _read_lines(merges_path):
         if not line or line.startswith("#version"):
             continue
         left, _, right = line.partition(" ")
@@ -146,9 +216,14 @@ def _load_byte_level(path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _tokenizer_config(vocabulary: Path) -> dict:
+def _tokenizer_config(vocabulary: Path) -> dict[str, Any]:
+    """The settings in the tokenizer_config.json beside a vocabulary that are read."""
     path = vocabulary.with_name("tokenizer_config.json")
-    return _read_json(path) if path.exists() else {}
+    config = _read_json(path) if os.path.lexists(path) else {}
+    for key in SETTINGS & config.keys():
+        if not isinstance(config[key], bool) and not (key == "strip_accents" and config[key] is None):
+            raise DataError(f"{path}: {key}: expected true or false, got {config[key]!r:.40}. Download the file again.")
+    return {key: config[key] for key in SETTINGS & config.keys()}
 
 
 def bytes_to_unicode() -> list[str]:
@@ -167,8 +242,9 @@ def _standard_name(vocabulary: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    text = _read_bytes(path)
     try:
-        content = json.loads(_read_text(path))
+        content = files.parse_json(text)
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}. Fix it, or download the file again.") from None
     if not isinstance(content, dict):
@@ -176,12 +252,25 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _read_lines(path: Path) -> list[str]:
+    """Not splitlines: other line breaks are tokens."""
+    text = _read_text(path)
+    if text.count("\n") > MAX_TOKENS:
+        raise DataError(f"{path}: it has more than {MAX_TOKENS:,} lines. Name the file of a vocabulary.")
+    return text.split("\n")
+
+
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return _read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8. Download the file again.") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return files.read_bytes(path, MAX_VOCABULARY_BYTES)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file. A vocab.json needs its merges.txt beside it.") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}. Fix its permissions.") from None
+        raise DataError(f"{path}: cannot be read: {error.strerror}. Mend that, or name another file.") from None

@@ -1,0 +1,41 @@
+"""A program that reads a tokenizer.json on standard input and uses it once, within bounds of memory and time.
+
+Such a file can make Hugging Face's library, which is Rust, abort the process, run for hours or fill the memory.  Exits
+with 0 if it does none of it; what it prints on standard output says what is wrong."""
+
+import resource
+import sys
+
+MAX_MEMORY, MAX_SECONDS = 2**31, 6  # of address space; of one processor: a file of 29 MB took 0.6 s
+
+SAMPLE = "The naïve fox, 12345 déjà-vu!\n\tdef f(x):\r\n    return x  # 漢字 🙂\n" + "a" * 64
+SAMPLE += "".join(map(chr, range(1, 256)))
+
+
+def main() -> int:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS + 1))  # SIGXCPU, then SIGKILL
+    text = sys.stdin.buffer.read().decode()
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(text)
+    except BaseException as error:  # a panic of Rust is no Exception
+        print(error)
+        return 1
+    try:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        (encoding,) = tokenizer.encode_batch_fast([SAMPLE], add_special_tokens=False)
+        tokenizer.decode(encoding.ids, skip_special_tokens=False)
+    except Exception:
+        return 0  # a text with characters that it does not know: the run's own may have none
+    except BaseException as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

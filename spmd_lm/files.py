@@ -1,0 +1,96 @@
+"""Files that others may have put where they are: read within bounds, and written without following a link.
+
+A pipe or a device may never end, a file may be larger than the memory, and a link in a directory that others write to
+may lead to any file of ours.  What is refused is an OSError, whose `strerror` says why."""
+
+import errno
+import json
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MAX_VALUES = 3_000_000  # of a JSON file; the largest tokenizer.json in use, of 33 MB, has 1.9 million
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """An opener for `open`, of regular files alone.  One that is written to must not be a link."""
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)  # a pipe would wait for its other end
+    except ValueError:
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path) and flags & os.O_NOFOLLOW:
+            raise OSError(errno.ELOOP, "it is a link, and may lead anywhere: remove it", str(path)) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path))
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def is_name(path: str) -> bool:
+    """Whether a file can have this name, which says nothing of whether there is one."""
+    try:
+        os.lstat(path)
+    except (OSError, ValueError) as error:
+        return isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG
+    return True
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """The bytes of a regular file that has at most so many."""
+    with open(open_regular(path), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return content
+
+
+def parse_json(text: bytes) -> Any:
+    """The value that the text stands for.  ValueError, with the reason, if there is none or it has too many parts."""
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:  # of 100 bytes each and more
+        raise ValueError(f"it has more than {MAX_VALUES:,} values")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def create(path: Path) -> Any:
+    """A new file of this name, open to be written.  What has the name is removed: a link, and not where it leads."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return open(path, "xb")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces the file's content; a reader, or a crash, sees the old one or the new one, never a part."""
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        with create(partial) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()  # it takes room, where there may be none
+        raise
+
+
+def require_inside(path: Path) -> None:
+    """OSError for a link that leads out of its directory; of a Hugging Face hub's cache, out of that model's.
+
+    There a snapshot's files are links, models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH."""
+    directory, target = (Path(os.path.realpath(each)) for each in (path.parent, path))
+    hub = (each for each in directory.parents if each.name.startswith("models--"))
+    root = next((each for each in hub if directory.is_relative_to(each / "snapshots")), directory)
+    if not target.is_relative_to(root):
+        raise OSError(errno.EPERM, f"it is a link out of {root}, to {target}: copy the file there", str(path))
