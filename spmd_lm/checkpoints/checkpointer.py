@@ -202,10 +202,7 @@ class Checkpointer:
         prints, finite = fingerprints(fields)
         if not finite:
             raise NonFiniteError(f"the state after step {step} is not finite")
-        leaves = {
-            path: SavedLeaf(shape=[*leaf.shape], dtype=str(leaf.dtype), fingerprint=prints[path])
-            for path, leaf in leaves_by_path(fields).items()
-        }
+        leaves = {path: SavedLeaf.of(leaf, prints[path]) for path, leaf in leaves_by_path(fields).items()}
         record = CheckpointRecord(step=step, run_id=self.run_id, meta=meta, leaves=leaves, files={})
         abstract = jax.tree.map(_abstract, fields) if self._options.read_back else {}
         with self._writing(step):

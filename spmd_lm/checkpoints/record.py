@@ -5,9 +5,9 @@ else is known to be complete, so a directory without one is no checkpoint."""
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from spmd_lm.errors import DamagedCheckpointError
 from spmd_lm.files import parse_json, read_bytes, write_atomically
@@ -18,22 +18,71 @@ MAX_RECORD_BYTES = 2**26  # of it; a thousand arrays in ten thousand files have 
 Meta = dict[str, Any]  # JSON: config, data, versions
 
 
+Numbers = Literal["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+Floats = Literal["bfloat16", "float16", "float32", "float64"]
+NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class SavedLeaf(BaseModel):
     """One array of the state."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    shape: list[int]  # canonical
-    dtype: str
+    shape: list[NotNegative]  # canonical
+    dtype: Numbers | Floats
     fingerprint: str  # of checkpoints/fingerprint.py
+
+    @classmethod
+    def of(cls, leaf: Any, fingerprint: str) -> "SavedLeaf":
+        return cls(shape=[*leaf.shape], dtype=cast(Any, str(leaf.dtype)), fingerprint=fingerprint)
+
+
+class _Part(BaseModel):
+    """Of a record's meta: the keys that are read of it, if they are there."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Train(_Part):
+    log_every: Annotated[int, Field(ge=1)] = 1
+
+
+class _Model(_Part):
+    context: NotNegative = 0
+
+
+class _Config(_Part):
+    run: dict[str, Any] = {}
+    model: _Model = _Model()
+    objective: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    parallel: dict[str, Any] = {}
+    train: _Train = _Train()
+
+
+class _Data(_Part):
+    num_samples: NotNegative = Field(alias="samples")
+    fingerprint: str
+
+
+class _Meta(_Part):
+    config: _Config
+    data: _Data
+    start: int = 0
+    devices: int = 0
+
+
+def valid_meta(meta: Meta) -> Meta:
+    _Meta.model_validate(meta)
+    return meta
 
 
 class CheckpointRecord(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    step: int
+    step: NotNegative
     run_id: str  # random, of the run that saved it
-    meta: Meta
+    meta: Annotated[Meta, AfterValidator(valid_meta)]
     leaves: dict[str, SavedLeaf]  # by path, as in 'params.blocks.attention.query'
     files: dict[str, int]  # bytes, by path in the checkpoint's directory; without the record itself
 

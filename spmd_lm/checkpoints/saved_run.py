@@ -121,7 +121,7 @@ def check_warm_start(saved: Config, config: Config, directory: Path) -> None:
     Its context may be shorter and its objective another one; the rest of the model must be the same."""
     changes = _changes(saved, config)
     differ = _select(changes, ("model",), (*COMPUTATION_KEYS, "model.context"))
-    if saved["model"]["context"] < config["model"]["context"]:
+    if saved.get("model", {}).get("context", 0) < config["model"]["context"]:
         differ.append(changes["model.context"])
     if differ:
         header = f"run.init_from={directory} is another model (saved -> configured):"
@@ -145,7 +145,7 @@ def _changes(saved: Config, config: Config) -> dict[str, str]:
 def _derived_sizes(config: Config) -> Config:
     """Sizes that follow from others unless they are set, as an imported model's config.json sets them."""
     return {
-        "model.mlp_width": config.get("model.mlp_width") or 4 * config.get("model.width", 0),
+        "model.mlp_width": config.get("model.mlp_width") or 4 * (config.get("model.width") or 0),
         "model.kv_heads": config.get("model.kv_heads") or config.get("model.heads"),
     }
 

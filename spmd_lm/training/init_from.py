@@ -43,7 +43,7 @@ class PretrainedRun:
         check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
         check_vocabulary(config, self.directory, meta if step else None)
         self.step, self.shapes = step, self.checkpoints.param_shapes(step)  # of all its parameters, by path
-        self.same_objective = saved["objective"]["kind"] == config.objective.kind
+        self.same_objective = saved.get("objective", {}).get("kind") == config.objective.kind
         own = leaves_by_path(program.abstract_canonical().params)
         reused = [name for name, leaf in own.items() if self._fits(name, leaf.shape)]
         self.new = [name for name in own if name not in reused]

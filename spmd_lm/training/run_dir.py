@@ -49,9 +49,9 @@ class RunDir:
     def _can_resume_from_local(self, step: int, meta: Meta) -> bool:
         """Whether the run came to this state and no start after that went another way; and, where no process has all of
         the state, whether the parts are those that this layout needs."""
-        layout = meta["config"]["parallel"], meta["devices"]
+        layout = meta["config"].get("parallel"), meta.get("devices")
         same_layout = layout == (self.config.model_dump(by_alias=True)["parallel"], jax.device_count())
-        is_ours = self.status is not None and self.status.leads_through(step, meta["start"])
+        is_ours = self.status is not None and self.status.leads_through(step, meta.get("start", 0))
         return is_ours and (same_layout or jax.process_count() == 1)
 
     def finished_message(self) -> str:
@@ -78,7 +78,7 @@ class RunDir:
             messages.append(f"{self.path} was started before, but saved no checkpoint: starting again from step 0.")
         else:
             saved, since = self.meta["config"], f"since step {self.saved_step} was saved"
-            if init_from not in (None, saved["run"].get("init_from")):
+            if init_from not in (None, saved.get("run", {}).get("init_from")):
                 messages.append(f"run.init_from={init_from} has no effect: this run resumes from its own checkpoint.")
         if changes := check_compatible(saved, self.config.model_dump(by_alias=True), self.path):
             messages += [f"Changed {since} (then -> now):", *changes]
@@ -152,7 +152,9 @@ class RunDir:
                 path = error.filename or self.path
                 raise ConfigError(f"{path}: {error.strerror}. Make room, or choose another run.dir.") from error
         metrics_log = MetricsLog(self.path, resume_step=status.step)  # first: it may refuse the file that exists
-        if self.meta and (missing := metrics_log.missing_steps(self.meta["config"]["train"]["log_every"])):
+        if self.meta and (
+            missing := metrics_log.missing_steps(self.meta["config"].get("train", {}).get("log_every", 1))
+        ):
             log(f"{metrics_log.path} lacks the records of steps {missing[0]} to {missing[1]}, which are lost.")
         with writing(self.path / CONFIG_FILE):
             write_atomically(self.path / CONFIG_FILE, dump(self.config))

@@ -192,11 +192,11 @@ def test_kill_during_a_save_leaves_the_one_before(tmp_path):
     program = """
         import os, signal, sys
         import jax.numpy as jnp, numpy as np
-        from spmd_lm.checkpoints.checkpointer import Checkpointer
-        saver = Checkpointer(sys.argv[1])
-        saver.save(1, {"w": jnp.arange(8.0)}, {"config": {}})
+        from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+        saver, meta = Checkpointer(sys.argv[1]), make_meta({}, 0, "")
+        saver.save(1, {"w": jnp.arange(8.0)}, meta)
         saver.wait()
-        saver.save(2, {"w": jnp.asarray(np.random.default_rng(0).normal(size=2**23))}, {"config": {}})
+        saver.save(2, {"w": jnp.asarray(np.random.default_rng(0).normal(size=2**23))}, meta)
         while not any(".saving" in name for name in os.listdir(sys.argv[1])):
             pass
         os.kill(os.getpid(), signal.SIGKILL)
