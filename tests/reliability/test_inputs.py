@@ -1,20 +1,23 @@
 """What is read is data: it neither runs, nor hangs, nor fills the memory, nor loses a part in silence."""
 
 import ast
+import hashlib
 import itertools
 import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from spmd_lm.checkpoints.record import RECORD_FILE, read_record
 from spmd_lm.cli import main
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import MOST, RunConfig, Section, variants, yaml_fields
-from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.errors import ConfigError, DamagedCheckpointError, Exit
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "configs" / "debug.yaml")
@@ -148,6 +151,39 @@ def test_a_directory_has_any_name_that_a_file_system_takes(tmp_path, directory):
     path = tmp_path / "config.yaml"
     path.write_text(VALID.replace("name: debug", f"dir: {json.dumps(str(tmp_path / directory))}"))
     assert load(path).run.directory == tmp_path / directory
+
+
+LEAF = {"shape": [2], "dtype": "float32", "fingerprint": "x"}
+RECORD = {"step": 2, "run_id": "x", "leaves": {"w": LEAF}, "files": {}}
+RECORD |= {"meta": {"config": {}, "data": {"samples": 0, "fingerprint": ""}, "versions": {}}}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"leaves": {"w": LEAF | change}} for change in ({"dtype": "../x"}, {"dtype": "O"}, {"shape": [-1]})),
+        *({"leaves": {"w": LEAF | change}} for change in ({"shape": [2**63]}, {"shape": [True]}, {"shape": 2})),
+        *({"meta": meta} for meta in ({}, {"config": {}}, {"config": 1, "data": {"samples": 0, "fingerprint": ""}})),
+        {"meta": {"config": {"train": {"log_every": 0}}, "data": {"samples": 0, "fingerprint": ""}}},
+        {"meta": {"config": {"run": []}, "data": {"samples": "1", "fingerprint": ""}}},
+        {"step": -2},
+    ],
+    ids=str,
+)
+def test_a_record_of_another_form_is_damaged(tmp_path, wrong):
+    """Its digest is right: whoever can write to the directory can write that too."""
+    for fields, reads in ((RECORD, True), (RECORD | wrong, False)):
+        line = json.dumps(fields).encode()
+        directory = tmp_path / str(fields["step"])
+        directory.mkdir(exist_ok=True)
+        (directory / RECORD_FILE).write_bytes(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
+        with nullcontext() if reads else pytest.raises(DamagedCheckpointError, match="of another version"):
+            read_record(directory)
+
+
+def test_a_message_does_not_steer_the_terminal(capsys):
+    assert main(["plan", DEBUG, "model.\x1b[2J\x9b\x07=1"]) == Exit.CONFIG
+    assert r"unknown key '\x1b[2J\x9b\x07'" in capsys.readouterr().err
 
 
 BANNED = {
@@ -292,6 +328,14 @@ def test_numbers_that_no_run_has_are_refused(devices, overrides, capsys):
     error = capsys.readouterr().err
     assert line[-1].partition("=")[0] in error or "run.simulate_devices" in error
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("verb", ["train", "bench", "audit"])
+def test_a_cpu_does_not_pose_as_a_data_center(verb, tmp_path, capsys):
+    line = [verb, DEBUG, "--devices", "100000", "train.batch=100000", f"run.dir={tmp_path / 'run'}"]
+    assert main(line) == Exit.CONFIG
+    assert "run.simulate_devices=100000: a CPU poses as 1,024 devices" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "breadth_first"])
