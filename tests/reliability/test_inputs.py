@@ -17,7 +17,9 @@ from spmd_lm.checkpoints.record import RECORD_FILE, read_record
 from spmd_lm.cli import main
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import MOST, RunConfig, Section, variants, yaml_fields
-from spmd_lm.errors import ConfigError, DamagedCheckpointError, Exit
+from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit
+from spmd_lm.runtime.metrics import Status
+from tests.reports.run_files import LIFE
 
 ROOT = Path(__file__).parents[2]
 DEBUG = str(ROOT / "configs" / "debug.yaml")
@@ -179,6 +181,28 @@ def test_a_record_of_another_form_is_damaged(tmp_path, wrong):
         (directory / RECORD_FILE).write_bytes(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
         with nullcontext() if reads else pytest.raises(DamagedCheckpointError, match="of another version"):
             read_record(directory)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lives": [LIFE | {"devices": 10**30}]},
+        {"lives": [LIFE | {"devices": -1}]},
+        {"lives": [LIFE | {"peak_bytes": 10**400}]},
+        {"lives": [LIFE | {"started": "yesterday"}]},
+        {"lives": [LIFE | {"started": "2026-99-99"}]},
+        {"goodput": {"step": 1e308}},
+        {"step": -5},
+        {"restarts": -1},
+    ],
+    ids=lambda wrong: str(wrong)[:60],
+)
+def test_numbers_that_no_status_has_are_refused(tmp_path, wrong):
+    status = {"state": "preempted", "step": 3, "restarts": 0, "goodput": {}, "lives": [LIFE]}
+    for fields, refused in ((status, False), (status | wrong, True)):
+        (tmp_path / "status.json").write_text(json.dumps(fields))
+        with pytest.raises(CheckpointError, match="not a run's status") if refused else nullcontext():
+            Status.read(tmp_path)
 
 
 def test_a_message_does_not_steer_the_terminal(capsys):
