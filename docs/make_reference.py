@@ -75,7 +75,7 @@ def type_name(about: dict[str, Any]) -> str:
         return f"list of {items}" if "`" in items else f"list of {items}s"
     name = {"object": "mapping", "boolean": "`true`, `false`"}.get(about["type"], about["type"])
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {about[key]:g}" for key, sign in signs.items() if key in about]
+    bounds = [f"{sign} {about[key]:g}" for key, sign in signs.items() if about.get(key, schema.MOST) != schema.MOST]
     return " ".join([name, ", ".join(bounds)]).strip()
 
 
@@ -102,6 +102,7 @@ def configuration() -> str:
         "",
         "One YAML file per run. `base: other.yaml` inherits from another file, relative to the one that says it;",
         "`section.key=value` on the command line changes a key. `spmd-lm config CONFIG` prints the resolved file.",
+        f"A whole number is at most {schema.MOST:,}, where nothing else is said.",
     ]
     for name in RunConfig.model_fields:
         for kind, section in variants(name).items():

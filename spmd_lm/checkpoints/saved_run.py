@@ -116,13 +116,13 @@ def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> N
 
 
 READ_KEYS = (("model.width", int), ("model.context", int), ("objective.kind", str), ("train.log_every", int))
-"""Of a saved config, beside its comparison with today's; and their types."""
+"""Of a saved config, beside its comparison with today's; and their types.  None is 0 or ''."""
 
 
 def check_saved_config(saved: Config, directory: Path) -> None:
     """CheckpointError if this is no config of a run."""
     flat = flatten_dict(saved, sep=".")
-    wrong = [key for key, kind in READ_KEYS if not (isinstance(flat.get(key), kind) and flat[key])]
+    wrong = [key for key, kind in READ_KEYS if not isinstance(flat.get(key), kind) or flat[key] <= kind()]
     wrong += [section for section in ("run", "data", "parallel") if section not in saved]
     if wrong:
         what = f"the configuration in its newest checkpoint has no {', '.join(wrong)}"

@@ -102,9 +102,22 @@ def microbatches_suit_chunks(parallel: Parallel, train: Train) -> Problems:
     else:
         reason, step = "a stage would reach its next chunk before that chunk's input", 1
     if microbatches < stages or microbatches % step:
-        fits = [n for n in range(stages, train.batch + 1, step) if train.batch % n == 0]
+        fits = [n for n in divisors(train.batch) if n >= stages and n % step == 0]
         problem = f"{chosen} {parallel.microbatches=} and {parallel.pipe=}: {reason}"
         yield use(problem, nearest(f"{parallel.microbatches=}", fits), "parallel.chunks=1")
+
+
+MAX_TASKS = 2**18
+"""Of a pipeline's schedule, which is a table of them: 64 stages with 8 chunks each, and 512 microbatches."""
+
+
+def schedule_fits_a_table(parallel: Parallel) -> Problems:
+    stages, chunks, microbatches = parallel.pipe, parallel.chunks, parallel.microbatches
+    if stages > 1 and stages * chunks * microbatches > MAX_TASKS:
+        product = f"{parallel.pipe=} x {parallel.chunks=} x {parallel.microbatches=}"
+        most = MAX_TASKS // (stages * chunks)
+        way = f"parallel.microbatches={most} or less" if most else "fewer stages, or fewer chunks"
+        yield use(f"{product} is more than the {MAX_TASKS:,} tasks that a schedule may have", way)
 
 
 def check_devices(config: RunConfig, devices: int) -> list[str]:
@@ -186,6 +199,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     remat_blocks_divide_chunk,
     schedule_has_chunks,
     microbatches_suit_chunks,
+    schedule_fits_a_table,
     layout_uses_all_devices,
     data_degree_is_not_zero,
 )

@@ -38,6 +38,9 @@ shape of a learning rate schedule suits any optimizer.  Its lr does not."""
 MAX_CHARACTERS = 2**20
 """Of a configuration file."""
 
+MAX_FILES = 20
+"""Of a chain of bases; the longest that is shipped has 3."""
+
 MAX_UNKNOWN = 20
 """Unknown keys of a section that get a sentence each."""
 
@@ -186,6 +189,9 @@ def _read_chain(path: str | Path, problems: list[str], extended_by: tuple[str, .
     chain = (*extended_by, name)
     if name in extended_by:
         problems.append(f"{extended_by[-1]}: base: circular chain: {' -> '.join(chain)}. Remove one of these bases.")
+        return []
+    if len(chain) > MAX_FILES:
+        problems.append(f"{name}: base: more than {MAX_FILES} files, each the base of another. Put some into one.")
         return []
     tree = read_yaml_file(name, f"{extended_by[-1]}: base: {name}" if extended_by else name, problems)
     if tree is None:

@@ -10,13 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
-from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic.types import NonNegativeFloat, PositiveFloat
 from pydantic_core import PydanticCustomError
 
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
 
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
-Count = Annotated[int, Field(ge=1)]
+MOST = 2**30  # devices index and count in 32 bits, padding included
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 DropoutRate = Annotated[float, Field(ge=0, le=0.999)]  # what is kept is divided by 1 - rate, in 16 bits too
 
@@ -53,7 +55,7 @@ class Run(Section):
     name: Annotated[ValidPath, Field(pattern=r"^[\w-][\w.-]*$")] = "run"  # under runs/
     dir: ValidPath | None = None  # default: runs/<name>
     init_from: ValidPath | None = None  # the run whose parameters this one starts from
-    simulate_devices: NonNegativeInt = 0  # CPU devices to simulate; 0: use the real devices
+    simulate_devices: CountOrZero = 0  # CPU devices to simulate; 0: use the real devices
     # XLA's, for the step: those of runtime/xla_options.yaml, none, or {name: value}
     compiler_options: Literal["auto", "none"] | dict[str, bool | int | float | str] = "auto"
     # what takes a second to compile is not compiled again: auto (the user's cache directory), none, or a directory
@@ -68,14 +70,14 @@ class Run(Section):
 
 class Model(Section):
     kind: Literal["gpt", "bert"] = "gpt"  # bert: bidirectional attention
-    layers: Count
+    layers: Annotated[int, Field(ge=1, le=4096)]
     width: Count  # of the residual stream
     heads: Count  # of queries
     context: Count  # tokens per row
     vocab: Count  # tokens; padded where it is sharded
     mlp_width: Count | None = None  # hidden width of the MLP; default 4 x width
     kv_heads: Count | None = None  # grouped-query attention: one key/value head per heads / kv_heads; default heads
-    token_types: NonNegativeInt = 0  # size of the token type (segment) embedding (BERT: 2); 0: none
+    token_types: CountOrZero = 0  # size of the token type (segment) embedding (BERT: 2); 0: none
     dropout: DropoutRate = 0.1  # after the embedding and at the end of each residual branch
     attention_dropout: DropoutRate = 0.1  # on attention probabilities; > 0 requires the XLA kernel
     norm: Literal["pre", "post"] = "pre"  # before the residual branch, or after the sum (original BERT)
@@ -155,7 +157,7 @@ class Classification(Objective):
 
     kind: Literal["classification"]
     predicts_tokens: ClassVar[bool] = False
-    classes: Annotated[int, Field(ge=2)]  # labels
+    classes: Annotated[int, Field(ge=2, le=MOST)]  # labels
 
 
 class MultipleChoice(Objective):
@@ -163,7 +165,7 @@ class MultipleChoice(Objective):
 
     kind: Literal["multiple_choice"]
     predicts_tokens: ClassVar[bool] = False
-    choices: Annotated[int, Field(ge=2)] = 4  # rows per question
+    choices: Annotated[int, Field(ge=2, le=MOST)] = 4  # rows per question
 
     @property
     def rows_per_example(self) -> int:
@@ -247,7 +249,7 @@ class Synthetic(Section):
 
 class Parallel(Section):
     pipe: Count = 1  # stages of the pipeline
-    data: Annotated[int, Field(ge=-1)] = -1  # -1: all devices that the other axes leave
+    data: Annotated[int, Field(ge=-1, le=MOST)] = -1  # -1: all devices that the other axes leave
     model: Count = 1  # degree of tensor parallelism
     replica: Count = 1  # copies of a ZeRO group, outside `data`
     sequence: bool = False  # activations between layers are sharded over `model` along the sequence
@@ -278,12 +280,13 @@ class OptimizerConfig(Section):
     kind: str
     lr: PositiveFloat  # the highest, after warmup
     min_lr: NonNegativeFloat = 0.0  # the lowest, after decay
-    warmup: NonNegativeInt = 0  # steps
+    warmup: CountOrZero = 0  # steps
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     decay_steps: Count | None = None  # step at which min_lr is reached; default train.steps
     weight_decay: NonNegativeFloat = 0.1  # not applied to biases and norms
     clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
-    freeze: str = ""  # parameters that are not trained: name patterns, separated by spaces; step/optimizer.py
+    # parameters that are not trained: name patterns, separated by spaces; step/optimizer.py
+    freeze: Annotated[str, Field(max_length=1000)] = ""
 
 
 class AdamW(OptimizerConfig):
@@ -318,7 +321,7 @@ class Profile(Section):
 
 
 class Guard(Section):
-    max_skips: NonNegativeInt = 10  # steps in a row whose loss or gradients are not finite; the next one ends the run
+    max_skips: CountOrZero = 10  # steps in a row whose loss or gradients are not finite; the next one ends the run
     spikes: bool = False  # skip steps whose loss is far above the last ones too
     exclude: list[Count] | None = None  # steps that are not to train on their batches
 
@@ -335,11 +338,11 @@ class Train(Section):
     batch: Count  # sequences per step, over all devices
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # one 32-bit word of the dropout generator's key
     log_every: Count = 10  # steps per line of metrics.jsonl
-    eval_every: NonNegativeInt = 0  # 0: never
+    eval_every: CountOrZero = 0  # 0: never
     eval_batches: Count = 8  # batches of validation sequences per evaluation; a task always evaluates on all of them
     guard: Guard = Guard()
     watchdog: Watchdog = Watchdog()
-    replica_check_every: NonNegativeInt = 0  # steps between comparisons of all copies of the state; 0: never
+    replica_check_every: CountOrZero = 0  # steps between comparisons of all copies of the state; 0: never
     profile: Profile | None = None  # {steps: [10, 13]} writes an xprof trace of these steps to run.dir/profile
 
 
@@ -350,7 +353,7 @@ class LocalCheckpoint(Section):
 
 
 class Checkpoint(Section):
-    every: NonNegativeInt = 0  # steps; 0: never
+    every: CountOrZero = 0  # steps; 0: never
     keep: Count = 2  # the newest checkpoints
     asynchronous: bool = Field(True, alias="async")  # written while training goes on
     verify: bool = True  # whatever reads a checkpoint compares it with the fingerprints of what was saved

@@ -73,9 +73,8 @@ def use(problem: str, *ways: str) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    """The divisors of `n`, in order; all of them up to n = 2**32.  Beyond that, where no run is, those between 65,536
-    and n / 65,536 are left out: finding them would take minutes."""
-    small = [d for d in range(1, min(math.isqrt(n), 2**16) + 1) if n % d == 0]
+    """The divisors of `n`, in order."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 

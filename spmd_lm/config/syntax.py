@@ -28,7 +28,7 @@ class YamlLoader(yaml.SafeLoader):
 
     def construct_unique_mapping(self, node: yaml.MappingNode) -> dict:
         first_lines: dict[str, int] = {}
-        for key, _ in node.value:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # of !!map [a], construct_mapping tells
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
                 continue

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from spmd_lm.config.schema import MOST
 from spmd_lm.errors import CheckpointError, Exit, OutputError
 from spmd_lm.files import open_regular, parse_json, read_bytes, write_atomically
 from spmd_lm.runtime.formatting import to_json, without_nan
@@ -115,22 +116,35 @@ class MetricsLog:
                 file.close()
 
 
+def valid_time(text: str) -> str:
+    try:
+        datetime.fromisoformat(text).timestamp()
+    except (OverflowError, OSError) as error:
+        raise ValueError(f"no time of any run: {error}") from None
+    return text
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+StepNumber = Annotated[int, Field(ge=-1, lt=2**63)]
+Seconds = Annotated[float, Field(ge=-1, lt=1e12)]
+
+
 class Life(BaseModel):
     """One start of a run: what it ran on, and how far it came."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    started: str  # ISO 8601, UTC
-    first_step: int
-    last_step: int  # done so far; before its first step, the one before that
-    seconds: float = 0.0
+    started: Annotated[str, AfterValidator(valid_time)]  # ISO 8601, UTC
+    first_step: StepNumber
+    last_step: StepNumber  # done so far; before its first step, the one before that
+    seconds: Seconds = 0.0
     exit_code: int | None = None  # None while running, and of a process that was killed
-    devices: int
+    devices: Annotated[int, Field(ge=1, le=MOST)]
     platform: str
     device_kind: str
     processes: int
-    recovery: float | None = None  # seconds from the end of the start before, which was cut short, to the first step
-    peak_bytes: int | None = None  # the most memory on one device of the first process; None where it is not measured
+    recovery: Seconds | None = None  # seconds from the end of the start before, which was cut short, to the first step
+    peak_bytes: Count | None = None  # the most on one device of the first process; None where it is not measured
 
     @classmethod
     def begin(cls, steps_done: int) -> "Life":
@@ -169,14 +183,14 @@ class Status(BaseModel):
 
     path: Path = Field(exclude=True)
     state: str  # running | done | preempted | failed
-    step: int  # steps done
+    step: StepNumber  # done
     exit_code: int | None = None  # None while running
     run_id: str = ""  # random; its checkpoints have the same.  Empty: of a version without
-    saved_step: int | None = None  # of the newest checkpoint, or NONE_SAVED.  None: of a version that did not say
-    restarts: int
-    goodput: dict[str, float]  # wall-clock seconds of all its starts, by BUCKETS
-    compile_seconds: float | None = None  # of the last compilation: an estimate of the next one
-    recovery: dict[str, float] | None = None  # count, p50 and max of its lives' recoveries, in seconds
+    saved_step: StepNumber | None = None  # of the newest checkpoint, or NONE_SAVED.  None: of an older version
+    restarts: Count
+    goodput: dict[str, Seconds]  # wall-clock seconds of all its starts, by BUCKETS
+    compile_seconds: Seconds | None = None  # of the last compilation: an estimate of the next one
+    recovery: dict[str, Seconds] | None = None  # count, p50 and max of its lives' recoveries, in seconds
     lives: list[Life] = []  # the last MAX_LIVES starts, the newest last; none of versions that did not write them
 
     @classmethod

@@ -5,6 +5,7 @@ Lines that tell of progress then end, and the run goes on.  A file that cannot b
 import errno
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from typing import Any, TextIO, cast
 from spmd_lm.errors import OutputError
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 QUIET_LOGGERS = ("absl", "asyncio")
 """Orbax logs the traceback of every thread that a failed save ends, and asyncio those of its tasks; the first of these
@@ -58,7 +61,8 @@ def unfailing(stream: TextIO) -> TextIO:
 
 
 def print_line(line: str, stream: TextIO) -> None:
-    """Prints a line at once, if the stream still takes any."""
+    """Prints a line at once, if the stream still takes any.  What a file has in it cannot steer the terminal."""
+    line = CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), line)
     print(line, file=unfailing(stream), flush=True)
 
 

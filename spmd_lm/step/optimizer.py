@@ -2,8 +2,9 @@
 depends on how it is sharded; and the parameters that it leaves as they are."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 
 import jax
 import jax.numpy as jnp
@@ -103,28 +104,33 @@ def _global_norm(plan: Plan, grads: Tree) -> jax.Array:
     return jnp.sqrt(sum(lax.psum(s, axes) if axes else s for axes, s in squares.items()))
 
 
+MAX_UNMATCHED = 3
+"""Patterns that match nothing which get a sentence: looking for the nearest of 60,000 names takes a second."""
+
+
 def frozen_mask(patterns: Sequence[str], names: Tree, shapes: Tree) -> Tree:
     """Whether training leaves each parameter as it is, bool; for a stack, bool [layers].
 
     patterns: shell globs of paths in the tree of parameters, in which a layer has its index: embedding.tokens,
     blocks.[0-5].*, *bias.  names, shapes: trees of the parameters' dimension names and canonical shapes.  Raises
     ConfigError for a pattern that matches nothing, and if every parameter would be frozen."""
-    known = []
+    known: list[str] = []
+    any_pattern = re.compile("|".join(map(translate, patterns)) if patterns else r"(?!)")
 
     def is_frozen(*path: str) -> bool:
         known.append(".".join(path))
-        return any(fnmatchcase(known[-1], pattern) for pattern in patterns)
+        return any_pattern.match(known[-1]) is not None
 
     def leaf_mask(path: tuple, dim_names: DimNames, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         first, *rest = (key.key for key in path)
-        if "layers" not in dim_names:
+        if "layers" not in dim_names or not patterns:
             return np.array(is_frozen(first, *rest))
         return np.array([is_frozen(first, str(layer), *rest) for layer in range(leaf.shape[0])])
 
     mask = jax.tree_util.tree_map_with_path(leaf_mask, names, shapes, is_leaf=is_dim_names)
-    problems = []
+    problems: list[str] = []
     for pattern in sorted(set(patterns)):
-        if not any(fnmatchcase(name, pattern) for name in known):
+        if len(problems) < MAX_UNMATCHED and not any(fnmatchcase(name, pattern) for name in known):
             near = did_you_mean(pattern, known)
             hint = f"Did you mean {near}?" if near else f"Names are like {known[0]} and {known[-1]}."
             problems.append(f"optim.freeze: {pattern} matches no parameter. {hint}")

@@ -81,7 +81,15 @@ def test_status_reads_back(tmp_path):
     status = Status(path=tmp_path / "status.json", state="running", step=3, restarts=1, goodput={"step": 1.5})
     assert status.lives == []  # as of versions that did not write them
     status.lives = [
-        Life(started="then", first_step=1, last_step=0, devices=1, platform="tpu", device_kind="v5", processes=1)
+        Life(
+            started="2026-01-01T00:00:00+00:00",
+            first_step=1,
+            last_step=0,
+            devices=1,
+            platform="tpu",
+            device_kind="v5",
+            processes=1,
+        )
     ]
     status.write(state="preempted", exit_code=3)
     assert Status.read(tmp_path) == status

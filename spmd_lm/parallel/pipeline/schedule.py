@@ -17,6 +17,7 @@ the interpreter reads: for each stage and tick the slots of its buffers, and the
 
 import dataclasses
 import functools
+import heapq
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -232,6 +233,7 @@ class ScheduleTable:
         return shares
 
 
+@functools.lru_cache(maxsize=4)  # a plan asks for each several times; the longest takes a second
 def schedule_table(s: Schedule) -> ScheduleTable:
     def blank() -> TaskFields[np.ndarray]:
         columns = {
@@ -282,10 +284,12 @@ def _fill_stage(s: Schedule, stage: int, forward: TaskFields, backward: TaskFiel
 def _assign_slots(intervals: dict[PipelineTask, tuple[int, int]]) -> dict[PipelineTask, int]:
     """A slot for each task, so that no two tasks need one slot in one tick.  intervals: first and last tick in which
     each needs it."""
-    free_from: list[int] = []
-    slots = {}
+    busy: list[tuple[int, int]] = []  # heaps: (the tick in which it is free again, slot), and the slots that are free
+    free: list[int] = []
+    slots: dict[PipelineTask, int] = {}
     for task, (first, last) in sorted(intervals.items(), key=lambda item: item[1]):
-        slot = next((i for i, tick in enumerate(free_from) if tick <= first), len(free_from))
-        free_from[slot : slot + 1] = [last + 1]
-        slots[task] = slot
+        while busy and busy[0][0] <= first:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        slots[task] = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (last + 1, slots[task]))
     return slots
