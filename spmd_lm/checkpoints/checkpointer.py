@@ -3,11 +3,7 @@
 Orbax, which writes the arrays, notices neither that a background save failed, unless somebody waits for it, nor that
 what it reads is not what it wrote.  So every save is followed up between steps, a checkpoint counts once its record is
 written, which holds a fingerprint of every array, taken on the devices before the save, and what is restored is
-compared with it (ADR 0017).
-
-    checkpoints/STEP          complete: renamed to this name when its record is there
-    checkpoints/STEP.saving   a save in progress, or one that was killed
-    checkpoints/STEP.corrupt  damaged: moved aside by `train`"""
+compared with it (ADR 0017)."""
 
 import dataclasses
 import os
@@ -21,15 +17,32 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import SingleDeviceSharding
 
 import spmd_lm
 from spmd_lm.checkpoints.damage import root_cause, unreadable
+from spmd_lm.checkpoints.directories import (
+    CORRUPT,
+    DELETING,
+    FOREIGN,
+    SAVING,
+    delete,
+    is_checkpoint,
+    move_aside,
+    parse_step,
+    remove_unfinished,
+)
 from spmd_lm.checkpoints.fingerprint import fingerprints
+from spmd_lm.checkpoints.leaves import (
+    Shapes,
+    abstract_array,
+    canonical_array,
+    compare_shapes,
+    one_leaf,
+    present_fields,
+    saved_shapes,
+)
 from spmd_lm.checkpoints.record import (
-    RECORD_FILE,
     CheckpointRecord,
     Meta,
     SavedLeaf,
@@ -41,15 +54,10 @@ from spmd_lm.checkpoints.storage import OrbaxStorage, Response, Storage
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
 from spmd_lm.parallel.trees import Tree, leaves_by_path
-from spmd_lm.runtime.formatting import format_bytes, parse_count
 from spmd_lm.runtime.processes import collect
 from spmd_lm.step.state import OPTIONAL_FIELDS
 
 Config = dict[str, Any]  # a RunConfig as JSON
-Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.query'
-
-MAX_LINES = 50  # of differences between states
-SAVING, CORRUPT, FOREIGN, DELETING = ".saving", ".corrupt", ".foreign", ".deleting"  # after a step's number
 
 
 def make_meta(config: Config, num_samples: int, fingerprint: str, vocabulary: str = "") -> Meta:
@@ -110,7 +118,7 @@ class Checkpointer:
     def _is_ours(self, step: int) -> bool:
         """Whether it is a checkpoint, and of no other run."""
         path = self.path(step)
-        if not _is_checkpoint(path):
+        if not is_checkpoint(path):
             return False
         try:
             saved_by = read_record(path).run_id
@@ -122,11 +130,6 @@ class Checkpointer:
             self._log(f"{path} is of another run ({saved_by}, not {self.run_id}): ignored.")
             self._ignored.add(step)
         return False
-
-    def foreign(self) -> list[str]:
-        """The names of files and directories that could be a checkpoint's, but are none."""
-        names = [path.name for path in self.directory.glob("*") if path.name.isdecimal()]
-        return sorted(name for name in names if parse_step(name) is None or not _is_checkpoint(self.directory / name))
 
     def latest_step(self) -> int | None:
         return max(self.steps(), default=None)
@@ -164,7 +167,7 @@ class Checkpointer:
         Raises CheckpointError, before any array is read, for a missing or extra leaf, or another shape or dtype; and
         DamagedCheckpointError, naming leaves or files, if a second attempt to read it fails too.  Of the
         OPTIONAL_FIELDS an extra one is not read, and a missing one becomes None."""
-        fields = self._restore_fields(step, _present_fields(abstract_state))
+        fields = self._restore_fields(step, present_fields(abstract_state))
         state = fields if isinstance(abstract_state, dict) else dataclasses.replace(abstract_state, **fields)
         return state, self.meta(step)
 
@@ -174,7 +177,7 @@ class Checkpointer:
 
     def param_shapes(self, step: int) -> Shapes:
         """The canonical shapes and dtypes of the parameters of `step`."""
-        shapes = _shapes(self.record(step)).items()
+        shapes = saved_shapes(self.record(step)).items()
         return {path.removeprefix("params."): leaf for path, leaf in shapes if path.startswith("params.")}
 
     def restore_params_by_path(self, step: int, abstract_params: Shapes) -> dict[str, jax.Array]:
@@ -185,14 +188,14 @@ class Checkpointer:
     def restore_leaf(self, step: int, path: str) -> jax.Array:
         """One array of `step`, by its path in the record, on one device."""
         record = self.record(step)
-        leaf = self._load(step, _one_leaf(record, path), partial=True)
+        leaf = self._load(step, one_leaf(record, path), partial=True)
         return jax.tree.leaves(leaf)[0]
 
     def leaf_problem(self, record: CheckpointRecord, path: str) -> str:
         """What is wrong with one array, read on one device; '' if nothing is."""
         try:
             with self.reading(record.step) as directory:
-                loaded = self.storage.load(directory, _one_leaf(record, path), partial=True)
+                loaded = self.storage.load(directory, one_leaf(record, path), partial=True)
         except DamagedCheckpointError as damage:
             return damage.what
         return self._difference(record, loaded)
@@ -203,7 +206,7 @@ class Checkpointer:
         self.close()
         if not self.storage.shared:  # no process deletes what another one may still need
             collect(f"saved before {step}", None)
-        fields = _present_fields(state)
+        fields = present_fields(state)
         prints, finite = fingerprints(fields)
         if not finite:
             raise NonFiniteError(f"the state after step {step} is not finite")
@@ -212,10 +215,10 @@ class Checkpointer:
             for path, leaf in leaves_by_path(fields).items()
         }
         record = CheckpointRecord(step=step, run_id=self.run_id, meta=meta, leaves=leaves, files={})
-        abstract = jax.tree.map(_abstract, fields) if self._options.read_back else {}
+        abstract = jax.tree.map(abstract_array, fields) if self._options.read_back else {}
         with self._writing(record):
             if self._writes_records:
-                self.remove_unfinished()
+                remove_unfinished(self.directory)
             response = self.storage.save(self.path(step).with_suffix(SAVING), fields)
             self._saving = Saving(record, abstract, self._background.submit(self._write_record, record, response))
         if not self._options.asynchronous:
@@ -270,7 +273,7 @@ class Checkpointer:
         partial.rename(final)
         for old in self.intact_steps()[: -self._options.keep]:
             self.path(old).rename(doomed := self.path(old).with_suffix(DELETING))
-            self._deletions.append(self._background.submit(_delete, doomed))
+            self._deletions.append(self._background.submit(delete, doomed))
 
     def intact_steps(self) -> list[int]:
         """The steps whose record and files are as they were written, ascending.  No array is read."""
@@ -282,13 +285,6 @@ class Checkpointer:
                 return False
 
         return [step for step in self.steps() if is_intact(step)]
-
-    def remove_unfinished(self) -> None:
-        """Deletes what a killed process was saving or deleting."""
-        for path in self.directory.glob("*"):
-            number, _, rest = path.name.partition(".")
-            if parse_step(number) is not None and f".{rest}".startswith((SAVING, DELETING)):
-                _delete(path)
 
     def quarantine(self, damage: DamagedCheckpointError) -> None:
         """Moves a damaged checkpoint aside, and says so.  Called in all processes of the job."""
@@ -303,13 +299,13 @@ class Checkpointer:
 
     def _restore_fields(self, step: int, fields: dict[str, Tree], partial: bool = False) -> dict[str, Tree]:
         """These fields of a saved state; None for OPTIONAL_FIELDS that it lacks.  partial: ignore all its others."""
-        shapes = _shapes(self.record(step))
+        shapes = saved_shapes(self.record(step))
         saved = {path.split(".")[0] for path in shapes}
         present = {name: field for name, field in fields.items() if name in saved or name not in OPTIONAL_FIELDS}
         ignored = {name for name in saved if name not in fields and (partial or name in OPTIONAL_FIELDS)}
         expected = {path: leaf for path, leaf in shapes.items() if path.split(".")[0] not in ignored}
-        own = {path: _canonical(leaf.shape, leaf.dtype) for path, leaf in leaves_by_path(present).items()}
-        if differences := _differences(expected, own):
+        own = {path: canonical_array(leaf.shape, leaf.dtype) for path, leaf in leaves_by_path(present).items()}
+        if differences := compare_shapes(expected, own):
             header = f"{self.path(step)} holds a different state than this configuration expects:"
             raise CheckpointError("\n".join([header, *differences]))
         return dict.fromkeys(fields) | self._load(step, present, partial=bool(ignored))
@@ -372,75 +368,6 @@ class Checkpointer:
             ) from error
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether it is one, or was: it may be damaged."""
-    return any((path / name).exists() for name in (RECORD_FILE, "state"))
-
-
-def parse_step(name: str) -> int | None:
-    """The step of the checkpoint whose directory has this name; None if no checkpoint has it."""
-    step = parse_count(name)
-    return step if str(step) == name else None
-
-
 def new_run_id() -> str:
     """Random, the same in all processes of the job."""
     return collect("run_id", secrets.token_hex(8))[0]
-
-
-def move_aside(path: Path, suffix: str) -> Path:
-    """Renames STEP to STEP.corrupt, or to STEP.corrupt.2 if there is one, and so on."""
-    names = (path.with_name(f"{path.name}{suffix}{number}") for number in ("", *(f".{n}" for n in range(2, 10_000))))
-    free = next(name for name in names if not os.path.lexists(name))
-    path.rename(free)
-    return free
-
-
-def _delete(path: Path) -> None:
-    try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:  # a link alone, not what it leads to
-            path.unlink()
-    except OSError as error:
-        what = f"{error.filename or path} cannot be deleted: {error.strerror}"
-        raise CheckpointError(f"{what}. Delete it: newer checkpoints are complete.") from error
-
-
-def _one_leaf(record: CheckpointRecord, path: str) -> dict[str, Tree]:
-    """CheckpointError if it is larger than this host's memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (size := record.leaves[path].size) > memory:
-        what = f"{format_bytes(size)}, more than the {format_bytes(memory)} of memory here"
-        raise CheckpointError(f"step {record.step}: {path} has {what}. Read it on a larger host.")
-    leaf, device = record.leaves[path], SingleDeviceSharding(jax.devices()[0])
-    return unflatten_dict({path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)}, sep=".")
-
-
-def _present_fields(state: Tree) -> dict[str, Tree]:
-    """A state's fields without those that are None: orbax would write these too, and require them on restore."""
-    if isinstance(state, dict):
-        return state
-    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def _canonical(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
-
-
-def _shapes(record: CheckpointRecord) -> Shapes:
-    return {path: _canonical(tuple(leaf.shape), leaf.dtype) for path, leaf in record.leaves.items()}
-
-
-def _differences(saved: Shapes, expected: Shapes) -> list[str]:
-    def show(leaf: jax.ShapeDtypeStruct | None) -> str:
-        return "nothing" if leaf is None else f"{leaf.dtype}{[*leaf.shape]}"
-
-    names = sorted({name for name, _ in saved.items() ^ expected.items()})
-    lines = [f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}" for name in names]
-    return lines[:MAX_LINES] + [f"  and {len(lines) - MAX_LINES} more"] * (len(lines) > MAX_LINES)

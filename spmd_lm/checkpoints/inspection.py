@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from spmd_lm.checkpoints.checkpointer import SAVING, Checkpointer, parse_step
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.directories import SAVING, parse_step
 from spmd_lm.checkpoints.record import CheckpointRecord, file_sizes, read_record
 from spmd_lm.checkpoints.storage import ShardStorage, part_paths
 from spmd_lm.config.load import CONFIG_FILE, load

@@ -44,7 +44,7 @@ class SavedLeaf(BaseModel):
 class CheckpointRecord(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    step: int
+    step: Annotated[int, Field(ge=0)]
     run_id: str  # random, of the run that saved it
     meta: Meta
     leaves: Annotated[dict[LeafPath, SavedLeaf], Field(max_length=MAX_LEAVES)]
@@ -53,10 +53,12 @@ class CheckpointRecord(BaseModel):
     @field_validator("meta")
     @classmethod
     def _holds_a_position(cls, meta: Meta) -> Meta:
-        config, data = meta["config"], meta["data"]
+        config, data = meta.get("config"), meta.get("data")
         if not (isinstance(config, dict) and all(isinstance(section, dict) for section in config.values())):
             raise ValueError("config: expected sections")
-        if not (isinstance(data["samples"], int) and isinstance(data["fingerprint"], str)):
+        if not (
+            isinstance(data, dict) and type(data.get("samples")) is int and isinstance(data.get("fingerprint"), str)
+        ):
             raise ValueError("data: expected samples and a fingerprint")
         return meta
 
@@ -91,7 +93,7 @@ def read_record(directory: Path) -> CheckpointRecord:
         record = CheckpointRecord(**parse_json(line))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise DamagedCheckpointError(directory, f"{RECORD_FILE} is missing") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError) as error:
         reason = "of another version" if isinstance(error, ValidationError) else error
         raise DamagedCheckpointError(directory, f"{RECORD_FILE}: {reason}") from error
     if str(record.step) != directory.name:

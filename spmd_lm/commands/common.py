@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd_lm.errors import ConfigError, Exit, OutputError
-from spmd_lm.runtime.formatting import MOST, parse_count, to_json
+from spmd_lm.runtime.formatting import LARGEST_COUNT, parse_count, to_json
 from spmd_lm.runtime.outputs import silence
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def add_fallback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fallback", action="store_true", help=help)
 
 
-def at_least(low: int, most: int = MOST) -> Callable[[str], int]:
+def at_least(low: int, most: int = LARGEST_COUNT) -> Callable[[str], int]:
     """An argparse type: a whole number from `low` to `most`."""
 
     def count(text: str) -> int:

@@ -194,13 +194,7 @@ def profiled_steps_are_taken(train: Train) -> Problems:
 MAX_ELEMENTS = 2**60  # of one array: XLA counts its bytes in 63 bits
 
 
-MAX_VOCAB = 2**30  # of a vocabulary: padded, its size fits 32 bits
-
-
 def arrays_can_be_counted(model: Model, train: Train) -> Problems:
-    if model.vocab > MAX_VOCAB:
-        yield use(f"{model.vocab=} is more than {MAX_VOCAB:,} tokens", f"model.vocab={MAX_VOCAB} or less")
-        return
     m, rows = model, train.batch * model.context
     arrays = {
         f"{m.layers=} x {m.width=} x mlp_width={m.mlp_dim}": m.layers * m.width * m.mlp_dim,

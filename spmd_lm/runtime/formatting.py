@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MAX_NAMES = 8
-MOST = 2**31 - 1  # devices count steps in 32 bits
+LARGEST_COUNT = 2**31 - 1  # devices count steps in 32 bits
 
 
-def parse_count(text: str, most: int = MOST) -> int | None:
+def parse_count(text: str, most: int = LARGEST_COUNT) -> int | None:
     """The whole number that `text` writes with the digits 0 to 9; None if it writes none, or more than `most`."""
     if not re.fullmatch("[0-9]{1,19}", text):
         return None

@@ -124,7 +124,7 @@ def valid_time(text: str) -> str:
     return text
 
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 StepNumber = Annotated[int, Field(ge=-1, lt=2**63)]
 Seconds = Annotated[float, Field(ge=-1, lt=1e12)]
 
@@ -144,7 +144,7 @@ class Life(BaseModel):
     device_kind: str
     processes: int
     recovery: Seconds | None = None  # seconds from the end of the start before, which was cut short, to the first step
-    peak_bytes: Count | None = None  # the most on one device of the first process; None where it is not measured
+    peak_bytes: NonNegative | None = None  # the most on one device of the first process; None where it is not measured
 
     @classmethod
     def begin(cls, steps_done: int) -> "Life":
@@ -187,7 +187,7 @@ class Status(BaseModel):
     exit_code: int | None = None  # None while running
     run_id: str = ""  # random; its checkpoints have the same.  Empty: of a version without
     saved_step: StepNumber | None = None  # of the newest checkpoint, or NONE_SAVED.  None: of an older version
-    restarts: Count
+    restarts: NonNegative
     goodput: dict[str, Seconds]  # wall-clock seconds of all its starts, by BUCKETS
     compile_seconds: Seconds | None = None  # of the last compilation: an estimate of the next one
     recovery: dict[str, Seconds] | None = None  # count, p50 and max of its lives' recoveries, in seconds

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from spmd_lm.checkpoints.checkpointer import CORRUPT, new_run_id
+from spmd_lm.checkpoints.checkpointer import new_run_id
+from spmd_lm.checkpoints.directories import CORRUPT, foreign_names
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_vocabulary
 from spmd_lm.checkpoints.tiers import Tiers
@@ -74,7 +75,7 @@ class RunDir:
         if is_new:
             return []
         directory, init_from = self.tiers.durable.directory, self.config.run.init_from
-        messages = [f"{directory / name} is no checkpoint: ignored." for name in self.tiers.durable.foreign()]
+        messages = [f"{directory / name} is no checkpoint: ignored." for name in foreign_names(directory)]
         if self.saved_step is None:
             saved, since = read_saved_config(self.path), "since then"
             messages.append(f"{self.path} was started before, but saved no checkpoint: starting again from step 0.")

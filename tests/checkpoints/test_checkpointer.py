@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
-from spmd_lm.checkpoints.saved_run import check_compatible, check_warm_start
+from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_warm_start
 from spmd_lm.config.schema import Checkpoint, RunConfig
 from spmd_lm.errors import CheckpointError
 
@@ -327,6 +327,17 @@ def test_sizes_derived_from_other_keys_may_be_explicit(tmp_path):
         check_warm_start(saved, config, tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.mlp_width: 48 -> not set"):
         check_warm_start({"model": model | {"mlp_width": 48}}, implicit, tmp_path)
+
+
+@pytest.mark.parametrize("value", [0, -5, None, "10", 2.5])
+def test_a_saved_config_that_no_run_has_is_refused(tmp_path, value):
+    tree = {"model": {"layers": 1, "width": 8, "heads": 1, "context": 8, "vocab": 16}, "data": {"source": "synthetic"}}
+    tree |= {"optim": {"lr": 0.1}, "train": {"steps": 12, "batch": 4}}
+    saved = RunConfig.model_validate(tree).model_dump(by_alias=True)
+    check_saved_config(saved, tmp_path)
+    saved["train"]["log_every"] = value
+    with pytest.raises(CheckpointError, match=r"has no train\.log_every"):
+        check_saved_config(saved, tmp_path)
 
 
 def test_a_run_may_move(tmp_path):

@@ -166,7 +166,6 @@ RECORD |= {"meta": {"config": {}, "data": {"samples": 0, "fingerprint": ""}, "ve
         *({"leaves": {"w": LEAF | change}} for change in ({"dtype": "../x"}, {"dtype": "O"}, {"shape": [-1]})),
         *({"leaves": {"w": LEAF | change}} for change in ({"shape": [2**63]}, {"shape": [True]}, {"shape": 2})),
         *({"meta": meta} for meta in ({}, {"config": {}}, {"config": 1, "data": {"samples": 0, "fingerprint": ""}})),
-        {"meta": {"config": {"train": {"log_every": 0}}, "data": {"samples": 0, "fingerprint": ""}}},
         {"meta": {"config": {"run": []}, "data": {"samples": "1", "fingerprint": ""}}},
         {"step": -2},
     ],

@@ -31,7 +31,7 @@ LINES = [
     ("audit CONFIG --topology v5p:1000x1000x1000", "no slice of v5p is 1000 chips long"),
     (f"audit CONFIG --topology cpu:{DIGITS}", "not the form of a topology"),
     ("plan CONFIG model.width=1000000000", "model.layers=4 x model.width=1000000000 x mlp_width=4000000000: an array"),
-    ("plan CONFIG model.vocab=2147483647", "model.vocab=2147483647 is more than 1,073,741,824 tokens"),
+    ("plan CONFIG model.vocab=2147483647", "model.vocab: must be at most 1073741824, got 2147483647"),
     ("plan CONFIG model.context=1000000000", "model.heads=8 x model.context=1000000000^2: an array of"),
     ("plan CONFIG parallel.microbatches=3000000000", "3000000000"),
 ]
