@@ -104,9 +104,13 @@ def main() -> None:
                 if kind is plain:
                     shutil.rmtree(directory / f"plain{round}")
         last = directory / f"verified{arguments.rounds - 1}"
-        pairs = [(restore_seconds(last, state, True), restore_seconds(last, state, False)) for _ in range(5)]
-        ratios = [b / a for a, b in pairs]
-        by_orbax, checked = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(-2, 10):  # two to warm up; each is first in turn
+            for is_plain in (True, False) if number % 2 else (False, True):
+                seconds = restore_seconds(last, state, is_plain)
+                times[is_plain] += [seconds] * (number >= 0)
+        ratios = [checked / by_orbax for by_orbax, checked in zip(times[True], times[False], strict=True)]
+        by_orbax, checked = statistics.median(times[True]), statistics.median(times[False])
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"restore   {by_orbax:.2f} s by orbax alone, {checked:.2f} s verified; ratio {ratio}")
 
