@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,30 @@ def parse_json(text: bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def walk_files(directory: Path) -> Iterator[Path]:
+    """The regular files below a directory, sorted.  OSError for what cannot be looked into, which rglob leaves out."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for root, directories, names in os.walk(directory, onerror=fail):
+        directories.sort()
+        for path in (Path(root, name) for name in sorted(names)):
+            try:
+                is_regular = stat.S_ISREG(os.stat(path).st_mode)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ELOOP):  # those of a link that leads nowhere
+                    raise
+                is_regular = False
+            if is_regular:
+                yield path
+
+
+def memory_bytes() -> int:
+    """Of this host."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def create(path: Path) -> Any:

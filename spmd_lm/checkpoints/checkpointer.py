@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -54,6 +55,7 @@ from spmd_lm.checkpoints.storage import OrbaxStorage, Response, Storage
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
 from spmd_lm.parallel.trees import Tree, leaves_by_path
+from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.processes import collect
 from spmd_lm.step.state import OPTIONAL_FIELDS
 
@@ -81,9 +83,10 @@ class Saving:
 class Checkpointer:
     """The checkpoints under `directory`.
 
-    Only `save`, `wait` and `quarantine` change anything, so that other processes can read a running job's directory.
-    Of a job's processes the first one alone renames, deletes and writes records, unless each has a `directory` of its
-    own.  run_id: of the run that saves; '' if any run's checkpoints will do.  log: for what a user should know."""
+    Only `save`, `wait`, `close` and `quarantine` change anything, so that other processes can read a running job's
+    directory.  Of a job's processes the first one alone renames, deletes and writes records, unless each has a
+    `directory` of its own.  run_id: of the run that saves; '' if any run's checkpoints will do.  log: for what a user
+    should know."""
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class Checkpointer:
         self.run_id, self._options, self._log = run_id, options or CheckpointOptions(), log
         self.storage = storage or OrbaxStorage()
         self._background = ThreadPoolExecutor(1, "checkpoint")  # what would hold up the next step
-        self._deletions: list[Future[None]] = []
+        self._deletions: list[Future[str]] = []
         self._saving: Saving | None = None
         self._saved_step: int | None = None
         self._ignored: set[int] = set()  # steps of other runs, which the log has named
@@ -122,7 +125,7 @@ class Checkpointer:
             return False
         try:
             saved_by = read_record(path).run_id
-        except (DamagedCheckpointError, OSError):  # reading it will tell
+        except (CheckpointError, OSError):  # reading it will tell
             return True
         if self.run_id in ("", saved_by):
             return True
@@ -218,10 +221,10 @@ class Checkpointer:
         abstract = jax.tree.map(abstract_array, fields) if self._options.read_back else {}
         with self._writing(record):
             if self._writes_records:
-                remove_unfinished(self.directory)
+                self._log_each(*remove_unfinished(self.directory))
             response = self.storage.save(self.path(step).with_suffix(SAVING), fields)
             self._saving = Saving(record, abstract, self._background.submit(self._write_record, record, response))
-        if not self._options.asynchronous:
+        if self._options.read_back or not self._options.asynchronous:  # all processes read it back at once
             self.wait()
 
     def wait(self, seconds: float | None = None) -> int | None:
@@ -229,17 +232,11 @@ class Checkpointer:
         does.  Called between steps, where a failed save surfaces: CheckpointError."""
         if (saving := self._saving) is None:
             return self._saved_step
+        if not futures.wait([saving.ended], seconds).done:
+            return self._saved_step
+        self._saving = None
         with self._writing(saving.record):
-            try:
-                saving.ended.result(seconds)
-            except TimeoutError:
-                if seconds is None:
-                    raise
-                return self._saved_step
-            except BaseException:
-                self._saving = None
-                raise
-            self._saving = None
+            saving.ended.result()
             self._commit(saving)
         self._saved_step = saving.record.step
         return self._saved_step
@@ -248,11 +245,15 @@ class Checkpointer:
         """Waits for the save in progress, as `wait` does, and until the oldest checkpoints are deleted."""
         self.wait()
         while self._deletions:
-            self._deletions.pop().result()
+            self._log_each(self._deletions.pop().result())
+
+    def _log_each(self, *messages: str) -> None:
+        for message in filter(None, messages):
+            self._log(message)
 
     def _write_record(self, record: CheckpointRecord, response: Response) -> None:
-        """Once the arrays are written.  In the background: until the disk has the record, it has to write all that was
-        written before."""
+        """Once the arrays are written.  In the background: a file system like ext4 has to write all that was written
+        before, until the disk has the record."""
         response.result()
         if self._writes_records:
             partial = self.path(record.step).with_suffix(SAVING)
@@ -263,9 +264,10 @@ class Checkpointer:
         """Renames a save that has ended, and deletes the oldest checkpoints."""
         record, step = saving.record, saving.record.step
         partial, final = self.path(step).with_suffix(SAVING), self.path(step)
-        loaded = self.storage.load(partial, saving.abstract, partial=False) if self._options.read_back else {}
-        if problem := self._difference(record, loaded):
-            raise DamagedCheckpointError(partial, problem)
+        if self._options.read_back:
+            problem = self._difference(record, self.storage.load(partial, saving.abstract, partial=False))
+            if problem := next(filter(None, collect(f"read back {step}", problem)), ""):
+                raise DamagedCheckpointError(partial, problem)
         if not self._writes_records:
             return
         if os.path.lexists(final):
@@ -333,8 +335,7 @@ class Checkpointer:
         """Which leaves are not the bits that were saved; '' if all are."""
         found, _ = fingerprints(loaded)
         wrong = [name for name, value in found.items() if value != record.leaves[name].fingerprint]
-        more = f" and {len(wrong) - 3} more" if wrong[3:] else ""
-        return f"{', '.join(wrong[:3])}{more}: not the bits that were saved" if wrong else ""
+        return f"{abbreviate(wrong)}: not the bits that were saved" if wrong else ""
 
     def _others(self, step: int | None) -> str:
         others = [other for other in self.steps() if other != step]
@@ -346,7 +347,7 @@ class Checkpointer:
         path = self.path(step)
         try:
             yield path
-        except DamagedCheckpointError:
+        except CheckpointError:
             raise
         except Exception as error:
             if problem := unreadable(path, error):

@@ -3,8 +3,13 @@
 import errno
 from pathlib import Path
 
+import jax
+
+from spmd_lm.files import walk_files
+
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Permission denied", "Out of memory")
-"""What an error says of which nothing follows about the files: TensorStore's and XLA's have no errno."""
+"""What an error says of which nothing follows about the files: TensorStore's have no errno.  XLA's are of a device, or
+of a collective."""
 
 
 def root_cause(error: BaseException) -> str:
@@ -21,16 +26,16 @@ def unreadable(path: Path, error: BaseException) -> str:
         chain.append(cause)
     missing = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
     for each in chain:
-        if isinstance(each, MemoryError) or any(word in str(each) for word in NOT_DAMAGE):
-            return root_cause(each)
         if isinstance(each, OSError) and each.errno not in (None, *missing):
             return f"{each.strerror} ({each.filename or path})"
+        is_ours = isinstance(each, MemoryError | ImportError | jax.errors.JaxRuntimeError)
+        if is_ours or any(word in str(each) for word in NOT_DAMAGE):
+            return root_cause(each)
     try:
-        for file in path.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as opened:
-                    while opened.read(2**24):
-                        pass
+        for file in walk_files(path):
+            with open(file, "rb") as opened:
+                while opened.read(2**24):
+                    pass
     except OSError as problem:
         return "" if problem.errno in missing else f"{problem.strerror} ({problem.filename or path})"
     return ""

@@ -6,12 +6,12 @@ STEP.deleting   one of the oldest, on its way out
 STEP.corrupt    a damaged checkpoint, which training moved aside
 STEP.foreign    what was in the way of a checkpoint"""
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
 from spmd_lm.checkpoints.record import RECORD_FILE
-from spmd_lm.errors import CheckpointError
 from spmd_lm.runtime.formatting import parse_count
 
 SAVING, DELETING, CORRUPT, FOREIGN = ".saving", ".deleting", ".corrupt", ".foreign"
@@ -25,7 +25,11 @@ def parse_step(name: str) -> int | None:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether it is one, or was: it may be damaged."""
-    return any((path / name).exists() for name in (RECORD_FILE, "state"))
+    try:
+        return not {RECORD_FILE, "state"}.isdisjoint(os.listdir(path))
+    except OSError as error:
+        nothing = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+        return error.errno not in nothing  # reading it will tell why it cannot be read
 
 
 def foreign_names(directory: Path) -> list[str]:
@@ -42,20 +46,23 @@ def move_aside(path: Path, suffix: str) -> Path:
     return free
 
 
-def remove_unfinished(directory: Path) -> None:
-    """Deletes what a killed process was saving or deleting."""
+def remove_unfinished(directory: Path) -> list[str]:
+    """Deletes what a killed process was saving or deleting.  Messages about what cannot be deleted."""
+    messages = []
     for path in directory.glob("*"):
         number, _, rest = path.name.partition(".")
         if parse_step(number) is not None and f".{rest}".startswith((SAVING, DELETING)):
-            delete(path)
+            messages.append(delete(path))
+    return [*filter(None, messages)]
 
 
-def delete(path: Path) -> None:
+def delete(path: Path) -> str:
+    """A message if it cannot be deleted, as on NFS while somebody reads it: the next save tries again."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:  # a link alone, not what it leads to
             path.unlink()
     except OSError as error:
-        what = f"{error.filename or path} cannot be deleted: {error.strerror}"
-        raise CheckpointError(f"{what}. Delete it: newer checkpoints are complete.") from error
+        return f"{error.filename or path} cannot be deleted: {error.strerror}. It takes room on the disk."
+    return ""

@@ -62,8 +62,9 @@ def describe(checkpoints: Checkpointer, step: int) -> Json:
             prefix = "" if checkpoints.storage.shared else f"{path.parent.name}/"
             try:
                 record = read_record(path)
-            except DamagedCheckpointError as damage:
-                return _report(checkpoints, step, DAMAGED, problem=f"{prefix}{damage.what}")
+            except CheckpointError as error:  # of another version, too
+                what = error.what if isinstance(error, DamagedCheckpointError) else str(error)
+                return _report(checkpoints, step, DAMAGED, problem=f"{prefix}{what}")
             found = file_sizes(path)
             files += [
                 {"path": prefix + name, "bytes": size, "state": INTACT if found.get(name) == size else DAMAGED}

@@ -1,7 +1,6 @@
 """The arrays of a state, as a checkpoint has them: by path, in canonical shapes; and how two such states differ."""
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from spmd_lm.checkpoints.record import CheckpointRecord
 from spmd_lm.errors import CheckpointError
+from spmd_lm.files import memory_bytes
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.formatting import format_bytes
 
@@ -41,7 +41,7 @@ def saved_shapes(record: CheckpointRecord) -> Shapes:
 
 def one_leaf(record: CheckpointRecord, path: str) -> dict[str, Tree]:
     """CheckpointError if it is larger than this host's memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = memory_bytes()
     if (size := record.leaves[path].size) > memory:
         what = f"{format_bytes(size)}, more than the {format_bytes(memory)} of memory here"
         raise CheckpointError(f"step {record.step}: {path} has {what}. Read it on a larger host.")

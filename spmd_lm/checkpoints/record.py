@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from spmd_lm.errors import DamagedCheckpointError
-from spmd_lm.files import parse_json, read_bytes, write_atomically
+from spmd_lm.errors import CheckpointError, DamagedCheckpointError
+from spmd_lm.files import parse_json, read_bytes, walk_files, write_atomically
+from spmd_lm.runtime.formatting import abbreviate
 
 RECORD_FILE = "record.json"
 MAX_RECORD_BYTES = 2**26  # of it; a thousand arrays in ten thousand files have 1 MB
@@ -83,8 +84,8 @@ class CheckpointRecord(BaseModel):
 
 
 def read_record(directory: Path) -> CheckpointRecord:
-    """The record of the checkpoint in `directory`/STEP.  DamagedCheckpointError if it is missing or was changed, and
-    OSError if it cannot be read."""
+    """The record of the checkpoint in `directory`/STEP.  DamagedCheckpointError if it is missing or was changed,
+    CheckpointError if it is whole and of another version, and OSError if it cannot be read."""
     path = directory / RECORD_FILE
     try:
         line, _, rest = read_bytes(path, MAX_RECORD_BYTES).partition(b"\n")
@@ -93,9 +94,13 @@ def read_record(directory: Path) -> CheckpointRecord:
         record = CheckpointRecord(**parse_json(line))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise DamagedCheckpointError(directory, f"{RECORD_FILE} is missing") from error
+    except ValidationError as error:  # its digest is right
+        fault = error.errors()[0]
+        where = f"{'.'.join(map(str, fault['loc'])):.100}: {fault['msg']}"
+        what = f"{path} is not a record of this version of spmd_lm ({where}). Nothing was changed"
+        raise CheckpointError(f"{what}: use the version that wrote it, or choose another run.") from error
     except (ValueError, TypeError) as error:
-        reason = "of another version" if isinstance(error, ValidationError) else error
-        raise DamagedCheckpointError(directory, f"{RECORD_FILE}: {reason}") from error
+        raise DamagedCheckpointError(directory, f"{RECORD_FILE}: {error}") from error
     if str(record.step) != directory.name:
         raise DamagedCheckpointError(directory, f"{RECORD_FILE} is that of step {record.step}")
     return record
@@ -103,8 +108,8 @@ def read_record(directory: Path) -> CheckpointRecord:
 
 def file_sizes(directory: Path) -> dict[str, int]:
     """Bytes of every file below `directory`, by path in it, without its record."""
-    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
-    return {str(path.relative_to(directory)): path.stat().st_size for path in files if path.name != RECORD_FILE}
+    files = (path for path in walk_files(directory) if path.name != RECORD_FILE)
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
 def check_files(directory: Path, record: CheckpointRecord) -> None:
@@ -116,6 +121,4 @@ def check_files(directory: Path, record: CheckpointRecord) -> None:
         if found.get(name) != size
     ]
     if wrong:
-        raise DamagedCheckpointError(
-            directory, "; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
-        )
+        raise DamagedCheckpointError(directory, abbreviate(wrong))

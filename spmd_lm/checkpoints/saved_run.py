@@ -18,6 +18,7 @@ from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.outputs import print_line
+from spmd_lm.runtime.processes import collect
 from spmd_lm.step.program import Program
 
 Result = TypeVar("Result")
@@ -36,8 +37,8 @@ def warn(line: str) -> None:
 def newest_readable(checkpoints: Checkpointer, read: Callable[[int], Result], fallback: bool) -> Result:
     """What `read` returns for the newest step.  fallback: for the newest step that is not damaged, if any is.
 
-    Raises DamagedCheckpointError, and CheckpointError if there is no checkpoint.  Writes nothing."""
-    steps = checkpoints.steps()
+    Raises CheckpointError if there is none, or it is damaged.  Writes nothing."""
+    steps = sorted(set.intersection(*map(set, collect("steps", checkpoints.steps()))))
     if not steps:
         raise CheckpointError(f"{checkpoints.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
     for step in reversed(steps):
@@ -131,7 +132,7 @@ def check_saved_config(saved: Config, directory: Path) -> None:
 
 def checked_meta(checkpoints: Checkpointer, step: int) -> Meta:
     """The meta that was saved with `step`, whose config is one of a run."""
-    meta = checkpoints.meta(step)
+    meta = checkpoints.agreed_record(step).meta
     check_saved_config(meta["config"], checkpoints.directory)
     return meta
 

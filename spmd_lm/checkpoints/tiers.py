@@ -1,7 +1,6 @@
 """Where a run's checkpoints are: in its directory and, with checkpoint.local, on the host of each of its processes,
 where saving is fast and may be frequent, and where they are gone with the host."""
 
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.directories import delete
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.storage import ShardStorage
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
@@ -62,8 +62,7 @@ class Tiers:
         """Deletes local checkpoints of later steps: those that the run takes from here may be others."""
         later = [self.local.path(saved) for saved in self.local.steps() if saved > step] if self.local else []
         for path in later:
-            self._log(f"{path}: the run does not go on from there: deleted.")
-            shutil.rmtree(path, ignore_errors=True)
+            self._log(delete(path) or f"{path}: the run does not go on from there: deleted.")
 
     def directories(self) -> dict[int, list[Path]]:
         """Where the checkpoints of each step are, ascending by step."""

@@ -15,6 +15,8 @@ def run(arguments: Arguments) -> int:
     check_json(arguments)
     if arguments.ACTION not in ACTIONS:
         raise ConfigError(f"spmd-lm ckpt: no action '{arguments.ACTION}'. Actions: {', '.join(ACTIONS)}.")
+    if arguments.step is not None and arguments.ACTION != "verify":
+        raise ConfigError(f"spmd-lm ckpt {arguments.ACTION} has no --step. It is for `ckpt verify`.")
     os.environ["JAX_PLATFORMS"] = "cpu"  # the run's accelerators may be in use
     return ACTIONS[arguments.ACTION](arguments)
 

@@ -13,6 +13,8 @@ def run(arguments: Arguments) -> int:
     verb, given = arguments.supervised
     if verb != "train":
         raise ConfigError(f"spmd-lm supervise: {verb} has nothing to resume from. Supervise `train`.")
+    if arguments.json:
+        raise ConfigError("spmd-lm supervise has no result for --json. Write it behind the --, for `train`.")
     from spmd_lm.runtime.metrics import Status
     from spmd_lm.runtime.supervisor import Supervisor
 
@@ -21,7 +23,9 @@ def run(arguments: Arguments) -> int:
     def saved_step() -> int:
         with suppress(CheckpointError):  # the run will tell
             status = Status.read(directory)
-            return -1 if status is None or status.saved_step is None else status.saved_step
+            if status is not None:  # local checkpoints are known by where the last start began
+                resumed = [life.first_step - 1 for life in status.lives[-1:]]
+                return max(-1 if status.saved_step is None else status.saved_step, *resumed, -1)
         return -1
 
     command = [sys.executable, "-m", "spmd_lm", *arguments.command]

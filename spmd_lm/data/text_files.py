@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spmd_lm.errors import DataError
+from spmd_lm.files import memory_bytes
 
 # Files that a directory is searched for; any other text must be named by its path or a glob.
 SUFFIXES = (".txt", ".md", ".rst", ".py")
@@ -59,7 +60,7 @@ def read_documents(patterns: list[str], key: str = "data.path", suffixes: tuple[
     for pattern in patterns:
         for name, path in _find_files(pattern, key, suffixes):
             files.setdefault(path.resolve(), (name, path))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = memory_bytes()
     with _readable(Path(patterns[0]), key):
         size = sum(path.stat().st_size for path in files)
     if size > memory:

@@ -229,7 +229,8 @@ class Status(BaseModel):
         later start resumed from an earlier step."""
         num_later = self.restarts - start
         later = self.lives[len(self.lives) - num_later :]
-        return 0 <= num_later <= len(self.lives) and all(life.first_step > step for life in later)
+        went_on = [life for life in later if life.last_step >= life.first_step]
+        return 0 <= num_later <= len(self.lives) and all(life.first_step > step for life in went_on)
 
     def first_step_done(self) -> None:
         """Takes the time that the run needed to go on, if it was cut short."""

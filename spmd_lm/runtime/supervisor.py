@@ -14,7 +14,7 @@ from types import FrameType
 from spmd_lm.errors import Exit
 from spmd_lm.runtime.formatting import format_duration, pluralize
 from spmd_lm.runtime.processes import PARENT
-from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals
+from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals, not_ignored
 
 RESTARTABLE = {Exit.PREEMPTED: "preempted", Exit.HANG: "a step hung", Exit.PEER_LOST: "another process was gone"}
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before a restart; they double
@@ -31,33 +31,36 @@ class Supervisor:
     ):
         self._command, self._saved_step, self._attempts, self._log = command, saved_step, attempts, log
         self._process: subprocess.Popen[bytes] | None = None
+        self._signal: int | None = None  # the first that came
         self._signalled = threading.Event()
 
     def run(self) -> int:
         """The exit code of the last start; 128 + the signal that killed it."""
-        with handle_signals(STOP_SIGNALS, self._pass_on):
+        with handle_signals(not_ignored(*STOP_SIGNALS), self._pass_on):
             failures, saved = 0, self._saved_step()
             while True:
                 started = time.monotonic()
                 code = self._run_once()
                 reason = restart_reason(code)
                 if not reason or self._signalled.is_set():
-                    return 128 - code if code < 0 else code
+                    return shell_code(code)
                 before, saved = saved, self._saved_step()
                 failures = 1 if saved > before else failures + 1
                 ended = f"{reason} after {format_duration(time.monotonic() - started)}; step {max(saved, 0)} is saved"
                 if failures > self._attempts:
                     self._log(f"{ended}: no progress in {pluralize(self._attempts, 'restart')}, so giving up.")
-                    return 128 - code if code < 0 else code
+                    return shell_code(code)
                 wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
                 self._log(f"{ended}. Starting again in {format_duration(wait)}.")
                 if self._signalled.wait(wait):
-                    return int(Exit.PREEMPTED)
+                    return int(Exit.INTERRUPTED if self._signal == signal.SIGINT else Exit.PREEMPTED)
 
     def _run_once(self) -> int:
         """The code of one start; negative if a signal killed it."""
         environment = os.environ | {PARENT: str(os.getpid())}
         self._process = subprocess.Popen(self._command, env=environment, start_new_session=True)
+        if self._signal is not None:  # it came before there was a process to tell
+            self._process.send_signal(self._signal)
         stopped = 0.0
         while True:
             try:
@@ -69,9 +72,15 @@ class Supervisor:
                 self._process.kill()
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
+        self._signal = self._signal or number
         self._signalled.set()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
+
+
+def shell_code(code: int) -> int:
+    """As a shell reports it: 128 + the signal that killed a process."""
+    return 128 - code if code < 0 else code
 
 
 def restart_reason(code: int) -> str:

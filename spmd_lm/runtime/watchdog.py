@@ -24,6 +24,7 @@ from spmd_lm.runtime.processes import in_a_job, leave_job, leaving, publish, pub
 TICK_SECONDS = 1.0
 LATE_SECONDS = 5.0  # a tick that comes so late: this process was stopped, and goes on
 ANSWER_SECONDS = 5.0  # for the coordinator, which may be the one that hangs
+END_SECONDS = 20.0  # for all that is said at the end
 STEPS = 100  # of which the median is taken
 
 
@@ -81,12 +82,17 @@ class StepWatch:
     def _end(self, seconds: float) -> None:
         leaving.set()
         what = f"step {self._step + 1} has not ended in {format_duration(seconds)} (train.watchdog)"
-        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-        if in_a_job():
-            what += f": {self._lagging()}"
-        self._on_hang(what)
-        leave_job(int(Exit.HANG))
-        os._exit(Exit.HANG)
+        last = threading.Timer(END_SECONDS, os._exit, [int(Exit.HANG)])  # what hangs may be a file system or a terminal
+        last.daemon = True
+        last.start()
+        try:
+            if in_a_job():
+                what += f": {self._lagging()}"
+            self._on_hang(what)
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+            leave_job(int(Exit.HANG))
+        finally:
+            os._exit(Exit.HANG)
 
     def _lagging(self) -> str:
         """Which process the others wait for."""

@@ -80,7 +80,6 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             pretrained = PretrainedRun(program, Path(init_from).expanduser(), fallback) if init_from else None
             corpus, vocabulary, loader, validation = open_data(run_dir, progress, messages)
             state = initial_state(run_dir, program, pretrained, progress)
-        run_dir.tiers.forget_after(status.step)
         with run_dir.open_files(status, progress.log) as metrics_log:
             fixed = program, corpus, vocabulary, validation, run_dir.tiers
             run = TrainingRun(*fixed, status, clock, metrics_log, progress, state)
@@ -129,6 +128,7 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
         with run.progress.compiling(run.status.compile_seconds), run.clock.time("compile"):
             run.status.compile_seconds = run.program.compile()
         run.write_status()
+        run.tiers.forget_after(run.step)
     if run.failure:
         signals.stop()
     watch = StepWatch(run.config.train.watchdog, lambda: run.clock.bucket in WATCHED, run.report_hang)

@@ -106,7 +106,7 @@ class TrainingRun:
         if step == self.step and self.is_due(self.config.train.log_every) and not ends:
             self.record |= skip  # which `log` writes
         elif self.metrics_log is not None:
-            self.metrics_log.write({"step": step, **skip})
+            self.report(partial(self.metrics_log.write, {"step": step, **skip}))
         if reason != EXCLUDED:
             self.progress.log(f"step {step} was skipped, samples {first} to {last}: {why}")
         if ends:

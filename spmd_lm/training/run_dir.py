@@ -22,6 +22,7 @@ from spmd_lm.files import read_bytes, write_atomically
 from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life, MetricsLog, Status
 from spmd_lm.runtime.outputs import writing
+from spmd_lm.runtime.processes import require_agreement
 from spmd_lm.runtime.trackers import ID_FILE, Trackers
 
 FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock", ID_FILE)
@@ -38,6 +39,8 @@ class RunDir:
         self.checkpoints = tiers.durable  # that the run resumes from
         self.checkpoints.run_id = self.status.run_id if self.status else ""
         self.durable_step = self.saved_step = self.checkpoints.latest_step()  # None without a checkpoint
+        # Each process looks for itself, perhaps through a cache of a network file system.
+        require_agreement("run.dir", {"run_id": self.checkpoints.run_id, "newest checkpoint": self.durable_step})
         record = None if self.saved_step is None else self.checkpoints.agreed_record(self.saved_step)
         tiers.open(self.checkpoints.run_id or (record.run_id if record else new_run_id()))
         local_step = tiers.newest_local(self._can_resume_from_local)

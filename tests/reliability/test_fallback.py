@@ -1,13 +1,18 @@
 """A run whose newest checkpoint is damaged: no verb uses it in silence, and training goes on from the one before."""
 
+import errno
+import hashlib
 import json
+import os
 import random
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.record import RECORD_FILE
 from spmd_lm.checkpoints.storage import OrbaxStorage
 from spmd_lm.cli import main
 from spmd_lm.errors import Exit
@@ -165,6 +170,32 @@ def test_without_permission_nothing_is_called_damaged(run, text, monkeypatch, ca
         assert main(command(run, text, "train.steps=8")) == Exit.CHECKPOINT
         assert "cannot be read" in capsys.readouterr().err
         assert {*contents(run)} == {*before} and (run / "checkpoints" / "6").is_dir()
+
+
+def test_a_directory_that_cannot_be_looked_into_is_not_damaged(run, text, monkeypatch, capsys):
+    scandir = os.scandir
+
+    def refused(path="."):
+        if str(path).endswith("/6/state"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    before = contents(run / "checkpoints" / "4")
+    assert main(command(run, text, "train.steps=8")) == Exit.CHECKPOINT
+    assert re.search(r"6 cannot be read: Permission denied .*Nothing was changed", capsys.readouterr().err)
+    assert sorted(os.listdir(run / "checkpoints")) == ["2", "4", "6"] and contents(run / "checkpoints" / "4") == before
+
+
+def test_a_checkpoint_of_another_version_is_left_alone(run, text, capsys):
+    record = run / "checkpoints" / "6" / RECORD_FILE
+    line = json.dumps(json.loads(record.read_text().splitlines()[0]) | {"compression": "zstd"}).encode()
+    record.write_bytes(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
+    for verb in (command(run, text, "train.steps=8"), ["eval", str(run), "--devices", "8", "--fallback"]):
+        assert main(verb) == Exit.CHECKPOINT
+        assert "is not a record of this version of spmd_lm (compression: " in capsys.readouterr().err
+    assert sorted(os.listdir(run / "checkpoints")) == ["2", "4", "6"]
+    assert main(["ckpt", "verify", str(run), "--step", "6"]) == Exit.CHECK_FAILED
 
 
 def test_a_reader_that_fails_once_is_no_damage(run, text, monkeypatch, capsys):

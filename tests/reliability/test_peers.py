@@ -12,7 +12,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.errors import Exit
 from tests.reliability.jobs import Job, child, losses
 
-WATCHFUL = ["train.watchdog.minimum=5", "train.watchdog.factor=3"]
+WATCHFUL = ["train.watchdog.minimum=8", "train.watchdog.factor=3"]
 
 
 @pytest.mark.slow
