@@ -11,6 +11,7 @@ from flax.traverse_util import flatten_dict
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.directories import SAVING, parse_step
 from spmd_lm.checkpoints.record import CheckpointRecord, file_sizes, read_record
+from spmd_lm.checkpoints.saved_run import open_checkpoints
 from spmd_lm.checkpoints.storage import ShardStorage, part_paths
 from spmd_lm.config.load import CONFIG_FILE, load
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
@@ -22,16 +23,16 @@ Json = dict[str, Any]  # JSON
 INTACT, DAMAGED, UNCOMMITTED = "intact", "damaged", "uncommitted"
 
 
-def open_checkpoints(run: Path) -> Checkpointer:
+def open_saved(run: Path) -> Checkpointer:
     """Raises ConfigError if `run` is no run that has saved."""
     if not (run / "checkpoints").is_dir():
         raise ConfigError(f"{run}: it has no directory checkpoints/. Give the directory of a run that has saved.")
-    return Checkpointer(run / "checkpoints")
+    return open_checkpoints(run)
 
 
 def open_tiers(run: Path) -> list[Checkpointer]:
     """The checkpoints of `run`, and those of its processes that are on this host."""
-    tiers = [open_checkpoints(run)]
+    tiers = [open_saved(run)]
     try:
         local, status = load(run / CONFIG_FILE).checkpoint.local, Status.read(run)
     except (ConfigError, CheckpointError):  # what was imported has no status
@@ -85,6 +86,8 @@ def verify(checkpoints: Checkpointer, step: int) -> Json:
         for leaf in report["leaves"]:
             leaf["state"] = DAMAGED if checkpoints.leaf_problem(record, leaf["path"]) else INTACT
         report["state"] = _worst([*report["leaves"], *report["files"]])
+    if report["state"] == DAMAGED and not checkpoints.path(step).exists():
+        return _report(checkpoints, step, UNCOMMITTED, problem="deleted meanwhile, by a run that goes on")
     return report
 
 
@@ -130,7 +133,7 @@ def compare(a: tuple[Checkpointer, int], b: tuple[Checkpointer, int]) -> Json:
 def parse_run_at_step(text: str) -> tuple[Checkpointer, int]:
     """RUN@STEP, or RUN for its newest."""
     run, at, step = text.rpartition("@")
-    checkpoints = open_checkpoints(Path(run if at else text))
+    checkpoints = open_saved(Path(run if at else text))
     if at and parse_count(step) is None:
         raise ConfigError(f"{run}@{step:.40}: this is not a step. Write RUN@STEP, as in {run}@100.")
     return checkpoints, require_step(checkpoints, parse_count(step) if at else None)

@@ -13,10 +13,12 @@ from pydantic import ValidationError
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.config.load import saved_tokenizer
+from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from spmd_lm.parallel.trees import Tree
+from spmd_lm.runtime.metrics import Status
 from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.processes import collect
 from spmd_lm.step.program import Program
@@ -34,7 +36,18 @@ def warn(line: str) -> None:
     print_line(f"warning: {line}", sys.stderr)
 
 
-def newest_readable(checkpoints: Checkpointer, read: Callable[[int], Result], fallback: bool) -> Result:
+def open_checkpoints(run: Path, options: CheckpointOptions | None = None) -> Checkpointer:
+    """The checkpoints of a run: of no other, if its status.json says which it is."""
+    run_id = ""
+    with suppress(CheckpointError):  # a status of another version
+        status = Status.read(run)
+        run_id = status.run_id if status else ""
+    return Checkpointer(run / "checkpoints", options, run_id, log=warn)
+
+
+def newest_readable(
+    checkpoints: Checkpointer, read: Callable[[int], Result], fallback: bool, attempts: int = 5
+) -> Result:
     """What `read` returns for the newest step.  fallback: for the newest step that is not damaged, if any is.
 
     Raises CheckpointError if there is none, or it is damaged.  Writes nothing."""
@@ -45,6 +58,8 @@ def newest_readable(checkpoints: Checkpointer, read: Callable[[int], Result], fa
         try:
             return read(step)
         except DamagedCheckpointError as damage:
+            if not checkpoints.path(step).exists() and attempts:  # a run that goes on has deleted it
+                return newest_readable(checkpoints, read, fallback, attempts - 1)
             if not fallback:
                 raise CheckpointError(f"{damage} {_advice(checkpoints, step)}") from damage
             warn(f"{damage}")
@@ -64,7 +79,7 @@ def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tre
     Raises CheckpointError if there is no checkpoint, or it is damaged or of another model, and ConfigError for another
     vocabulary.  fallback: of the newest
     step that is not damaged."""
-    checkpoints = Checkpointer(config.run.directory / "checkpoints", config.checkpoint, log=warn)
+    checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
 
     def read(step: int) -> tuple[Program, Tree, int]:
         meta = checked_meta(checkpoints, step)

@@ -1,18 +1,18 @@
 """Where a run's checkpoints are: in its directory and, with checkpoint.local, on the host of each of its processes,
 where saving is fast and may be frequent, and where they are gone with the host."""
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.directories import delete
+from spmd_lm.checkpoints.directories import CORRUPT, delete, move_aside
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.storage import ShardStorage
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
-from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, OutputError
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.processes import collect
 
@@ -60,9 +60,14 @@ class Tiers:
 
     def forget_after(self, step: int) -> None:
         """Deletes local checkpoints of later steps: those that the run takes from here may be others."""
-        later = [self.local.path(saved) for saved in self.local.steps() if saved > step] if self.local else []
-        for path in later:
-            self._log(delete(path) or f"{path}: the run does not go on from there: deleted.")
+        if self.local is None:
+            return
+        intact = self.local.intact_steps()
+        for path in (self.local.path(saved) for saved in self.local.steps() if saved > step):
+            if int(path.name) in intact:
+                self._log(delete(path) or f"{path}: the run does not go on from there: deleted.")
+            else:
+                self._log(f"{path} is damaged: moved to {move_aside(path, CORRUPT).name}.")
 
     def directories(self) -> dict[int, list[Path]]:
         """Where the checkpoints of each step are, ascending by step."""
@@ -72,22 +77,37 @@ class Tiers:
                 found.setdefault(step, []).append(tier.path(step))
         return dict(sorted(found.items()))
 
-    def save(self, step: int, state: Tree, meta: Meta, durable: bool, local: bool) -> None:
-        """As Checkpointer.save, in either tier or both."""
-        if local and self.local:
-            self.local.save(step, state, meta)
-        if durable:
-            self.durable.save(step, state, meta)
+    def save(self, step: int, state: Tree, meta: Meta) -> None:
+        """As Checkpointer.save, of a durable checkpoint."""
+        self.durable.save(step, state, meta)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """As Checkpointer.wait, for both tiers; the step is that of the last durable checkpoint."""
-        if self.local:
-            self.local.wait(seconds)
+        """As Checkpointer.wait, for the durable checkpoint."""
         return self.durable.wait(seconds)
 
+    def save_local(self, step: int, state: Tree, meta: Meta) -> None:
+        """As Checkpointer.save, of a local checkpoint; OutputError if this save or the one before it failed."""
+        if self.local:
+            with self._writing_locally():
+                self.local.save(step, state, meta)
+
+    def wait_local(self, seconds: float | None = None) -> None:
+        if self.local:
+            with self._writing_locally():
+                self.local.wait(seconds)
+
+    @contextmanager
+    def _writing_locally(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            raise OutputError(f"{error} Make room there, or choose another checkpoint.local.dir.") from error
+
     def close(self) -> None:
-        for tier in filter(None, (self.local, self.durable)):
-            tier.close()
+        self.durable.close()
+        with suppress(CheckpointError):  # the run has ended; it resumes from what counts
+            if self.local:
+                self.local.close()
 
     def quarantine(self, damage: DamagedCheckpointError) -> None:
         """As Checkpointer.quarantine, of the tier that is damaged."""

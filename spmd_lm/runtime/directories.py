@@ -99,8 +99,9 @@ def lock_directory(
                     yield
                 finally:
                     if is_first_process:
-                        with suppress(OSError):
-                            os.unlink(file.name)
+                        with suppress(OSError):  # another run's, if the directory was moved and made again
+                            if os.path.samefile(file.name, file.fileno()):
+                                os.unlink(file.name)
                 return
 
 

@@ -281,8 +281,8 @@ def start_preemption_service() -> None:
 
 def in_a_job() -> bool:
     """Whether this process has joined others."""
-    jax = sys.modules.get("jax")
-    return jax is not None and jax.distributed.is_initialized()
+    distributed = getattr(sys.modules.get("jax"), "distributed", None)  # a signal may come while jax is imported
+    return distributed is not None and distributed.is_initialized()
 
 
 def end_with_job() -> None:

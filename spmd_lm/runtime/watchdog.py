@@ -22,7 +22,6 @@ from spmd_lm.runtime.formatting import format_duration
 from spmd_lm.runtime.processes import in_a_job, leave_job, leaving, publish, published
 
 TICK_SECONDS = 1.0
-LATE_SECONDS = 5.0  # a tick that comes so late: this process was stopped, and goes on
 ANSWER_SECONDS = 5.0  # for the coordinator, which may be the one that hangs
 END_SECONDS = 20.0  # for all that is said at the end
 STEPS = 100  # of which the median is taken
@@ -66,8 +65,8 @@ class StepWatch:
         while not self._ended.wait(TICK_SECONDS):
             now, before = time.monotonic(), ticked
             ticked = now
-            if now - before > LATE_SECONDS or not self._is_step():
-                self._last = now
+            # A tick is late where this process was stopped: that time does not count.
+            self._last = min(now, self._last + max(0.0, now - before - TICK_SECONDS)) if self._is_step() else now
             if now - self._last > self.limit():
                 self._end(now - self._last)
 

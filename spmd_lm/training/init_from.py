@@ -6,8 +6,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.saved_run import check_vocabulary, check_warm_start, checked_meta, newest_readable, warn
+from spmd_lm.checkpoints.saved_run import (
+    check_vocabulary,
+    check_warm_start,
+    checked_meta,
+    newest_readable,
+    open_checkpoints,
+)
 from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
@@ -28,7 +33,7 @@ class PretrainedRun:
         """Reads the parameters.  CheckpointError if `directory` has no checkpoint, or one that is damaged or of another
         model, and ConfigError for another vocabulary.  fallback: takes the newest checkpoint that is not damaged."""
         self.program, self.directory = program, directory
-        self.checkpoints = Checkpointer(directory / "checkpoints", program.config.checkpoint, log=warn)
+        self.checkpoints = open_checkpoints(directory, program.config.checkpoint)
         if not self.checkpoints.steps():
             raise CheckpointError(
                 f"run.init_from={directory}: {'it holds no checkpoint' if directory.exists() else 'no such run'}. "

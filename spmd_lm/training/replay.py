@@ -10,7 +10,7 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.fingerprint import fingerprints
-from spmd_lm.checkpoints.saved_run import check_compatible, check_data, checked_meta, warn
+from spmd_lm.checkpoints.saved_run import check_compatible, check_data, checked_meta, open_checkpoints, warn
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.errors import CheckpointError, ConfigError
@@ -28,7 +28,7 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
     same: whether all that could be compared is; compared: what was, with both values; leaves: paths of the state that
     differ.  Raises CheckpointError without a checkpoint before `step`, and ConfigError if nothing of it was logged or
     saved."""
-    checkpoints = Checkpointer(config.run.directory / "checkpoints", config.checkpoint, log=warn)
+    checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
     earlier = [saved for saved in checkpoints.steps() if saved < step]
     if not earlier:
         raise CheckpointError(

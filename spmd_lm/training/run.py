@@ -4,6 +4,7 @@ The host runs ahead of the devices: a step's metrics are read only when a hook n
 later.  A run whose loss, gradients or state are no longer finite ends before a checkpoint of it replaces a good one."""
 
 import math
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -55,6 +56,7 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.config, self.step = self.program.config, self.status.step  # steps done
+        self._directory = os.stat(self.config.run.directory)
         self.profiling = False
         self._first_step = self.step + 1
         self.replica_check = ReplicaCheck(self.program) if self.config.train.replica_check_every else None
@@ -154,24 +156,41 @@ class TrainingRun:
             config = self.config.model_dump(by_alias=True)
             meta = make_meta(config, num_samples, self.corpus.fingerprint, self.vocabulary)
             meta |= {"start": self.status.restarts, "devices": jax.device_count()}
+            saved = self.step, self.program.canonical(self.state), meta
             try:
-                self.tiers.save(self.step, self.program.canonical(self.state), meta, durable, local)
+                if local:
+                    self._or_end(lambda: self.tiers.save_local(*saved))
+                if durable:
+                    self.tiers.save(*saved)
             except NonFiniteError as error:  # its loss, of the state before the update, says nothing about it
                 raise self.non_finite(str(error), cause=self.step) from None
 
     def wait_for_save(self, seconds: float | None = None) -> None:
         """Until the last save counts, or for so long.  CheckpointError if it failed."""
+        self._or_end(lambda: self.tiers.wait_local(seconds))
         saved_step = self.tiers.wait(seconds)
         if saved_step is not None and saved_step != self.status.saved_step:
             self.status.saved_step = saved_step
             self.write_status()
 
+    def _or_end(self, act: Callable[[], None]) -> None:
+        """A local checkpoint that cannot be saved ends the run, with a durable one."""
+        try:
+            act()
+        except OutputError as error:
+            self.failure = self.failure or error
+
     def require_directory(self) -> None:
         """OutputError if the run's directory is no longer there, or another one is: orbax makes one of its name."""
         directory = self.config.run.directory
-        files = (directory, self.status.path) if self.metrics_log else (directory,)  # others may see files later
-        if missing := [path for path in files if not path.exists()]:
-            raise OutputError(f"{missing[0]}: was moved or removed while the run wrote it. Move it back.")
+        try:
+            in_place = os.path.samestat(os.stat(directory), self._directory)
+        except OSError:
+            in_place = False
+        if self.metrics_log is not None:  # other processes may see files later
+            in_place = in_place and self.status.path.exists()
+        if not in_place:
+            raise OutputError(f"{directory}: was moved, replaced or removed while the run wrote it. Move it back.")
 
     def end_profile(self) -> None:
         """Writes the trace, if one was started; a run that stops early has its steps so far."""
@@ -197,6 +216,7 @@ class TrainingRun:
         """Updates status.json."""
         self.clock.update()
         if self.metrics_log is not None:
+            self.report(self.require_directory)
             self.report(partial(self.status.write, self.clock, step=self.step, **changes))
 
     def report(self, write: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
 """Local checkpoints: a run resumes from the newest of either tier, and from a local one only if it is its own."""
 
 import json
+import os
 import random
 import shutil
 
@@ -10,7 +11,7 @@ import pytest
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.storage import SHARDS_FILE, ShardStorage
 from spmd_lm.cli import main
-from spmd_lm.errors import CheckpointError, ConfigError, Exit
+from spmd_lm.errors import ConfigError, Exit, OutputError
 from spmd_lm.training import loop
 from tests.checkpoints.test_checkpointer import META, abstract, make_mesh, make_state
 from tests.helpers import assert_equal
@@ -117,14 +118,24 @@ def test_a_directory_that_cannot_be_used_is_told_at_the_start(tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_failed_local_save_surfaces(tmp_path, monkeypatch):
+def test_a_failed_local_save_ends_the_run_with_a_durable_one(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("spmd_lm.checkpoints.storage.save_file", fail)
-    with pytest.raises(CheckpointError, match=r"0-of-1/2 was not saved: OSError: .*No space left"):
+    sentence = r"(?s)0-of-1/2 was not saved: OSError: .*No space left.*Make room there.* Step \d is saved"
+    with pytest.raises(OutputError, match=sentence) as told:
         loop.train(config_with_local(tmp_path))
-    assert status(tmp_path / "run")["step"] <= 3
+    assert told.value.code == Exit.CONFIG
+    (step,) = Checkpointer(tmp_path / "run" / "checkpoints").steps()
+    assert step in (2, 3, 4)  # the host runs ahead
+
+
+def test_a_truncated_local_checkpoint_is_moved_aside(tmp_path, killed, capsys):
+    os.truncate(parts(tmp_path) / "8" / SHARDS_FILE, 100)
+    assert loop.train(killed) is Exit.DONE
+    out = capsys.readouterr().out
+    assert "resuming after step 6" in out and "8 is damaged: moved to 8.corrupt" in out
 
 
 def test_ckpt_reads_both_tiers(tmp_path, killed, capsys):

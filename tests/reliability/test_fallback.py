@@ -198,6 +198,30 @@ def test_a_checkpoint_of_another_version_is_left_alone(run, text, capsys):
     assert main(["ckpt", "verify", str(run), "--step", "6"]) == Exit.CHECK_FAILED
 
 
+def test_no_verb_uses_another_run_s_checkpoint(run, text, capsys):
+    record = run / "checkpoints" / "6" / RECORD_FILE
+    line = json.dumps(json.loads(record.read_text().splitlines()[0]) | {"run_id": "another"}).encode()
+    record.write_bytes(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
+    assert main(["eval", str(run), "--devices", "8", "--json", "-"]) == Exit.DONE
+    out, err = capsys.readouterr()
+    assert json.loads(out)["step"] == 4 and "6 is of another run (another, not" in err
+
+
+def test_what_a_run_deletes_meanwhile_is_not_damaged(run, monkeypatch, capsys):
+    """The newest is gone when it is to be read: the next newest is."""
+    load, steps = OrbaxStorage.load, []
+
+    def delete(self, path, *arguments):
+        if path.name == "6":
+            shutil.rmtree(path)
+        steps.append(path.name)
+        return load(self, path, *arguments)
+
+    monkeypatch.setattr(OrbaxStorage, "load", delete)
+    assert main(["eval", str(run), "--devices", "8"]) == Exit.DONE
+    assert set(steps) == {"6", "4"}
+
+
 def test_a_reader_that_fails_once_is_no_damage(run, text, monkeypatch, capsys):
     load, failures = OrbaxStorage.load, [ValueError("DATA_LOSS: a cosmic ray")]
 

@@ -321,6 +321,23 @@ def test_a_directory_that_is_gone_ends_its_run_and_is_not_made_again(tmp_path, h
         assert saved(tmp_path / "elsewhere") == [5]
 
 
+def test_a_directory_that_was_made_again_is_another_run_s(tmp_path):
+    config = make_config(tmp_path / "run", checkpoint__every=0, train__log_every=50, train__eval_every=0)
+
+    def replace():
+        os.rename(tmp_path / "run", tmp_path / "elsewhere")
+        (tmp_path / "run").mkdir()
+        for name in (".lock", "status.json"):
+            (tmp_path / "run" / name).write_text("of another run")
+        return 1
+
+    FakeProgram.at = {8: replace}
+    with pytest.raises(OutputError, match=r"run\S*: was moved, replaced or removed"):
+        loop.train(config)
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "status.json"]
+    assert (tmp_path / "run" / "status.json").read_text() == "of another run"
+
+
 def test_a_file_on_a_read_only_disk_is_told(tmp_path):
     sentence = r"Read-only file system\. [\d,]+ bytes are free there, 3 are needed\. Make it writable\."
     with pytest.raises(OutputError, match=sentence), writing(tmp_path / "file", 3):

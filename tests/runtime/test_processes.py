@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from spmd_lm.runtime.devices import simulate_devices
 from spmd_lm.runtime.launchers import ProcessInfo, detect_process
 from spmd_lm.runtime.processes import (
     differences,
+    in_a_job,
     in_tpu_slice,
     own_gpus,
     require_free_port,
@@ -281,6 +283,11 @@ def test_a_process_ends_with_the_one_that_started_it():
 def test_a_process_that_lost_its_parent_before_it_began_ends_at_once():
     lost = processes.start("--version", SPMD_LM_PARENT="-1")
     assert lost.communicate(timeout=30) == ("", "") and lost.returncode == 128 + signal.SIGTERM
+
+
+def test_a_signal_while_jax_is_imported_asks_no_job(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
+    assert not in_a_job()
 
 
 @pytest.mark.parametrize(

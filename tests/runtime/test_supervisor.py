@@ -57,6 +57,21 @@ def test_a_stopped_process_is_killed(tmp_path, monkeypatch):
     assert "was stopped" in messages[0] and "SIGKILL" in messages[1]
 
 
+def test_ctrl_c_while_it_waits_is_told_as_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_WAIT", 9.0)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert supervise(tmp_path, "exit 8")[:2] == (Exit.INTERRUPTED, 1)
+
+
+def test_a_hangup_that_was_ignored_stays_ignored(tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGHUP)).start()
+        assert supervise(tmp_path, "sleep 0.6; kill -HUP $$; exit 0")[:2] == (Exit.DONE, 1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("script", ["trap 'exit 3' TERM; sleep 9 & wait", "exit 8"], ids=["passed on", "while waiting"])
 def test_a_signal_ends_it_with_the_command(tmp_path, monkeypatch, script):
     monkeypatch.setattr(supervisor, "FIRST_WAIT", 9.0)
