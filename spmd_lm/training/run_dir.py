@@ -220,7 +220,8 @@ def mark_failed(status: Status, clock: Clock) -> Iterator[None]:
         code = error.code if isinstance(error, UserError) else Exit.CHECK_FAILED
         if isinstance(error, KeyboardInterrupt):
             code = Exit.INTERRUPTED
-        with suppress(OSError, OutputError):  # a full disk must not hide the original error
-            if jax.process_index() == 0 and status.path.exists():
+        with suppress(OSError, OutputError, CheckpointError):  # a full disk must not hide the original error
+            here = Status.read(status.path.parent)  # another run's, if the directory was moved and made again
+            if jax.process_index() == 0 and here and here.run_id == status.run_id:
                 status.write(clock, state="failed", exit_code=int(code))
         raise

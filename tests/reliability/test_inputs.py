@@ -41,11 +41,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_file_is_refused_at_once(tmp_path, text):
-    path, start = tmp_path / "config.yaml", time.process_time()
+    path, start = tmp_path / "config.yaml", time.thread_time()
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
         load(path)
-    assert time.process_time() - start < 10 and len(str(error.value)) < 20_000
+    assert time.thread_time() - start < 10 and len(str(error.value)) < 20_000
     if text == HOSTILE["twice on one line"]:
         assert "duplicate key 'layers'" in str(error.value)
 
@@ -311,11 +311,11 @@ def spelled(names: Sequence[str]) -> list[str]:
 def test_no_number_is_too_odd_to_plan_or_to_refuse(key, capsys):
     path, *kinds = key
     for number in NUMBERS:
-        start = time.process_time()
+        start = time.thread_time()
         code = main(["plan", DEBUG, "run.simulate_devices=8", *spelled(kinds), f"{path}={number}"])
         error = capsys.readouterr().err
         assert code in (Exit.DONE, Exit.CONFIG) and bool(error) == bool(code), (number, error)
-        assert time.process_time() - start < 10, number
+        assert time.thread_time() - start < 10, number
         assert code or number not in (".nan", ".inf", "true", "'1'"), number
         assert len(error) < 2000, number
 
@@ -346,17 +346,17 @@ STAGES = "parallel.pipe=2 parallel.microbatches=4"
     ],
 )
 def test_numbers_that_no_run_has_are_refused(devices, overrides, capsys):
-    start, line = time.process_time(), [each.replace(";", " ") for each in overrides.split()]
+    start, line = time.thread_time(), [each.replace(";", " ") for each in overrides.split()]
     assert main(["plan", DEBUG, "--devices", str(devices), *line]) == Exit.CONFIG
     error = capsys.readouterr().err
     assert line[-1].partition("=")[0] in error or "run.simulate_devices" in error
-    assert time.process_time() - start < 10
+    assert time.thread_time() - start < 10
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "breadth_first"])
 def test_a_long_schedule_is_planned_at_once(schedule):
     """64 stages with 8 chunks each, and half of the microbatches that there may be."""
     line = "parallel.pipe=64 model.layers=512 parallel.chunks=8 parallel.microbatches=256 train.batch=256"
-    start = time.process_time()
+    start = time.thread_time()
     assert main(["plan", DEBUG, "--devices", "64", *line.split(), f"parallel.schedule={schedule}"]) == Exit.DONE
-    assert time.process_time() - start < 10
+    assert time.thread_time() - start < 10

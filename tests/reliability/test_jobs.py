@@ -49,7 +49,7 @@ def is_local(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux")
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux alone lists sockets in /proc/net/tcp")
 def test_a_job_on_one_host_listens_on_it_alone_and_writes_no_secret(tmp_path):
     with Job(tmp_path / "run", "train.steps=100000", **SECRETS) as job:
         job.wait_for("step 12/")

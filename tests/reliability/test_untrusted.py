@@ -31,9 +31,9 @@ fake = test_loop.fake  # no step is compiled
 
 @pytest.fixture(autouse=True)
 def at_once():
-    start = time.process_time()
+    start = time.thread_time()
     yield
-    assert time.process_time() - start < 10
+    assert time.thread_time() - start < 10
 
 
 @pytest.fixture

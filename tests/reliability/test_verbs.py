@@ -225,7 +225,7 @@ QUICK = ("10^12 numbers", "float1024", "leaf 'params...x'", "no config")
 def test_a_record_that_was_made_to_do_harm(verbs, change, capsys):
     checkpoint = verbs.run / "checkpoints" / str(NEWEST)
     write_record(checkpoint, change)
-    start = time.process_time()
+    start = time.thread_time()
     run = str(verbs.run)
     assert main(["ckpt", "ls", run]) == Exit.DONE
     assert main(["ckpt", "verify", run, "--step", str(NEWEST)]) in (Exit.DONE, Exit.CHECK_FAILED, Exit.CHECKPOINT)
@@ -235,7 +235,7 @@ def test_a_record_that_was_made_to_do_harm(verbs, change, capsys):
         assert main(verbs.line("train")) == Exit.CHECKPOINT
     except Restored as restored:  # it fell back
         assert verbs.is_as_saved(restored.args[0]["params"], BEFORE)
-    assert time.process_time() - start < 5 * 10  # of five verbs
+    assert time.thread_time() - start < 5 * 10  # of five verbs
     assert len(capsys.readouterr().err) < 20_000
 
 

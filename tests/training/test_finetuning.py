@@ -68,7 +68,7 @@ def test_a_model_is_fine_tuned_with_two_seeds_evaluated_under_another_layout_and
 
     # Evaluated again, with other batches on other devices.
     other = ["parallel.pipe=2", "parallel.data=2", "parallel.zero=0", "train.batch=8", "--json", "-"]
-    assert main(["eval", str(directory / "second" / "seed-6"), *other]) == 0
+    assert main(["eval", str(directory / "second" / "cells" / "seed-6"), *other]) == 0
     evaluated = json.loads(capsys.readouterr().out)
     assert evaluated["examples"] == 101
     assert evaluated["eval_loss"] == pytest.approx(result["seeds"]["eval_loss"]["6"], rel=1e-4)
@@ -76,7 +76,7 @@ def test_a_model_is_fine_tuned_with_two_seeds_evaluated_under_another_layout_and
 
     # A finished run needs its pretrained run no longer.
     (directory / "first").rename(directory / "gone")
-    assert load_run(directory / "second" / "seed-5").model.context == 24
-    assert main(["export", str(directory / "second" / "seed-5"), str(directory / "exported")]) == 0
+    assert load_run(directory / "second" / "cells" / "seed-5").model.context == 24
+    assert main(["export", str(directory / "second" / "cells" / "seed-5"), str(directory / "exported")]) == 0
     exported = json.loads((directory / "exported" / "config.json").read_text())
     assert exported["architectures"] == ["BertForSequenceClassification"] and len(exported["id2label"]) == 3
