@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from spmd_lm.config.schema import Dtype, Model, RunConfig
+from spmd_lm.config.schema import Model, RunConfig
 from spmd_lm.config.suggest import divisors, nearest, nearest_multiple
+from spmd_lm.config.types import Dtype
 from spmd_lm.errors import ConfigError
 
 

@@ -16,7 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from spmd_lm.config import checks, suggest, syntax
-from spmd_lm.config.schema import DEFAULT_KINDS, Data, RunConfig, Section, valid_path
+from spmd_lm.config.schema import DEFAULT_KINDS, Data, RunConfig, Section
+from spmd_lm.config.types import valid_path
 from spmd_lm.errors import ConfigError
 
 COMMAND_LINE = "command line"

@@ -11,44 +11,22 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 from pydantic.types import NonNegativeFloat, PositiveFloat
-from pydantic_core import PydanticCustomError
 
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
-
-Dtype = Literal["bfloat16", "float16", "float32", "float64"]
-MOST = 2**30  # devices index and count in 32 bits, padding included
-Count = Annotated[int, Field(ge=1, le=MOST)]
-CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-DropoutRate = Annotated[float, Field(ge=0, le=0.999)]  # what is kept is divided by 1 - rate, in 16 bits too
+from spmd_lm.config.types import (
+    MOST,
+    Count,
+    CountOrZero,
+    DropoutRate,
+    Dtype,
+    Fraction,
+    ValidPath,
+    without_repeats,
+)
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False)
-
-
-def valid_path(path: str) -> str:
-    """The same path, if a file system can hold it; whether it can be written shows when it is written."""
-    try:
-        parts = Path(path).expanduser().parts
-    except RuntimeError:
-        raise PydanticCustomError("path_home", "expected ~ or the ~name of a user of this machine") from None
-    if "\0" in path:
-        raise PydanticCustomError("path_nul", "expected a path without NUL characters")
-    if not path.isascii() and any("\ud800" <= character <= "\udfff" for character in path):  # bytes that are no UTF-8
-        raise PydanticCustomError("path_encoding", "expected a path in UTF-8")
-    if any(len(part.encode()) > 255 for part in parts):
-        raise PydanticCustomError("path_length", "expected names of at most 255 bytes between slashes")
-    return path
-
-
-def without_repeats(names: list[str]) -> list[str]:
-    if len(set(names)) < len(names):
-        raise PydanticCustomError("repeats", "expected each name once")
-    return names
-
-
-ValidPath = Annotated[str, AfterValidator(valid_path)]
 
 
 class Run(Section):
@@ -426,6 +404,12 @@ def variants(name: str) -> dict[str, type[Section]]:
         return {"": cast(type[Section], field.annotation)}
     types: tuple[type[Section], ...] = get_args(field.annotation)
     return {get_args(each.model_fields[str(field.discriminator)].annotation)[0]: each for each in types}
+
+
+def section_within(field: FieldInfo | None) -> type[Section] | None:
+    """The section that is the value of this key, if it is one."""
+    types = (field.annotation, *get_args(field.annotation)) if field else ()
+    return next((each for each in types if isinstance(each, type) and issubclass(each, Section)), None)
 
 
 def yaml_fields(section: type[Section]) -> dict[str, FieldInfo]:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from spmd_lm.config.schema import RunConfig, variants, yaml_fields
+from spmd_lm.config.schema import RunConfig, Section, section_within, variants, yaml_fields
 
 Problems = Iterator[str]
 """What a check yields."""
@@ -62,6 +63,7 @@ TYPES = {
     "string_pattern_mismatch": "letters, digits, '.', '_' or '-', not beginning with '.'",  # that of run.name
     "list_type": "a list",
     "dict_type": "{name: value}",
+    "model_type": "a mapping of keys",
 }
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -143,28 +145,45 @@ def _did_you_mean(near: str | None, known: Iterable[str]) -> str:
 
 def wrong_values(section: str, error: ValidationError) -> Iterator[tuple[str, str]]:
     """Each wrong or missing key of `section`, and what is wrong."""
+    for key, errors in itertools.groupby(error.errors(), lambda each: _key_and_siblings(section, each)[0]):
+        yield key.partition(".")[0], f"{section}.{_wrong_value(section, key, [*errors])}"
+
+
+def _key_and_siblings(section: str, error: ErrorDetails) -> tuple[str, dict[str, FieldInfo]]:
+    """The key that is wrong, within `section`, with dots where sections are within it; and all keys beside it."""
     discriminator = RunConfig.model_fields[section].discriminator
-    depth = 1 if discriminator else 0  # pydantic puts the kind before the key, and neither where the kind is wrong
-    for key, errors in itertools.groupby(error.errors(), lambda each: str((*each["loc"][depth:], discriminator)[0])):
-        yield key, f"{section}.{_wrong_value(section, key, [*errors])}"
+    # pydantic puts the kind before the key, and neither where the kind is wrong.
+    kind, *loc = error["loc"] if discriminator and error["loc"] else ("", *error["loc"])
+    if not loc:
+        return str(discriminator), {}
+    inner: type[Section] | None = variants(section)[str(kind)]
+    names, siblings = [], dict[str, FieldInfo]()
+    for name in map(str, loc):
+        if inner is None:
+            break
+        names.append(name)
+        siblings = yaml_fields(inner)
+        inner = section_within(siblings.get(name))
+    return ".".join(names), siblings
 
 
 def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
     """errors: those of one key; several if its value may have one of several types."""
+    siblings, name = _key_and_siblings(section, errors[0])[1], key.rpartition(".")[2]
+    default = _default(siblings.get(name))
     in_list = [error for error in errors if error["loc"] and isinstance(error["loc"][-1], int)]
     if in_list:  # the value is a list, as it may be: that it has none of the other types is no error
         key, errors = f"{key}[{in_list[0]['loc'][-1]}]", in_list[:1]
     whole_value = errors[0]["input"]
     in_mapping = [error for error in errors if isinstance(whole_value, dict) and error["input"] is not whole_value]
     if in_mapping:  # likewise; its name stands before the type that pydantic tried
-        name = in_mapping[0]["loc"][-2]
-        key, errors = f"{key}.{name}", [error for error in in_mapping if error["loc"][-2] == name]
+        inner = in_mapping[0]["loc"][-2]
+        key, errors = f"{key}.{inner}", [error for error in in_mapping if error["loc"][-2] == inner]
+        default = ""
     error = errors[0]
     error_type, value, context = error["type"], error["input"], error.get("ctx", {})
-    if error_type in ("missing", "extra_forbidden"):
-        key = ".".join(map(str, error["loc"][error["loc"].index(key) :]))  # of a section within the section
     if error_type == "extra_forbidden":
-        return f"{key}: unknown key. Remove it."
+        return f"{key}: unknown key. {_did_you_mean(did_you_mean(name, siblings), siblings)}"
     if error_type == "missing":
         return f"{key}: missing. Set it in the file, or as {section}.{key}=... on the command line."
     if error_type == "union_tag_not_found":
@@ -179,7 +198,7 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
         what = f"expected {_either(dict.fromkeys(TYPES[each['type']] for each in errors))}, got {_show(value)}"
     else:
         what = f"{error['msg']}, got {_show(value)}"
-    return f"{key}: {what}.{_correction(error_type, value) or _default(section, str(error['loc'][0]), key)}"
+    return f"{key}: {what}.{_correction(error_type, value) or default}"
 
 
 def _wrong_choice(section: str, key: str, error: ErrorDetails, others: list[str]) -> str:
@@ -210,10 +229,8 @@ def _correction(error_type: str, value: Any) -> str:
     return ""
 
 
-def _default(section: str, kind: str, key: str) -> str:
-    types = variants(section)
-    field = yaml_fields(types.get(kind) or types[""]).get(key)
-    if field is None or field.is_required() or field.default is None:
+def _default(field: FieldInfo | None) -> str:
+    if field is None or field.is_required() or field.default is None or section_within(field):
         return ""
     return f" The default is {_show(field.default)}."
 

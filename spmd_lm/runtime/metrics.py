@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from spmd_lm.config.schema import MOST
+from spmd_lm.config.types import MOST
 from spmd_lm.errors import CheckpointError, Exit, OutputError
 from spmd_lm.files import open_regular, parse_json, read_bytes, write_atomically
 from spmd_lm.runtime.formatting import to_json, without_nan
@@ -36,6 +36,9 @@ between the end of one start and the next."""
 CUT_SHORT = (None, Exit.PREEMPTED, Exit.HANG, Exit.PEER_LOST)
 """Exit codes of starts after which a run goes on by itself; None is that of a process that was killed."""
 
+RunId = Annotated[str, Field(pattern=r"^\w*$", max_length=64)]
+"""Random, of one run; it is the name of a directory.  Empty: not known."""
+
 MAX_LIVES = 100
 """Starts that status.json remembers: a spot machine's run may have thousands."""
 
@@ -50,9 +53,7 @@ def read_records(path: Path) -> list[Record]:
     if not path.exists():
         return []
     try:
-        *lines, _ = read_bytes(path, MAX_METRICS_BYTES).split(
-            b"\n"
-        )  # text after the last newline is an unfinished line
+        *lines, _ = read_bytes(path, MAX_METRICS_BYTES).split(b"\n")  # what follows the last one is unfinished
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Move it away.") from error
     records = []
@@ -185,7 +186,7 @@ class Status(BaseModel):
     state: str  # running | done | preempted | failed
     step: StepNumber  # done
     exit_code: int | None = None  # None while running
-    run_id: str = ""  # random; its checkpoints have the same.  Empty: of a version without
+    run_id: RunId = ""  # random; its checkpoints have the same.  Empty: of a version without
     saved_step: StepNumber | None = None  # of the newest checkpoint, or NONE_SAVED.  None: of an older version
     restarts: NonNegative
     goodput: dict[str, Seconds]  # wall-clock seconds of all its starts, by BUCKETS

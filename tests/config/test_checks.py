@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.load import load
-from spmd_lm.config.schema import MOST
 from spmd_lm.config.suggest import divisors
+from spmd_lm.config.types import MOST
 from spmd_lm.errors import ConfigError
 
 FLOAT16 = "precision.compute=float16 precision.loss_scale=dynamic"

@@ -178,8 +178,10 @@ def test_an_optimizer_of_another_kind_reads_back_equal(write):
     ("value", "problem"),
     [
         ("{}", "train.profile.steps: missing. Set it in the file, or as train.profile.steps=... on the command line."),
-        ("{steps: [2, 3], step: 1}", "train.profile.step: unknown key. Remove it."),
-        ("{steps: [2]}", "train.profile: List should have at least 2 items after validation, not 1, got [2]."),
+        ("{steps: [2, 3], step: 1}", "train.profile.step: unknown key. Did you mean 'steps'?"),
+        ("3", "train.profile: expected a mapping of keys, got 3."),
+        ("{steps: [1, 5000000000]}", "train.profile.steps[1]: must be at most 1073741824, got 5000000000."),
+        ("{steps: [2]}", "train.profile.steps: List should have at least 2 items after validation, not 1, got [2]."),
     ],
 )
 def test_a_section_within_a_section_names_its_keys(write, value, problem):
