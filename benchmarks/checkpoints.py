@@ -80,7 +80,7 @@ def restore_seconds(directory: Path, state: dict[str, jax.Array], is_plain: bool
     if is_plain:
         restored = ocp.load_checkpointables(reader.path(step), {"state": abstract})["state"]
     else:
-        restored, _ = reader.restore(step, abstract)
+        restored = reader.restore(step, abstract)
     jax.block_until_ready(restored)
     return time.perf_counter() - start
 

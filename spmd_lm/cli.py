@@ -4,7 +4,6 @@ import argparse
 import io
 import itertools
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from spmd_lm.files import is_name
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.outputs import flush_streams, open_closed_streams, print_line, quiet_libraries, unfailing
 from spmd_lm.runtime.processes import PEER_IS_GONE, end_with_parent, in_a_job, leave_job, tells_of_lost_peer
-from spmd_lm.runtime.signals import interruptible, not_ignored
+from spmd_lm.runtime.signals import interruptible
 
 
 class Verb(NamedTuple):
@@ -145,8 +144,6 @@ def set_up_process() -> None:
     open_closed_streams()
     sys.stderr = unfailing(sys.stderr)  # on which libraries print too
     quiet_libraries()
-    for number in not_ignored(signal.SIGINT):  # where nobody else answers Ctrl-C, as while Python ends: no traceback
-        signal.signal(number, signal.SIG_DFL)
 
 
 class Parser(argparse.ArgumentParser):

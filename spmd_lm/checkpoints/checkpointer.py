@@ -164,15 +164,14 @@ class Checkpointer:
     def meta(self, step: int) -> Meta:
         return self.record(step).meta
 
-    def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, Meta]:
-        """The state of `step`, bit for bit, in the shardings of `abstract_state`; and its meta.
+    def restore(self, step: int, abstract_state: Tree) -> Tree:
+        """The state of `step`, bit for bit, in the shardings of `abstract_state`.
 
         Raises CheckpointError, before any array is read, for a missing or extra leaf, or another shape or dtype; and
         DamagedCheckpointError, naming leaves or files, if a second attempt to read it fails too.  Of the
         OPTIONAL_FIELDS an extra one is not read, and a missing one becomes None."""
         fields = self._restore_fields(step, present_fields(abstract_state))
-        state = fields if isinstance(abstract_state, dict) else dataclasses.replace(abstract_state, **fields)
-        return state, self.meta(step)
+        return fields if isinstance(abstract_state, dict) else dataclasses.replace(abstract_state, **fields)
 
     def restore_params(self, step: int, abstract_params: Tree) -> Tree:
         """The parameters of `step` alone, a third of the state, as `restore` would return them."""

@@ -10,9 +10,10 @@ from flax.traverse_util import flatten_dict
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.directories import SAVING, parse_step
+from spmd_lm.checkpoints.parts import num_parts, part_directories, parts_of
 from spmd_lm.checkpoints.record import CheckpointRecord, file_sizes, read_record
 from spmd_lm.checkpoints.saved_run import open_checkpoints
-from spmd_lm.checkpoints.storage import ShardStorage, part_paths
+from spmd_lm.checkpoints.storage import ShardStorage
 from spmd_lm.config.load import CONFIG_FILE, load
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from spmd_lm.runtime.formatting import abbreviate, format_bytes, parse_count
@@ -39,9 +40,8 @@ def open_tiers(run: Path) -> list[Checkpointer]:
         return tiers
     if local is None or status is None:
         return tiers
-    parts = (Path(local.dir).expanduser() / status.run_id).glob("*-of-*")
-    first = {path.name.rpartition("-of-")[2]: path for path in sorted(parts, reverse=True)}  # of jobs of any size
-    return tiers + [Checkpointer(part, storage=ShardStorage(all_parts=True)) for part in first.values()]
+    one_of_a_job = {num_parts(part): part for part in part_directories(local.dir, status.run_id)}
+    return tiers + [Checkpointer(part, storage=ShardStorage(all_parts=True)) for part in one_of_a_job.values()]
 
 
 def list_checkpoints(tiers: list[Checkpointer]) -> list[Json]:
@@ -72,15 +72,17 @@ def describe(checkpoints: Checkpointer, step: int) -> Json:
                 for name, size in record.files.items()
             ]
     leaves = [{"path": name, **leaf.model_dump()} for name, leaf in record.leaves.items()]
-    problem = "" if _is_all_here(checkpoints, step) else "parts of it are on other hosts: no array was read"
-    return _report(checkpoints, step, _worst(files), leaves, files, problem)
+    if _worst(files) == INTACT and not _is_all_here(checkpoints, step):
+        problem = "parts of it are on other hosts, or gone: no array can be read here"
+        return _report(checkpoints, step, UNCOMMITTED, leaves, files, problem)
+    return _report(checkpoints, step, _worst(files), leaves, files)
 
 
 def verify(checkpoints: Checkpointer, step: int) -> Json:
     """As `describe`, with every array read and compared with its fingerprint, unless a file is already known to be
     damaged: it may be a pipe, which whatever reads it would wait for."""
     report = describe(checkpoints, step)
-    if report["leaves"] and report["state"] == INTACT and _is_all_here(checkpoints, step):
+    if report["leaves"] and report["state"] == INTACT:
         record = read_record(checkpoints.path(step))
         allow_64_bits(record)
         for leaf in report["leaves"]:
@@ -93,12 +95,11 @@ def verify(checkpoints: Checkpointer, step: int) -> Json:
 
 def _paths(checkpoints: Checkpointer, step: int) -> list[Path]:
     path = checkpoints.path(step)
-    return [path] if checkpoints.storage.shared else part_paths(path)
+    return [path] if checkpoints.storage.shared else parts_of(path)
 
 
 def _is_all_here(checkpoints: Checkpointer, step: int) -> bool:
-    paths = _paths(checkpoints, step)
-    return checkpoints.storage.shared or paths[0].parent.name.endswith(f"-of-{len(paths)}")
+    return checkpoints.storage.shared or len(_paths(checkpoints, step)) == num_parts(checkpoints.directory)
 
 
 def render(report: Json) -> str:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError
 from spmd_lm.files import parse_json, read_bytes, walk_files, write_atomically
 from spmd_lm.runtime.formatting import abbreviate
+from spmd_lm.runtime.metrics import RunId
 
 RECORD_FILE = "record.json"
 MAX_RECORD_BYTES = 2**26  # of it; a thousand arrays in ten thousand files have 1 MB
@@ -46,7 +47,7 @@ class CheckpointRecord(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     step: Annotated[int, Field(ge=0)]
-    run_id: str  # random, of the run that saved it
+    run_id: RunId  # of the run that saved it
     meta: Meta
     leaves: Annotated[dict[LeafPath, SavedLeaf], Field(max_length=MAX_LEAVES)]
     files: dict[str, int]  # bytes, by path in the checkpoint's directory; without the record itself

@@ -14,6 +14,7 @@ from orbax.checkpoint import v1 as ocp
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from spmd_lm.checkpoints.parts import parts_of
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 
 Fields = dict[str, Tree]  # of a state
@@ -77,7 +78,7 @@ class ShardStorage:
 
     def load(self, path: Path, abstract_fields: Fields, partial: bool) -> Fields:
         with ExitStack() as opened:
-            paths = part_paths(path) if self._all_parts else [path]
+            paths = parts_of(path) if self._all_parts else [path]
             files = [opened.enter_context(safe_open(each / SHARDS_FILE, framework="numpy")) for each in paths]
             reader = ShardReader(files)
             arrays = [
@@ -86,12 +87,6 @@ class ShardStorage:
             ]
             jax.block_until_ready(arrays)
         return jax.tree.unflatten(jax.tree.structure(abstract_fields), arrays)
-
-
-def part_paths(path: Path) -> list[Path]:
-    """The checkpoints of this step, of the processes of one job, that are on this host: `path` is one of them."""
-    processes = path.parent.name.rpartition("-of-")[2]
-    return sorted(path.parent.parent.glob(f"*-of-{processes}/{path.name}"))
 
 
 class ShardReader:

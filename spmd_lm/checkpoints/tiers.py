@@ -9,6 +9,7 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.directories import CORRUPT, delete, move_aside
+from spmd_lm.checkpoints.parts import num_parts, part_directories, part_directory
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.storage import ShardStorage
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
@@ -31,18 +32,17 @@ class Tiers:
         if self.local or self._options.local is None:
             return
         local, processes = self._options.local, jax.process_count()
-        of_run = Path(local.dir).expanduser().absolute() / run_id
-        own = of_run / f"{jax.process_index()}-of-{processes}"
+        own = part_directory(local.dir, run_id, jax.process_index(), processes)
         try:
-            others = [path for path in of_run.parent.glob("*/*-of-*") if path.parent != of_run]
-            others += [path for path in of_run.glob("*-of-*") if not path.name.endswith(f"-of-{processes}")]
+            parts = part_directories(local.dir)
             own.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.local.dir={local.dir}: {error.strerror} ({error.filename}). Choose another directory."
             ) from error
-        for path in sorted(others):
-            self._log(f"{path}: local checkpoints of another run, or of another number of processes: ignored.")
+        for path in parts:
+            if (path.parent, num_parts(path)) != (own.parent, processes):
+                self._log(f"{path}: local checkpoints of another run, or of another number of processes: ignored.")
         # A process can be one save behind another, so that two are the fewest of which all have one.
         changes = {"keep": max(local.keep, min(processes, 2)), "read_back": False}
         self.local = Checkpointer(own, self._options.model_copy(update=changes), run_id, self._log, ShardStorage())

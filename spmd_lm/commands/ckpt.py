@@ -1,13 +1,13 @@
 """`spmd-lm ckpt`: what is in a run's checkpoints, whether it is what was saved, and how two of them differ."""
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from spmd_lm.commands.common import Arguments, at_least, check_json, write_result
 from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.runtime.devices import use_cpu_alone
 
 
 def run(arguments: Arguments) -> int:
@@ -17,7 +17,7 @@ def run(arguments: Arguments) -> int:
         raise ConfigError(f"spmd-lm ckpt: no action '{arguments.ACTION}'. Actions: {', '.join(ACTIONS)}.")
     if arguments.step is not None and arguments.ACTION != "verify":
         raise ConfigError(f"spmd-lm ckpt {arguments.ACTION} has no --step. It is for `ckpt verify`.")
-    os.environ["JAX_PLATFORMS"] = "cpu"  # the run's accelerators may be in use
+    use_cpu_alone()  # the run's accelerators may be in use
     return ACTIONS[arguments.ACTION](arguments)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from spmd_lm.commands.common import Arguments, at_least, load_configuration
 from spmd_lm.errors import CheckpointError, ConfigError
@@ -15,21 +16,26 @@ def run(arguments: Arguments) -> int:
         raise ConfigError(f"spmd-lm supervise: {verb} has nothing to resume from. Supervise `train`.")
     if arguments.json:
         raise ConfigError("spmd-lm supervise has no result for --json. Write it behind the --, for `train`.")
-    from spmd_lm.runtime.metrics import Status
     from spmd_lm.runtime.supervisor import Supervisor
 
     directory = load_configuration(given).run.directory  # a wrong one is refused before the first start
 
-    def saved_step() -> int:
-        with suppress(CheckpointError):  # the run will tell
-            status = Status.read(directory)
-            if status is not None:  # local checkpoints are known by where the last start began
-                resumed = [life.first_step - 1 for life in status.lives[-1:]]
-                return max(-1 if status.saved_step is None else status.saved_step, *resumed, -1)
-        return -1
+    def saved() -> int:
+        return sum(map(saved_steps, directory.glob("cells/*") if given.seeds else [directory]))
 
     command = [sys.executable, "-m", "spmd_lm", *arguments.command]
-    return Supervisor(command, saved_step, arguments.attempts, log).run()
+    return Supervisor(command, saved, arguments.attempts, log).run()
+
+
+def saved_steps(run: Path) -> int:
+    """Of the run in this directory, if there is one."""
+    from spmd_lm.runtime.metrics import Status
+
+    with suppress(CheckpointError):  # the run will tell
+        if status := Status.read(run):  # local checkpoints are known by where the last start began
+            resumed = [life.first_step - 1 for life in status.lives[-1:]]
+            return max(status.saved_step or 0, *resumed, 0)
+    return 0
 
 
 def log(line: str) -> None:

@@ -62,7 +62,7 @@ def simulate_devices(devices: int, processes: int = 1) -> None:
         )
     flags = re.sub(rf"{FLAG}=\S*", "", os.environ.get("XLA_FLAGS", ""))
     os.environ["XLA_FLAGS"] = " ".join([*flags.split(), f"{FLAG}={local_devices}"])
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    use_cpu_alone()
     # XLA's CPU client sizes its thread pool by NPROC, else by the cores.  A collective holds threads of that pool for
     # every device until the last one has joined: with 8 devices on 2 cores and jax 0.10.2, 4 of 4 runs deadlocked
     # within 4,000 steps; with NPROC at 16 or 64 none did.
@@ -70,13 +70,19 @@ def simulate_devices(devices: int, processes: int = 1) -> None:
 
     jax = sys.modules.get("jax")
     if jax and processes == 1:  # imported, perhaps not started yet: device_count starts it
-        jax.config.update("jax_platforms", "cpu")
         present = f"{jax.device_count()} {jax.default_backend()}"
         if present != f"{devices} cpu":
             raise ConfigError(
                 f"run.simulate_devices={devices}: jax already runs on {present} device(s). "
                 "Simulate devices before the first use of jax, or in a new process."
             )
+
+
+def use_cpu_alone() -> None:
+    """Leaves the accelerators to others, unless jax has started already."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if jax := sys.modules.get("jax"):
+        jax.config.update("jax_platforms", "cpu")
 
 
 def hide_xla_warnings() -> None:

@@ -23,6 +23,7 @@ from spmd_lm.files import open_regular, read_bytes
 from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals, not_ignored
 
 MAX_NAME = 1000  # bytes of `.lock`, which names its holder
+LONGEST_INSIDE = 256  # bytes of the path of a file in a run's directory, from there on
 
 
 def require_absent_or_empty(target: Path) -> None:
@@ -127,7 +128,11 @@ def was_killed(directory: Path) -> bool:
 
 
 def _open_lock_file(directory: Path, key: str) -> TextIO:
-    """Opens the file to lock.  ConfigError if the run cannot write to its directory."""
+    """Opens the file to lock.  ConfigError if the run cannot write to its directory, or to those within it."""
+    most = os.pathconf("/", "PC_PATH_MAX") - LONGEST_INSIDE
+    if (length := len(os.fsencode(directory.absolute()))) > most:
+        what = f"{key}={directory!s:.40}..: its path has {length:,} bytes, of at most {most:,}"
+        raise ConfigError(f"{what}: files in it could not be opened. Choose another {key}.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path in (directory, directory / "checkpoints"):

@@ -19,9 +19,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
-QUIET_LOGGERS = ("absl", "asyncio")
+QUIET_LOGGERS = ("absl", "asyncio", "matplotlib")
 """Orbax logs the traceback of every thread that a failed save ends, and asyncio those of its tasks; the first of these
-errors is raised too, and our code says what it means."""
+errors is raised too, and our code says what it means.  Matplotlib tells where its cache is, if not in the home
+directory."""
 
 
 class UnfailingStream:

@@ -221,13 +221,15 @@ def collect(subject: str, own: Any) -> list[Any]:
     It goes through the coordinator's key-value store, which needs no device; the first process gathers."""
     from jax._src.distributed import global_state  # public jax gathers arrays only, on devices
 
-    client, key, count = global_state.client, f"spmd_lm/{next(agreements)}/{subject}", global_state.num_processes
+    client, number, count = global_state.client, next(agreements), global_state.num_processes
     if client is None or count == 1:
         return [own]
+    key = f"spmd_lm/{number}/{subject}"
     client.key_value_set(f"{key}/{global_state.process_id}", json.dumps(own))
     if global_state.process_id == 0:
         answers = [json.loads(client.blocking_key_value_get(f"{key}/{i}", WAIT_MS)) for i in range(count)]
         client.key_value_set(f"{key}/all", json.dumps(answers))
+        client.key_value_delete(f"spmd_lm/{number - 1}")  # the agreement before, which all of them have read
     return json.loads(client.blocking_key_value_get(f"{key}/all", WAIT_MS))
 
 

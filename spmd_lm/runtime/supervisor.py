@@ -23,13 +23,12 @@ STOPPED_SECONDS = 30.0  # a process that was stopped for so long, by SIGSTOP or 
 
 
 class Supervisor:
-    """saved_step: the newest step that is saved now, or a number below 0.  attempts: restarts in a row that may bring
-    no newer one."""
+    """saved_steps: how many steps are saved now.  attempts: restarts in a row that may bring no more of them."""
 
     def __init__(
-        self, command: Sequence[str], saved_step: Callable[[], int], attempts: int, log: Callable[[str], None]
+        self, command: Sequence[str], saved_steps: Callable[[], int], attempts: int, log: Callable[[str], None]
     ):
-        self._command, self._saved_step, self._attempts, self._log = command, saved_step, attempts, log
+        self._command, self._saved_steps, self._attempts, self._log = command, saved_steps, attempts, log
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None  # the first that came
         self._signalled = threading.Event()
@@ -37,16 +36,17 @@ class Supervisor:
     def run(self) -> int:
         """The exit code of the last start; 128 + the signal that killed it."""
         with handle_signals(not_ignored(*STOP_SIGNALS), self._pass_on):
-            failures, saved = 0, self._saved_step()
+            failures, saved = 0, self._saved_steps()
             while True:
                 started = time.monotonic()
                 code = self._run_once()
                 reason = restart_reason(code)
                 if not reason or self._signalled.is_set():
                     return shell_code(code)
-                before, saved = saved, self._saved_step()
+                before, saved = saved, self._saved_steps()
                 failures = 1 if saved > before else failures + 1
-                ended = f"{reason} after {format_duration(time.monotonic() - started)}; step {max(saved, 0)} is saved"
+                lasted = format_duration(time.monotonic() - started)
+                ended = f"{reason} after {lasted}, with {pluralize(saved, 'step')} saved"
                 if failures > self._attempts:
                     self._log(f"{ended}: no progress in {pluralize(self._attempts, 'restart')}, so giving up.")
                     return shell_code(code)

@@ -118,7 +118,7 @@ def initial_state(
     is_local = run_dir.checkpoints is run_dir.tiers.local
     where = f", from {run_dir.checkpoints.path(saved_step)}" if is_local else ""
     progress.log(f"resuming after step {saved_step} of {progress.steps}{where}")
-    canonical, _ = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
+    canonical = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
     return program.from_canonical(canonical)
 
 

@@ -48,7 +48,7 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
     for line in check_data(checkpoints.meta(start), config, data.fingerprint, data.name):
         warn(line)
     program = Program(config)
-    canonical, _ = checkpoints.restore(start, program.abstract_canonical())
+    canonical = checkpoints.restore(start, program.abstract_canonical())
     state, compared = program.from_canonical(canonical), []
     loader = make_loader(config, data, "training")
     for number in range(start + 1, step + 1):

@@ -80,9 +80,9 @@ def test_restores_the_same_bits_on_another_mesh(tmp_path, sizes):
     saver = Checkpointer(tmp_path)
     saver.save(7, state, META)
     saver.close()
-    restored, meta = Checkpointer(tmp_path).restore(7, abstract(state, mesh))
+    restored = Checkpointer(tmp_path).restore(7, abstract(state, mesh))
     assert_same_bits(restored, state)
-    assert meta == META
+    assert Checkpointer(tmp_path).meta(7) == META
     assert restored.params["embedding"].sharding == shardings(state, mesh).params["embedding"]
     params = Checkpointer(tmp_path).restore_params(7, abstract(state, mesh).params)
     assert_same_bits(params, state.params)
@@ -103,7 +103,7 @@ def test_keeps_the_newest_and_ignores_other_directories(tmp_path):
     saver.close()
     assert saver.steps() == [3, 9]
     assert (tmp_path / "9.foreign").is_dir() and (tmp_path / "notes").exists()  # moved aside, not deleted
-    assert_same_bits(saver.restore(9, abstract(make_state(), make_mesh(8, 1)))[0], make_state(9))
+    assert_same_bits(saver.restore(9, abstract(make_state(), make_mesh(8, 1))), make_state(9))
 
 
 def test_a_step_older_than_the_newest_is_saved_all_the_same(tmp_path):
@@ -129,7 +129,7 @@ def test_the_state_may_be_donated_while_it_is_saved(tmp_path):
     saver.save(1, state, META)
     jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)(state))
     saver.close()
-    assert_same_bits(saver.restore(1, abstract(before, make_mesh(8, 1)))[0], before)
+    assert_same_bits(saver.restore(1, abstract(before, make_mesh(8, 1))), before)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_save_that_fails_in_the_background_surfaces_at_the_next_one(tmp_path):
         with pytest.raises(CheckpointError, match=sentence):
             saver.save(3, make_state(3), META)
     assert saver.steps() == [1]
-    assert_same_bits(saver.restore(1, abstract(make_state(), make_mesh(2, 4)))[0], make_state(1))
+    assert_same_bits(saver.restore(1, abstract(make_state(), make_mesh(2, 4))), make_state(1))
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_told(tmp_path, monkeypatch):
@@ -245,7 +245,7 @@ def test_kill_during_a_save_leaves_the_one_before(tmp_path):
     assert any(".saving" in path.name for path in tmp_path.iterdir())  # the save was indeed in progress
     saver = Checkpointer(tmp_path)
     assert saver.latest_step() == 1
-    restored, _ = saver.restore(1, {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jnp.arange(8.0).sharding)})
+    restored = saver.restore(1, {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jnp.arange(8.0).sharding)})
     assert_same_bits(restored, {"w": jnp.arange(8.0)})
     for step in (3, 4):
         saver.save(step, {"w": jnp.arange(8.0)}, META)
@@ -281,7 +281,7 @@ def test_ten_kills_at_random_times_in_saves_and_deletes(tmp_path):
         steps = saver.intact_steps()
         assert steps == saver.steps() and steps[-1] > newest
         newest = steps[-1]
-        restored, _ = saver.restore(newest, abstract)
+        restored = saver.restore(newest, abstract)
         assert (np.asarray(restored["w"]) == newest).all()
     assert moments - {""}  # some of them hit a save, or the deletion behind it
 

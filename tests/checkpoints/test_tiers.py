@@ -8,7 +8,9 @@ import shutil
 import jax
 import pytest
 
+from spmd_lm.checkpoints import inspection
 from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.parts import part_directories, part_directory
 from spmd_lm.checkpoints.storage import SHARDS_FILE, ShardStorage
 from spmd_lm.cli import main
 from spmd_lm.errors import ConfigError, Exit, OutputError
@@ -158,13 +160,30 @@ def test_ckpt_reads_both_tiers(tmp_path, killed, capsys):
     assert [verified[6, "local"]["state"], verified[8, "local"]["state"]] == ["intact", "damaged"]
 
 
+def test_of_parts_that_are_elsewhere_nothing_is_claimed(tmp_path):
+    for process in (0, 1):
+        part = Checkpointer(part_directory(str(tmp_path), "run", process, 2), storage=ShardStorage())
+        part.save(7, make_state(mesh=make_mesh(4, 2)), META)
+        part.close()
+    saved = Checkpointer(part_directory(str(tmp_path), "run", 0, 2), storage=ShardStorage(all_parts=True))
+    assert inspection.verify(saved, 7)["state"] == "intact"
+    (other,) = (path for path in part_directories(str(tmp_path), "run") if path != saved.directory)
+    flip_a_bit(other / "7" / SHARDS_FILE)
+    assert inspection.verify(saved, 7)["state"] == "intact"  # each has all of this state: one part is enough
+    shutil.rmtree(other)
+    report = inspection.verify(saved, 7)
+    assert report["state"] == "uncommitted" and "on other hosts" in report["problem"]
+    os.truncate(saved.path(7) / SHARDS_FILE, 100)
+    assert inspection.verify(saved, 7)["state"] == "damaged"
+
+
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (1,), (4, 2)])
 def test_shards_are_put_together_for_any_layout(tmp_path, sizes):
     checkpoints = Checkpointer(tmp_path, storage=ShardStorage())
     checkpoints.save(7, state := make_state(mesh=make_mesh(4, 2)), META)
     checkpoints.close()
-    restored, meta = checkpoints.restore(7, abstract(state, make_mesh(*sizes)))
-    assert meta == META
+    restored = checkpoints.restore(7, abstract(state, make_mesh(*sizes)))
+    assert checkpoints.meta(7) == META
     assert_equal(jax.device_get(restored), jax.device_get(state))
 
 

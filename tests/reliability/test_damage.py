@@ -54,7 +54,7 @@ class Damaged:
     def outcome(self) -> str:
         """detected, or harmless: the restored bits and meta are those that were saved."""
         try:
-            restored, meta = self.checkpoints.restore(STEP, self.abstract)
+            restored, meta = self.checkpoints.restore(STEP, self.abstract), self.checkpoints.meta(STEP)
         except DamagedCheckpointError:
             return "detected"
         same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), restored, self.state)

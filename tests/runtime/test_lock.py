@@ -37,6 +37,16 @@ def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, holder):
         pass
 
 
+def test_a_path_in_which_no_checkpoint_could_be_opened_is_refused(tmp_path):
+    directory = tmp_path.joinpath(*["x" * 200] * 20)
+    with (
+        pytest.raises(ConfigError, match=r"its path has 4,\d+ bytes, of at most 3,840"),
+        lock_directory(directory, no_log, True),
+    ):
+        pytest.fail("locked")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_lock_ends_with_its_block(tmp_path):
     for _ in range(2):
         with lock_directory(tmp_path, no_log, True):

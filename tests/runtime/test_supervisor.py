@@ -1,5 +1,6 @@
 """A command is started again while its end asks for it and it gets on; never else."""
 
+import json
 import os
 import signal
 import threading
@@ -7,6 +8,7 @@ import threading
 import pytest
 
 from spmd_lm.cli import main
+from spmd_lm.commands.supervise import saved_steps
 from spmd_lm.errors import Exit
 from spmd_lm.runtime import supervisor
 from spmd_lm.runtime.supervisor import Supervisor
@@ -26,7 +28,7 @@ def supervise(directory, script: str, saves: bool = True, attempts: int = 2):
     def count() -> int:
         return len(starts.read_text()) if starts.exists() else 0
 
-    code = Supervisor(command, lambda: count() if saves else -1, attempts, messages.append).run()
+    code = Supervisor(command, lambda: count() if saves else 0, attempts, messages.append).run()
     return code, count(), messages
 
 
@@ -41,6 +43,15 @@ def test_it_starts_again_until_the_end_is_another(tmp_path):
 @pytest.mark.parametrize("code", [Exit.CONFIG, Exit.DATA, Exit.CHECKPOINT, Exit.NON_FINITE, Exit.INTERRUPTED, 1])
 def test_what_would_fail_again_is_not_started_again(tmp_path, code):
     assert supervise(tmp_path, f"exit {int(code)}")[:2] == (code, 1)
+
+
+def test_what_is_saved_counts_whatever_run_of_a_directory_has_it(tmp_path):
+    for number, steps in enumerate((4, None, -1)):
+        cell = tmp_path / "cells" / str(number)
+        cell.mkdir(parents=True)
+        status = {"state": "running", "step": 5, "restarts": 0, "goodput": {}, "saved_step": steps}
+        (cell / "status.json").write_text(json.dumps(status))
+    assert [saved_steps(run) for run in (*sorted((tmp_path / "cells").iterdir()), tmp_path)] == [4, 0, 0, 0]
 
 
 def test_it_gives_up_without_progress(tmp_path):

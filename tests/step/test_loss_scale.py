@@ -260,13 +260,12 @@ def test_a_resumed_run_is_the_same_bit_for_bit(scaled, tmp_path):
         shutil.rmtree(directory / "checkpoints" / str(step))
     (directory / "status.json").unlink()
     config = run_in(directory, FLOAT16 | {"scale_window": 20})
-    state = Checkpointer(directory / "checkpoints").restore(30, Program(config).abstract_canonical())[0]
+    state = Checkpointer(directory / "checkpoints").restore(30, Program(config).abstract_canonical())
     assert 0 < state.loss_scale.growth_tracker < 20 and state.loss_scale.hysteresis_tracker < 2
     assert loop.train(config) is Exit.DONE
     assert records(directory) == records(scaled)
     ends = [
-        Checkpointer(d / "checkpoints").restore(90, Program(config).abstract_canonical())[0]
-        for d in (scaled, directory)
+        Checkpointer(d / "checkpoints").restore(90, Program(config).abstract_canonical()) for d in (scaled, directory)
     ]
     assert_equal(*ends)
 
@@ -284,11 +283,11 @@ def test_a_run_may_take_up_float16_and_give_it_up(scaled, tmp_path):
     """A scale is left behind, or begins anew; without one a checkpoint is what it was before there were any."""
     with_one, without = (Program(run_in(tmp_path, precision)) for precision in (FLOAT16, FLOAT32))
     saved, other = Checkpointer(scaled / "checkpoints"), Checkpointer(tmp_path)
-    state, meta = saved.restore(90, without.abstract_canonical())
+    state, meta = saved.restore(90, without.abstract_canonical()), saved.meta(90)
     assert state.loss_scale is None and int(state.step) == 90
     other.save(90, without.canonical(without.from_canonical(state)), meta)
     other.close()
     assert "scaling" not in (tmp_path / "90/state/_METADATA").read_text()
-    again = with_one.from_canonical(other.restore(90, with_one.abstract_canonical())[0])
+    again = with_one.from_canonical(other.restore(90, with_one.abstract_canonical()))
     assert [x.item() for x in jax.tree.leaves(again.loss_scale)] == [2**32, 0, 2, 0]
     assert_equal(with_one.canonical(again).params, state.params)
