@@ -74,7 +74,9 @@ VERBS = {
         takes_config=False,
     ),
     "replay": Verb("runs a step again: does it compute the same bits?", replay.run, positionals=("RUN_DIR", "STEP")),
-    "report": Verb("makes an HTML page of runs", report.run, report.add_options, ("RUN",), takes_config=False),
+    "report": Verb(
+        "makes an HTML page of runs, laid over each other", report.run, report.add_options, ("RUN",), takes_config=False
+    ),
     "import": Verb("makes a run of a Hugging Face directory", import_hf.run, import_hf.add_options, ("DIR", "RUN_DIR")),
     "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
     "config": Verb("prints the resolved YAML", config.run),
@@ -85,7 +87,7 @@ POSITIONALS = {
     "CONFIG": "a YAML file, or a run's directory",
     "SWEEP": "a sweep's YAML file, as in configs/sweeps",
     "RUN_DIR": "a run's directory",
-    "RUN": "a run's directory; several are laid over each other",
+    "RUN": "a run's directory",
     "STEP": "the step, from 1 on",
     "DIR": "a Hugging Face directory: config.json, *.safetensors, tokenizer files",
 }
@@ -180,7 +182,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
     """The verb and its arguments.  Exits after --help and --version."""
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help", "help"):
         verbs = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
         usage = "usage: spmd-lm VERB CONFIG [section.key=value ...] [--devices N] [--json PATH|-]"
         write_text(f"{usage}\n\n{verbs}\n\nspmd-lm VERB --help lists a verb's options.")

@@ -38,6 +38,12 @@ def foreign_names(directory: Path) -> list[str]:
     return sorted(name for name in names if parse_step(name) is None or not is_checkpoint(directory / name))
 
 
+def say_damaged(directory: Path) -> str:
+    """Which checkpoints were damaged, and moved aside; '' if none were."""
+    names = sorted(path.name for path in directory.glob(f"*{CORRUPT}*"))
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} damaged" if names else ""
+
+
 def move_aside(path: Path, suffix: str) -> Path:
     """Renames STEP to STEP.corrupt, or to STEP.corrupt.2 if there is one, and so on."""
     names = (path.with_name(f"{path.name}{suffix}{number}") for number in ("", *(f".{n}" for n in range(2, 10_000))))

@@ -112,18 +112,24 @@ def render(report: Json) -> str:
 
 def compare(a: tuple[Checkpointer, int], b: tuple[Checkpointer, int]) -> Json:
     """The leaves whose bits differ, with the largest difference between their numbers (None if only one has the leaf,
-    or they have other shapes), and the keys of the configuration that do."""
+    or they have other shapes), and the keys of the configuration that do.  Raises DamagedCheckpointError: every array
+    is read."""
     records = [checkpoints.record(step) for checkpoints, step in (a, b)]
     for record in records:
         allow_64_bits(record)
     differ = []
     for path in sorted({*records[0].leaves, *records[1].leaves}):
         first, second = (record.leaves.get(path) for record in records)
+        arrays = [
+            np.asarray(checkpoints.restore_leaf(step, path))
+            for (checkpoints, step), leaf in zip((a, b), (first, second), strict=True)
+            if leaf
+        ]
         if first == second:
             continue
         largest = None
         if first and second and first.shape == second.shape:
-            x, y = (np.asarray(each.restore_leaf(step, path)).astype("float64") for each, step in (a, b))
+            x, y = (array.astype("float64") for array in arrays)
             largest = float(np.max(np.abs(x - y), initial=0.0))
         differ.append({"path": path, "max_difference": largest})
     configs = [flatten_dict(record.meta["config"], sep=".") for record in records]

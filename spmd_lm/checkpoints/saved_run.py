@@ -11,6 +11,7 @@ from flax.traverse_util import flatten_dict
 from pydantic import ValidationError
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
+from spmd_lm.checkpoints.directories import say_damaged
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.config.load import saved_tokenizer
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
@@ -53,10 +54,15 @@ def newest_readable(
     Raises CheckpointError if there is none, or it is damaged.  Writes nothing."""
     steps = sorted(set.intersection(*map(set, collect("steps", checkpoints.steps()))))
     if not steps:
-        raise CheckpointError(f"{checkpoints.directory} holds no checkpoint. Train first, with checkpoint.every > 0.")
+        damaged = say_damaged(checkpoints.directory)
+        advice = damaged or "Train first, with checkpoint.every > 0"
+        raise CheckpointError(f"{checkpoints.directory} holds no checkpoint. {advice}.")
     for step in reversed(steps):
         try:
-            return read(step)
+            result = read(step)
+            if step != steps[-1]:
+                warn(f"step {step} is used, of steps {steps}.")
+            return result
         except DamagedCheckpointError as damage:
             if not checkpoints.path(step).exists() and attempts:  # a run that goes on has deleted it
                 return newest_readable(checkpoints, read, fallback, attempts - 1)

@@ -22,9 +22,13 @@ def run(arguments: Arguments) -> int:
 
 
 def ls(arguments: Arguments) -> int:
+    from spmd_lm.checkpoints.directories import say_damaged
     from spmd_lm.checkpoints.inspection import list_checkpoints, open_tiers
 
-    return _write(arguments, list_checkpoints(open_tiers(_one_run(arguments))))
+    tiers = open_tiers(_one_run(arguments))
+    damaged = [f"{each.directory}: {what}, and moved aside" for each in tiers if (what := say_damaged(each.directory))]
+    note = "intact: by records and sizes of files. `spmd-lm ckpt verify` reads the arrays."
+    return _write(arguments, list_checkpoints(tiers), *damaged, note)
 
 
 def verify(arguments: Arguments) -> int:
@@ -69,8 +73,8 @@ def _difference(largest: float | None) -> str:
     return "of other shapes, or in one of them alone" if largest is None else f"differs by at most {largest:g}"
 
 
-def _write(arguments: Arguments, reports: list[dict[str, Any]]) -> int:
+def _write(arguments: Arguments, reports: list[dict[str, Any]], *notes: str) -> int:
     from spmd_lm.checkpoints.inspection import render
 
-    text = "\n".join(map(render, reports)) or "no checkpoints"
-    return write_result(arguments, {"checkpoints": reports}, text)
+    lines = [*map(render, reports)] or ["no checkpoints"]
+    return write_result(arguments, {"checkpoints": reports}, "\n".join([*lines, *notes]))

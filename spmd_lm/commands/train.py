@@ -26,10 +26,11 @@ def run(arguments: Arguments) -> int:
 
 
 def run_seeds(arguments: Arguments) -> int:
-    from spmd_lm.sweeps.seeds import render, train_seeds
-
-    config = load_configuration(arguments)
     with StopSignals(DURING_SWEEP) as signals:
+        with interruptible():
+            config = load_configuration(arguments)
+            from spmd_lm.sweeps.seeds import render, train_seeds
+
         code, result = train_seeds(config, arguments.seeds, signals, lambda line: print_line(line, sys.stderr))
     text = render(result) if result else ""
     if arguments.json or text:

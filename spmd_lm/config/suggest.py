@@ -222,6 +222,8 @@ def _correction(error_type: str, value: Any) -> str:
         return f" Write {int(value)}." if value.is_integer() and abs(value) < 1e15 else ""
     if error_type == "string_type" and isinstance(value, bool | int | float):
         return f' Quote it: "{value}".'
+    if error_type == "string_type" and isinstance(value, dict):
+        return " Quote it, and on the command line again: 'section.key=\"a: b\"'."
     if error_type == "string_pattern_mismatch" and (fitting := re.sub(r"[^\w.-]+", "-", value).strip(".-")):
         return f" Write {fitting}."
     if error_type in ("int_type", "float_type") and isinstance(value, str) and re.fullmatch(r"[-+.eE\d]+", value):

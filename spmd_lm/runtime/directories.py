@@ -140,15 +140,23 @@ def _open_lock_file(directory: Path, key: str) -> TextIO:
                 tempfile.TemporaryFile(dir=path).close()
         return open(directory / ".lock", "a+", encoding="utf-8", errors="replace", opener=open_regular)
     except OSError as error:
-        existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
-        try:
-            owner = existing.owner()
-        except (KeyError, NotImplementedError):  # a user without a name, a system without users
-            owner = f"user {existing.stat().st_uid}"
-        raise ConfigError(
-            f"{key}={directory}: cannot be written: {error.strerror}. {existing} belongs to {owner} "
-            f"({stat.filemode(existing.stat().st_mode)}). Choose another {key}, or get write permission."
-        ) from error
+        raise ConfigError(_why_unwritable(directory, key, error)) from error
+
+
+def _why_unwritable(directory: Path, key: str, error: OSError) -> str:
+    if error.filename == str(directory / ".lock"):
+        return f"{error.filename}: cannot be written: {error.strerror}."
+    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
+    if not existing.is_dir():
+        return f"{key}={directory}: {existing} is no directory. Choose another {key}."
+    try:
+        owner = existing.owner()
+    except (KeyError, NotImplementedError):  # a user without a name, a system without users
+        owner = f"user {existing.stat().st_uid}"
+    return (
+        f"{key}={directory}: cannot be written: {error.strerror}. {existing} belongs to {owner} "
+        f"({stat.filemode(existing.stat().st_mode)}). Choose another {key}, or get write permission."
+    )
 
 
 def _lock(file: TextIO, directory: Path, log: Callable[[str], None], key: str) -> None:

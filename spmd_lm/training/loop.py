@@ -62,10 +62,10 @@ def train(config: RunConfig, signals: StopSignals | None = None, fallback: bool 
 def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals, fallback: bool) -> Exit:
     """`train`, or DamagedCheckpointError before the first step is done and any file is written."""
     config, messages = run_dir.config, run_dir.check_config()
+    run_dir.check_resumable()
     if run_dir.finished_steps >= config.train.steps:
         progress.log(*messages, run_dir.finished_message())
         return Exit.DONE
-    run_dir.check_resumable()
     require_packages(config.run.trackers or [])
     status = run_dir.next_status()
     clock = Clock(status.goodput)
@@ -111,13 +111,14 @@ def initial_state(
     run_dir: RunDir, program: Program, pretrained: PretrainedRun | None, progress: Progress
 ) -> TrainState:
     """The newest saved state, or the state before the first step, on devices."""
-    saved_step = run_dir.saved_step
+    saved_step, path = run_dir.saved_step, run_dir.path
     if saved_step is None:
-        progress.log(f"{pretrained.describe() if pretrained else 'starting'}; {progress.steps} steps to go")
+        how = pretrained.describe() if pretrained else "starting"
+        progress.log(f"{path}: {how}; {pluralize(progress.steps, 'step')} to go")
         return pretrained.initial_state() if pretrained else program.init()
     is_local = run_dir.checkpoints is run_dir.tiers.local
     where = f", from {run_dir.checkpoints.path(saved_step)}" if is_local else ""
-    progress.log(f"resuming after step {saved_step} of {progress.steps}{where}")
+    progress.log(f"{path}: resuming after step {saved_step} of {progress.steps}{where}")
     canonical = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
     return program.from_canonical(canonical)
 

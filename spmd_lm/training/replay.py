@@ -36,7 +36,10 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
         )
     start = earlier[-1]
     saved = checked_meta(checkpoints, start)["config"]
-    check_compatible(saved, config.model_dump(by_alias=True), checkpoints.directory)
+    if changes := check_compatible(saved, config.model_dump(by_alias=True), checkpoints.directory):
+        warn(
+            "\n".join([f"Other bits may be due to what changed since step {start} was saved (then -> now):", *changes])
+        )
     logged = {record["step"]: record for record in read_records(config.run.directory / "metrics.jsonl")}
     is_saved = step in checkpoints.steps()
     if step > max([*logged, *checkpoints.steps()]):

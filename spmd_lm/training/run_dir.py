@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from spmd_lm.checkpoints.checkpointer import new_run_id
-from spmd_lm.checkpoints.directories import CORRUPT, foreign_names
+from spmd_lm.checkpoints.directories import foreign_names, say_damaged
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_vocabulary
 from spmd_lm.checkpoints.tiers import Tiers
@@ -64,6 +64,8 @@ class RunDir:
         advice = "Raise train.steps to continue."
         if self.saved_step is None:
             advice = "It has no checkpoint: to continue, train in another run.dir with checkpoint.every set."
+            if lost := self._lost_checkpoints():
+                advice = f"But {lost}, and no checkpoint is left: to continue, bring one back."
         elif self.saved_step != self.finished_steps:
             advice = f"Raise train.steps to continue from step {self.saved_step}."
         return f"{self.path} has finished its {self.finished_steps} steps: nothing to do. {advice}"
@@ -81,7 +83,8 @@ class RunDir:
         messages = [f"{directory / name} is no checkpoint: ignored." for name in foreign_names(directory)]
         if self.saved_step is None:
             saved, since = read_saved_config(self.path), "since then"
-            messages.append(f"{self.path} was started before, but saved no checkpoint: starting again from step 0.")
+            if not self.finished_steps:
+                messages.append(f"{self.path} was started before, but saved no checkpoint: starting again from step 0.")
         else:
             saved, since = self.meta["config"], f"since step {self.saved_step} was saved"
             if init_from not in (None, saved["run"].get("init_from")):
@@ -101,13 +104,14 @@ class RunDir:
                 )
 
     def check_resumable(self) -> None:
-        """CheckpointError if there is no state to resume from, or no position in the data."""
-        if self.saved_step is None and (lost := self._lost_checkpoints()):
+        """CheckpointError if there are steps to do and no state to resume from, or no position in the data."""
+        is_finished = self.finished_steps >= self.config.train.steps
+        if self.saved_step is None and not is_finished and (lost := self._lost_checkpoints()):
             raise CheckpointError(
                 f"{self.checkpoints.directory}: {lost}, and no readable checkpoint is left: training would start again "
                 f"from step 0 over what is there. Bring a checkpoint back, or choose another run.dir."
             )
-        if self.saved_step is None and self.finished_steps:
+        if self.saved_step is None and self.finished_steps and not is_finished:
             raise CheckpointError(
                 f"{self.path} finished its {self.finished_steps} steps without a checkpoint (checkpoint.every=0): "
                 f"there is nothing to resume from. Choose another run.dir, or delete this one."
@@ -124,9 +128,8 @@ class RunDir:
 
     def _lost_checkpoints(self) -> str:
         """What says that this run has saved checkpoints."""
-        damaged = sorted(path.name for path in self.checkpoints.directory.glob(f"*{CORRUPT}*"))
-        if damaged:
-            return f"{', '.join(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged"
+        if damaged := say_damaged(self.checkpoints.directory):
+            return damaged
         if self.status and self.status.step and self.status.saved_step != NONE_SAVED:
             return f"status.json says that {self.status.step} steps were done, and saved"
         return ""

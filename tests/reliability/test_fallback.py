@@ -108,8 +108,19 @@ def test_fallback_names_the_step_that_it_uses(run, flips, capsys):
     assert main(["eval", str(run), "--devices", "8", "--fallback", "--json", "-"]) == Exit.DONE
     out, err = capsys.readouterr()
     assert json.loads(out)["step"] == 4
-    assert "6 is damaged" in err
+    assert "6 is damaged" in err and "step 4 is used, of steps [2, 4, 6]" in err
     assert contents(run) == before
+    assert main(["ckpt", "diff", f"{run}@6", f"{run}@6"]) == Exit.CHECKPOINT  # the records are the same
+    assert "6 is damaged: params." in capsys.readouterr().err
+
+
+def test_where_all_were_moved_aside_that_is_said(run, capsys):
+    for step in (2, 4, 6):
+        (run / "checkpoints" / str(step)).rename(run / "checkpoints" / f"{step}.corrupt")
+    assert main(["ckpt", "ls", str(run)]) == Exit.DONE
+    assert "checkpoints: 2.corrupt, 4.corrupt, 6.corrupt are damaged, and moved aside" in capsys.readouterr().out
+    assert main(["eval", str(run), "--devices", "8"]) == Exit.CHECKPOINT
+    assert "holds no checkpoint. 2.corrupt, 4.corrupt, 6.corrupt are damaged" in capsys.readouterr().err
 
 
 def test_training_goes_on_from_the_one_before(run, flips, text, tmp_path, capsys):
@@ -273,5 +284,7 @@ def test_a_replayed_step_computes_the_same_bits(run, capsys):
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["replay", str(run), "4", "--devices", "8"]) == Exit.CHECK_FAILED
     assert "step 4: loss was" in capsys.readouterr().out
+    assert main(["replay", str(run), "4", "--devices", "8", "optim.lr=1"]) == Exit.CHECK_FAILED
+    assert re.search("may be due to what changed since step 2 was saved.*\n  optim.lr: ", capsys.readouterr().err)
     for step, code in (("1", Exit.CHECKPOINT), ("99", Exit.CONFIG), ("x", Exit.CONFIG)):
         assert main(["replay", str(run), step, "--devices", "8"]) == code

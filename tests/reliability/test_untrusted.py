@@ -81,7 +81,7 @@ def test_the_output_of_a_cell_is_written_through_no_link(tmp_path, victim):
 
 def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path, victim):
     (tmp_path / ".lock").symlink_to(victim)
-    with pytest.raises(ConfigError, match=r"cannot be written: it is a link, .*: remove it"):
+    with pytest.raises(ConfigError, match=r"\.lock: cannot be written: it is a link, .*: remove it"):
         loop.train(make_config(tmp_path))
     (tmp_path / ".lock").unlink()
     os.mkfifo(tmp_path / ".lock")

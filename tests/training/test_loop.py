@@ -466,6 +466,15 @@ def test_a_finished_run_says_whether_more_steps_can_follow(tmp_path, reference, 
     out = capsys.readouterr().out
     assert "nothing to do" in out and "Raise train.steps" not in out
     assert "has no checkpoint" in out and "another run.dir with checkpoint.every" in out
+    shutil.copytree(reference, tmp_path / "lost", ignore=shutil.ignore_patterns("checkpoints"))
+    assert loop.train(make_config(tmp_path / "lost")) is Exit.DONE
+    out = capsys.readouterr().out
+    assert "12 steps were done, and saved, and no checkpoint is left" in out and "starting again" not in out
+
+
+def test_a_finished_run_refuses_another_batch(reference):
+    with pytest.raises(CheckpointError, match=r"Restore train\.batch="):
+        loop.train(make_config(reference, train__batch=16))
 
 
 def test_another_model_is_refused_and_nothing_changes(reference):
@@ -743,7 +752,9 @@ def test_an_unwritable_directory_is_refused_before_compiling(tmp_path, case):
     (tmp_path / "file").write_text("")
     directory = tmp_path / "file" / "run" if case == "a file in its path" else "/proc/run"
     FakeProgram.at = {"compile": lambda: pytest.fail("compiled")}
-    with pytest.raises(ConfigError, match=r"run.dir=\S+: cannot be written: .*belongs to \w+"):
+    with pytest.raises(
+        ConfigError, match=r"run.dir=\S+: (cannot be written: .*belongs to \w+|\S+/file is no directory)"
+    ):
         loop.train(make_config(directory))
 
 
