@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+MAX_MODEL_FILE = 2**26  # bytes of a model's JSON files and vocabulary; the largest in use has 33 MB
 MAX_VALUES = 3_000_000  # of a JSON file; the largest tokenizer.json in use, of 33 MB, has 1.9 million
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from spmd_lm.errors import ConfigError
-from spmd_lm.files import open_regular, parse_json, read_bytes, require_inside
+from spmd_lm.files import MAX_MODEL_FILE, open_regular, parse_json, read_bytes, require_inside
 from spmd_lm.huggingface.architectures import Index, Shape
 from spmd_lm.runtime.formatting import abbreviate
 
@@ -27,7 +27,6 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 # The dtypes that weights may have: the format's names by numpy's.
 FLOAT_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
-MAX_FILE_BYTES = 2**26  # of a JSON file or a tokenizer's file; the largest in use has 33 MB
 MAX_HEADER_BYTES = 2**24  # of a safetensors file; 100,000 tensors have 10 MB
 
 
@@ -36,7 +35,7 @@ def read_file(path: Path) -> bytes:
     is imported and exported is copied."""
     try:
         require_inside(path)
-        return read_bytes(path, MAX_FILE_BYTES)
+        return read_bytes(path, MAX_MODEL_FILE)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from error
 

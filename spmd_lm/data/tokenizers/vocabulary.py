@@ -41,7 +41,6 @@ BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<bos>", *EOS_TOKENS)
 BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 ROBERTA_TOKENS = ("<s>", "</s>", "<mask>", "<pad>")
 
-MAX_VOCABULARY_BYTES = 2**26  # of each file; the largest in use has 33 MB
 MAX_TOKENS = 2**20  # the largest vocabulary in use has 0.9 million
 
 
@@ -271,7 +270,7 @@ def _read_text(path: Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return files.read_bytes(path, MAX_VOCABULARY_BYTES)
+        return files.read_bytes(path, files.MAX_MODEL_FILE)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file. A vocab.json needs its merges.txt beside it.") from None
     except OSError as error:
