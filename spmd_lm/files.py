@@ -84,6 +84,15 @@ def walk_files(directory: Path) -> Iterator[Path]:
                 yield path
 
 
+def require_own(directory: Path, or_sticky: bool = False) -> None:
+    """OSError if another user could replace what is in the directory.  or_sticky: as in /tmp nobody can."""
+    found = directory.stat()
+    own = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    sticky = found.st_uid in (0, os.getuid()) and found.st_mode & stat.S_ISVTX
+    if not own and not (or_sticky and sticky):
+        raise OSError(errno.EPERM, "other users can write to it: chmod 700 it", str(directory))
+
+
 def memory_bytes() -> int:
     """Of this host."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -185,12 +185,12 @@ class Checkpointer:
     def restore_params_by_path(self, step: int, abstract_params: Shapes) -> dict[str, jax.Array]:
         """Some of the parameters of `step`, as `restore` would return them.  Each must exist, in this shape."""
         nested = unflatten_dict(abstract_params, sep=".")
-        return flatten_dict(self._load(step, {"params": nested}, partial=True)["params"], sep=".")
+        loaded = self._load(self.agreed_record(step), {"params": nested}, partial=True)
+        return flatten_dict(loaded["params"], sep=".")
 
-    def restore_leaf(self, step: int, path: str) -> jax.Array:
-        """One array of `step`, by its path in the record, on one device."""
-        record = self.record(step)
-        leaf = self._load(step, one_leaf(record, path), partial=True)
+    def restore_leaf(self, record: CheckpointRecord, path: str) -> jax.Array:
+        """One array, by its path in the record, on one device."""
+        leaf = self._load(record, one_leaf(record, path), partial=True)
         return jax.tree.leaves(leaf)[0]
 
     def leaf_problem(self, record: CheckpointRecord, path: str) -> str:
@@ -300,7 +300,8 @@ class Checkpointer:
 
     def _restore_fields(self, step: int, fields: dict[str, Tree], partial: bool = False) -> dict[str, Tree]:
         """These fields of a saved state; None for OPTIONAL_FIELDS that it lacks.  partial: ignore all its others."""
-        shapes = saved_shapes(self.record(step))
+        record = self.agreed_record(step)
+        shapes = saved_shapes(record)
         saved = {path.split(".")[0] for path in shapes}
         present = {name: field for name, field in fields.items() if name in saved or name not in OPTIONAL_FIELDS}
         ignored = {name for name in saved if name not in fields and (partial or name in OPTIONAL_FIELDS)}
@@ -309,11 +310,11 @@ class Checkpointer:
         if differences := compare_shapes(expected, own):
             header = f"{self.path(step)} holds a different state than this configuration expects:"
             raise CheckpointError("\n".join([header, *differences]))
-        return dict.fromkeys(fields) | self._load(step, present, partial=bool(ignored))
+        return dict.fromkeys(fields) | self._load(record, present, partial=bool(ignored))
 
-    def _load(self, step: int, abstract_fields: dict[str, Tree], partial: bool) -> dict[str, Tree]:
+    def _load(self, record: CheckpointRecord, abstract_fields: dict[str, Tree], partial: bool) -> dict[str, Tree]:
         """Reads again what was damaged: the fault may be that of a reader, or of one process alone."""
-        record, path = self.record(step), self.path(step)
+        step, path = record.step, self.path(record.step)
         for attempt in (1, 2):
             loaded, problem = {}, ""
             try:

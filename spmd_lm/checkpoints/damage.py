@@ -28,7 +28,7 @@ def unreadable(path: Path, error: BaseException) -> str:
     for each in chain:
         if isinstance(each, OSError) and each.errno not in (None, *missing):
             return f"{each.strerror} ({each.filename or path})"
-        is_ours = isinstance(each, MemoryError | ImportError | jax.errors.JaxRuntimeError)
+        is_ours = isinstance(each, MemoryError | ImportError | TimeoutError | jax.errors.JaxRuntimeError)
         if is_ours or any(word in str(each) for word in NOT_DAMAGE):
             return root_cause(each)
     try:

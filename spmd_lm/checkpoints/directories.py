@@ -16,6 +16,8 @@ from spmd_lm.runtime.formatting import parse_count
 
 SAVING, DELETING, CORRUPT, FOREIGN = ".saving", ".deleting", ".corrupt", ".foreign"
 
+BEING_WRITTEN = ".orbax-checkpoint-tmp"  # orbax's own ending, before all processes have written
+
 
 def parse_step(name: str) -> int | None:
     """The step of the checkpoint whose directory has this name; None if no checkpoint has it."""
@@ -56,8 +58,9 @@ def remove_unfinished(directory: Path) -> list[str]:
     """Deletes what a killed process was saving or deleting.  Messages about what cannot be deleted."""
     messages = []
     for path in directory.glob("*"):
-        number, _, rest = path.name.partition(".")
-        if parse_step(number) is not None and f".{rest}".startswith((SAVING, DELETING)):
+        number, dot, rest = path.name.partition(".")
+        ours = dot + rest in (SAVING, DELETING) or rest.startswith(f"{SAVING[1:]}{BEING_WRITTEN}")
+        if parse_step(number) is not None and ours:
             messages.append(delete(path))
     return [*filter(None, messages)]
 

@@ -63,9 +63,10 @@ def describe(checkpoints: Checkpointer, step: int) -> Json:
             prefix = "" if checkpoints.storage.shared else f"{path.parent.name}/"
             try:
                 record = read_record(path)
-            except CheckpointError as error:  # of another version, too
-                what = error.what if isinstance(error, DamagedCheckpointError) else str(error)
-                return _report(checkpoints, step, DAMAGED, problem=f"{prefix}{what}")
+            except DamagedCheckpointError as damage:
+                return _report(checkpoints, step, DAMAGED, problem=f"{prefix}{damage.what}")
+            except CheckpointError as error:  # of another version
+                return _report(checkpoints, step, UNCOMMITTED, problem=str(error).rstrip("."))
             found = file_sizes(path)
             files += [
                 {"path": prefix + name, "bytes": size, "state": INTACT if found.get(name) == size else DAMAGED}
@@ -121,9 +122,9 @@ def compare(a: tuple[Checkpointer, int], b: tuple[Checkpointer, int]) -> Json:
     for path in sorted({*records[0].leaves, *records[1].leaves}):
         first, second = (record.leaves.get(path) for record in records)
         arrays = [
-            np.asarray(checkpoints.restore_leaf(step, path))
-            for (checkpoints, step), leaf in zip((a, b), (first, second), strict=True)
-            if leaf
+            np.asarray(checkpoints.restore_leaf(record, path))
+            for (checkpoints, _), record in zip((a, b), records, strict=True)
+            if path in record.leaves
         ]
         if first == second:
             continue

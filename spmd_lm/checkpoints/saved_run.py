@@ -64,7 +64,8 @@ def newest_readable(
                 warn(f"step {step} is used, of steps {steps}.")
             return result
         except DamagedCheckpointError as damage:
-            if not checkpoints.path(step).exists() and attempts:  # a run that goes on has deleted it
+            is_gone = any(collect("deleted", not checkpoints.path(step).exists()))  # by a run that goes on
+            if is_gone and attempts:
                 return newest_readable(checkpoints, read, fallback, attempts - 1)
             if not fallback:
                 raise CheckpointError(f"{damage} {_advice(checkpoints, step)}") from damage
@@ -83,8 +84,7 @@ def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tre
     """The program, the newest parameters in canonical shapes, in the shardings of `config`'s layout, and their step.
 
     Raises CheckpointError if there is no checkpoint, or it is damaged or of another model, and ConfigError for another
-    vocabulary.  fallback: of the newest
-    step that is not damaged."""
+    vocabulary.  fallback: of the newest step that is not damaged."""
     checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
 
     def read(step: int) -> tuple[Program, Tree, int]:

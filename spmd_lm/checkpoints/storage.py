@@ -47,7 +47,10 @@ class OrbaxStorage:
         return ocp.save_checkpointables_async(path, {"state": fields}, overwrite=True)
 
     def load(self, path: Path, abstract_fields: Fields, partial: bool) -> Fields:
-        context = ocp.Context()
+        """Each process for itself: where one cannot read its part, the others do not wait for it."""
+        context, process = ocp.Context(), jax.process_index()
+        context.multiprocessing.primary_host = process
+        context.multiprocessing.active_processes = {process}
         context.pytree.loading.partial_load = partial
         with context:
             return ocp.load_checkpointables(path, {"state": abstract_fields})["state"]

@@ -14,6 +14,7 @@ from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.storage import ShardStorage
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, OutputError
+from spmd_lm.files import require_own
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.processes import collect
 
@@ -35,7 +36,9 @@ class Tiers:
         own = part_directory(local.dir, run_id, jax.process_index(), processes)
         try:
             parts = part_directories(local.dir)
-            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for directory in (own.parents[1], own.parent, own):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                require_own(directory, or_sticky=directory == own.parents[1])
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.local.dir={local.dir}: {error.strerror} ({error.filename}). Choose another directory."
@@ -52,11 +55,17 @@ class Tiers:
         local, usable = self.local, []
         if local is None:
             return None
-        for step in local.intact_steps():
+        intact = local.intact_steps()
+        for step in intact:
             with suppress(CheckpointError):  # it was removed just now
                 if is_usable(step, local.meta(step)):
                     usable.append(step)
-        return max(set.intersection(*map(set, collect("local checkpoints", usable))), default=None)
+        damaged = [str(local.path(step)) for step in local.steps() if step not in intact]
+        answers = collect("local checkpoints", {"usable": usable, "damaged": damaged})
+        for process, answer in enumerate(answers):
+            for path in answer["damaged"]:
+                self._log(f"process {process}: {path} is damaged: not used.")
+        return max(set.intersection(*(set(answer["usable"]) for answer in answers)), default=None)
 
     def forget_after(self, step: int) -> None:
         """Deletes local checkpoints of later steps: those that the run takes from here may be others."""
@@ -66,8 +75,11 @@ class Tiers:
         for path in (self.local.path(saved) for saved in self.local.steps() if saved > step):
             if int(path.name) in intact:
                 self._log(delete(path) or f"{path}: the run does not go on from there: deleted.")
-            else:
+                continue
+            try:
                 self._log(f"{path} is damaged: moved to {move_aside(path, CORRUPT).name}.")
+            except OSError as error:
+                self._log(f"{path} is damaged, and cannot be moved aside: {error.strerror}.")
 
     def directories(self) -> dict[int, list[Path]]:
         """Where the checkpoints of each step are, ascending by step."""
@@ -103,11 +115,26 @@ class Tiers:
         except CheckpointError as error:
             raise OutputError(f"{error} Make room there, or choose another checkpoint.local.dir.") from error
 
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Waits for the saves in progress after the block; that one fails is told, but is not why the block did."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self.close()
+            except CheckpointError as failed:
+                self._log(str(failed))
+            raise
+        self.close()
+
     def close(self) -> None:
-        self.durable.close()
-        with suppress(CheckpointError):  # the run has ended; it resumes from what counts
-            if self.local:
-                self.local.close()
+        try:
+            self.durable.close()
+        finally:
+            with suppress(CheckpointError):  # the run has ended; it resumes from what counts
+                if self.local:
+                    self.local.close()
 
     def quarantine(self, damage: DamagedCheckpointError) -> None:
         """As Checkpointer.quarantine, of the tier that is damaged."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_lm.commands.common import Arguments, at_least, check_json, write_result
-from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.errors import CheckpointError, ConfigError, Exit
 from spmd_lm.runtime.devices import use_cpu_alone
 
 
@@ -32,7 +32,7 @@ def ls(arguments: Arguments) -> int:
 
 
 def verify(arguments: Arguments) -> int:
-    from spmd_lm.checkpoints.inspection import DAMAGED, open_tiers, require_step
+    from spmd_lm.checkpoints.inspection import DAMAGED, UNCOMMITTED, open_tiers, require_step
     from spmd_lm.checkpoints.inspection import verify as verify_step
 
     tiers = open_tiers(_one_run(arguments))
@@ -40,7 +40,12 @@ def verify(arguments: Arguments) -> int:
     chosen = [each for each in saved if arguments.step in (None, each[1])]
     reports = [verify_step(*each) for each in chosen or [(tiers[0], require_step(tiers[0], arguments.step))]]
     _write(arguments, reports)
-    return Exit.CHECK_FAILED if any(report["state"] == DAMAGED for report in reports) else Exit.DONE
+    by_state = {report["state"]: report for report in reports}
+    if DAMAGED in by_state:
+        return Exit.CHECK_FAILED
+    if unknown := by_state.get(UNCOMMITTED):
+        raise CheckpointError(f"step {unknown['step']}: {unknown['problem']}. Whether it is intact is not known.")
+    return Exit.DONE
 
 
 def diff(arguments: Arguments) -> int:

@@ -8,10 +8,12 @@ import hashlib
 import os
 import platform
 import secrets
-import stat
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from spmd_lm.files import require_own
 
 MAX_BYTES = 4 * 2**30  # of all entries: the least recently used ones are deleted
 DIGEST_BYTES = 32
@@ -27,16 +29,14 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
     """setting: of run.compilation_cache.  Where the user has set up jax's own cache, `auto` leaves it alone.  A
     directory that cannot be trusted, or written, is not used, and the log says so."""
     if setting == NONE or (setting == AUTO and "JAX_COMPILATION_CACHE_DIR" in os.environ):
+        uninstall()
         return
     directory = default_directory() if setting == AUTO else Path(setting).expanduser()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
+        require_own(directory)
     except OSError as error:
         log(f"run.compilation_cache={setting}: {directory}: {error.strerror}. Compiling without it.")
-        return
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        log(f"run.compilation_cache={setting}: others can write to {directory}. Compiling without it: chmod 700 it.")
         return
     install(VerifiedCache(directory))
 
@@ -49,9 +49,24 @@ def install(cache: "VerifiedCache") -> None:
     def get_file_cache(path: str) -> tuple[VerifiedCache, str]:
         return cache, path
 
+    original = compilation_cache.get_file_cache
+    get_file_cache.replaces = getattr(original, "replaces", original)  # type: ignore[attr-defined]
     compilation_cache.reset_cache()
     compilation_cache.get_file_cache = get_file_cache  # type: ignore[assignment]
     jax.config.update("jax_compilation_cache_dir", str(cache.directory))
+
+
+def uninstall() -> None:
+    """Where an earlier run of this process had one."""
+    if "jax" not in sys.modules:
+        return
+    import jax
+    from jax._src import compilation_cache
+
+    if original := getattr(compilation_cache.get_file_cache, "replaces", None):
+        compilation_cache.get_file_cache = original
+        compilation_cache.reset_cache()
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 class VerifiedCache:

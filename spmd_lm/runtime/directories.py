@@ -14,6 +14,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -22,7 +23,7 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.files import open_regular, read_bytes
 from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals, not_ignored
 
-MAX_NAME = 1000  # bytes of `.lock`, which names its holder
+MAX_NAME = 1000  # bytes of `.lock`
 LONGEST_INSIDE = 256  # bytes of the path of a file in a run's directory, from there on
 
 
@@ -120,11 +121,16 @@ def is_locked(directory: Path) -> bool:
 
 def was_killed(directory: Path) -> bool:
     """Whether the last holder of the directory's lock, on this host, ended without removing its lock file."""
+    return f" on {socket.gethostname()} since " in lock_holder(directory) and not is_locked(directory)
+
+
+def lock_holder(directory: Path) -> str:
+    """What the directory's lock file says of its holder, or its last one: the process and when it began; '' if
+    nothing."""
     try:
-        holder = read_bytes(directory / ".lock", MAX_NAME).decode(errors="replace").strip()
+        return read_bytes(directory / ".lock", MAX_NAME).decode(errors="replace").strip()
     except OSError:
-        return False
-    return holder.endswith(f" on {socket.gethostname()}") and not is_locked(directory)
+        return ""
 
 
 def _open_lock_file(directory: Path, key: str) -> TextIO:
@@ -174,4 +180,5 @@ def _lock(file: TextIO, directory: Path, log: Callable[[str], None], key: str) -
         return
     with suppress(OSError):  # a full disk: the lock holds without a name
         os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        now = datetime.now(UTC).isoformat()
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {now}\n".encode())

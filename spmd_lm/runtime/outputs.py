@@ -41,8 +41,13 @@ class UnfailingStream:
     def _try(self, call: Callable[..., Any], *arguments: str) -> None:
         try:
             call(*arguments)
-        except (OSError, ValueError):  # ValueError: it is closed
+        except BlockingIOError:  # its reader is slow, and who started us made it non-blocking: this text is lost alone
+            pass
+        except OSError:
             silence(self._stream)
+        except ValueError:  # it is closed, or has no such letters
+            if getattr(self._stream, "closed", True):
+                silence(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

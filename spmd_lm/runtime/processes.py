@@ -97,7 +97,7 @@ def exit_on_abort() -> None:
     def on_abort(_: int) -> None:
         if leaving.is_set():  # another thread knows why, and is about to say so
             time.sleep(LEAVE_SECONDS)
-        os.write(2, f"error: {PEER_IS_GONE}\n".encode())
+        os.write(2, b"error: another process of the job is gone, or this one was aborted: see what stands above.\n")
         os._exit(Exit.PEER_LOST)
 
     handlers.append(on_abort)
@@ -133,9 +133,11 @@ def published(name: str) -> dict[int, str]:
 
 
 def require_free_port(address: str) -> None:
-    """ConfigError if this process cannot listen at host:port, where jax would crash."""
+    """ConfigError if this process cannot listen at host:port, where jax would crash.  It listens on every network,
+    unless the job is on one host."""
+    host, _, port = address.rpartition(":")
     try:
-        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+        socket.create_server((host if host == LOCALHOST else "", int(port))).close()
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise ConfigError(f"{ADDRESS}={address}: cannot listen there: {reason}. Choose another port.") from error

@@ -5,7 +5,6 @@ The command runs in a session of its own: signals to the supervisor are passed o
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ class Supervisor:
         self._command, self._saved_steps, self._attempts, self._log = command, saved_steps, attempts, log
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None  # the first that came
-        self._signalled = threading.Event()
 
     def run(self) -> int:
         """The exit code of the last start; 128 + the signal that killed it."""
@@ -41,7 +39,7 @@ class Supervisor:
                 started = time.monotonic()
                 code = self._run_once()
                 reason = restart_reason(code)
-                if not reason or self._signalled.is_set():
+                if not reason or self._signal is not None:
                     return shell_code(code)
                 before, saved = saved, self._saved_steps()
                 failures = 1 if saved > before else failures + 1
@@ -52,7 +50,10 @@ class Supervisor:
                     return shell_code(code)
                 wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
                 self._log(f"{ended}. Starting again in {format_duration(wait)}.")
-                if self._signalled.wait(wait):
+                deadline = time.monotonic() + wait
+                while self._signal is None and time.monotonic() < deadline:  # no lock: a second signal may come
+                    time.sleep(min(wait, CHECK_SECONDS))
+                if self._signal is not None:
                     return int(Exit.INTERRUPTED if self._signal == signal.SIGINT else Exit.PREEMPTED)
 
     def _run_once(self) -> int:
@@ -73,7 +74,6 @@ class Supervisor:
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         self._signal = self._signal or number
-        self._signalled.set()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 

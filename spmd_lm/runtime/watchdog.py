@@ -1,4 +1,5 @@
-"""Notices a step that does not end: a deadlock, a device that hangs, a process of the job that was stopped.
+"""Notices a step, a save or an evaluation that does not end: a deadlock, a device or a file system that hangs, a
+process of the job that was stopped.
 
 Heartbeats do not: they come from another thread than the one that hangs.  The stacks of all threads go to standard
 error, with the process that lags, and this process ends with exit code 7, at once: a thread that waits for a collective
@@ -7,6 +8,7 @@ cannot be interrupted."""
 import faulthandler
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -25,16 +27,18 @@ TICK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # for the coordinator, which may be the one that hangs
 END_SECONDS = 20.0  # for all that is said at the end
 STEPS = 100  # of which the median is taken
+PATIENCE = {"step": 1, "checkpoint": 15, "evaluation": 15}  # how many times the limit of a step each may take
 
 
 class StepWatch:
-    """Within the `with` block, ends the process if `beat` is not called for max(factor x median step, minimum), not
-    counting the time when `is_step` is False.
+    """Within the `with` block, ends the process if a step takes longer than max(factor x median step, minimum), or
+    another of PATIENCE as many times that.
 
-    is_step: whether a step is what the process is at.  on_hang: called before the end, with what to say."""
+    activity: what the process is at; whatever PATIENCE does not have may last.  on_hang: called before the end, with
+    what to say."""
 
-    def __init__(self, limits: Watchdog, is_step: Callable[[], bool], on_hang: Callable[[str], None]):
-        self._limits, self._is_step, self._on_hang = limits, is_step, on_hang
+    def __init__(self, limits: Watchdog, activity: Callable[[], str], on_hang: Callable[[str], None]):
+        self._limits, self._activity, self._on_hang = limits, activity, on_hang
         self._seconds: deque[float] = deque(maxlen=STEPS)
         self._last, self._step = time.monotonic(), 0
         self._ended = threading.Event()
@@ -56,19 +60,21 @@ class StepWatch:
         self._last, self._step = now, step
 
     def limit(self) -> float:
-        """Seconds."""
+        """Seconds, of a step."""
         median = statistics.median(self._seconds) if self._seconds else 0.0
         return max(self._limits.factor * median, self._limits.minimum)
 
     def _watch(self) -> None:
-        ticked = time.monotonic()
+        ticked, before_that = time.monotonic(), ""
         while not self._ended.wait(TICK_SECONDS):
             now, before = time.monotonic(), ticked
             ticked = now
+            activity = self._activity()
+            is_same, before_that = activity == before_that, activity
             # A tick is late where this process was stopped: that time does not count.
-            self._last = min(now, self._last + max(0.0, now - before - TICK_SECONDS)) if self._is_step() else now
-            if now - self._last > self.limit():
-                self._end(now - self._last)
+            self._last = min(now, self._last + max(0.0, now - before - TICK_SECONDS)) if is_same else now
+            if now - self._last > PATIENCE.get(activity, math.inf) * self.limit():
+                self._end(activity, now - self._last)
 
     def _publish(self) -> None:
         """Tells the other processes how far this one is; a coordinator that was stopped takes this thread with it."""
@@ -78,9 +84,10 @@ class StepWatch:
                 if self._ended.wait(TICK_SECONDS):
                     return
 
-    def _end(self, seconds: float) -> None:
+    def _end(self, activity: str, seconds: float) -> None:
         leaving.set()
-        what = f"step {self._step + 1} has not ended in {format_duration(seconds)} (train.watchdog)"
+        step = f"step {self._step + 1}" if activity == "step" else f"the {activity} of step {self._step + 1}"
+        what = f"{step} has not ended in {format_duration(seconds)} (train.watchdog)"
         last = threading.Timer(END_SECONDS, os._exit, [int(Exit.HANG)])  # what hangs may be a file system or a terminal
         last.daemon = True
         last.start()

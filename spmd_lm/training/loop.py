@@ -35,7 +35,8 @@ from spmd_lm.training.init_from import PretrainedRun
 from spmd_lm.training.run import HOOKS, TrainingRun
 from spmd_lm.training.run_dir import RunDir, mark_failed, open_run_dir
 
-WATCHED = ("step", "data", "other")
+ACTIVITIES = dict.fromkeys(("step", "data", "other"), "step")
+ACTIVITIES |= {"checkpoint": "checkpoint", "eval": "evaluation"}
 """What may not take longer than train.watchdog allows, by the clock's buckets."""
 
 PROMPTS = ["", "The ", "def "]  # of samples.txt
@@ -85,7 +86,9 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             run = TrainingRun(*fixed, status, clock, metrics_log, progress, state)
             if run.replica_check and not run.replica_check.has_copies():
                 progress.log("train.replica_check_every: this layout has one copy of each array: nothing to compare.")
-            train_steps(run, loader, signals)
+            with StepWatch(config.train.watchdog, lambda: ACTIVITIES.get(clock.bucket, ""), run.report_hang) as watch:
+                train_steps(run, loader, signals, watch)
+                save_last(run)
             return finish(run) if run.step >= config.train.steps else stop(run, signals)
 
 
@@ -123,7 +126,7 @@ def initial_state(
     return program.from_canonical(canonical)
 
 
-def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
+def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals, watch: StepWatch) -> None:
     """Compiles, then the loop: up to train.steps, or until a signal comes."""
     if signals.received is None:  # compiling may outlast the grace period of a preempted job
         with run.progress.compiling(run.status.compile_seconds), run.clock.time("compile"):
@@ -132,8 +135,7 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
         run.tiers.forget_after(run.step)
     if run.failure:
         signals.stop()
-    watch = StepWatch(run.config.train.watchdog, lambda: run.clock.bucket in WATCHED, run.report_hang)
-    with run.progress.live_line(), watch:
+    with run.progress.live_line():
         for step in signals.until_received(range(run.step + 1, run.config.train.steps + 1)):
             with run.clock.time("data"):
                 batch = loader.batch(step - 1, run.program.batch_shardings)
@@ -146,11 +148,24 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals) -> None:
                 signals.stop()
 
 
-def finish(run: TrainingRun) -> Exit:
-    """Waits for the last checkpoint and writes loss.png and samples.txt; only then is the run done."""
+def save_last(run: TrainingRun) -> None:
+    """Waits for the save in progress; a run that stops early saves, whatever checkpoint.every is.  Before the first
+    step there is nothing to save."""
+    run.end_profile()
     with run.clock.time("checkpoint"):
-        run.wait_for_save()
+        try:
+            run.wait_for_save()
+            if run.step not in (0, run.status.saved_step, run.config.train.steps):
+                run.save()
+                run.wait_for_save()
+        except (CheckpointError, OutputError):  # of the same disk, perhaps
+            raise_failure(run)
+            raise
     raise_failure(run)
+
+
+def finish(run: TrainingRun) -> Exit:
+    """Writes loss.png and samples.txt; only then is the run done."""
     texts = sample(run)  # in every process: the parameters are sharded over them
     if run.metrics_log is not None:
         records, directory = read_records(run.metrics_log.path), run.config.run.directory
@@ -208,19 +223,9 @@ def unreadable_prompts(config: RunConfig, corpus: Corpus | TaskDataset) -> dict[
 
 
 def stop(run: TrainingRun, signals: StopSignals) -> Exit:
-    """Saves a checkpoint, whatever checkpoint.every is.  Before the first step there is nothing to save."""
+    """Says that the run stopped early, and was saved."""
     assert signals.received is not None
     code = Exit.INTERRUPTED if signals.received == signal.SIGINT else Exit.PREEMPTED
-    run.end_profile()
-    with run.clock.time("checkpoint"):
-        try:
-            run.wait_for_save()
-            if run.step not in (0, run.status.saved_step):
-                run.save()
-                run.wait_for_save()
-        except (CheckpointError, OutputError):  # of the same disk, perhaps
-            raise_failure(run)
-            raise
     run.write_status(state="preempted", exit_code=int(code))
     raise_failure(run)
     if run.step == 0:

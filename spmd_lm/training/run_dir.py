@@ -1,6 +1,8 @@
 """A run's directory: locked while the run trains, checked before anything is written to it, and resumed from."""
 
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 import jax
 
 from spmd_lm.checkpoints.checkpointer import new_run_id
-from spmd_lm.checkpoints.directories import foreign_names, say_damaged
+from spmd_lm.checkpoints.directories import CORRUPT, foreign_names, say_damaged
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_vocabulary
 from spmd_lm.checkpoints.tiers import Tiers
@@ -19,11 +21,13 @@ from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, OutputError, UserError
 from spmd_lm.files import read_bytes, write_atomically
-from spmd_lm.runtime.directories import lock_directory
+from spmd_lm.runtime.directories import lock_directory, lock_holder
 from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life, MetricsLog, Status
 from spmd_lm.runtime.outputs import writing
-from spmd_lm.runtime.processes import require_agreement
+from spmd_lm.runtime.processes import collect, in_a_job, require_agreement, tells_of_lost_peer
 from spmd_lm.runtime.trackers import ID_FILE, Trackers
+
+SHARED_SECONDS = 30.0  # until the last process sees what the first has written, on a network file system
 
 FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock", ID_FILE)
 DIRECTORIES = ("tensorboard", "checkpoints")
@@ -35,12 +39,9 @@ class RunDir:
 
     def __init__(self, config: RunConfig, tiers: Tiers):
         self.config, self.tiers, self.path = config, tiers, config.run.directory
-        self.status = Status.read(self.path)  # None before the first start
         self.checkpoints = tiers.durable  # that the run resumes from
-        self.checkpoints.run_id = self.status.run_id if self.status else ""
-        self.durable_step = self.saved_step = self.checkpoints.latest_step()  # None without a checkpoint
-        # Each process looks for itself, perhaps through a cache of a network file system.
-        require_agreement("run.dir", {"run_id": self.checkpoints.run_id, "newest checkpoint": self.durable_step})
+        self._look()
+        self.saved_step = self.durable_step
         record = None if self.saved_step is None else self.checkpoints.agreed_record(self.saved_step)
         tiers.open(self.checkpoints.run_id or (record.run_id if record else new_run_id()))
         local_step = tiers.newest_local(self._can_resume_from_local)
@@ -51,6 +52,22 @@ class RunDir:
         if record:
             check_saved_config(self.meta["config"], self.path)
         self.finished_steps = self.status.step if self.status and self.status.state == "done" else 0
+
+    def _look(self) -> None:
+        """Each process for itself, and again until all see the same: a network file system may show what was."""
+        deadline = time.monotonic() + SHARED_SECONDS
+        while True:
+            self.status = Status.read(self.path)  # None before the first start
+            self.checkpoints.run_id = self.status.run_id if self.status else ""
+            self.durable_step = self.checkpoints.latest_step()  # None without a checkpoint
+            seen = {"run_id": self.checkpoints.run_id, "newest checkpoint": self.durable_step}
+            late = time.monotonic() > deadline
+            answers = collect("run.dir", {"seen": seen, "late": late})
+            if all(answer["seen"] == answers[0]["seen"] for answer in answers):
+                return
+            if any(answer["late"] for answer in answers):
+                require_agreement("run.dir", seen)
+            time.sleep(1)
 
     def _can_resume_from_local(self, step: int, meta: Meta) -> bool:
         """Whether the run came to this state and no start after that went another way; and, where no process has all of
@@ -86,6 +103,8 @@ class RunDir:
             if not self.finished_steps:
                 messages.append(f"{self.path} was started before, but saved no checkpoint: starting again from step 0.")
         else:
+            if lost_step := self._lost_newest():
+                messages.append(f"{directory / str(lost_step)} was saved, and is gone.")
             saved, since = self.meta["config"], f"since step {self.saved_step} was saved"
             if init_from not in (None, saved["run"].get("init_from")):
                 messages.append(f"run.init_from={init_from} has no effect: this run resumes from its own checkpoint.")
@@ -125,6 +144,12 @@ class RunDir:
                 f"data is counted in batches, and another batch would skip or repeat text. Restore train.batch={batch},"
                 f" or choose another run.dir."
             )
+
+    def _lost_newest(self) -> int:
+        """The step that status.json calls the newest that is saved, if it is not there; 0 if it is."""
+        newest = (self.status and self.status.saved_step) or 0
+        aside = self.checkpoints.directory.glob(f"{newest}{CORRUPT}*")
+        return newest if newest > (self.durable_step or 0) and not any(aside) else 0
 
     def _lost_checkpoints(self) -> str:
         """What says that this run has saved checkpoints."""
@@ -189,7 +214,8 @@ def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Tier
     if wrong:
         raise ConfigError(*(f"run.dir={directory}: {what}. Move it away, or choose another run.dir." for what in wrong))
     tiers = Tiers(directory / "checkpoints", config.checkpoint, log)
-    with lock_directory(directory, log, jax.process_index() == 0), closing(tiers):
+    with lock_directory(directory, log, jax.process_index() == 0), tiers.closing():
+        require_shared(directory)
         try:
             yield tiers
         except KeyboardInterrupt:
@@ -199,6 +225,25 @@ def open_run_dir(config: RunConfig, log: Callable[[str], None]) -> Iterator[Tier
             resume = f"nothing since step {step} was saved. The same command resumes from there."
             log(f"stopped at once: {'nothing was saved.' if step is None else resume}")
             raise
+
+
+def require_shared(directory: Path) -> None:
+    """ConfigError in all processes of a job if one of them sees another directory than the first: a save would wait
+    for its part for ever."""
+    (holder, *_) = collect("lock", lock_holder(directory))
+    deadline = time.monotonic() + SHARED_SECONDS
+    while lock_holder(directory) != holder and time.monotonic() < deadline:
+        time.sleep(0.2)
+    differ = [where for where in collect("directory", _host_without(directory, holder)) if where]
+    if differ:
+        raise ConfigError(
+            f"run.dir={directory}: {', '.join(differ)} and process 0 do not see the same directory. Choose one on a "
+            "file system that all hosts of the job share."
+        )
+
+
+def _host_without(directory: Path, holder: str) -> str:
+    return "" if lock_holder(directory) == holder else f"process {jax.process_index()} on {socket.gethostname()}"
 
 
 def read_saved_config(directory: Path) -> dict[str, Any]:
@@ -223,6 +268,8 @@ def mark_failed(status: Status, clock: Clock) -> Iterator[None]:
         code = error.code if isinstance(error, UserError) else Exit.CHECK_FAILED
         if isinstance(error, KeyboardInterrupt):
             code = Exit.INTERRUPTED
+        elif in_a_job() and tells_of_lost_peer(error):
+            code = Exit.PEER_LOST
         with suppress(OSError, OutputError, CheckpointError):  # a full disk must not hide the original error
             here = Status.read(status.path.parent)  # another run's, if the directory was moved and made again
             if jax.process_index() == 0 and here and here.run_id == status.run_id:

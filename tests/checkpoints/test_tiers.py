@@ -115,7 +115,7 @@ def test_what_the_run_left_behind_is_not_taken_up_again(tmp_path, killed, capsys
 
 def test_a_directory_that_cannot_be_used_is_told_at_the_start(tmp_path):
     (tmp_path / "memory").write_text("")
-    with pytest.raises(ConfigError, match=r"checkpoint.local.dir=.*memory: Not a directory"):
+    with pytest.raises(ConfigError, match=r"checkpoint.local.dir=.*memory: File exists"):
         loop.train(config_with_local(tmp_path))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

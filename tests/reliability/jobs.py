@@ -11,28 +11,46 @@ from pathlib import Path
 
 from tests import processes
 
-RUN = ["train", "configs/debug.yaml", "--devices", "4", "model.layers=1", "train.log_every=1", "checkpoint.every=10"]
+RUN = [
+    "train",
+    str(processes.ROOT / "configs/debug.yaml"),
+    "--devices",
+    "4",
+    "model.layers=1",
+    "train.log_every=1",
+    "checkpoint.every=10",
+]
 
 
 class Job:
-    """Two processes of one job, each with its own output.  program: Python, in place of the command line's."""
+    """Two processes of one job, each with its own output.  program: Python, in place of the command line's.  apart:
+    each sees an own run.dir."""
 
     def __init__(
-        self, directory: Path, *overrides: str, before: tuple[str, ...] = (), program: str = "", **environment: str
+        self,
+        directory: Path,
+        *overrides: str,
+        before: tuple[str, ...] = (),
+        program: str = "",
+        apart: bool = False,
+        **environment: str,
     ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         self.directory, self.outputs = directory, [directory.with_suffix(f".{number}") for number in range(2)]
         start = ["-c", program] if program else ["-m", "spmd_lm"]
-        command = [sys.executable, "-u", *start, *before, *RUN, f"run.dir={directory}", *overrides]
+        run_dir = directory.name if apart else directory
+        command = [sys.executable, "-u", *start, *before, *RUN, f"run.dir={run_dir}", *overrides]
         self.processes = []
         for number, output in enumerate(self.outputs):
             job = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(number)}
+            if apart:
+                (cwd := directory / str(number)).mkdir(parents=True)
             with open(output, "w") as file:
                 process = subprocess.Popen(
                     command,
-                    cwd=processes.ROOT,
+                    cwd=cwd if apart else processes.ROOT,
                     env=os.environ | job | environment,
                     stdout=file,
                     stderr=subprocess.STDOUT,

@@ -73,3 +73,28 @@ def test_an_error_of_one_process_is_told_once_and_ends_both(tmp_path):
     first, second = (output.read_text() for output in job.outputs)
     assert second.count("ValueError: a fault of this process alone") == 1 and "Traceback" not in first
     assert "process 1 on " in first and "failed with exit code 1: see its output." in first
+
+
+@pytest.mark.slow
+def test_processes_that_see_other_directories_all_leave(tmp_path):
+    program = (
+        "import spmd_lm.training.run_dir as r, spmd_lm.cli, sys; r.SHARED_SECONDS = 1; sys.exit(spmd_lm.cli.main())"
+    )
+    with Job(tmp_path / "run", program=program, apart=True) as job:
+        assert [process.wait(60) for process in job.processes] == [2, 2]
+    for output in job.outputs:
+        assert "process 1 on " in output.read_text() and "do not see the same directory" in output.read_text()
+
+
+@pytest.mark.slow
+def test_a_part_that_one_process_reads_is_damage_for_both(tmp_path):
+    """Neither waits for the other, but for a moment."""
+    with Job(tmp_path / "run", "train.steps=11", "parallel.zero=3") as job:
+        assert [process.wait(120) for process in job.processes] == [0, 0]
+    for part in (tmp_path / "run" / "checkpoints" / "11" / "state" / "ocdbt.process_1" / "d").iterdir():
+        content = part.read_bytes()
+        part.write_bytes(content[:1000] + bytes(len(content) - 2000) + content[-1000:])
+    with Job(tmp_path / "run", "train.steps=12", "parallel.zero=3") as job:
+        assert [process.wait(60) for process in job.processes] == [0, 0]
+    first = job.outputs[0].read_text()
+    assert "11 is damaged" in first and "It was moved to 11.corrupt." in first and "resuming after step 10" in first

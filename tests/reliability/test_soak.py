@@ -44,10 +44,10 @@ def test_a_run_killed_at_random_loses_nothing(tmp_path, capsys):
     rng, run = random.Random(KILLS), tmp_path / "run"
     supervisor = start(run, "supervise", "--attempts", "99", "--")
     for _ in range(KILLS):
-        before, deadline = steps_done(run), time.monotonic() + 120
-        while steps_done(run) in (0, before) and time.monotonic() < deadline:  # until it has got on
+        goal, deadline = steps_done(run) + rng.randint(1, 2 * EVERY), time.monotonic() + 120
+        while steps_done(run) < goal and supervisor.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(rng.uniform(0.0, 1.5))
+        time.sleep(rng.uniform(0.0, 1.0))  # into a step, a save, or what a start does
         if supervisor.poll() is None:
             os.kill(child(supervisor), signal.SIGKILL)
     assert supervisor.wait(LIMIT) == Exit.DONE, run.with_suffix(".out").read_text()[-2000:]

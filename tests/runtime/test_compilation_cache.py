@@ -71,7 +71,7 @@ def test_a_directory_that_others_can_write_to_is_not_used(tmp_path, monkeypatch)
     use_compilation_cache(str(tmp_path), lines.append)
     (tmp_path / "file").touch()
     use_compilation_cache(str(tmp_path / "file"), lines.append)
-    assert not installed and "others can write" in lines[0] and "Compiling without it" in lines[1]
+    assert not installed and "other users can write" in lines[0] and "Compiling without it" in lines[1]
     use_compilation_cache("none", lines.append)
     use_compilation_cache("auto", lines.append)  # the suite has set up jax's own
     assert not installed and len(lines) == 2

@@ -28,7 +28,7 @@ def holder(tmp_path):
 
 
 def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, holder):
-    who = rf"run\.dir={tmp_path}: process {holder.pid} on \S+ is training there"
+    who = rf"run\.dir={tmp_path}: process {holder.pid} on \S+ since \S+ is training there"
     with pytest.raises(ConfigError, match=who), lock_directory(tmp_path, no_log, True):
         pytest.fail("two at once")
     holder.kill()

@@ -4,35 +4,40 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from spmd_lm.errors import Exit
 from tests import processes
 
 PROGRAM = """
+    import sys
     import time
     from spmd_lm.config.schema import Watchdog
     from spmd_lm.runtime import watchdog
 
     watchdog.TICK_SECONDS = 0.05
-    at_a_step = True
+    watchdog.PATIENCE["checkpoint"] = 3
+    activity = "step"
     def say(what):
         print(what, flush=True)
-    with watchdog.StepWatch(Watchdog(factor=10, minimum=0.3), lambda: at_a_step, say) as watch:
+    with watchdog.StepWatch(Watchdog(factor=10, minimum=0.3), lambda: activity, say) as watch:
         for step in range(1, 4):
             time.sleep(0.05)
             watch.beat(step)
-        at_a_step = False
-        time.sleep(1)  # an evaluation may take longer
-        at_a_step = True
+        for activity in ("compile", "checkpoint"):
+            time.sleep(0.7)  # these may take longer
+        activity = sys.argv[1]
         watch.beat(4)
         print("hanging", flush=True)
         time.sleep(60)
 """
 
 
-def test_a_step_that_hangs_ends_the_process():
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+@pytest.mark.parametrize("activity, what", [("step", "step 5"), ("checkpoint", "the checkpoint of step 5")])
+def test_a_step_or_a_save_that_hangs_ends_the_process(activity, what):
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), activity]
     ended = subprocess.run(command, cwd=processes.ROOT, capture_output=True, text=True, timeout=30)
     assert ended.returncode == Exit.HANG
-    hanging, what = ended.stdout.splitlines()
-    assert hanging == "hanging" and what.startswith("step 5 has not ended in ")
-    assert 'File "<string>", line 19 in <module>' in ended.stderr  # the last sleep
+    hanging, said = ended.stdout.splitlines()
+    assert hanging == "hanging" and said.startswith(f"{what} has not ended in ")
+    assert 'File "<string>", line 21 in <module>' in ended.stderr  # the last sleep
