@@ -20,8 +20,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.damage import unreadable
 from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_warm_start
 from spmd_lm.checkpoints.storage import OrbaxStorage
+from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.config.schema import Checkpoint, RunConfig
 from spmd_lm.errors import CheckpointError
 
@@ -91,7 +93,9 @@ def test_restores_the_same_bits_on_another_mesh(tmp_path, sizes):
 
 def test_keeps_the_newest_and_ignores_other_directories(tmp_path):
     (tmp_path / "9").mkdir()
-    (tmp_path / "notes").write_text("not mine to count")
+    (tmp_path / "1.saving.orbax-checkpoint-tmp").mkdir()
+    for name in ("notes", "1.saving.bak", "2.deleting-not"):
+        (tmp_path / name).write_text("not mine to count")
     saver = Checkpointer(tmp_path, Checkpoint(keep=2))
     assert saver.latest_step() is None
     for step in (1, 2, 3):
@@ -223,6 +227,25 @@ class full_disk:
     def __exit__(self, *_):
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
         signal.signal(signal.SIGXFSZ, self.handler)
+
+
+@pytest.mark.parametrize("error", [TimeoutError("a barrier"), MemoryError(), PermissionError(13, "Permission denied")])
+def test_what_says_nothing_about_the_files_is_no_damage(tmp_path, error):
+    assert unreadable(tmp_path, error) and unreadable(tmp_path, ValueError("DATA_LOSS")) == ""
+
+
+def test_a_save_that_fails_too_does_not_hide_why_a_run_ends(tmp_path, monkeypatch):
+    def fail(self, step):
+        raise CheckpointError("no room")
+
+    lines = []
+    tiers = Tiers(tmp_path, Checkpoint(), lines.append)
+    monkeypatch.setattr(Checkpointer, "close", lambda self: fail(self, 1))
+    with pytest.raises(ZeroDivisionError), tiers.closing():
+        1 / 0  # noqa: B018
+    assert lines == ["no room"]
+    with pytest.raises(CheckpointError, match="no room"), tiers.closing():
+        pass
 
 
 def test_kill_during_a_save_leaves_the_one_before(tmp_path):

@@ -120,6 +120,15 @@ def test_a_directory_that_cannot_be_used_is_told_at_the_start(tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_directory_that_others_can_write_to_is_refused(tmp_path):
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"checkpoint.local.dir=.*other users can write to it: chmod 700 it"):
+        loop.train(config_with_local(tmp_path))
+    (tmp_path / "memory").chmod(0o1777)  # as /dev/shm
+    assert loop.train(config_with_local(tmp_path)) is Exit.DONE
+
+
 def test_a_failed_local_save_ends_the_run_with_a_durable_one(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")

@@ -135,6 +135,13 @@ def test_training_goes_on_from_the_one_before(run, flips, text, tmp_path, capsys
     assert metrics(run) == metrics(tmp_path / "reference")
 
 
+def test_a_newest_checkpoint_that_is_gone_is_missed(run, text, capsys):
+    shutil.rmtree(run / "checkpoints" / "6")
+    assert main(command(run, text, "train.steps=5")) == Exit.DONE
+    out = capsys.readouterr().out
+    assert "checkpoints/6 was saved, and is gone." in out
+
+
 def test_training_never_starts_over_in_silence(run, text, capsys):
     """All damaged; and all gone, which status.json contradicts."""
     for step in (2, 4, 6):

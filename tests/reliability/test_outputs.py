@@ -90,6 +90,22 @@ def test_a_line_that_cannot_be_printed_harms_nothing():
     print_line("three", full)  # which is closed
 
 
+def test_a_reader_that_is_slow_costs_lines_and_no_more():
+    """Of a pipe that whoever started us made non-blocking."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with open(write, "w") as stream, open(read, "rb") as reader:
+        unfailing(stream).write("x" * 2**17)
+        unfailing(stream).flush()  # there is room for half of it
+        reader.read(2**16)
+        print_line("heard", stream)
+        assert b"heard" in os.read(read, 2**17)
+    with open(os.devnull, "w", encoding="ascii") as narrow:
+        print_line("\u00e9", narrow)
+        print_line("then", narrow)
+        assert not narrow.closed
+
+
 def test_progress_is_silent_after_its_first_error(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from jax._src import compilation_cache as jax_cache
 
 from spmd_lm.runtime import compilation_cache
 from spmd_lm.runtime.compilation_cache import DIGEST_BYTES, VerifiedCache, default_directory, use_compilation_cache
@@ -80,6 +82,21 @@ def test_a_directory_that_others_can_write_to_is_not_used(tmp_path, monkeypatch)
     use_compilation_cache("auto", lines.append)
     assert [cache.directory for cache in installed] == [default_directory()]
     assert default_directory().stat().st_mode & 0o777 == 0o700
+
+
+def test_a_later_run_without_a_cache_has_none(tmp_path, monkeypatch):
+    before = jax_cache.get_file_cache
+    monkeypatch.setattr(jax_cache, "get_file_cache", before)
+    monkeypatch.setattr(jax_cache, "reset_cache", lambda: None)
+    directory = jax.config.jax_compilation_cache_dir
+    try:
+        for _ in range(2):
+            compilation_cache.install(VerifiedCache(tmp_path))
+        assert jax_cache.get_file_cache is not before and jax.config.jax_compilation_cache_dir == str(tmp_path)
+        use_compilation_cache("none", print)
+        assert jax_cache.get_file_cache is before and jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", directory)
 
 
 @pytest.mark.slow
