@@ -128,7 +128,7 @@ def try_run(choose: Choose, here: Path) -> int:
     original, mutated, exported = here / "run", copy(here / "run", here / "mutated"), here / "exported"
     remove(exported)
     for name in (".lock", "tracker_id"):
-        (mutated / name).write_text(f"123 on {socket.gethostname()}\n")
+        (mutated / name).write_text(f"process 123 on {socket.gethostname()} since 2026-01-01\n")
     checkpoint = mutated / "checkpoints/2"
     saved = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     record = checkpoint / RECORD_FILE
