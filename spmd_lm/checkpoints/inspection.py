@@ -27,7 +27,11 @@ INTACT, DAMAGED, UNCOMMITTED = "intact", "damaged", "uncommitted"
 def open_saved(run: Path) -> Checkpointer:
     """Raises ConfigError if `run` is no run that has saved."""
     if not (run / "checkpoints").is_dir():
-        raise ConfigError(f"{run}: it has no directory checkpoints/. Give the directory of a run that has saved.")
+        what = "it has no directory checkpoints/" if run.exists() else "no such run"
+        name, _, step = str(run).rpartition("@")
+        is_step = name and parse_count(step) is not None
+        advice = f"Write {name} --step {step}" if is_step else "Give the directory of a run that has saved"
+        raise ConfigError(f"{run}: {what}. {advice}.")
     return open_checkpoints(run)
 
 

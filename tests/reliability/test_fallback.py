@@ -276,6 +276,9 @@ def test_ckpt_ls_and_diff(run, capsys):
     for line in (["ckpt", "ls", str(run / "no")], ["ckpt", "what", str(run)], ["ckpt", "diff", str(run)]):
         assert main(line) == Exit.CONFIG
     assert main(["ckpt", "verify", str(run), "--step", "99"]) == Exit.CHECKPOINT
+    capsys.readouterr()
+    assert main(["ckpt", "verify", f"{run}@6"]) == Exit.CONFIG
+    assert f"no such run. Write {run} --step 6." in capsys.readouterr().err
 
 
 def test_a_replayed_step_computes_the_same_bits(run, capsys):
