@@ -4,6 +4,7 @@ The first are filled under a temporary name, and renamed at the end.  The others
 file `.lock`, which names the holder.  The lock ends with its process, however that ends; the file that a killed process
 leaves behind means nothing."""
 
+import errno
 import fcntl
 import os
 import secrets
@@ -150,8 +151,8 @@ def _open_lock_file(directory: Path, key: str) -> TextIO:
 
 
 def _why_unwritable(directory: Path, key: str, error: OSError) -> str:
-    if error.filename == str(directory / ".lock"):
-        return f"{error.filename}: cannot be written: {error.strerror}."
+    if error.filename == str(directory / ".lock") and error.errno in (errno.ELOOP, errno.EINVAL):  # no regular file
+        return f"{error.filename}: cannot be written: {error.strerror}. Choose another {key}, or remove that file."
     existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
     if not existing.is_dir():
         return f"{key}={directory}: {existing} is no directory. Choose another {key}."
