@@ -2,7 +2,20 @@
 
 __version__ = "0.1.0"
 
-__all__ = ["audit", "evaluate", "fill_mask", "generate", "load_config", "plan", "read_batch", "report", "train"]
+__all__ = [
+    "audit",
+    "axis_rules",
+    "evaluate",
+    "fill_mask",
+    "generate",
+    "load_config",
+    "make_model",
+    "param_shardings",
+    "plan",
+    "read_batch",
+    "report",
+    "train",
+]
 
 
 def __getattr__(name: str):

@@ -19,8 +19,11 @@ from spmd_lm.runtime.devices import set_up_devices, simulate_devices
 from spmd_lm.runtime.signals import StopSignals
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from spmd_lm.batch import Batch
     from spmd_lm.generation.fill_mask import Prediction
+    from spmd_lm.models.language_model import LanguageModel
 
 
 class Report(dict):
@@ -109,6 +112,41 @@ def fill_mask(run: str | Path | RunConfig, text: str, top: int = 5) -> "list[lis
     from spmd_lm.generation.fill_mask import fill_mask_run
 
     return fill_mask_run(config, text, top)
+
+
+def make_model(config: RunConfig) -> "LanguageModel":
+    """The model of a configuration, for a training loop of one's own: see docs/own-loop.md."""
+    import jax
+
+    set_up_devices(config)
+    from spmd_lm.step.program import enable_float64, make_model
+
+    enable_float64(config)
+    return make_model(config, jax.default_backend())
+
+
+def axis_rules(**axes: str | tuple[str, ...]) -> "AbstractContextManager[None]":
+    """Inside of jax.set_mesh: in this context models are traced with their dimensions sharded over these axes of the
+    mesh, as in axis_rules(batch="data", heads="model", mlp="model", vocab="model").  Raises LayoutError."""
+    import jax
+
+    from spmd_lm.axes import use_axis_rules
+    from spmd_lm.parallel.rules import rules_on_mesh
+
+    return use_axis_rules(rules_on_mesh(jax.sharding.get_abstract_mesh(), axes))
+
+
+def param_shardings(model: "LanguageModel") -> dict[str, Any]:
+    """How the mesh and the rules of this context shard the parameters of a model: a tree of NamedShardings."""
+    import jax
+
+    from spmd_lm.axes import is_dim_names
+    from spmd_lm.ops.sharding_types import layout
+
+    def sharding(names: tuple) -> jax.sharding.NamedSharding:
+        return jax.sharding.NamedSharding(jax.sharding.get_mesh(), layout(*names))
+
+    return jax.tree.map(sharding, model.names, is_leaf=is_dim_names)
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:

@@ -53,6 +53,10 @@ def use_axis_rules(rules: AxisRules | None) -> Iterator[None]:
         _axis_rules.reset(token)
 
 
+def has_axis_rules() -> bool:
+    return _axis_rules.get() is not None
+
+
 def nontrivial_axes(name: str) -> tuple[str, ...]:
     """The mesh axes of more than one device that shard `name`: a collective over one device is none."""
     rules = _axis_rules.get()

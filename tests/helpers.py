@@ -80,6 +80,12 @@ def run_of(layout: str, microbatches: int = 1, form: str = "scan", remat: str = 
     return make_config(parallel=parallel, model=model, remat={"policy": remat}, **sections)
 
 
+def partitioned(config: RunConfig, partitioner: str) -> RunConfig:
+    """The same run, its collectives written out (manual) or inserted by XLA (types)."""
+    parallel = config.parallel.model_copy(update={"partitioner": partitioner})
+    return config.model_copy(update={"parallel": parallel})
+
+
 def degrees(config: RunConfig) -> Layout:
     p = config.parallel
     return Layout(p.pipe, p.replica, p.data, p.model)

@@ -1,7 +1,8 @@
 """`make mutants`: break the parallel code in one place at a time, and see that parity or audit tells.
 
 The places are found in the syntax tree: each collective and placement (dropped, doubled), each product and quotient of
-the step's arithmetic (a factor dropped), each row of the rule tables (dropped, moved to another axis).  A mutant is the
+the step's arithmetic (a factor dropped), each row of the rule tables (dropped, moved to another axis), each layout of a
+sharding type (turned, without the axes of its addends).  A mutant is the
 package with one such change; it is caught when one of WATCHERS fails.  EQUIVALENT lists those that change nothing that
 anybody could see, with the reason."""
 
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILES = [
     "ops/collectives.py",
+    "ops/sharding_types.py",
     "ops/cross_entropy.py",
     "ops/embedding.py",
     "models/layers.py",
@@ -51,6 +53,12 @@ COLLECTIVES = {
     "from_first_shard",
     "local_layers",
     "gather_sequence",
+    "psum_axes",
+    "psum_unreduced",
+    "reshard",
+    "constrain",
+    "as_gradient",
+    "residual_stream",
 }
 PLACED = {
     "tree_add",
@@ -68,6 +76,9 @@ PLACED = {
     "optimization_barrier",
 }
 FACTORS = (ast.Mult, ast.Div)
+ADDENDS = ("reduced", "unreduced")
+"""Keywords of sharding types that say over which axes addends lie."""
+
 WATCHERS = [
     "tests/test_mutants.py",
     "tests/generation/test_generator.py",
@@ -96,6 +107,7 @@ EQUIVALENT = {
     "double psum: lax.psum((~local)": "a count, of which it matters only whether it is 0",
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
     "optimization_barrier((d_sinks, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
+    "drop residual_stream": "a CPU's compiler loses no gather; tests/planning/test_audit.py sees that an H100's does",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; test_audit.py sees an H100's",
 }
 
@@ -109,6 +121,11 @@ def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
                 yield f"drop {name}", node, "drop"
             if name == "psum":
                 yield f"double {name}", node, "double"
+            for i, keyword in enumerate(node.keywords):
+                if keyword.arg in ADDENDS:
+                    yield f"lose {keyword.arg}", node, f"lose {i}"
+            if name == "layout" and len(node.args) > 1:
+                yield "turn layout", node, "turn"
         elif isinstance(node, ast.BinOp) and isinstance(node.op, FACTORS):
             yield "drop a factor", node, "left"
         elif isinstance(node, ast.Dict):
@@ -127,8 +144,13 @@ def mutated(node: ast.AST, how: str) -> ast.AST:
         return ast.Call(ast.Name("_double", ast.Load()), [node], [])
     if how == "left":
         return node.left
+    if how == "turn":
+        node.args[:2] = reversed(node.args[:2])
+        return node
     what, i = how.split()
-    if what == "row":
+    if what == "lose":
+        del node.keywords[int(i)]
+    elif what == "row":
         node.values[int(i)] = ast.Tuple([], ast.Load())
     else:
         axis = "data" if "MODEL" in ast.unparse(node.values[int(i)]) else "model"

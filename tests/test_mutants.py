@@ -18,6 +18,7 @@ from tests.helpers import (
     device_batch,
     host_batch,
     make_config,
+    partitioned,
     program,
     run_of,
     trained,
@@ -35,16 +36,20 @@ RUNS = [
 ]
 
 
-def config(run: tuple | None = None, warmup: int = 0) -> RunConfig:
+def config(run: tuple | None = None, warmup: int = 0, partitioner: str = "manual") -> RunConfig:
     """Without a warm-up the learning rate falls from the second step on."""
     optim = {"warmup": warmup}
-    return run_of(*run, optim=optim) if run else make_config(optim=optim)
+    return partitioned(run_of(*run, optim=optim), partitioner) if run else make_config(optim=optim)
 
 
+PARTITIONERS = ("manual", "types")
+
+
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_parity(run, x64):
+def test_parity(run, partitioner, x64):
     warmup = 2 if run == RUNS[0] else 0
-    got, want = trained(config(run, warmup)), trained_reference(config(None, warmup))
+    got, want = trained(config(run, warmup, partitioner)), trained_reference(config(None, warmup))
     for figures in ("losses", "norms", "rates"):
         assert getattr(got, figures) == pytest.approx(getattr(want, figures), rel=1e-12)
     assert_states_close(got.last, want.last, 1e-11)
@@ -54,21 +59,27 @@ OBJECTIVES = TASKS | {"masked language model": {"objective": {"kind": "masked_lm
 OF_BERT = {"model": ORIGINAL_BERT, "optim": {"freeze": "blocks.0.mlp.*", "eps": 1e-6}}
 
 
-def of_bert(objective: str) -> RunConfig:
+def of_bert(objective: str, partitioner: str) -> RunConfig:
     microbatches = 1 if objective == "multiple choice" else 2  # of 4 questions with 4 rows each
-    return run_of("data4-model2-sequence", microbatches, **OBJECTIVES[objective] | OF_BERT)
+    run = run_of("data4-model2-sequence", microbatches, **OBJECTIVES[objective] | OF_BERT)
+    return partitioned(run, partitioner)
 
 
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_parity_of_what_is_judged(objective, x64):
-    got, want = trained(of_bert(objective)), trained_reference(make_config(**OBJECTIVES[objective] | OF_BERT))
+def test_parity_of_what_is_judged(objective, partitioner, x64):
+    got, want = (
+        trained(of_bert(objective, partitioner)),
+        trained_reference(make_config(**OBJECTIVES[objective] | OF_BERT)),
+    )
     assert got.losses == pytest.approx(want.losses, rel=1e-12)
     assert_close(got.last.params, want.last.params, 1e-11)
 
 
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_all_devices_are_told_the_reference_s(objective, x64):
-    p = program(of_bert(objective))
+def test_all_devices_are_told_the_reference_s(objective, partitioner, x64):
+    p = program(of_bert(objective, partitioner))
     params, batch, host = p.init().params, device_batch(p, 0), host_batch(p.config, 0)
     sums, logits = p.evaluate(params, batch), p.forward(params, batch)
     assert_replicated((sums, logits))
@@ -87,9 +98,10 @@ def test_all_devices_are_told_the_reference_s(objective, x64):
             np.testing.assert_allclose(np.asarray(got).reshape(want.shape), want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
 @pytest.mark.parametrize("run", RUNS[:1], ids=str)
-def test_evaluation(run, x64):
-    p, b = program(config(run)), host_batch(make_config(), 0)
+def test_evaluation(run, partitioner, x64):
+    p, b = program(config(run, partitioner=partitioner)), host_batch(make_config(), 0)
     ((loss_sum, _, weight),) = p.evaluate(p.init().params, device_batch(p, 0)).values()
     params = jax.tree.map(np.float64, trained_reference(config()).first.params)
     want = reference.loss(params, p.config, b)
@@ -100,7 +112,8 @@ def test_evaluation(run, x64):
     np.testing.assert_allclose(logits.reshape(wanted.shape), wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_communication(run, x64):
-    result = audit(config(run), topology.parse_topology("cpu:8"))
+def test_communication(run, partitioner, x64):
+    result = audit(config(run, partitioner=partitioner), topology.parse_topology("cpu:8"))
     assert result["missing_bytes"] + result["excess_bytes"] <= 256, render(result)

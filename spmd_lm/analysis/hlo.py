@@ -62,7 +62,13 @@ class CollectiveInstruction:
     @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends in one run, on a ring."""
-        return wire_bytes(self.kind, self.full_bytes, len(self.groups[0]) if self.groups else 1)
+        return wire_bytes(self.kind, self.full_bytes, len(self.groups[0])) if self.groups else 0.0
+
+    @property
+    def yields_zeros(self) -> bool:
+        """Whether it is a permute without pairs, whose result is zero on every device: XLA has made one of the gather
+        and the slice of one array (openxla/xla#45218)."""
+        return self.kind == COLLECTIVE_PERMUTE and not self.groups
 
     def spanned_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The mesh axes along which the devices of one group, or of one pair, differ.  sizes: outermost axis first."""

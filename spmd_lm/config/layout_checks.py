@@ -78,6 +78,12 @@ def remat_blocks_divide_chunk(model: Model, parallel: Parallel, remat: Remat) ->
         yield use(problem, nearest(f"{remat.block_size=}", divisors(layers)))
 
 
+def pipelines_are_manual(parallel: Parallel) -> Problems:
+    if parallel.partitioner == "types" and parallel.pipe > 1:
+        reason = "stages run different programs, which sharding types cannot describe"
+        yield use(f"{parallel.partitioner=!s} with {parallel.pipe=}: {reason}", "parallel.partitioner=auto")
+
+
 ONE_CHUNK = {"gpipe": "breadth_first", "1f1b": "interleaved"}
 """Schedules of one chunk per stage, and what they are called with several."""
 
@@ -196,6 +202,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     microbatches_divide_batch,
     shared_layers_are_on_one_stage,
     stages_divide_layers,
+    pipelines_are_manual,
     remat_blocks_divide_chunk,
     schedule_has_chunks,
     microbatches_suit_chunks,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+Partitioner = Literal["types", "manual"]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 MOST = 2**30  # devices index and count in 32 bits, padding included
 Count = Annotated[int, Field(ge=1, le=MOST)]

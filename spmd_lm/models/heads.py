@@ -13,13 +13,18 @@ from spmd_lm.models.layers import Norm, ParamInit, add_bias, dense, widen
 from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, GATED_ACTIVATIONS, LossDict, residual_dropout
 from spmd_lm.ops.collectives import (
     all_gather,
+    first_tokens,
     from_first_shard,
     gather_replicated_grad,
     gather_sequence,
     global_indices,
+    group_rows,
+    manual_region,
+    psum_unreduced,
 )
 from spmd_lm.ops.cross_entropy import cross_entropy, evaluate_cross_entropy
 from spmd_lm.ops.dropout import DropoutKey
+from spmd_lm.ops.sharding_types import layout
 
 
 class Head(nnx.Module):
@@ -47,15 +52,23 @@ class Head(nnx.Module):
     def row_logits(
         self, h: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, key: DropoutKey | None = None
     ) -> jax.Array:
-        """Logits [batch, outputs] of the pooled first token, float32 or wider; valid on the device that holds it."""
-        pooled = jnp.tanh(add_bias(dense(h[:, :1], self.pooler[...]), self.pooler_bias))
+        """Logits [batch, shards, outputs], float32 or wider, of the pooled first token of each shard of the sequence.
+        Those of the row are the first shard's: see `from_first_shard`."""
+        pooled = jnp.tanh(add_bias(dense(first_tokens(h), self.pooler[...]), self.pooler_bias))
         pooled = residual_dropout(pooled, self.dropout, key, AFTER_POOLER)
-        return widen(add_bias(dense(pooled, matrix[...]), bias))[:, 0]
+        return widen(add_bias(dense(pooled, matrix[...]), bias))
 
 
 def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Negative log-likelihood [rows] of labels, int32 [rows], under logits [rows, classes]."""
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)[:, 0]
+    """Negative log-likelihood [...] of labels, int32 [...], under logits [..., classes]."""
+    is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
+    log_likelihood = jnp.where(is_label, jax.nn.log_softmax(logits), 0).sum(-1)
+    return jnp.where(is_label.any(-1), -log_likelihood, jnp.nan)  # of a label that is no class
+
+
+def first_shard_sum(row_losses: jax.Array) -> jax.Array:
+    """The sum over rows of row_losses [batch, shards], of the first shard."""
+    return from_first_shard(row_losses.sum(0), 0)
 
 
 class CausalLMHead(Head):
@@ -117,29 +130,29 @@ class MaskedLMHead(CausalLMHead):
         return h, table, None if self.output_bias is None else self.output_bias[...]
 
     def order_logits(self, h: jax.Array) -> jax.Array:
-        """Logits [batch, 2] of a row being in order and swapped, as `row_logits`."""
+        """Logits [batch, shards, 2] of a row being in order and swapped, as `row_logits`."""
         return self.row_logits(h, self.binary, self.binary_bias)
 
     def losses(self, h, batch, weights, key):
         losses = super().losses(h, batch, weights, key)
         if self.sentence_order:
-            row_losses = nll(self.order_logits(h), batch.labels) * weights["sentence_order"]
-            losses["sentence_order"] = from_first_shard(row_losses.sum())
+            row_losses = nll(self.order_logits(h), batch.labels[:, None]) * weights["sentence_order"][:, None]
+            losses["sentence_order"] = first_shard_sum(row_losses)
         return losses
 
     def eval_sums(self, h, batch, rows):
         totals = super().eval_sums(h, batch, rows)
         if self.sentence_order:
-            z = self.order_logits(h)
-            w = batch.label_weights.astype(z.dtype)
-            loss, correct = (nll(z, batch.labels) * w).sum(), jnp.where(z.argmax(-1) == batch.labels, w, 0).sum()
-            totals["sentence_order"] = (from_first_shard(loss), from_first_shard(correct), w.sum())
+            z, labels = self.order_logits(h), batch.labels[:, None]
+            w = batch.label_weights.astype(z.dtype)[:, None]
+            loss, correct = nll(z, labels) * w, jnp.where(z.argmax(-1) == labels, w, 0)
+            totals["sentence_order"] = (first_shard_sum(loss), first_shard_sum(correct), w.sum())
         return totals
 
     def logits(self, h, batch):
         logits = super().logits(h, batch)
         if self.sentence_order:
-            logits["sentence_order"] = from_first_shard(self.order_logits(h))
+            logits["sentence_order"] = from_first_shard(self.order_logits(h), 1)
         return logits
 
 
@@ -156,22 +169,23 @@ class LabelHead(Head):
     def eval_sums(self, h, batch, rows):
         """Logits [rows, ...] of all rows of a step, zero but for those of this microbatch and device."""
 
-        def at_rows(z: jax.Array) -> jax.Array:
-            return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[batch.sample_ids].set(z)
+        def at_rows(z: jax.Array, sample_ids: jax.Array) -> jax.Array:
+            return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[sample_ids].set(z)
 
-        return jax.tree.map(at_rows, self.logits(h, batch))
+        place = manual_region(at_rows, layout(unreduced=("batch",)))
+        return jax.tree.map(lambda z: psum_unreduced(place(z, batch.sample_ids)), self.logits(h, batch))
 
 
 class ClassificationHead(LabelHead):
     """Predicts the class of a row."""
 
     def losses(self, h, batch, weights, key):
-        row_losses = nll(self.label_logits(h, key), batch.labels) * weights["classification"]
-        return {"classification": from_first_shard(row_losses.sum())}
+        row_losses = nll(self.label_logits(h, key), batch.labels[:, None]) * weights["classification"][:, None]
+        return {"classification": first_shard_sum(row_losses)}
 
     def logits(self, h, batch):
         """`classes`: [batch, classes]."""
-        return {"classes": from_first_shard(self.label_logits(h))}
+        return {"classes": from_first_shard(self.label_logits(h), 1)}
 
 
 class MultipleChoiceHead(LabelHead):
@@ -182,14 +196,14 @@ class MultipleChoiceHead(LabelHead):
         self.choices = choices
 
     def losses(self, h, batch, weights, key):
-        z = self.label_logits(h, key).reshape(-1, self.choices)
-        first = slice(None, None, self.choices)  # the first row of each question has its label and weight
-        question_losses = nll(z, batch.labels[first]) * weights["multiple_choice"][first]
-        return {"multiple_choice": from_first_shard(question_losses.sum())}
+        z = group_rows(self.label_logits(h, key)[..., 0], self.choices).swapaxes(1, 2)  # [questions, shards, choices]
+        # The first row of each question has its label and weight.
+        labels, w = (group_rows(x, self.choices)[:, :1] for x in (batch.labels, weights["multiple_choice"]))
+        return {"multiple_choice": first_shard_sum(nll(z, labels) * w)}
 
     def logits(self, h, batch):
         """`choices`: [batch]."""
-        return {"choices": from_first_shard(self.label_logits(h))[:, 0]}
+        return {"choices": from_first_shard(self.label_logits(h), 1)[:, 0]}
 
 
 class ExtractiveQAHead(LabelHead):

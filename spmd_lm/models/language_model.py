@@ -6,6 +6,7 @@ dimension, `layers`.  Nothing here knows a mesh or a rank."""
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,11 +18,14 @@ from spmd_lm.axes import SEQUENCE, num_shards
 from spmd_lm.batch import Batch
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
-from spmd_lm.models.heads import Head, make_head
-from spmd_lm.models.layers import ParamInit, column_parallel
+from spmd_lm.errors import LayoutError
+from spmd_lm.models.heads import Head, loss_weights, make_head
+from spmd_lm.models.layers import ParamInit, column_parallel, widen
 from spmd_lm.models.transformer import RESIDUAL, Block, Embedding, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
+from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.dropout import DropoutKey
+from spmd_lm.ops.sharding_types import check_layout, layout
 
 Params = dict  # nested dicts of arrays: embedding, blocks, head
 Gather = Callable[[Params], Params]  # makes one layer's parameters, of the stack, whole
@@ -131,7 +135,8 @@ class LanguageModel:
         """One layer, given its parameters and index: x and its auxiliary losses.  Tokens attend within their row."""
         batch, key = microbatch
         key = None if key is None else key.at_layer(layer)
-        core: Callable = functools.partial(attention, spec=self.attention_spec)
+        local_attention = functools.partial(attention, spec=self.attention_spec)
+        core: Callable = manual_region(local_attention, layout("batch", None, "heads"))
         core = self._checkpoint(core) if self.remat.recomputes_attention else core
         project: Callable = column_parallel
         core = functools.partial(core, positions=batch.positions, segment_ids=batch.segments, key=key)
@@ -167,6 +172,38 @@ class LanguageModel:
         """By what the head predicts.  x: the output of the last block."""
         head, h = self._head(params, x)
         return head.logits(h, batch)
+
+    def mean_loss(self, params: Params, batch: Batch, dropout: tuple[Any, Any] | None = None) -> jax.Array:
+        """The sum of the objective's losses, each a mean over the batch, in nats, on the mesh of jax.set_mesh.
+
+        params: in the dtype that is to be computed in, laid out by their names.  batch: leaves [batch, ...].  dropout:
+        a seed and the step, integers, of which the masks are a function; None for none.  Raises LayoutError where a
+        parameter or the batch is laid out in another way than the rules say."""
+        self._check_own_loop(params, batch)
+        key = None if dropout is None else DropoutKey(*dropout, batch.sample_ids)
+        model_input, block = ModelInput(batch, key), self.block_fn()
+
+        def layer(x: jax.Array, inputs: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
+            layer_params, index = inputs
+            return block(layer_params, x, model_input, index)[0], None
+
+        x = self.embed(params, model_input)
+        x, _ = self._scan_layers(layer, x, params["blocks"], jnp.arange(self.c.layers, dtype=jnp.int32))
+        wide = widen(x).dtype
+        weights = {name: w.astype(wide) for name, w in loss_weights(self.objective, batch).items()}
+        weights = {name: w / jnp.where(w.sum() > 0, w.sum(), 1) for name, w in weights.items()}
+        return functools.reduce(operator.add, self.losses(params, x, model_input, weights).values())
+
+    def _check_own_loop(self, params: Params, batch: Batch) -> None:
+        """Raises LayoutError for what `mean_loss` would compute something else of."""
+        batch_names = jax.tree.map(lambda x: ("batch", None)[: x.ndim], batch)
+        check_layout(params, self.names, "Write jax.device_put(params, spmd_lm.param_shardings(model)).")
+        check_layout(batch, batch_names, "Write jax.device_put(batch, NamedSharding(mesh, P(axis of batch))).")
+        heads, kv_heads, shards = self.c.heads, self.c.kv_heads or self.c.heads, num_shards("heads")
+        if heads % shards or kv_heads % shards:
+            raise LayoutError(f"model.heads={heads} or its kv_heads={kv_heads} is not divisible by {shards} shards.")
+        if self.remat.layers_per_remat_block > 1:
+            raise LayoutError("remat.policy=block is for spmd-lm train alone. Use remat.policy=full.")
 
     def forward(self, params: Params, gather: Gather, batch: Batch) -> dict[str, jax.Array]:
         """Logits of a batch [batch, time]."""

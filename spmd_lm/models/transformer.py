@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
 from spmd_lm.models.layers import INIT_STD, ColumnParallel, Norm, ParamInit, add_bias, column_parallel, dense, recompute
-from spmd_lm.ops.collectives import global_indices, reduce_from_region
+from spmd_lm.ops.collectives import global_indices, reduce_from_region, residual_stream
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.embedding import lookup
 
@@ -127,8 +127,8 @@ class Block(nnx.Module):
             y = self.attention(x, core, project)
             x = self.norm1(checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL))
             y = self.mlp(x, project)
-            return self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL)), {}
+            return residual_stream(self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL))), {}
         y = self.attention(self.norm1(x), core, project)
         x = checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL)
         y = self.mlp(self.norm2(x), project)
-        return x + drop(y, site=AFTER_MLP), {}
+        return residual_stream(x + drop(y, site=AFTER_MLP)), {}

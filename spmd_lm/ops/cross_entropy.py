@@ -14,9 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spmd_lm.axes import num_shards
-from spmd_lm.ops.collectives import gather_sequence, global_indices, pmax, psum, reduce_scatter_or_psum
+from spmd_lm.axes import SEQUENCE, num_shards
+from spmd_lm.ops.collectives import (
+    as_gradient,
+    gather_sequence,
+    global_indices,
+    manual_region,
+    pmax,
+    psum,
+    psum_unreduced,
+    reduce_scatter_or_psum,
+    scale,
+)
 from spmd_lm.ops.embedding import local_rows
+from spmd_lm.ops.sharding_types import layout
 
 CHUNK_BYTES = 2**27
 """Most bytes of logits that one device holds at a time.  Below about 32 MiB a CPU loses time to short products."""
@@ -66,7 +77,12 @@ def _in_chunks(h: Array, targets: Array, weights: Array, rows: int) -> tuple[Arr
 
 def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tuple[Array, Array]:
     """As `cross_entropy`, and the sum of the weights of tokens whose target is the likeliest; not differentiable."""
+    total = layout(unreduced=("batch",))
+    evaluate = manual_region(functools.partial(_evaluate, vocab=vocab), (total, total))
+    return psum_unreduced(evaluate(h, table, bias, targets, weights))
 
+
+def _evaluate(h, table, bias, targets, weights, *, vocab: int) -> tuple[Array, Array]:
     def add_chunk(total, part):
         x, targets, weights = part
         nll, correct, *_ = _forward_chunk(x, targets, table, bias, vocab)
@@ -90,6 +106,16 @@ def cross_entropy(
 
 
 def _forward(h, table, bias, targets, weights, vocab, accum_dtype):
+    over_batch = {"unreduced": ("batch",)}  # where the addends of what follows lie
+    d_bias_spec = None if bias is None else layout("vocab", **over_batch)
+    gradient_specs = layout("batch", SEQUENCE, None), layout("vocab", None, **over_batch), d_bias_spec
+    region = functools.partial(_loss_and_gradients, vocab=vocab, accum_dtype=accum_dtype)
+    loss, gradients = manual_region(region, (layout(**over_batch), gradient_specs))(h, table, bias, targets, weights)
+    gradients = [None if x is None else as_gradient(g, x) for g, x in zip(gradients, (h, table, bias), strict=True)]
+    return psum_unreduced(loss), (*gradients, weights)
+
+
+def _loss_and_gradients(h, table, bias, targets, weights, *, vocab: int, accum_dtype: str):
     """Loss, and the gradients of h, table and bias for a loss gradient of 1."""
 
     def accumulator(x: Array) -> Array:
@@ -112,12 +138,12 @@ def _forward(h, table, bias, targets, weights, vocab, accum_dtype):
     (loss, d_table, d_bias), d_h = lax.scan(add_chunk, start, parts)
     d_h = reduce_scatter_or_psum(d_h.reshape(-1, width)[: batch * time].reshape(batch, time, width), "vocab")
     d_bias = None if bias is None or d_bias is None else d_bias.astype(bias.dtype)
-    return loss, (d_h, d_table.astype(table.dtype), d_bias, weights)
+    return loss, (d_h, d_table.astype(table.dtype), d_bias)
 
 
 def _backward(vocab, accum_dtype, saved, g):
     *gradients, weights = saved
-    d_h, d_table, d_bias = (None if d is None else g.astype(d.dtype) * d for d in gradients)
+    d_h, d_table, d_bias = (None if d is None else scale(g.astype(d.dtype), d) for d in gradients)
     return d_h, d_table, d_bias, None, jnp.zeros_like(weights)
 
 

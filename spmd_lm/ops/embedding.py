@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from spmd_lm.axes import SEQUENCE, num_shards
-from spmd_lm.ops.collectives import gather_sequence, local_slice, reduce_scatter_or_psum, shard_index
+from spmd_lm.ops.collectives import (
+    as_gradient,
+    gather_sequence,
+    local_slice,
+    manual_region,
+    reduce_scatter_or_psum,
+    shard_index,
+)
+from spmd_lm.ops.sharding_types import layout
 
 
 def local_rows(ids: Array, rows: int, name: str) -> tuple[Array, Array]:
@@ -24,21 +32,36 @@ def lookup(table: Array, ids: Array, name: str) -> Array:
     """Embeddings [batch, sequence, width] of ids (int32 [batch, time]).  table: [local rows, width], of `name`.
 
     If the rows are not sharded each device looks up its shard of the sequence, and its gradient is of that alone."""
+    return manual_region(functools.partial(_lookup, name=name), layout("batch", SEQUENCE, None))(table, ids)
+
+
+def _lookup(table: Array, ids: Array, name: str) -> Array:
     if num_shards(name) == 1:
         return table[local_slice(ids, SEQUENCE, 1)]
     rows, in_shard = local_rows(ids, table.shape[0], name)
     return reduce_scatter_or_psum(jnp.where(in_shard[..., None], table[rows], 0).astype(table.dtype), name)
 
 
-def _backward(name, saved, g):
-    table, ids = saved
+def _table_gradient(table: Array, ids: Array, g: Array, name: str) -> Array:
     if num_shards(name) == 1:
         rows = local_slice(ids, SEQUENCE, 1)
     else:
         rows, in_shard = local_rows(ids, table.shape[0], name)
         g = jnp.where(in_shard[..., None], gather_sequence(g), 0)
     wide = jnp.promote_types(table.dtype, jnp.float32)  # a sum in bfloat16 stalls at 256 equal addends
-    return jnp.zeros(table.shape, wide).at[rows].add(g.astype(wide)).astype(table.dtype), None
+    return jnp.zeros(table.shape, wide).at[rows].add(g.astype(wide)).astype(table.dtype)
 
 
-lookup.defvjp(lambda table, ids, name: (lookup(table, ids, name), (table, ids)), _backward)
+def _forward(table, ids, name):
+    return lookup(table, ids, name), (table, ids)
+
+
+def _backward(name, saved, g):
+    table, ids = saved
+    # Of rows that every device holds, each has the gradients of its shard of the sequence.
+    addends = ("batch",) if num_shards(name) > 1 else ("batch", SEQUENCE)
+    gradient = manual_region(functools.partial(_table_gradient, name=name), layout(name, None, unreduced=addends))
+    return as_gradient(gradient(table, ids, g), table), None
+
+
+lookup.defvjp(_forward, _backward)

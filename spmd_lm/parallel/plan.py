@@ -11,11 +11,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, REPLICA, AxisRules, DimNames, is_dim_names, use_axis_rules
+from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
+from spmd_lm.ops.collectives import constrain, manual_region, psum_axes
+from spmd_lm.ops.sharding_types import axes_of, is_spec
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules
@@ -55,7 +58,8 @@ def interleave(x: Array, dim: int, first: int, second: int) -> Array:
 class Plan:
     """names, shapes: trees of the parameters' dimension names and canonical shapes.  mesh: abstract until devices bind.
     sequence: whether the residual stream is sharded along the sequence.  chunks: of layers per pipeline stage; layer l
-    lies in chunk l // (pipe x n) of stage l // n % pipe, with n layers per chunk.  run_idle_stages: whether idle
+    lies in chunk l // (pipe x n) of stage l // n % pipe, with n layers per chunk.  partitioner: who inserts the
+    collectives of a step, XLA from sharding types, or the step itself.  run_idle_stages: whether idle
     pipeline stages compute too, and discard the result."""
 
     layout: Layout
@@ -64,6 +68,7 @@ class Plan:
     names: Tree
     shapes: Tree
     zero: ZeroPolicy = ZeroPolicy()  # noqa: RUF009 - frozen
+    partitioner: Partitioner = "manual"
     sequence: bool = False
     chunks: int = 1
     run_idle_stages: bool = False
@@ -150,7 +155,7 @@ class Plan:
         return P(None, self.axis_rules.axes("batch"))
 
     def sharding(self, specs: Tree) -> Tree:
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, P))
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
     # ---- between canonical and padded parameters
 
@@ -198,17 +203,34 @@ class Plan:
 
         return jax.shard_map(body_under_rules, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    # ---- collectives, inside `shard_map`.  A named_scope says what each is for: audit counts by it (analysis/hlo.py)
+    def partition(self, body: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
+        """`body` as a function of global arrays: under `shard_map`; or, where XLA is to insert the collectives, traced
+        on global arrays whose types hold their sharding (ops/sharding_types.py)."""
+        if self.partitioner == "manual":
+            return self.shard_map(body, in_specs, out_specs)
+        mesh = self.mesh.abstract_mesh
+        explicit = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Explicit))
+        in_types, out_types = (
+            jax.tree.map(self._without_trivial_axes, specs, is_leaf=is_spec) for specs in (in_specs, out_specs)
+        )
+
+        def typed_body(*args):
+            with use_abstract_mesh(explicit), use_axis_rules(self.axis_rules):
+                return reshard(body(*reshard(args, in_types)), out_types)
+
+        return typed_body
+
+    # ---- collectives, inside `partition`.  A named_scope says what each is for: audit counts by it (analysis/hlo.py)
 
     @jax.named_scope("scalars")
     def psum_batch(self, x: Tree) -> Tree:
         """The sum over everything that shards the batch."""
-        return lax.psum(x, axes) if (axes := self.nontrivial_axes(*BATCH_AXES)) else x
+        return psum_axes(x, self.nontrivial_axes(*BATCH_AXES))
 
     @jax.named_scope("scalars")
     def psum_stages(self, x: Tree) -> Tree:
         """The sum over the stages of the pipeline."""
-        return lax.psum(x, PIPE) if self.layout.pipe > 1 else x
+        return psum_axes(x, self.nontrivial_axes(PIPE))
 
     @functools.cached_property
     def _width(self) -> int:
@@ -219,11 +241,32 @@ class Plan:
 
     def gather(self, tree: Tree, names: Tree) -> Tree:
         """Parameters as ZeRO shards them, made whole over `data`.  names: their sharded names."""
-        return zero.gather(tree, names, self.nontrivial_axes(DATA), self._width)
+        gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
+        gather = functools.partial(zero.gather, names=names, data_axes=self.nontrivial_axes(DATA), width=self._width)
+        out_specs = jax.tree.map(self._weight_spec, gathered_names, is_leaf=is_dim_names)
+        return manual_region(gather, out_specs)(tree)
 
     def scatter(self, grads: Tree, names: Tree) -> Tree:
         """Gradients of matrices, summed over `data` onto their shards; those of vectors are returned unchanged."""
-        return zero.scatter(grads, names, self.nontrivial_axes(DATA), self._padded_size(zero.ZERO_WIDTH, self._width))
+        width = self._padded_size(zero.ZERO_WIDTH, self._width)
+        scatter = functools.partial(zero.scatter, names=names, data_axes=self.nontrivial_axes(DATA), padded_width=width)
+        return manual_region(scatter, jax.tree.map(self._gradient_spec, names, is_leaf=is_dim_names))(grads)
+
+    def as_weights(self, tree: Tree, names: Tree) -> Tree:
+        """Parameters whose gradients devices add up for themselves, until `scatter` and `psum_gradients`."""
+        return constrain(tree, jax.tree.map(self._weight_spec, names, is_leaf=is_dim_names))
+
+    def _weight_spec(self, names: DimNames) -> P:
+        spec = self._without_trivial_axes(self.param_rules.spec(names))
+        return spec.update(reduced=set(self.grad_reduce_axes(names)))
+
+    def _gradient_spec(self, names: DimNames) -> P:
+        spec = self._without_trivial_axes(self.param_rules.spec(names))
+        return spec.update(unreduced=set(self.grad_reduce_axes(names)))
+
+    def _without_trivial_axes(self, spec: P) -> P:
+        """Types do without axes of one device, so that one layout has one type."""
+        return P(*(tuple(axis for axis in axes_of(part) if self.sizes[axis] > 1) for part in spec))
 
     def gather_layers(self, stack: Tree) -> Tree:
         """The layers of all stages of this tree of stacks, in model order."""
@@ -257,6 +300,6 @@ class Plan:
         reduce_axes = [self.grad_reduce_axes(leaf) for leaf in jax.tree.leaves(names, is_leaf=is_dim_names)]
         for axes in filter(None, dict.fromkeys(reduce_axes)):  # in one order: all processes trace the same program
             chosen = [i for i, leaf_axes in enumerate(reduce_axes) if leaf_axes == axes]
-            for i, g in zip(chosen, lax.psum([leaves[i] for i in chosen], axes), strict=True):
+            for i, g in zip(chosen, psum_axes([leaves[i] for i in chosen], axes), strict=True):
                 leaves[i] = g
         return jax.tree.unflatten(treedef, leaves)

@@ -75,10 +75,13 @@ class ShardedModel:
         compute_params, names = split_params(cast(params, compute_dtype)), split_params(plan.sharded_names)
         dtypes = compute_dtype, reduce_dtype
         if plan.zero.stage == 0:
+            compute_params = split_params(plan.as_weights(join_params(compute_params), plan.names))
             return cls(fns, plan, *dtypes, compute_params, compute_params, compute_params, scatters_in_backward=False)
         blocks = None if plan.zero.gathers_on_use else plan.gather(compute_params.blocks, names.blocks)
         gathered = Parts(blocks, plan.gather(compute_params.rest, names.rest))
-        grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(compute_dtype, reduce_dtype)), params)
+        sink_dtype = jnp.promote_types(compute_dtype, reduce_dtype)
+        grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, sink_dtype), params)
+        grad_sinks = plan.as_weights(grad_sinks, plan.sharded_names)
         in_backward = plan.zero.scatters_in_backward
         grad_argument = split_params(grad_sinks) if in_backward else gathered
         return cls(fns, plan, *dtypes, grad_argument, split_params(params), gathered, in_backward)
@@ -136,8 +139,11 @@ class ShardedModel:
 
     def zero_losses(self, batch: Tree) -> Losses:
         """Zeros like the losses of one microbatch of `batch`."""
-        microbatch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-        return jax.tree.map(jnp.zeros_like, jax.eval_shape(self.forward, microbatch))
+
+        def first_losses(batch: Tree) -> Losses:
+            return self.forward(jax.tree.map(lambda x: x[0], batch))
+
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(first_losses, batch))
 
     # ---- gathering and scattering.  names: dimension names of the shards
 

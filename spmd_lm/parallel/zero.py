@@ -69,6 +69,11 @@ def sharded_names(names: DimNames) -> DimNames:
     return tuple(ZERO_WIDTH if name == SHARDED_DIM else name for name in names) if matrix else names
 
 
+def gathered_names(names: DimNames) -> DimNames:
+    """The inverse of `sharded_names`."""
+    return tuple(SHARDED_DIM if name == ZERO_WIDTH else name for name in names)
+
+
 def _off_minor_dim(x: Array, dim: int) -> tuple[Array, int]:
     """x with `dim` first if it was last, and where it is now."""
     return (jnp.moveaxis(x, dim, 0), 0) if dim == x.ndim - 1 else (x, dim)

@@ -47,9 +47,10 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
     instructions = HloModule(compiled.as_text() or "").collectives(len(devices), shares)
     found, expected = compiled_collectives(instructions, sizes), expected_collectives(config, program.plan)
     # Stages that take different branches would wait for each other for ever.
-    deadlocks = [i for i in instructions if i.conditional and PIPE in i.spanned_axes(sizes)]
+    deadlocks = [i for i in instructions if i.conditional and i.groups and PIPE in i.spanned_axes(sizes)]
+    zeros = [i for i in instructions if i.yields_zeros]
     simulated = platform == "cpu"
-    found = _mark_widened(found, expected) if simulated else found
+    found = _mark_lowered(found, expected, program.plan.partitioner) if simulated else found
     differences = _compare(found, expected, simulated=simulated, may_merge=simulated and not config.scan_layers)
     missing, excess = (sum(d[key] for d in differences) for key in ("missing_bytes", "excess_bytes"))
     tolerance = TOLERANCE * sum(row.bytes for row in expected) + SLACK
@@ -58,8 +59,9 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
         "topology": name,
         "notice": notice,
         "mesh": sizes,
-        "ok": missing + excess <= tolerance and not deadlocks,
+        "ok": missing + excess <= tolerance and not deadlocks and not zeros,
         "stages_that_may_wait": [f"{i.kind} in {i.scope}" for i in deadlocks],
+        "compiled_to_zeros": [f"{i.kind} in {i.scope}" for i in zeros],
         "tolerance_bytes": tolerance,
         "collectives": [asdict(row) | {"axes": list(row.axes)} for row in found],
         "theory": [asdict(row) | {"axes": list(row.axes)} for row in expected],
@@ -87,10 +89,37 @@ def _with_available_kernel(config: RunConfig) -> tuple[RunConfig, str | None]:
     )
 
 
+def _mark_lowered(
+    found: list[CompiledCollective], expected: list[ExpectedCollective], partitioner: str
+) -> list[CompiledCollective]:
+    """For a CPU: collectives that its compiler writes as others, marked as such."""
+    return _mark_widened(_mark_unscattered(found, expected) if partitioner == "types" else found, expected)
+
+
 def _mark_widened(found: list[CompiledCollective], expected: list[ExpectedCollective]) -> list[CompiledCollective]:
-    """For a CPU: what stands for collectives of bfloat16 marked as lowered to float32."""
+    """What stands for collectives of bfloat16 marked as lowered to float32."""
     bfloat16 = {(e.kind, e.axes) for e in expected if e.dtype == "bfloat16"}
-    return [replace(c, lowered_as="float32") if c.dtype == "f32" and (c.kind, c.axes) in bfloat16 else c for c in found]
+
+    def widened(c: CompiledCollective) -> CompiledCollective:
+        lowerings = filter(None, (c.lowered_as, "float32"))
+        return replace(c, lowered_as=", ".join(lowerings)) if (c.kind, c.axes) in bfloat16 and c.dtype == "f32" else c
+
+    return [widened(c) for c in found]
+
+
+def _mark_unscattered(found: list[CompiledCollective], expected: list[ExpectedCollective]) -> list[CompiledCollective]:
+    """A reduce-scatter that XLA inserts is an all-reduce and a slice on a CPU: such all-reduces, in parts of the step
+    where nothing else is all-reduced, as the reduce-scatters that they stand for."""
+    reduced = {(e.axes, e.part) for e in expected if e.kind == ALL_REDUCE}
+    scattered = {(e.axes, e.part) for e in expected if e.kind == REDUCE_SCATTER} - reduced
+
+    def scatter(c: CompiledCollective) -> CompiledCollective:
+        if c.kind != ALL_REDUCE or (c.axes, c.part) not in scattered:
+            return c
+        stages = tuple(sent / 2 for sent in c.stages)
+        return replace(c, kind=REDUCE_SCATTER, bytes=c.bytes / 2, stages=stages, lowered_as="all-reduce")
+
+    return [scatter(c) for c in found]
 
 
 def _compare(
@@ -147,6 +176,7 @@ def render(result: dict[str, Any]) -> str:
     if len(stages := r["bytes_by_stage"]) > 1:
         least, most = format_bytes(min(stages)), format_bytes(max(stages))
         lines.append(f"stages  {least} to {most}, the most on stage {stages.index(max(stages))}")
+    lines += [f"zeros   {each}: the compiler lost what it sends" for each in r["compiled_to_zeros"]]
     lines += [f"waits   {each}: stages in different branches would wait here" for each in r["stages_that_may_wait"]]
     lines.append(f"memory  {_render_memory(r['memory'])} per device")
     lines += [f"xla     {name}={value}" for name, value in r["compiler_options"].items()]

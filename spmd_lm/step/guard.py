@@ -61,7 +61,7 @@ def is_spike(window: LossWindow, loss: jax.Array) -> jax.Array:
 def update(
     config: RunConfig, optimizer: Optimizer, plan: Plan, state: TrainState, grads: Tree, loss: jax.Array
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`loss_scale.update`, inside `plan.shard_map`, unless the step is skipped.  loss: of the whole global batch.
+    """`loss_scale.update`, inside `plan.partition`, unless the step is skipped.  loss: of the whole global batch.
 
     Further metric: skip_reason, int32, of SKIP_REASONS."""
     guard, window = config.train.guard, state.loss_window

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.schema import Precision
+from spmd_lm.ops.collectives import psum_axes
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.step.optimizer import Optimizer
@@ -61,12 +61,12 @@ def unscale(tree: Tree, s: LossScale | None) -> Tree:
 
 @jax.named_scope("scalars")
 def all_finite(plan: Plan, grads: Tree) -> jax.Array:
-    """Inside `plan.shard_map`: whether every entry of every device's gradients is finite, the same bool everywhere.
+    """Inside `plan.partition`: whether every entry of every device's gradients is finite, the same bool everywhere.
 
     Not whether their norm is: squares overflow float32 where numbers do not."""
     local = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
     axes = plan.nontrivial_axes(*MESH_AXES)
-    return (lax.psum((~local).astype(jnp.int32), axes) if axes else ~local) == 0
+    return psum_axes((~local).astype(jnp.int32), axes) == 0
 
 
 def update(

@@ -2,7 +2,10 @@
 depends on how it is sharded; and the parameters that it leaves as they are."""
 
 import dataclasses
+import functools
+import operator
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase, translate
 
@@ -10,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from spmd_lm.axes import DimNames, is_dim_names
 from spmd_lm.config.schema import AdamW, Lion, OptimizerConfig
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.errors import ConfigError
+from spmd_lm.ops.collectives import partial_sum, psum_axes
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.step.state import TrainState
@@ -63,7 +66,7 @@ class Optimizer:
 
     @jax.named_scope("scalars")
     def update(self, plan: Plan, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update, inside `plan.shard_map`; also lr, and grad_norm before clipping.  grads: sharded like params."""
+        """One update, inside `plan.partition`; also lr, and grad_norm before clipping.  grads: sharded like params."""
         params = state.params
         # As a float: optax divides an integer step in float32, which a float64 run would see in its tenth digit.
         wide = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
@@ -96,12 +99,12 @@ class Optimizer:
 
 def _global_norm(plan: Plan, grads: Tree) -> jax.Array:
     """The 2-norm of all gradients, each entry counted once, with one sum per set of mesh axes."""
-    squares: dict[tuple[str, ...], jax.Array] = {}
+    squares: dict[tuple[str, ...], list[jax.Array]] = defaultdict(list)
     for g, names in zip(jax.tree.leaves(grads), jax.tree.leaves(plan.sharded_names, is_leaf=is_dim_names), strict=True):
         axes = plan.nontrivial_axes(*(axis for name in names for axis in plan.param_rules.axes(name)))
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-        squares[axes] = squares.get(axes, 0) + jnp.sum(jnp.square(wide))
-    return jnp.sqrt(sum(lax.psum(s, axes) if axes else s for axes, s in squares.items()))
+        squares[axes].append(partial_sum(jnp.square(wide)))
+    return jnp.sqrt(sum(psum_axes(functools.reduce(operator.add, terms), axes) for axes, terms in squares.items()))
 
 
 MAX_UNMATCHED = 3

@@ -17,6 +17,7 @@ from spmd_lm.axes import MODEL
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.parallel.mesh import abstract_mesh, domains_of_model, is_absent, make_mesh, resolve
@@ -40,17 +41,23 @@ def make_model(config: RunConfig, platform: str) -> LanguageModel:
     return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, p.reduce, config.scan_layers)
 
 
+def enable_float64(config: RunConfig) -> None:
+    """Switches float64 on, for the whole process, if the config asks for it."""
+    if "float64" in (config.precision.params, config.precision.compute, config.precision.reduce):
+        jax.config.update("jax_enable_x64", True)
+
+
 def abstract_plan(config: RunConfig, devices: int, platform: str) -> Plan:
     """The plan of `config` on a number of devices that need not exist; its mesh is abstract.  Raises LayoutError if
     there is none.  Switches float64 on, for the whole process, if the config asks for it."""
     layout, p = resolve(config, devices), config.parallel
-    if "float64" in (config.precision.params, config.precision.compute, config.precision.reduce):
-        jax.config.update("jax_enable_x64", True)
+    enable_float64(config)
     model, layers = make_model(config, platform), config.model.unique_layers
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
     zero = ZeroPolicy.of_stage(p.zero, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
     mesh, names, shapes = abstract_mesh(layout), model.names, model.shapes
-    return Plan(layout, mesh, platform, names, shapes, zero, p.sequence, config.chunks, p.run_idle_stages)
+    partitioner: Partitioner = "types" if p.partitioner == "types" else "manual"
+    return Plan(layout, mesh, platform, names, shapes, zero, partitioner, p.sequence, config.chunks, p.run_idle_stages)
 
 
 def _fit(tree: Tree, like: Tree) -> Tree:

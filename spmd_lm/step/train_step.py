@@ -17,6 +17,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.models.heads import loss_weights
 from spmd_lm.models.language_model import LanguageModel, ModelInput
 from spmd_lm.models.transformer import LossDict
+from spmd_lm.ops.collectives import partial_sum, zeros_like_gradient
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.parallel.layers_loop import LayersLoop
 from spmd_lm.parallel.pipeline.interpreter import Pipeline
@@ -67,7 +68,7 @@ def make_train_step(
         each_loss = {f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {}
         return state, {"loss": sum_losses(losses)} | each_loss | metrics
 
-    step = plan.shard_map(train_step, (specs, plan.batch_spec), (specs, P()))
+    step = plan.partition(train_step, (specs, plan.batch_spec), (specs, P()))
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding((specs, P())))
 
 
@@ -86,7 +87,7 @@ def make_eval_step(config: RunConfig, model: LanguageModel, plan: Plan, schedule
             totals, _ = lax.scan(lambda total, x: (tree_add(total, sharded.forward(x)), None), zeros, microbatches)
         return plan.psum_batch(plan.psum_stages(totals))
 
-    step = plan.shard_map(eval_step, (plan.param_specs, plan.batch_spec), P())
+    step = plan.partition(eval_step, (plan.param_specs, plan.batch_spec), P())
     return jax.jit(step, out_shardings=plan.sharding(P()))
 
 
@@ -116,7 +117,7 @@ def sum_losses(losses: LossDict) -> jax.Array:
 def zero_gradients(model: ShardedModel, params: Tree) -> Parts:
     """Zeros to which the microbatches' gradients are added, in the parameters' dtype, or float32 if that is wider."""
     dtype = jnp.result_type(jnp.promote_types(model.compute_dtype, jnp.float32), *jax.tree.leaves(params))
-    return jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), model.grad_argument)
+    return jax.tree.map(lambda w: zeros_like_gradient(w, dtype), model.grad_argument)
 
 
 def model_fns(model: LanguageModel, head: Callable[[Tree, jax.Array, ModelInput], LossDict]) -> ModelFns:
@@ -141,5 +142,5 @@ def psum_loss_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: j
     """For each loss the weight of the whole global batch, over which it is a mean."""
     wide = jnp.promote_types(compute, jnp.float32)
     weights = loss_weights(model.objective, batch)
-    totals = plan.psum_batch({name: w.astype(wide).sum() for name, w in weights.items()})
+    totals = plan.psum_batch({name: partial_sum(w.astype(wide)) for name, w in weights.items()})
     return {name: jnp.where(total > 0, total, 1) for name, total in totals.items()}  # with no weight, the mean is 0

@@ -118,3 +118,10 @@ def test_branches_count_as_often_as_they_run_on_each_stage():
 
 def test_without_shares_every_branch_counts_fully():
     assert {c.count for c in HloModule(PIPELINE).collectives(4)} == {10}
+
+
+def test_a_permute_without_pairs_sends_nothing_and_yields_zeros():
+    module = HloModule(PIPELINE.replace("source_target_pairs={{0,2},{2,0}}", "source_target_pairs={}"))
+    (permute,) = [c for c in module.collectives(4) if c.kind == "collective-permute"]
+    assert permute.yields_zeros and permute.wire_bytes == 0
+    assert not any(c.yields_zeros for c in HloModule(PIPELINE).collectives(4))

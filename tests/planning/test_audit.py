@@ -140,6 +140,39 @@ def test_each_zero_stage_sends_its_collectives_over_data(name, parallel):
     assert kinds == (all_kinds if parallel["zero"] else {ALL_REDUCE})
 
 
+TYPED = [
+    ("cpu:8", "none", {"zero": 3, "sequence": True, "microbatches": 2}, {}),
+    ("v5p:4x4x4", "full", {"zero": 1, "sequence": True}, {}),
+    pytest.param("v5p:4x4x4", "none", {}, {}, marks=slow),
+    pytest.param("v5p:4x4x4", "selective", {"zero": 3, "replica": 2, "microbatches": 2}, ORIGINAL_BERT, marks=slow),
+    pytest.param("h100:2x8", "none", {"sequence": True}, {}, marks=slow),
+    pytest.param("h100:2x8", "residual", {"zero": 2, "microbatches": 2}, {}, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("name", "remat", "parallel", "model"), TYPED, ids=str)
+def test_xla_inserts_what_theory_expects(name, remat, parallel, model):
+    result = audited(name, remat, model_keys=model, partitioner="types", **parallel)
+    exact(result)
+    if name.startswith("cpu"):  # whose compiler knows no reduce-scatter but those that are written out
+        lowered = {c["lowered_as"] for c in result["collectives"] if c["part"] == "blocks"}
+        assert lowered == {"float32", "all-reduce, float32"}
+
+
+@slow
+def test_a_gather_that_a_compiler_loses_is_reported(monkeypatch):
+    """Without a constraint on the stream, XLA gathers its gradient, slices it, and makes a permute without pairs of
+    both."""
+    from spmd_lm.models import transformer
+
+    monkeypatch.setattr(transformer, "residual_stream", lambda x: x)
+    _audited.cache_clear()
+    result = audited("h100:2x8", sequence=True, partitioner="types")
+    _audited.cache_clear()
+    assert result["compiled_to_zeros"] and not result["ok"]
+    assert "zeros   collective-permute in" in render(result)
+
+
 @slow
 def test_unrolled_layers_are_gathered_twice_too():
     exact(audited("h100:2x8", scan=False, zero=3))

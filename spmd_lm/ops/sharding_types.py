@@ -1,0 +1,181 @@
+"""The functions of ops/collectives.py where arrays are global and their types say how they are sharded.
+
+On a mesh of Explicit axes a model writes no collective.  It states how a result is laid out, and XLA inserts what leads
+there.  A type says two more things than a PartitionSpec's dimensions do.  A value is *unreduced* over an axis where
+each device along it holds one addend of it; and *reduced* where all hold the same value and its gradient is unreduced.
+Megatron's f (arXiv:1909.08053, section 3) is then a reshard to *reduced*, and g one from *unreduced*.  What a layout
+does not allow without another collective is an error of jax's when the model is traced."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
+
+from spmd_lm.axes import SEQUENCE, has_axis_rules, is_dim_names, nontrivial_axes
+from spmd_lm.errors import LayoutError
+
+Specs = Any
+"""A tree of PartitionSpecs."""
+
+
+def is_explicit() -> bool:
+    """Whether what is traced runs on global arrays: on a mesh of Explicit axes, outside of shard_map."""
+    return bool(jax.sharding.get_abstract_mesh().explicit_axes)
+
+
+def is_spec(x: Any) -> bool:
+    """Whether a node of a tree is a PartitionSpec (a leaf) rather than a container of more nodes."""
+    return isinstance(x, P)
+
+
+def axes_of(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    return () if partition is None else (partition,) if isinstance(partition, str) else partition
+
+
+def partitions(x: Array) -> tuple:
+    """The mesh axes of each dimension of x, by its type."""
+    return jax.typeof(x).sharding.spec.partitions
+
+
+def gradient_spec(x: Array) -> P:
+    """How the gradient of x is laid out: unreduced where x is reduced, and the other way round."""
+    return jax.typeof(x).to_ct_aval().sharding.spec
+
+
+def layout(*names: str | None, unreduced: Sequence[str] = ()) -> P:
+    """The layout of an array with these dimension names.  unreduced: names over whose shards its addends lie."""
+    partial = {axis for name in unreduced for axis in nontrivial_axes(name)}
+    return P(*(nontrivial_axes(name) if name else None for name in names), unreduced=partial)
+
+
+def _sharding_axes(x: Array, dims: Sequence[int]) -> set[str]:
+    """The mesh axes that shard these dimensions of x."""
+    return {axis for dim in dims for axis in axes_of(partitions(x)[dim])}
+
+
+def _remaining(x: Array, dims: Sequence[int]) -> list:
+    """The partitions of all other dimensions of x."""
+    return [partition for dim, partition in enumerate(partitions(x)) if dim not in dims]
+
+
+def check_layout(tree: Any, names: Any, advice: str) -> None:
+    """Raises LayoutError without rules, and for leaves that are not sharded as these shard their dimension names."""
+    if not has_axis_rules():
+        raise LayoutError("there are no rules: trace the model inside of `with spmd_lm.axis_rules(...)`.")
+    problems = []
+    for (path, x), dim_names in zip(
+        jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(names, is_leaf=is_dim_names), strict=True
+    ):
+        if partitions(x) != layout(*dim_names).partitions:
+            where = jax.tree_util.keystr(path, simple=True, separator=".")
+            has, wanted = jax.typeof(x).sharding.spec, layout(*dim_names)
+            problems.append(f"{where} is laid out as {has}, and the rules shard {dim_names} as {wanted}.")
+    if problems:
+        raise LayoutError(*problems, advice)
+
+
+def copy_to_region(x: Array, name: str) -> Array:
+    batch, _, *rest = partitions(x)
+    return reshard(x, P(batch, None, *rest, reduced=set(nontrivial_axes(name))))
+
+
+def reduce_from_region(x: Array, name: str) -> Array:
+    batch, _, *rest = partitions(x)
+    return reshard(x, P(batch, nontrivial_axes(SEQUENCE), *rest))
+
+
+def residual_stream(x: Array) -> Array:
+    return reshard(x, layout("batch", SEQUENCE, None))
+
+
+def gather_sequence(x: Array) -> Array:
+    batch, _, *rest = partitions(x)
+    return reshard(x, P(batch, None, *rest))
+
+
+def global_indices(name: str, size: int) -> Array:
+    return reshard(jnp.arange(size, dtype=jnp.int32), layout(name))
+
+
+def first_tokens(h: Array) -> Array:
+    return manual_region(lambda h: h[:, :1], layout("batch", SEQUENCE, None))(h) if partitions(h)[1] else h[:, :1]
+
+
+def from_first_shard(x: Array, dim: int) -> Array:
+    here = reshard(jnp.arange(x.shape[dim]), P(partitions(x)[dim]))
+    return jnp.where(lax.expand_dims(here == 0, [d for d in range(x.ndim) if d != dim]), x, 0).sum(dim)
+
+
+def contract(
+    x: Array, y: Array, x_dims: Sequence[int], y_dims: Sequence[int], gradient_of: Array | None = None
+) -> Array:
+    dims = ((tuple(x_dims), tuple(y_dims)), ((), ()))
+    if gradient_of is not None:
+        return lax.dot_general(x, y, dims, out_sharding=gradient_spec(gradient_of))
+    remaining = _remaining(x, x_dims) + _remaining(y, y_dims)
+    return lax.dot_general(x, y, dims, out_sharding=P(*remaining, unreduced=_sharding_axes(x, x_dims)))
+
+
+def weight_gradient(left: Array, right: Array, w: Array) -> Array:
+    left, right = (reshard(x, P(*partitions(x))) for x in (left, right))
+    if partitions(left)[1] is None:
+        left, right = (x.reshape(-1, x.shape[-1]) for x in (left, right))
+    dims = range(left.ndim - 1)
+    return contract(left, right, dims, dims, w)
+
+
+def broadcast_like(vector: Array, x: Array) -> Array:
+    plain = reshard(vector, P(*partitions(vector)))
+    return lax.broadcast_in_dim(plain, x.shape, (x.ndim - 1,), out_sharding=P(*partitions(x)))
+
+
+def partial_sum(x: Array, dims: Sequence[int] | None = None, gradient_of: Array | None = None) -> Array:
+    dims = tuple(range(x.ndim) if dims is None else dims)
+    if gradient_of is not None:
+        return lax.reduce_sum(x, dims, out_sharding=gradient_spec(gradient_of))
+    return lax.reduce_sum(x, dims, out_sharding=P(*_remaining(x, dims), unreduced=_sharding_axes(x, dims)))
+
+
+def psum_axes(x: Any, axes: Sequence[str]) -> Any:
+    def complete(x: Array) -> Array:
+        left = jax.typeof(x).sharding.spec.unreduced - set(axes)
+        return reshard(x, P(*partitions(x), unreduced=left))
+
+    return jax.tree.map(complete, x)
+
+
+def psum_unreduced(x: Any) -> Any:
+    return jax.tree.map(lambda leaf: reshard(leaf, P(*partitions(leaf))), x)
+
+
+def as_gradient(g: Array, x: Array) -> Array:
+    return reshard(g, gradient_spec(x))
+
+
+def group_rows(x: Array, size: int) -> Array:
+    batch, *rest = partitions(x)
+    return lax.reshape(x, (x.shape[0] // size, size, *x.shape[1:]), out_sharding=P(batch, None, *rest))
+
+
+def zeros_like_gradient(x: Array, dtype: jnp.dtype) -> Array:
+    return reshard(jnp.zeros(x.shape, dtype), gradient_spec(x))
+
+
+def scale(factor: Array, x: Array) -> Array:
+    return reshard(factor, P(reduced=jax.typeof(x).sharding.spec.unreduced)) * x
+
+
+def manual_region(f: Callable, out_specs: Specs) -> Callable:
+    def run(*args, **kwargs):
+        in_specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (args, kwargs))
+        region = jax.shard_map(
+            lambda args, kwargs: f(*args, **kwargs), in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return region(args, kwargs)
+
+    return run

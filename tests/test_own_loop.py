@@ -1,0 +1,122 @@
+"""Models under a jit, a mesh and rules of one's own."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import spmd_lm
+from spmd_lm.errors import LayoutError
+from tests.helpers import FLOAT32, assert_close, host_batch, make_config
+
+ROOT = Path(__file__).parents[1]
+TENSOR = {"heads": "model", "mlp": "model", "vocab": "model"}
+RULES = TENSOR | {"batch": "data"}
+SIZES = {"vocab": 62, "dropout": 0.2, "attention_dropout": 0.1}
+
+
+def mesh_of(shape: tuple[int, int]) -> jax.sharding.Mesh:
+    devices = jax.devices()[: shape[0] * shape[1]]
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=devices)
+
+
+def gradients(rules: dict, shape: tuple[int, int]) -> tuple[jax.Array, dict]:
+    """Loss and gradients of the first batch on a mesh of data x model."""
+    config = make_config(model=SIZES)
+    model = spmd_lm.make_model(config)
+    mesh = mesh_of(shape)
+    with jax.set_mesh(mesh), spmd_lm.axis_rules(**rules):
+        params = jax.device_put(model.init(0), spmd_lm.param_shardings(model))
+        batch = jax.device_put(host_batch(config, 0), NamedSharding(mesh, P(rules.get("batch"))))
+        step = jax.jit(jax.value_and_grad(functools.partial(model.mean_loss, dropout=(3, 0))))
+        return jax.tree.map(np.asarray, step(params, batch))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "rules", [RULES, pytest.param(RULES | {"sequence": "model"}, marks=pytest.mark.slow)], ids=["tensor", "sequence"]
+)
+def test_gradients_do_not_depend_on_the_mesh(rules):
+    (loss, grads), (alone, grads_alone) = gradients(rules, (4, 2)), gradients({}, (1, 1))
+    assert loss == pytest.approx(alone, rel=1e-12)
+    assert_close(grads, grads_alone, 1e-11)
+
+
+def test_a_parameter_that_is_not_laid_out_is_named():
+    model = spmd_lm.make_model(
+        make_config(model=SIZES, precision=dict.fromkeys(("params", "compute", "reduce"), "float32"))
+    )
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), spmd_lm.axis_rules(**RULES), pytest.raises(LayoutError) as error:
+        batch = jax.device_put(host_batch(make_config(model=SIZES), 0), NamedSharding(mesh, P("data")))
+        jax.jit(model.mean_loss)(model.init(0), batch)
+    first, *_, advice = error.value.problems
+    assert first.startswith("blocks.attention.key is laid out as ") and "'model'" in first
+    assert advice == "Write jax.device_put(params, spmd_lm.param_shardings(model))."
+
+
+@pytest.mark.parametrize(
+    ("heads", "rules", "sharded", "message"),
+    [
+        (8, RULES, False, "tokens is laid out as"),
+        (8, TENSOR, True, "tokens is laid out as"),
+        (6, RULES, True, "model.heads=6 or its kv_heads=6 is not divisible by 4 shards"),
+    ],
+    ids=["batch on no device", "batch in no rule", "heads"],
+)
+def test_what_would_be_computed_wrong_is_refused(heads, rules, sharded, message):
+    config = make_config(model=SIZES | {"heads": heads, "width": 48, "vocab": 64}, precision=FLOAT32)
+    model, mesh = spmd_lm.make_model(config), mesh_of((2, 4))
+    with jax.set_mesh(mesh), spmd_lm.axis_rules(**rules), pytest.raises(LayoutError) as error:
+        params = jax.device_put(model.init(0), spmd_lm.param_shardings(model))
+        batch = host_batch(config, 0)
+        batch = jax.device_put(batch, NamedSharding(mesh, P("data"))) if sharded else batch
+        jax.eval_shape(model.mean_loss, params, batch)
+    assert error.value.problems[0].startswith(message)
+
+
+def test_a_step_outside_of_the_rules_is_refused():
+    config = make_config(model=SIZES, precision=FLOAT32)
+    model = spmd_lm.make_model(config)
+    with jax.set_mesh(mesh_of((4, 2))), pytest.raises(LayoutError, match="there are no rules"):
+        jax.eval_shape(model.mean_loss, model.init(0), host_batch(config, 0))
+
+
+@pytest.mark.slow
+def test_the_example_trains_to_the_losses_of_train(tmp_path):
+    """On data 4 x model 2, with dropout, in float64."""
+    keys = {f"precision.{what}": "float64" for what in ("params", "compute", "reduce")}
+    keys |= {"run.simulate_devices": 8, "parallel.model": 2, "train.steps": 10}
+    keys |= {"model.dropout": 0.1, "model.attention_dropout": 0.1}
+    keys |= {"optim.decay": "constant", "optim.warmup": 0, "optim.min_lr": 0, "optim.weight_decay": 0}
+    overrides = [f"{key}={value}" for key, value in keys.items()]
+
+    def run(*command: str) -> str:
+        env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            [sys.executable, *command, *overrides], cwd=ROOT, env=env, check=True, capture_output=True, text=True
+        ).stdout
+
+    losses = [float(line) for line in run("docs/examples/own_loop.py").split()]
+    run("-m", "spmd_lm", "train", "configs/debug.yaml", f"run.dir={tmp_path}")
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert losses == pytest.approx([record["loss"] for record in records if "loss" in record], rel=1e-12)
+    assert len(losses) == 10
+
+
+def test_the_example_is_short():
+    import ast
+
+    tree = ast.parse((ROOT / "docs/examples/own_loop.py").read_text())
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    imports = [node for node in statements if isinstance(node, (ast.Import, ast.ImportFrom))]
+    documentation = 1
+    assert len(statements) - len(imports) - documentation <= 20
