@@ -230,7 +230,7 @@ class Parallel(Section):
     data: Annotated[int, Field(ge=-1, le=MOST)] = -1  # -1: all devices that the other axes leave
     model: Count = 1  # degree of tensor parallelism
     replica: Count = 1  # copies of a ZeRO group, outside `data`
-    # who inserts the collectives: types, XLA from sharding types; manual, the step itself; pipelines are manual
+    # who inserts the collectives: the step itself (manual), or XLA from sharding types (types; not in pipelines)
     partitioner: Literal["auto", "types", "manual"] = "auto"
     sequence: bool = False  # activations between layers are sharded over `model` along the sequence
     # 1 shards the optimizer's state over `data`, 2 gradients too, 3 parameters too

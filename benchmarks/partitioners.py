@@ -1,0 +1,175 @@
+"""What XLA inserts where a step is left to its sharding types: each compiled step beside theory.
+
+    python benchmarks/partitioners.py                  every case, as a table
+    python benchmarks/partitioners.py --only h100      those whose name has this in it
+    python benchmarks/partitioners.py --partitioner manual
+    python benchmarks/partitioners.py --steps          a step beside the manual one, on 8 simulated devices
+
+The cases are drawn so that every two values of different choices (FACTORS) meet on every topology.  A case is exact if
+the collectives over `model` are those of theory in number, and all bytes within 0.1% of it.  The exit code is 1 where
+one is not."""
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "64")  # without it, collectives of simulated devices deadlock on two cores
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+
+from spmd_lm.analysis import topology
+from spmd_lm.analysis.hlo import wire_bytes
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.planning.audit import audit
+
+TOPOLOGIES = ("v5p:4x4x4", "h100:2x8", "cpu:8")
+TENSOR_PARALLEL = 4
+SIZES = {"layers": 2, "width": 512, "heads": 8, "context": 128, "vocab": 509, "dropout": 0.1, "attention_dropout": 0.0}
+BATCH = 64
+MODELS = {
+    "gpt": {},
+    "bert": {"kind": "bert", "norm": "post", "token_types": 2},
+    "bert, pre": {"kind": "bert", "norm": "pre", "token_types": 2},
+    "llama": {"norm_type": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "use_bias": False},
+}
+FACTORS = {
+    "model": tuple(MODELS),
+    "remat": ("none", "selective", "residual", "full"),
+    "zero": (0, 1, 2, 3),
+    "sequence": (False, True),
+    "replica": (1, 2),
+    "microbatches": (1, 2),
+}
+MOST = 1e-3
+"""Of theory's bytes: missing and excess bytes together."""
+
+Case = dict[str, str | int | bool]
+
+
+def all_pairs() -> list[Case]:
+    """Cases in which every two values of different factors meet: each the one that adds the most new pairs."""
+    names = tuple(FACTORS)
+    rows = list(itertools.product(*FACTORS.values()))
+
+    def pairs(row: tuple) -> set:
+        return set(itertools.combinations(zip(names, row, strict=True), 2))
+
+    missing, chosen = set().union(*map(pairs, rows)), []
+    while missing:
+        row = max(rows, key=lambda row: len(pairs(row) & missing))
+        missing -= pairs(row)
+        chosen.append(dict(zip(names, row, strict=True)))
+    return chosen
+
+
+def config_of(case: Case, partitioner: str) -> RunConfig:
+    model = MODELS[case["model"]]
+    parallel = {name: case[name] for name in ("zero", "sequence", "replica", "microbatches")}
+    return RunConfig.model_validate(
+        {
+            "model": SIZES | model,
+            "objective": {"kind": "masked_lm" if model.get("kind") == "bert" else "causal_lm"},
+            "data": {"source": "synthetic"},
+            "parallel": parallel | {"model": TENSOR_PARALLEL, "partitioner": partitioner},
+            "precision": {"params": "float32", "compute": "bfloat16", "reduce": "bfloat16"},
+            "remat": {"policy": case["remat"]},
+            "optim": {"lr": 1e-3},
+            "train": {"steps": 10, "batch": BATCH},
+        }
+    )
+
+
+def over_model(rows: list[dict], one: float) -> dict[str, float]:
+    """How many activations cross `model`, by kind: the bytes sent over it, in those of one activation."""
+    counts: dict[str, float] = {}
+    for row in rows:
+        if row["axes"] == ["model"]:
+            counts[row["kind"]] = counts.get(row["kind"], 0) + row["bytes"] / wire_bytes(
+                row["kind"], one, TENSOR_PARALLEL
+            )
+    return counts
+
+
+def judged(name: str, case: Case, partitioner: str) -> tuple[bool, list[str]]:
+    """Whether a case is exact, and its row of the table."""
+    target = topology.parse_topology(name)
+    result = audit(config_of(case, partitioner), target)
+    shards = target.size // TENSOR_PARALLEL * case["microbatches"]
+    one = BATCH // shards * SIZES["context"] * SIZES["width"] * 2
+    found, theory = (over_model(result[key], one) for key in ("collectives", "theory"))
+    if target.platform == "cpu":  # which sends bfloat16 as float32
+        theory = {kind: 2 * count for kind, count in theory.items()}
+    total, off = sum(t["bytes"] for t in result["theory"]), result["missing_bytes"] + result["excess_bytes"]
+    same = found.keys() == theory.keys() and all(abs(found[k] - n) < 0.1 for k, n in theory.items())
+    exact = same and off <= MOST * total and not result["compiled_to_zeros"]
+    counts = ", ".join(f"{count:.4g} {kind}" for kind, count in sorted(found.items()))
+    expected = ", ".join(f"{count:.4g}" for _, count in sorted(theory.items()))
+    seconds = f"{result['compile_seconds']:.0f} s"
+    return exact, [f"{counts} ({expected})", f"{off / total:.1e}", "exact" if exact else "NOT exact", seconds]
+
+
+ROUNDS, STEPS = 12, 4
+
+
+def time_steps() -> None:
+    """Prints the least CPU time of a step over interleaved rounds: of types, of manual, and of manual once more."""
+    from spmd_lm.api import read_batch
+    from spmd_lm.step.program import Program
+
+    case = {"model": "gpt", "remat": "none", "zero": 0, "sequence": False, "replica": 1, "microbatches": 1}
+    programs = {}
+    for name, partitioner in {"types": "types", "manual": "manual", "manual again": "manual"}.items():
+        config = config_of(case, partitioner)
+        parallel = config.parallel.model_copy(update={"data": 4, "model": 2})
+        precision = config.precision.model_copy(update={"compute": "float32", "reduce": "float32"})
+        program = Program(config.model_copy(update={"parallel": parallel, "precision": precision}))
+        batch = jax.tree.map(lambda x, to: jax.device_put(x[None], to), read_batch(config), program.batch_shardings)
+        state, _ = program.step(program.init(), batch)
+        programs[name] = [program, batch, state]
+    least = dict.fromkeys(programs, float("inf"))
+    for _ in range(ROUNDS):
+        for name, (program, batch, state) in programs.items():
+            start = time.process_time()
+            for _ in range(STEPS):
+                state, metrics = program.step(state, batch)
+            jax.block_until_ready((state, metrics))
+            least[name] = min(least[name], (time.process_time() - start) / STEPS)
+            programs[name][2] = state
+    for name, seconds in least.items():
+        print(f"{name:14} {seconds:.3f} s of CPU time a step, {seconds / least['manual']:.3f} of manual's")
+
+
+def cases(only: str) -> Iterator[tuple[str, str, Case]]:
+    for topology_name, case in itertools.product(TOPOLOGIES, all_pairs()):
+        name = f"{topology_name} " + " ".join(f"{key}={value}" for key, value in case.items())
+        if only in name:
+            yield topology_name, name, case
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--partitioner", default="types", choices=("types", "manual"))
+    parser.add_argument("--steps", action="store_true")
+    args = parser.parse_args()
+    if args.steps:
+        time_steps()
+        return 0
+    jax.config.update("jax_enable_compilation_cache", False)  # what was compiled for absent hardware cannot be loaded
+    print(f"| topology | {' | '.join(FACTORS)} | over model (theory) | bytes off | | compiled in |")
+    print("|" + " --- |" * (len(FACTORS) + 5))
+    failed = 0
+    for topology_name, _, case in cases(args.only):
+        exact, cells = judged(topology_name, case, args.partitioner)
+        failed += not exact
+        print(f"| {' | '.join([topology_name, *map(str, case.values()), *cells])} |", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
