@@ -131,22 +131,18 @@ def axis_rules(**axes: str | tuple[str, ...]) -> "AbstractContextManager[None]":
     import jax
 
     from spmd_lm.axes import use_axis_rules
-    from spmd_lm.parallel.rules import rules_on_mesh
+    from spmd_lm.parallel.own_mesh import rules_on_mesh
 
     return use_axis_rules(rules_on_mesh(jax.sharding.get_abstract_mesh(), axes))
 
 
 def param_shardings(model: "LanguageModel") -> dict[str, Any]:
-    """How the mesh and the rules of this context shard the parameters of a model: a tree of NamedShardings."""
-    import jax
+    """How the mesh and the rules of this context shard the parameters of a model: a tree of NamedShardings.
 
-    from spmd_lm.axes import is_dim_names
-    from spmd_lm.ops.sharding_types import layout
+    Raises LayoutError without them, and for sizes that the mesh does not divide."""
+    from spmd_lm.parallel import own_mesh
 
-    def sharding(names: tuple) -> jax.sharding.NamedSharding:
-        return jax.sharding.NamedSharding(jax.sharding.get_mesh(), layout(*names))
-
-    return jax.tree.map(sharding, model.names, is_leaf=is_dim_names)
+    return own_mesh.param_shardings(model.names, model.shapes)
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:

@@ -4,12 +4,14 @@ A model names the dimensions of its arrays, `heads` or `vocab`, and never speaks
 axes shard each name; whoever traces a model sets them once, with `use_axis_rules`.  Without rules every array is whole,
 and the same code runs on one device without a mesh."""
 
-import contextlib
-import contextvars
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
 
 # pipe: stages of layers.  data: parts of the batch, over which ZeRO shards; replica: copies of such a group (HSDP).
 PIPE, REPLICA, DATA, MODEL = MESH_AXES = ("pipe", "replica", "data", "model")
@@ -27,6 +29,16 @@ def is_dim_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
 
 
+def is_spec(x: Any) -> bool:
+    """Whether a node of a tree is a PartitionSpec (a leaf) rather than a container of more nodes."""
+    return isinstance(x, P)
+
+
+def axes_of(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    return () if partition is None else (partition,) if isinstance(partition, str) else partition
+
+
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
     """Which mesh axes shard each name of an activation's dimension, and how many devices lie along each axis.
@@ -39,31 +51,36 @@ class AxisRules:
     def axes(self, name: str | None) -> tuple[str, ...]:
         return () if name is None else tuple(self.rules[name])
 
+    def __hash__(self) -> int:
+        return self._hash
 
-_axis_rules: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar("axis_rules", default=None)
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((frozenset(self.rules.items()), frozenset(self.sizes.items())))
 
 
-@contextlib.contextmanager
-def use_axis_rules(rules: AxisRules | None) -> Iterator[None]:
-    """Trace the body under `rules`."""
-    token = _axis_rules.set(rules)
-    try:
-        yield
-    finally:
-        _axis_rules.reset(token)
+use_axis_rules = jax.make_user_context()
+"""A context of AxisRules, or None: `with use_axis_rules(rules):` traces under them.  jax.jit traces again what it has
+traced under other rules."""
 
 
 def has_axis_rules() -> bool:
-    return _axis_rules.get() is not None
+    return use_axis_rules.value is not None
 
 
 def nontrivial_axes(name: str) -> tuple[str, ...]:
     """The mesh axes of more than one device that shard `name`: a collective over one device is none."""
-    rules = _axis_rules.get()
+    rules: AxisRules | None = use_axis_rules.value
     return () if rules is None else tuple(a for a in rules.axes(name) if rules.sizes[a] > 1)
 
 
 def num_shards(name: str) -> int:
     """How many shards the dimension `name` has."""
-    rules = _axis_rules.get()
+    rules: AxisRules | None = use_axis_rules.value
     return math.prod(rules.sizes[a] for a in nontrivial_axes(name)) if rules else 1
+
+
+def partition_spec(*names: str | None, unreduced: Sequence[str] = ()) -> P:
+    """How an array of these dimensions is sharded.  unreduced: names over whose shards addends of it lie."""
+    addends = {axis for name in unreduced for axis in nontrivial_axes(name)}
+    return P(*(nontrivial_axes(name) if name else None for name in names), unreduced=addends)

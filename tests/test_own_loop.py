@@ -15,12 +15,18 @@ from jax.sharding import PartitionSpec as P
 
 import spmd_lm
 from spmd_lm.errors import LayoutError
-from tests.helpers import FLOAT32, assert_close, host_batch, make_config
+from tests.helpers import FLOAT32, ORIGINAL_BERT, assert_close, host_batch, make_config
 
 ROOT = Path(__file__).parents[1]
 TENSOR = {"heads": "model", "mlp": "model", "vocab": "model"}
 RULES = TENSOR | {"batch": "data"}
 SIZES = {"vocab": 62, "dropout": 0.2, "attention_dropout": 0.1}
+GPT = {"model": SIZES}
+BERT = {
+    "model": SIZES | ORIGINAL_BERT | {"activation": "gelu"},
+    "objective": {"kind": "masked_lm", "sentence_order": True},
+}
+slow = pytest.mark.slow
 
 
 def mesh_of(shape: tuple[int, int]) -> jax.sharding.Mesh:
@@ -28,26 +34,43 @@ def mesh_of(shape: tuple[int, int]) -> jax.sharding.Mesh:
     return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=devices)
 
 
-def gradients(rules: dict, shape: tuple[int, int]) -> tuple[jax.Array, dict]:
-    """Loss and gradients of the first batch on a mesh of data x model."""
-    config = make_config(model=SIZES)
+def computed(rules: dict, shape: tuple[int, int], sections: dict) -> tuple[jax.Array, dict, jax.Array]:
+    """Loss, gradients and logits of the first batch on a mesh of data x model."""
+    config = make_config(**sections)
     model = spmd_lm.make_model(config)
     mesh = mesh_of(shape)
     with jax.set_mesh(mesh), spmd_lm.axis_rules(**rules):
         params = jax.device_put(model.init(0), spmd_lm.param_shardings(model))
         batch = jax.device_put(host_batch(config, 0), NamedSharding(mesh, P(rules.get("batch"))))
-        step = jax.jit(jax.value_and_grad(functools.partial(model.mean_loss, dropout=(3, 0))))
+
+        @jax.jit
+        def step(params, batch):
+            loss, gradients = jax.value_and_grad(functools.partial(model.mean_loss, dropout=(3, 0)))(params, batch)
+            return loss, gradients, model.forward(params, batch)
+
         return jax.tree.map(np.asarray, step(params, batch))
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "rules", [RULES, pytest.param(RULES | {"sequence": "model"}, marks=pytest.mark.slow)], ids=["tensor", "sequence"]
+    ("rules", "sections"),
+    [
+        pytest.param(RULES, GPT, id="tensor"),
+        pytest.param(RULES | {"sequence": "model"}, GPT, id="sequence", marks=slow),
+        pytest.param(RULES | {"sequence": "model"}, BERT, id="bert", marks=slow),
+        pytest.param(RULES, {"model": SIZES | {"scan": False}}, id="unrolled", marks=slow),
+        pytest.param({}, GPT, id="nothing", marks=slow),
+        pytest.param({"batch": "data"}, GPT, id="rows", marks=slow),
+        pytest.param({"batch": ("data", "model")}, GPT, id="rows over both", marks=slow),
+        pytest.param(TENSOR, GPT, id="weights", marks=slow),
+    ],
 )
-def test_gradients_do_not_depend_on_the_mesh(rules):
-    (loss, grads), (alone, grads_alone) = gradients(rules, (4, 2)), gradients({}, (1, 1))
-    assert loss == pytest.approx(alone, rel=1e-12)
-    assert_close(grads, grads_alone, 1e-11)
+def test_what_is_computed_does_not_depend_on_the_mesh(rules, sections):
+    loss, gradients, logits = computed(rules, (4, 2), sections)
+    loss_alone, gradients_alone, logits_alone = computed({}, (1, 1), sections)
+    assert loss == pytest.approx(loss_alone, rel=1e-12)
+    assert_close(gradients, gradients_alone, 1e-11)
+    assert_close(logits, logits_alone, 1e-11)
 
 
 def test_a_parameter_that_is_not_laid_out_is_named():
@@ -90,7 +113,7 @@ def test_a_step_outside_of_the_rules_is_refused():
         jax.eval_shape(model.mean_loss, model.init(0), host_batch(config, 0))
 
 
-@pytest.mark.slow
+@slow
 def test_the_example_trains_to_the_losses_of_train(tmp_path):
     """On data 4 x model 2, with dropout, in float64."""
     keys = {f"precision.{what}": "float64" for what in ("params", "compute", "reduce")}

@@ -20,6 +20,7 @@ from spmd_lm.config.types import (
     DropoutRate,
     Dtype,
     Fraction,
+    Partitioner,
     ValidPath,
     without_repeats,
 )
@@ -381,6 +382,11 @@ class RunConfig(Section):
     def scan_layers(self) -> bool:
         """Whether layers run in a scan; a single layer never does."""
         return self.model.scan and self.layers_per_chunk > 1
+
+    @property
+    def partitioner(self) -> Partitioner:
+        """`parallel.partitioner`, resolved."""
+        return "manual" if self.parallel.partitioner == "auto" else self.parallel.partitioner
 
     @property
     def remat_policy(self) -> RematPolicy:

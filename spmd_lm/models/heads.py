@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spmd_lm.axes import partition_spec
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, Objective
 from spmd_lm.models.layers import Norm, ParamInit, add_bias, dense, widen
@@ -24,7 +25,6 @@ from spmd_lm.ops.collectives import (
 )
 from spmd_lm.ops.cross_entropy import cross_entropy, evaluate_cross_entropy
 from spmd_lm.ops.dropout import DropoutKey
-from spmd_lm.ops.sharding_types import layout
 
 
 class Head(nnx.Module):
@@ -172,7 +172,7 @@ class LabelHead(Head):
         def at_rows(z: jax.Array, sample_ids: jax.Array) -> jax.Array:
             return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[sample_ids].set(z)
 
-        place = manual_region(at_rows, layout(unreduced=("batch",)))
+        place = manual_region(at_rows, partition_spec(unreduced=("batch",)))
         return jax.tree.map(lambda z: psum_unreduced(place(z, batch.sample_ids)), self.logits(h, batch))
 
 
@@ -231,6 +231,11 @@ def make_head(init: ParamInit, objective: Objective, accum_dtype: str) -> Head:
         case ExtractiveQA():
             return ExtractiveQAHead(init, 2, pooled=False)
     return CausalLMHead(init, accum_dtype)
+
+
+def nonzero_totals(weights: LossDict) -> LossDict:
+    """Of total weights, what a weighted sum is divided by for its mean: with no weight, the mean is 0."""
+    return {name: jnp.where(total > 0, total, 1) for name, total in weights.items()}
 
 
 def loss_weights(objective: Objective, batch: Batch) -> LossDict:

@@ -2,7 +2,7 @@
 
 nnx defines the modules and their parameter names; this module turns them into functions: `embed`, `block_fn` and
 `losses` (or `eval_sums`) for a train step or a pipeline, `extend` for generation.  Layers are stacked along a leading
-dimension, `layers`.  Nothing here knows a mesh or a rank."""
+dimension, `layers`.  Nothing here asks for a device or a rank."""
 
 import dataclasses
 import functools
@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd_lm.axes import SEQUENCE, num_shards
+from spmd_lm.axes import SEQUENCE, num_shards, partition_spec
 from spmd_lm.batch import Batch
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import LayoutError
-from spmd_lm.models.heads import Head, loss_weights, make_head
+from spmd_lm.models.heads import Head, loss_weights, make_head, nonzero_totals
 from spmd_lm.models.layers import ParamInit, column_parallel, widen
 from spmd_lm.models.transformer import RESIDUAL, Block, Embedding, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
 from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.dropout import DropoutKey
-from spmd_lm.ops.sharding_types import check_layout, layout
+from spmd_lm.ops.sharding_types import check_layout, is_explicit
 
 Params = dict  # nested dicts of arrays: embedding, blocks, head
 Gather = Callable[[Params], Params]  # makes one layer's parameters, of the stack, whole
@@ -136,7 +136,7 @@ class LanguageModel:
         batch, key = microbatch
         key = None if key is None else key.at_layer(layer)
         local_attention = functools.partial(attention, spec=self.attention_spec)
-        core: Callable = manual_region(local_attention, layout("batch", None, "heads"))
+        core: Callable = manual_region(local_attention, partition_spec("batch", None, "heads"))
         core = self._checkpoint(core) if self.remat.recomputes_attention else core
         project: Callable = column_parallel
         core = functools.partial(core, positions=batch.positions, segment_ids=batch.segments, key=key)
@@ -183,19 +183,22 @@ class LanguageModel:
         key = None if dropout is None else DropoutKey(*dropout, batch.sample_ids)
         model_input, block = ModelInput(batch, key), self.block_fn()
 
-        def layer(x: jax.Array, inputs: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
+        def layer(x: jax.Array, inputs: tuple[Params, jax.Array]) -> tuple[jax.Array, LossDict]:
             layer_params, index = inputs
-            return block(layer_params, x, model_input, index)[0], None
+            return block(layer_params, x, model_input, index)
 
-        x = self.embed(params, model_input)
-        x, _ = self._scan_layers(layer, x, params["blocks"], jnp.arange(self.c.layers, dtype=jnp.int32))
+        x, indices = self.embed(params, model_input), jnp.arange(self.c.layers, dtype=jnp.int32)
+        x, auxiliary = self._scan_layers(layer, x, params["blocks"], indices, unroll=not self.scan_layers)
         wide = widen(x).dtype
         weights = {name: w.astype(wide) for name, w in loss_weights(self.objective, batch).items()}
-        weights = {name: w / jnp.where(w.sum() > 0, w.sum(), 1) for name, w in weights.items()}
-        return functools.reduce(operator.add, self.losses(params, x, model_input, weights).values())
+        totals = nonzero_totals({name: w.sum() for name, w in weights.items()})
+        losses = self.losses(params, x, model_input, {name: w / totals[name] for name, w in weights.items()})
+        return functools.reduce(
+            operator.add, [*losses.values(), *(of_layers.sum() for of_layers in auxiliary.values())]
+        )
 
     def _check_own_loop(self, params: Params, batch: Batch) -> None:
-        """Raises LayoutError for what `mean_loss` would compute something else of."""
+        """Raises LayoutError for what `mean_loss` and `forward` would compute something else of."""
         batch_names = jax.tree.map(lambda x: ("batch", None)[: x.ndim], batch)
         check_layout(params, self.names, "Write jax.device_put(params, spmd_lm.param_shardings(model)).")
         check_layout(batch, batch_names, "Write jax.device_put(batch, NamedSharding(mesh, P(axis of batch))).")
@@ -205,8 +208,10 @@ class LanguageModel:
         if self.remat.layers_per_remat_block > 1:
             raise LayoutError("remat.policy=block is for spmd-lm train alone. Use remat.policy=full.")
 
-    def forward(self, params: Params, gather: Gather, batch: Batch) -> dict[str, jax.Array]:
-        """Logits of a batch [batch, time]."""
+    def forward(self, params: Params, batch: Batch, gather: Gather = lambda layer: layer) -> dict[str, jax.Array]:
+        """Logits of a batch [batch, time], by what the head predicts.  On a mesh of jax.set_mesh as `mean_loss`."""
+        if is_explicit():
+            self._check_own_loop(params, batch)
         block = self.block_fn()
 
         def layer(x, inputs):
@@ -215,12 +220,12 @@ class LanguageModel:
         x, _ = self._scan_layers(layer, self.embed(params, ModelInput(batch)), params["blocks"])
         return self.logits(params, x, batch)
 
-    def _scan_layers(self, layer: Callable, x: jax.Array, stack: Params, per_layer=None) -> tuple:
+    def _scan_layers(self, layer: Callable, x: jax.Array, stack: Params, per_layer=None, **options) -> tuple:
         """lax.scan of layer(x, (params, entry of `per_layer`)) over all layers."""
         if not self.c.share_layers:
-            return jax.lax.scan(layer, x, (stack, per_layer))
+            return jax.lax.scan(layer, x, (stack, per_layer), **options)
         shared = jax.tree.map(lambda w: w[0], stack)
-        return jax.lax.scan(lambda x, entry: layer(x, (shared, entry)), x, per_layer, self.c.layers)
+        return jax.lax.scan(lambda x, entry: layer(x, (shared, entry)), x, per_layer, self.c.layers, **options)
 
     def empty_cache(self, rows: int, dtype: jnp.dtype) -> KVCache:
         """Keys and values of `rows` sequences, [layers, rows, context, local kv heads, head width] each."""

@@ -64,12 +64,12 @@ def pmax(x: Array, name: str) -> Array:
     return lax.pmax(x, axes) if (axes := nontrivial_axes(name)) else x
 
 
+@typed_as(sharding_types.all_gather)
 def all_gather(x: Array, name: str, dim: int) -> Array:
     """x with all shards of the dimension `dim`, called `name`."""
     return lax.all_gather(x, axes, axis=dim, tiled=True) if (axes := nontrivial_axes(name)) else x
 
 
-@typed_as(sharding_types.gather_sequence)
 def gather_sequence(x: Array) -> Array:
     """x [batch, sequence, ...] with the whole sequence."""
     return all_gather(x, SEQUENCE, 1)
@@ -155,7 +155,7 @@ def _from_first_shard(x: Array, name: str) -> Array:
     return psum(jnp.where(shard_index(name) == 0, x, 0), name)
 
 
-@typed_as(lambda x, name=SEQUENCE: sharding_types.gather_sequence(x))
+@typed_as(lambda x, name=SEQUENCE: sharding_types.all_gather(x, name, 1))
 @with_gradient(lambda g, name: local_slice(g, name, 1))
 def gather_replicated_grad(x: Array, name: str = SEQUENCE) -> Array:
     """x [batch, sequence, ...] with the whole sequence, for a computation that every device repeats: the gradient is
@@ -212,7 +212,7 @@ def psum_unreduced(x: Any) -> Any:
 
 @typed_as(jax.sharding.reshard)
 def constrain(x: Array, specs: Any) -> Array:
-    """A tree of arrays, laid out like this."""
+    """x, a tree of arrays whose types are to hold these PartitionSpecs."""
     return x
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spmd_lm.axes import SEQUENCE, num_shards
+from spmd_lm.axes import SEQUENCE, num_shards, partition_spec
 from spmd_lm.ops.collectives import (
     as_gradient,
     gather_sequence,
@@ -27,7 +27,6 @@ from spmd_lm.ops.collectives import (
     scale,
 )
 from spmd_lm.ops.embedding import local_rows
-from spmd_lm.ops.sharding_types import layout
 
 CHUNK_BYTES = 2**27
 """Most bytes of logits that one device holds at a time.  Below about 32 MiB a CPU loses time to short products."""
@@ -77,7 +76,7 @@ def _in_chunks(h: Array, targets: Array, weights: Array, rows: int) -> tuple[Arr
 
 def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tuple[Array, Array]:
     """As `cross_entropy`, and the sum of the weights of tokens whose target is the likeliest; not differentiable."""
-    total = layout(unreduced=("batch",))
+    total = partition_spec(unreduced=("batch",))
     evaluate = manual_region(functools.partial(_evaluate, vocab=vocab), (total, total))
     return psum_unreduced(evaluate(h, table, bias, targets, weights))
 
@@ -107,10 +106,12 @@ def cross_entropy(
 
 def _forward(h, table, bias, targets, weights, vocab, accum_dtype):
     over_batch = {"unreduced": ("batch",)}  # where the addends of what follows lie
-    d_bias_spec = None if bias is None else layout("vocab", **over_batch)
-    gradient_specs = layout("batch", SEQUENCE, None), layout("vocab", None, **over_batch), d_bias_spec
+    d_bias_spec = None if bias is None else partition_spec("vocab", **over_batch)
+    gradient_specs = partition_spec("batch", SEQUENCE, None), partition_spec("vocab", None, **over_batch), d_bias_spec
     region = functools.partial(_loss_and_gradients, vocab=vocab, accum_dtype=accum_dtype)
-    loss, gradients = manual_region(region, (layout(**over_batch), gradient_specs))(h, table, bias, targets, weights)
+    loss, gradients = manual_region(region, (partition_spec(**over_batch), gradient_specs))(
+        h, table, bias, targets, weights
+    )
     gradients = [None if x is None else as_gradient(g, x) for g, x in zip(gradients, (h, table, bias), strict=True)]
     return psum_unreduced(loss), (*gradients, weights)
 

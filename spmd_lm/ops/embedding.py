@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from spmd_lm.axes import SEQUENCE, num_shards
+from spmd_lm.axes import SEQUENCE, num_shards, partition_spec
 from spmd_lm.ops.collectives import (
     as_gradient,
     gather_sequence,
@@ -18,7 +18,6 @@ from spmd_lm.ops.collectives import (
     reduce_scatter_or_psum,
     shard_index,
 )
-from spmd_lm.ops.sharding_types import layout
 
 
 def local_rows(ids: Array, rows: int, name: str) -> tuple[Array, Array]:
@@ -32,7 +31,7 @@ def lookup(table: Array, ids: Array, name: str) -> Array:
     """Embeddings [batch, sequence, width] of ids (int32 [batch, time]).  table: [local rows, width], of `name`.
 
     If the rows are not sharded each device looks up its shard of the sequence, and its gradient is of that alone."""
-    return manual_region(functools.partial(_lookup, name=name), layout("batch", SEQUENCE, None))(table, ids)
+    return manual_region(functools.partial(_lookup, name=name), partition_spec("batch", SEQUENCE, None))(table, ids)
 
 
 def _lookup(table: Array, ids: Array, name: str) -> Array:
@@ -60,7 +59,9 @@ def _backward(name, saved, g):
     table, ids = saved
     # Of rows that every device holds, each has the gradients of its shard of the sequence.
     addends = ("batch",) if num_shards(name) > 1 else ("batch", SEQUENCE)
-    gradient = manual_region(functools.partial(_table_gradient, name=name), layout(name, None, unreduced=addends))
+    gradient = manual_region(
+        functools.partial(_table_gradient, name=name), partition_spec(name, None, unreduced=addends)
+    )
     return as_gradient(gradient(table, ids, g), table), None
 
 

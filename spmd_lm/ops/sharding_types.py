@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from spmd_lm.axes import SEQUENCE, has_axis_rules, is_dim_names, nontrivial_axes
+from spmd_lm.axes import SEQUENCE, axes_of, has_axis_rules, is_dim_names, nontrivial_axes, partition_spec
 from spmd_lm.errors import LayoutError
 
 Specs = Any
@@ -27,16 +27,6 @@ def is_explicit() -> bool:
     return bool(jax.sharding.get_abstract_mesh().explicit_axes)
 
 
-def is_spec(x: Any) -> bool:
-    """Whether a node of a tree is a PartitionSpec (a leaf) rather than a container of more nodes."""
-    return isinstance(x, P)
-
-
-def axes_of(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that one entry of a PartitionSpec names."""
-    return () if partition is None else (partition,) if isinstance(partition, str) else partition
-
-
 def partitions(x: Array) -> tuple:
     """The mesh axes of each dimension of x, by its type."""
     return jax.typeof(x).sharding.spec.partitions
@@ -45,12 +35,6 @@ def partitions(x: Array) -> tuple:
 def gradient_spec(x: Array) -> P:
     """How the gradient of x is laid out: unreduced where x is reduced, and the other way round."""
     return jax.typeof(x).to_ct_aval().sharding.spec
-
-
-def layout(*names: str | None, unreduced: Sequence[str] = ()) -> P:
-    """The layout of an array with these dimension names.  unreduced: names over whose shards its addends lie."""
-    partial = {axis for name in unreduced for axis in nontrivial_axes(name)}
-    return P(*(nontrivial_axes(name) if name else None for name in names), unreduced=partial)
 
 
 def _sharding_axes(x: Array, dims: Sequence[int]) -> set[str]:
@@ -71,9 +55,9 @@ def check_layout(tree: Any, names: Any, advice: str) -> None:
     for (path, x), dim_names in zip(
         jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(names, is_leaf=is_dim_names), strict=True
     ):
-        if partitions(x) != layout(*dim_names).partitions:
+        if partitions(x) != partition_spec(*dim_names).partitions:
             where = jax.tree_util.keystr(path, simple=True, separator=".")
-            has, wanted = jax.typeof(x).sharding.spec, layout(*dim_names)
+            has, wanted = jax.typeof(x).sharding.spec, partition_spec(*dim_names)
             problems.append(f"{where} is laid out as {has}, and the rules shard {dim_names} as {wanted}.")
     if problems:
         raise LayoutError(*problems, advice)
@@ -90,20 +74,21 @@ def reduce_from_region(x: Array, name: str) -> Array:
 
 
 def residual_stream(x: Array) -> Array:
-    return reshard(x, layout("batch", SEQUENCE, None))
+    return reshard(x, partition_spec("batch", SEQUENCE, None))
 
 
-def gather_sequence(x: Array) -> Array:
-    batch, _, *rest = partitions(x)
-    return reshard(x, P(batch, None, *rest))
+def all_gather(x: Array, _: str, dim: int) -> Array:
+    return reshard(x, P(*(None if d == dim else partition for d, partition in enumerate(partitions(x)))))
 
 
 def global_indices(name: str, size: int) -> Array:
-    return reshard(jnp.arange(size, dtype=jnp.int32), layout(name))
+    return reshard(jnp.arange(size, dtype=jnp.int32), partition_spec(name))
 
 
 def first_tokens(h: Array) -> Array:
-    return manual_region(lambda h: h[:, :1], layout("batch", SEQUENCE, None))(h) if partitions(h)[1] else h[:, :1]
+    return (
+        manual_region(lambda h: h[:, :1], partition_spec("batch", SEQUENCE, None))(h) if partitions(h)[1] else h[:, :1]
+    )
 
 
 def from_first_shard(x: Array, dim: int) -> Array:

@@ -14,11 +14,22 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, REPLICA, AxisRules, DimNames, is_dim_names, use_axis_rules
+from spmd_lm.axes import (
+    BATCH_AXES,
+    DATA,
+    MODEL,
+    PIPE,
+    REPLICA,
+    AxisRules,
+    DimNames,
+    axes_of,
+    is_dim_names,
+    is_spec,
+    use_axis_rules,
+)
 from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
 from spmd_lm.ops.collectives import constrain, manual_region, psum_axes
-from spmd_lm.ops.sharding_types import axes_of, is_spec
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules
@@ -290,8 +301,8 @@ class Plan:
         tensor_parallel = any(MODEL in self.param_rules.axes(name) for name in names)
         stages = () if "layers" in names else (PIPE,)  # the first and the last stage both use what is not a layer
         batch = (REPLICA,) if zero.ZERO_WIDTH in names else BATCH_AXES
-        partial = (MODEL,) if self.sequence and not tensor_parallel else ()
-        return self.nontrivial_axes(*stages, *batch, *partial)
+        sequence = (MODEL,) if self.sequence and not tensor_parallel else ()
+        return self.nontrivial_axes(*stages, *batch, *sequence)
 
     @jax.named_scope("gradients")
     def psum_gradients(self, grads: Tree, names: Tree) -> Tree:

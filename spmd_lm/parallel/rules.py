@@ -6,10 +6,9 @@ dimension."""
 import dataclasses
 from collections.abc import Mapping
 
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, AxisRules, DimNames
+from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, DimNames
 from spmd_lm.errors import LayoutError
 
 Table = Mapping[str, tuple[str, ...]]
@@ -54,35 +53,6 @@ class Rules:
         return Rules(
             {name: tuple(a for axis in on for a in replaced.get(axis, (axis,))) for name, on in self.table.items()}
         )
-
-
-SHARDABLE = ("batch", "sequence", "heads", "mlp", "vocab")
-"""Names that rules of one's own may shard."""
-
-
-def rules_on_mesh(mesh: AbstractMesh, axes: Mapping[str, str | tuple[str, ...]]) -> AxisRules:
-    """Rules of one's own, for a mesh of Explicit axes.  axes: the mesh axes that shard a name of SHARDABLE, outermost
-    first; a name that is missing is not sharded.  Raises LayoutError."""
-    table = {name: (on,) if isinstance(on, str) else tuple(on) for name, on in axes.items()}
-    unknown = [name for name in table if name not in SHARDABLE]
-    problems = [f"'{name}' is no dimension that can be sharded; they are {', '.join(SHARDABLE)}." for name in unknown]
-    shared = [name for name, on in table.items() if name != "batch" and set(on) & set(table.get("batch", ()))]
-    problems += [f"{name} shares an axis of the mesh with batch: an axis shards rows or weights." for name in shared]
-    for name, axis in ((name, axis) for name, on in table.items() for axis in on):
-        if axis not in mesh.axis_names:
-            has = (
-                f"it has {', '.join(mesh.axis_names)}" if mesh.axis_names else "there is none: enter jax.set_mesh(mesh)"
-            )
-            problems.append(f"{name}='{axis}' is no axis of the mesh; {has}.")
-        elif axis not in mesh.explicit_axes:
-            make = f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Explicit,) * {len(mesh.axis_names)})"
-            problems.append(f"{name}='{axis}' is an axis of the mesh that is not Explicit. Make the mesh with {make}.")
-    branches = {table.get(name, ()) for name in ("heads", "mlp", "vocab")}
-    if table.get("sequence") and branches != {table["sequence"]}:
-        problems.append("sequence is to be sharded over the same axes as heads, mlp and vocab.")
-    if problems:
-        raise LayoutError(*problems)
-    return AxisRules({**REPLICATED, **table}, dict(mesh.shape))
 
 
 PARAMETERS = Rules({**REPLICATED, **TENSOR, **ZERO, **PIPELINE})

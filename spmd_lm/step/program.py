@@ -17,7 +17,6 @@ from spmd_lm.axes import MODEL
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.parallel.mesh import abstract_mesh, domains_of_model, is_absent, make_mesh, resolve
@@ -56,8 +55,8 @@ def abstract_plan(config: RunConfig, devices: int, platform: str) -> Plan:
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
     zero = ZeroPolicy.of_stage(p.zero, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
     mesh, names, shapes = abstract_mesh(layout), model.names, model.shapes
-    partitioner: Partitioner = "types" if p.partitioner == "types" else "manual"
-    return Plan(layout, mesh, platform, names, shapes, zero, partitioner, p.sequence, config.chunks, p.run_idle_stages)
+    how = (config.partitioner, p.sequence, config.chunks, p.run_idle_stages)
+    return Plan(layout, mesh, platform, names, shapes, zero, *how)
 
 
 def _fit(tree: Tree, like: Tree) -> Tree:
@@ -205,7 +204,7 @@ class Program:
 
         def forward(params: Tree, batch: Batch) -> dict[str, jax.Array]:
             inference, gather = self.inference_params(params)
-            return lax.map(lambda microbatch: model.forward(inference, gather, microbatch), batch)
+            return lax.map(lambda microbatch: model.forward(inference, microbatch, gather), batch)
 
         step = plan.shard_map(forward, (plan.param_specs, plan.batch_spec), plan.batch_spec)
         return jax.jit(step, out_shardings=plan.sharding(P()))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.models.heads import loss_weights
+from spmd_lm.models.heads import loss_weights, nonzero_totals
 from spmd_lm.models.language_model import LanguageModel, ModelInput
 from spmd_lm.models.transformer import LossDict
 from spmd_lm.ops.collectives import partial_sum, zeros_like_gradient
@@ -143,4 +143,4 @@ def psum_loss_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: j
     wide = jnp.promote_types(compute, jnp.float32)
     weights = loss_weights(model.objective, batch)
     totals = plan.psum_batch({name: partial_sum(w.astype(wide)) for name, w in weights.items()})
-    return {name: jnp.where(total > 0, total, 1) for name, total in totals.items()}  # with no weight, the mean is 0
+    return nonzero_totals(totals)

@@ -1,11 +1,9 @@
-import jax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.errors import LayoutError
-from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules, rules_on_mesh
+from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules
 
 
 def test_names_become_mesh_axes():
@@ -44,38 +42,3 @@ def test_data_may_be_several_rings_of_a_mesh():
     assert {name: on for name, on in table.items() if name != "zero_width"} == {
         name: on for name, on in PARAMETERS.table.items() if name != "zero_width"
     }
-
-
-TENSOR = {"heads": "model", "mlp": "model", "vocab": "model"}
-
-
-def mesh(kind: AxisType) -> AbstractMesh:
-    return AbstractMesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-
-
-def test_rules_of_one_s_own_shard_what_they_name():
-    rules = rules_on_mesh(mesh(AxisType.Explicit), TENSOR | {"batch": ("data",)})
-    assert rules.axes("heads") == ("model",) and rules.axes("batch") == ("data",) and rules.axes("width") == ()
-    assert rules.sizes == {"data": 4, "model": 2}
-
-
-@pytest.mark.parametrize(
-    ("kind", "axes", "message"),
-    [
-        (AxisType.Explicit, {"haeds": "model"}, "'haeds' is no dimension that can be sharded; they are batch"),
-        (AxisType.Explicit, {"heads": "tensor"}, "heads='tensor' is no axis of the mesh; it has data, model."),
-        (AxisType.Explicit, TENSOR | {"batch": ("data", "model")}, "heads shares an axis of the mesh with batch"),
-        (AxisType.Auto, {"heads": "model"}, "that is not Explicit. Make the mesh with jax.make_mesh"),
-        (AxisType.Explicit, TENSOR | {"sequence": "data"}, "the same axes as heads, mlp and vocab"),
-    ],
-    ids=str,
-)
-def test_rules_that_no_model_can_follow_are_refused(kind, axes, message):
-    with pytest.raises(LayoutError) as error:
-        rules_on_mesh(mesh(kind), axes)
-    assert message in str(error.value)
-
-
-def test_rules_without_a_mesh_are_refused():
-    with pytest.raises(LayoutError, match=r"there is none: enter jax.set_mesh\(mesh\)"):
-        rules_on_mesh(jax.sharding.get_abstract_mesh(), {"heads": "model"})

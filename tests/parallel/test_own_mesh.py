@@ -1,0 +1,66 @@
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from spmd_lm.axes import AxisRules, num_shards, use_axis_rules
+from spmd_lm.errors import LayoutError
+from spmd_lm.parallel.own_mesh import param_shardings, rules_on_mesh
+
+TENSOR = {"heads": "model", "mlp": "model", "vocab": "model"}
+
+
+def mesh(kind: AxisType) -> AbstractMesh:
+    return AbstractMesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+
+def test_rules_of_one_s_own_shard_what_they_name():
+    rules = rules_on_mesh(mesh(AxisType.Explicit), TENSOR | {"batch": ("data",)})
+    assert rules.axes("heads") == ("model",) and rules.axes("batch") == ("data",) and rules.axes("width") == ()
+    assert rules.sizes == {"data": 4, "model": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "message"),
+    [
+        (AxisType.Explicit, {"haeds": "model"}, "'haeds' is no dimension that can be sharded; they are batch"),
+        (AxisType.Explicit, {"heads": "tensor"}, "heads='tensor' is no axis of the mesh; it has data, model."),
+        (AxisType.Explicit, TENSOR | {"batch": ("data", "model")}, "heads shares an axis of the mesh with batch"),
+        (AxisType.Auto, {"heads": "model"}, "that is not Explicit. Make the mesh with jax.make_mesh"),
+        (AxisType.Explicit, TENSOR | {"sequence": "data"}, "the same axes as heads, mlp and vocab"),
+    ],
+    ids=str,
+)
+def test_rules_that_no_model_can_follow_are_refused(kind, axes, message):
+    with pytest.raises(LayoutError) as error:
+        rules_on_mesh(mesh(kind), axes)
+    assert message in str(error.value)
+
+
+def test_rules_without_a_mesh_are_refused():
+    with pytest.raises(LayoutError, match=r"there is none: enter jax.set_mesh\(mesh\)"):
+        rules_on_mesh(jax.sharding.get_abstract_mesh(), {"heads": "model"})
+
+
+def test_shardings_without_a_mesh_are_refused():
+    with pytest.raises(LayoutError, match=r"enter jax.set_mesh\(mesh\) and spmd_lm.axis_rules\(...\) first"):
+        param_shardings({}, {})
+
+
+def test_sizes_that_the_mesh_does_not_divide_are_refused():
+    devices = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    names, shapes = {"table": ("vocab", "width")}, {"table": jax.ShapeDtypeStruct((61, 8), "float32")}
+    rules = rules_on_mesh(mesh(AxisType.Explicit), {"vocab": "model"})
+    with jax.set_mesh(devices), use_axis_rules(rules), pytest.raises(LayoutError) as error:
+        param_shardings(names, shapes)
+    problem, advice = error.value.problems
+    assert problem == "dimension 'vocab' of size 61 is not divisible by the 2 devices of its axes."
+    assert advice.startswith("Only spmd-lm train pads")
+
+
+def test_other_rules_trace_a_function_again():
+    shards = jax.jit(lambda: num_shards("heads"))
+    for sizes in ({"model": 2}, {"model": 4}, {"model": 2}):
+        with use_axis_rules(AxisRules({"heads": ("model",)}, sizes)):
+            assert shards() == sizes["model"]
+    assert shards() == 1
+    assert shards._cache_size() == 3  # equal rules are one key
