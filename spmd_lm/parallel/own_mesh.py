@@ -40,9 +40,9 @@ def rules_on_mesh(mesh: AbstractMesh, axes: Mapping[str, str | tuple[str, ...]])
 
 
 def param_shardings(names: Tree, shapes: Tree) -> Tree:
-    """NamedShardings on the mesh of jax.set_mesh, by the rules of this context, of parameters with these
-    dimension names and shapes.  Raises LayoutError without a mesh or rules, and for sizes that the mesh does not divide.
-    """
+    """NamedShardings of parameters with these names and shapes, on jax.set_mesh's mesh by the rules of this context.
+
+    Raises LayoutError without a mesh or rules, and for sizes that the mesh does not divide."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty or not has_axis_rules():
         raise LayoutError("there are no mesh and rules: enter jax.set_mesh(mesh) and spmd_lm.axis_rules(...) first.")

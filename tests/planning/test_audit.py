@@ -8,11 +8,11 @@ import jax
 import pytest
 
 from spmd_lm.analysis import topology
-from spmd_lm.analysis.expected_collectives import expected_collectives
-from spmd_lm.analysis.hlo import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
+from spmd_lm.analysis.expected_collectives import ExpectedCollective, expected_collectives
+from spmd_lm.analysis.hlo import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CompiledCollective, wire_bytes
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.planning.audit import _with_available_kernel, audit, render
+from spmd_lm.planning.audit import _mark_unscattered, _with_available_kernel, audit, render
 from spmd_lm.step.program import abstract_plan
 from tests.helpers import FILES, ORIGINAL_BERT, make_config
 
@@ -157,6 +157,19 @@ def test_xla_inserts_what_theory_expects(name, remat, parallel, model):
     if name.startswith("cpu"):  # whose compiler knows no reduce-scatter but those that are written out
         lowered = {c["lowered_as"] for c in result["collectives"] if c["part"] == "blocks"}
         assert lowered == {"float32", "all-reduce, float32"}
+
+
+def test_an_all_reduce_stands_for_a_scatter_only_where_nothing_else_is_reduced():
+    def compiled(part: str) -> CompiledCollective:
+        return CompiledCollective(ALL_REDUCE, ("model",), part, "f32", None, 1, 12.0, 8.0, (12.0,))
+
+    def expected(kind: str, part: str) -> ExpectedCollective:
+        return ExpectedCollective(kind, ("model",), part, "float32", 1, 6.0, "")
+
+    theory = [expected(REDUCE_SCATTER, "blocks"), expected(REDUCE_SCATTER, "head"), expected(ALL_REDUCE, "head")]
+    blocks, head, other = _mark_unscattered([*map(compiled, ("blocks", "head", "embedding"))], theory)
+    assert (blocks.kind, blocks.bytes, blocks.stages, blocks.lowered_as) == (REDUCE_SCATTER, 6.0, (6.0,), "all-reduce")
+    assert (head, other) == (compiled("head"), compiled("embedding"))
 
 
 @slow

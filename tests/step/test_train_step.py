@@ -1,4 +1,4 @@
-"""The matrix: one run, every layout, against the reference, in float64.
+"""The matrix: one run, every layout, against the reference, in float64; collectives written out, and inserted by XLA.
 
 1e-12 for sums, 1e-11 for leaves of the state: three steps of Adam divide what rounding has touched by its own size."""
 
@@ -22,6 +22,7 @@ from tests.helpers import (
     device_batch,
     host_batch,
     make_config,
+    partitioned,
     program,
     run_of,
     shard_bytes,
@@ -39,7 +40,9 @@ QUICK = [
     ("data2-model4-sequence-zero1", 2, "unrolled", "none"),
     ("replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
 ]
+QUICK_TYPES = [QUICK[0], QUICK[3], QUICK[5]]
 REMAT = ("none", "full", "selective", "residual")
+slow = pytest.mark.slow
 
 
 LATER = [
@@ -58,10 +61,10 @@ def matrix():
         enumerate(LAYOUTS), enumerate(itertools.product((1, 2, 4), ("scan", "unrolled"), REMAT))
     ):
         case, rows = (layout, *how), 16 // how[0]
-        if case in QUICK:
-            yield pytest.param(*case)
-        elif case in LATER or ((number - 5 * at) % 12 == 0 and rows % degrees(run_of(layout)).batch_shards == 0):
-            yield pytest.param(*case, marks=pytest.mark.slow)
+        diagonal = (number - 5 * at) % 12 == 0 and rows % degrees(run_of(layout)).batch_shards == 0
+        if case in QUICK or case in LATER or diagonal:
+            yield pytest.param("manual", *case, marks=() if case in QUICK else slow)
+            yield pytest.param("types", *case, marks=() if case in QUICK_TYPES else slow)
 
 
 def lowered(config) -> str:
@@ -75,13 +78,14 @@ def assert_same_run(got, want):
     assert_states_close(got.last, want.last, 1e-11)
 
 
-@pytest.mark.parametrize(("layout", "microbatches", "form", "remat"), [*matrix()])
-def test_every_layout_computes_the_reference(layout, microbatches, form, remat):
+@pytest.mark.parametrize(("partitioner", "layout", "microbatches", "form", "remat"), [*matrix()])
+def test_every_layout_computes_the_reference(partitioner, layout, microbatches, form, remat):
     config = run_of(layout, microbatches, form, remat)
-    got, want = trained(config), trained_reference(make_config())
+    got, want = trained(partitioned(config, partitioner)), trained_reference(make_config())
     assert want.norms.min() > config.optim.clip > 0
     assert_equal(got.first, want.first)
     assert_same_run(got, want)
+    assert_same_run(got, trained(partitioned(config, "manual")))
 
 
 CERTAIN = {"dropout": 0.0, "attention_dropout": 0.0}
@@ -116,7 +120,6 @@ MODELS = {
     "one layer for all": {"model": {"share_layers": True, "layers": 3}},
 }
 MODELS |= {name: BERT | sections for name, sections in TASKS.items()}
-slow = pytest.mark.slow
 ON = [
     pytest.param("bert", "replica2-data2-model2-sequence-zero3", 2, "scan", "full", marks=slow),
     ("bert", "data4-model2", 2, "scan", "none"),
@@ -136,14 +139,12 @@ ON = [
 
 
 @pytest.mark.parametrize(("model", "layout", "microbatches", "form", "remat"), ON)
-def test_every_model_computes_the_reference(model, layout, microbatches, form, remat):
+@pytest.mark.parametrize("partitioner", ["manual", pytest.param("types", marks=slow)])
+def test_every_model_computes_the_reference(partitioner, model, layout, microbatches, form, remat):
     """Dropout is on, and a batch of BERT's has padding, two types of tokens and two losses."""
     sections = ({"objective": {"kind": "masked_lm"}} if "bert" in model else {}) | MODELS[model]
-    got, want = (
-        trained(run_of(layout, microbatches, form, remat, **sections)),
-        trained_reference(make_config(**sections)),
-    )
-    assert_same_run(got, want)
+    config = partitioned(run_of(layout, microbatches, form, remat, **sections), partitioner)
+    assert_same_run(trained(config), trained_reference(make_config(**sections)))
 
 
 @pytest.mark.parametrize(
