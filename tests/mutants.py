@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FILES = [
+    "axes.py",
     "ops/collectives.py",
     "ops/sharding_types.py",
     "ops/cross_entropy.py",
@@ -88,6 +89,7 @@ WATCHERS = [
     "tests/parallel/test_sharded_model.py",
     "tests/step/test_loss_scale.py",
     "tests/step/test_train_step.py",
+    "tests/test_own_loop.py",
 ]  # those tests that are marked `mutants`
 FIRST = {
     "models": ["tests/models"],
@@ -124,8 +126,8 @@ def places(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
             for i, keyword in enumerate(node.keywords):
                 if keyword.arg in ADDENDS:
                     yield f"lose {keyword.arg}", node, f"lose {i}"
-            if name == "layout" and len(node.args) > 1:
-                yield "turn layout", node, "turn"
+            if name == "partition_spec" and len(node.args) > 1:
+                yield "turn partition_spec", node, "turn"
         elif isinstance(node, ast.BinOp) and isinstance(node.op, FACTORS):
             yield "drop a factor", node, "left"
         elif isinstance(node, ast.Dict):

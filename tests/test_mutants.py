@@ -42,7 +42,7 @@ def config(run: tuple | None = None, warmup: int = 0, partitioner: str = "manual
     return partitioned(run_of(*run, optim=optim), partitioner) if run else make_config(optim=optim)
 
 
-PARTITIONERS = ("manual", "types")
+PARTITIONERS = ("types", "manual")
 
 
 @pytest.mark.parametrize("partitioner", PARTITIONERS)

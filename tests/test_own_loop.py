@@ -56,7 +56,7 @@ def computed(rules: dict, shape: tuple[int, int], sections: dict) -> tuple[jax.A
     ("rules", "sections"),
     [
         pytest.param(RULES, GPT, id="tensor"),
-        pytest.param(RULES | {"sequence": "model"}, GPT, id="sequence", marks=slow),
+        pytest.param(RULES | {"sequence": "model"}, GPT, id="sequence", marks=[slow, pytest.mark.mutants]),
         pytest.param(RULES | {"sequence": "model"}, BERT, id="bert", marks=slow),
         pytest.param(RULES, {"model": SIZES | {"scan": False}}, id="unrolled", marks=slow),
         pytest.param({}, GPT, id="nothing", marks=slow),
