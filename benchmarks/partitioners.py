@@ -113,7 +113,7 @@ def judged(name: str, case: Case, partitioner: str) -> tuple[bool, list[str]]:
     return exact, [f"{counts} ({expected})", f"{off / total:.1e}", "exact" if exact else "NOT exact", seconds]
 
 
-ROUNDS, STEPS = 12, 4
+ROUNDS, STEPS = 12, 2
 
 
 def time_steps() -> None:
