@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from spmd_lm.errors import LayoutError
+
 # pipe: stages of layers.  data: parts of the batch, over which ZeRO shards; replica: copies of such a group (HSDP).
 PIPE, REPLICA, DATA, MODEL = MESH_AXES = ("pipe", "replica", "data", "model")
 BATCH_AXES = (REPLICA, DATA)
@@ -64,19 +66,25 @@ use_axis_rules = jax.make_user_context()
 traced under other rules."""
 
 
-def has_axis_rules() -> bool:
-    return use_axis_rules.value is not None
+def axis_rules() -> AxisRules | None:
+    """The rules of this context.  Raises LayoutError where arrays are global and there are none."""
+    rules: AxisRules | None = use_axis_rules.value
+    if rules is None and jax.sharding.get_abstract_mesh().explicit_axes:
+        raise LayoutError(
+            "there are no rules: trace the model, and what differentiates it, inside of `with spmd_lm.axis_rules(...)`."
+        )
+    return rules
 
 
 def nontrivial_axes(name: str) -> tuple[str, ...]:
     """The mesh axes of more than one device that shard `name`: a collective over one device is none."""
-    rules: AxisRules | None = use_axis_rules.value
+    rules = axis_rules()
     return () if rules is None else tuple(a for a in rules.axes(name) if rules.sizes[a] > 1)
 
 
 def num_shards(name: str) -> int:
     """How many shards the dimension `name` has."""
-    rules: AxisRules | None = use_axis_rules.value
+    rules = axis_rules()
     return math.prod(rules.sizes[a] for a in nontrivial_axes(name)) if rules else 1
 
 

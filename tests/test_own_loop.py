@@ -67,7 +67,7 @@ def computed(rules: dict, shape: tuple[int, int], sections: dict) -> tuple[jax.A
 )
 def test_what_is_computed_does_not_depend_on_the_mesh(rules, sections):
     loss, gradients, logits = computed(rules, (4, 2), sections)
-    loss_alone, gradients_alone, logits_alone = computed({}, (1, 1), sections)
+    loss_alone, gradients_alone, logits_alone = computed(RULES, (1, 1), sections)
     assert loss == pytest.approx(loss_alone, rel=1e-12)
     assert_close(gradients, gradients_alone, 1e-11)
     assert_close(logits, logits_alone, 1e-11)
@@ -86,17 +86,21 @@ def test_a_parameter_that_is_not_laid_out_is_named():
     assert advice == "Write jax.device_put(params, spmd_lm.param_shardings(model))."
 
 
+SEQUENCE = RULES | {"sequence": "model"}
+
+
 @pytest.mark.parametrize(
-    ("heads", "rules", "sharded", "message"),
+    ("sizes", "rules", "sharded", "message"),
     [
-        (8, RULES, False, "tokens is laid out as"),
-        (8, TENSOR, True, "tokens is laid out as"),
-        (6, RULES, True, "model.heads=6 or its kv_heads=6 is not divisible by 4 shards"),
+        ({}, RULES, False, "tokens is laid out as"),
+        ({}, TENSOR, True, "tokens is laid out as"),
+        ({"heads": 6}, RULES, True, "model.heads=6 cannot be divided by the 4 shards of 'heads'"),
+        ({"context": 15}, SEQUENCE, True, "the batch's sequences, 15 tokens long, cannot be divided by the 4 shards"),
     ],
-    ids=["batch on no device", "batch in no rule", "heads"],
+    ids=["batch on no device", "batch in no rule", "heads", "sequence"],
 )
-def test_what_would_be_computed_wrong_is_refused(heads, rules, sharded, message):
-    config = make_config(model=SIZES | {"heads": heads, "width": 48, "vocab": 64}, precision=FLOAT32)
+def test_what_would_be_computed_wrong_is_refused(sizes, rules, sharded, message):
+    config = make_config(model=SIZES | {"width": 48, "vocab": 64} | sizes, precision=FLOAT32)
     model, mesh = spmd_lm.make_model(config), mesh_of((2, 4))
     with jax.set_mesh(mesh), spmd_lm.axis_rules(**rules), pytest.raises(LayoutError) as error:
         params = jax.device_put(model.init(0), spmd_lm.param_shardings(model))
@@ -111,6 +115,35 @@ def test_a_step_outside_of_the_rules_is_refused():
     model = spmd_lm.make_model(config)
     with jax.set_mesh(mesh_of((4, 2))), pytest.raises(LayoutError, match="there are no rules"):
         jax.eval_shape(model.mean_loss, model.init(0), host_batch(config, 0))
+
+
+def laid_out() -> tuple:
+    """A model, and its parameters and batch by the rules of this context."""
+    config = make_config(model=SIZES, precision=FLOAT32)
+    model, mesh = spmd_lm.make_model(config), jax.sharding.get_mesh()
+    params = jax.device_put(model.init(0), spmd_lm.param_shardings(model))
+    return model, params, jax.device_put(host_batch(config, 0), NamedSharding(mesh, P("data")))
+
+
+def test_a_backward_outside_of_the_rules_is_refused():
+    with jax.set_mesh(mesh_of((8, 1))):
+        with spmd_lm.axis_rules(batch="data"):
+            model, params, batch = laid_out()
+
+        def loss(params, batch):
+            with spmd_lm.axis_rules(batch="data"):
+                return model.mean_loss(params, batch)
+
+        with pytest.raises(LayoutError, match="and what differentiates it"):
+            jax.eval_shape(jax.grad(loss), params, batch)
+
+
+def test_rules_of_another_mesh_are_refused():
+    with jax.set_mesh(mesh_of((4, 2))):
+        rules = spmd_lm.axis_rules(**RULES)
+    with jax.set_mesh(mesh_of((2, 4))), rules, pytest.raises(LayoutError, match="the rules are for a mesh of"):
+        model, params, batch = laid_out()
+        jax.eval_shape(model.mean_loss, params, batch)
 
 
 @slow

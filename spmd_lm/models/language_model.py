@@ -25,7 +25,7 @@ from spmd_lm.models.transformer import RESIDUAL, Block, Embedding, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
 from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.dropout import DropoutKey
-from spmd_lm.ops.sharding_types import check_layout, is_explicit
+from spmd_lm.ops.sharding_types import checked, is_explicit
 
 Params = dict  # nested dicts of arrays: embedding, blocks, head
 Gather = Callable[[Params], Params]  # makes one layer's parameters, of the stack, whole
@@ -179,7 +179,7 @@ class LanguageModel:
         params: in the dtype that is to be computed in, laid out by their names.  batch: leaves [batch, ...].  dropout:
         a seed and the step, integers, of which the masks are a function; None for none.  Raises LayoutError where a
         parameter or the batch is laid out in another way than the rules say."""
-        self._check_own_loop(params, batch)
+        params, batch = self._checked(params, batch)
         key = None if dropout is None else DropoutKey(*dropout, batch.sample_ids)
         model_input, block = ModelInput(batch, key), self.block_fn()
 
@@ -197,21 +197,28 @@ class LanguageModel:
             operator.add, [*losses.values(), *(of_layers.sum() for of_layers in auxiliary.values())]
         )
 
-    def _check_own_loop(self, params: Params, batch: Batch) -> None:
-        """Raises LayoutError for what `mean_loss` and `forward` would compute something else of."""
+    def _checked(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
+        """Both, of global arrays.  Raises LayoutError for those of which something else would be computed."""
+        params = checked(params, self.names, "Write jax.device_put(params, spmd_lm.param_shardings(model)).")
         batch_names = jax.tree.map(lambda x: ("batch", None)[: x.ndim], batch)
-        check_layout(params, self.names, "Write jax.device_put(params, spmd_lm.param_shardings(model)).")
-        check_layout(batch, batch_names, "Write jax.device_put(batch, NamedSharding(mesh, P(axis of batch))).")
-        heads, kv_heads, shards = self.c.heads, self.c.kv_heads or self.c.heads, num_shards("heads")
-        if heads % shards or kv_heads % shards:
-            raise LayoutError(f"model.heads={heads} or its kv_heads={kv_heads} is not divisible by {shards} shards.")
+        batch = checked(batch, batch_names, "Write jax.device_put(batch, NamedSharding(mesh, P(axis of batch))).")
+        rows, time = batch.tokens.shape
+        for what, size, name in (
+            (f"model.heads={self.c.heads}", self.c.heads, "heads"),
+            (f"model.kv_heads={self.c.kv_heads}", self.c.kv_heads or self.c.heads, "heads"),
+            (f"the batch's sequences, {time} tokens long,", time, SEQUENCE),
+            (f"the number of examples in {rows} rows", rows // self.objective.rows_per_example, "batch"),
+        ):
+            if size % num_shards(name):
+                raise LayoutError(f"{what} cannot be divided by the {num_shards(name)} shards of '{name}'.")
         if self.remat.layers_per_remat_block > 1:
             raise LayoutError("remat.policy=block is for spmd-lm train alone. Use remat.policy=full.")
+        return params, batch
 
     def forward(self, params: Params, batch: Batch, gather: Gather = lambda layer: layer) -> dict[str, jax.Array]:
         """Logits of a batch [batch, time], by what the head predicts.  On a mesh of jax.set_mesh as `mean_loss`."""
         if is_explicit():
-            self._check_own_loop(params, batch)
+            params, batch = self._checked(params, batch)
         block = self.block_fn()
 
         def layer(x, inputs):

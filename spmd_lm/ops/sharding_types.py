@@ -15,7 +15,16 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from spmd_lm.axes import SEQUENCE, axes_of, has_axis_rules, is_dim_names, nontrivial_axes, partition_spec
+from spmd_lm.axes import (
+    SEQUENCE,
+    AxisRules,
+    DimNames,
+    axes_of,
+    axis_rules,
+    is_dim_names,
+    nontrivial_axes,
+    partition_spec,
+)
 from spmd_lm.errors import LayoutError
 
 Specs = Any
@@ -47,20 +56,39 @@ def _remaining(x: Array, dims: Sequence[int]) -> list:
     return [partition for dim, partition in enumerate(partitions(x)) if dim not in dims]
 
 
-def check_layout(tree: Any, names: Any, advice: str) -> None:
-    """Raises LayoutError without rules, and for leaves that are not sharded as these shard their dimension names."""
-    if not has_axis_rules():
-        raise LayoutError("there are no rules: trace the model inside of `with spmd_lm.axis_rules(...)`.")
-    problems = []
-    for (path, x), dim_names in zip(
-        jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(names, is_leaf=is_dim_names), strict=True
-    ):
-        if partitions(x) != partition_spec(*dim_names).partitions:
-            where = jax.tree_util.keystr(path, simple=True, separator=".")
-            has, wanted = jax.typeof(x).sharding.spec, partition_spec(*dim_names)
-            problems.append(f"{where} is laid out as {has}, and the rules shard {dim_names} as {wanted}.")
+def rules_of_mesh() -> AxisRules:
+    """The rules of this context.  Raises LayoutError where there are none, and for those of another mesh."""
+    rules, mesh = axis_rules(), jax.sharding.get_abstract_mesh()
+    if rules is None:
+        raise LayoutError("there is no mesh of Explicit axes: enter jax.set_mesh(mesh) and spmd_lm.axis_rules(...).")
+    if dict(mesh.shape) != rules.sizes or mesh.explicit_axes != mesh.axis_names:
+        raise LayoutError(
+            f"the rules are for a mesh of {rules.sizes}, and this one has {dict(mesh.shape)}, Explicit axes: "
+            f"{', '.join(mesh.explicit_axes)}. Enter spmd_lm.axis_rules(...) inside of jax.set_mesh(mesh)."
+        )
+    return rules
+
+
+def checked(tree: Any, names: Any, advice: str) -> Any:
+    """A tree of arrays, without axes of one device in their types.
+
+    Raises LayoutError as `rules_of_mesh`, and for leaves that are unreduced, or not sharded as the rules shard their
+    dimension names."""
+    rules, problems = rules_of_mesh(), []
+
+    def checked_leaf(path: tuple, dim_names: DimNames, x: Array) -> Array:
+        spec, wanted = jax.typeof(x).sharding.spec, partition_spec(*dim_names)
+        nontrivial = P(*(tuple(axis for axis in axes_of(part) if rules.sizes[axis] > 1) for part in spec.partitions))
+        if nontrivial.partitions == wanted.partitions and not spec.unreduced:
+            return reshard(x, wanted.update(reduced=spec.reduced))
+        where = jax.tree_util.keystr(path, simple=True, separator=".")
+        problems.append(f"{where} is laid out as {spec}, and the rules shard {dim_names} as {wanted}.")
+        return x
+
+    result = jax.tree_util.tree_map_with_path(checked_leaf, names, tree, is_leaf=is_dim_names)
     if problems:
         raise LayoutError(*problems, advice)
+    return result
 
 
 def copy_to_region(x: Array, name: str) -> Array:

@@ -25,8 +25,9 @@ def test_rules_of_one_s_own_shard_what_they_name():
         (AxisType.Explicit, {"haeds": "model"}, "'haeds' is no dimension that can be sharded; they are batch"),
         (AxisType.Explicit, {"heads": "tensor"}, "heads='tensor' is no axis of the mesh; it has data, model."),
         (AxisType.Explicit, TENSOR | {"batch": ("data", "model")}, "heads shares an axis of the mesh with batch"),
-        (AxisType.Auto, {"heads": "model"}, "that is not Explicit. Make the mesh with jax.make_mesh"),
+        (AxisType.Auto, {"heads": "model"}, "axes that are not Explicit: data, model. Make it with jax.make_mesh"),
         (AxisType.Explicit, TENSOR | {"sequence": "data"}, "the same axes as heads, mlp and vocab"),
+        (AxisType.Explicit, TENSOR | {"heads": ("model", "model")}, "heads names an axis of the mesh twice"),
     ],
     ids=str,
 )
@@ -36,13 +37,19 @@ def test_rules_that_no_model_can_follow_are_refused(kind, axes, message):
     assert message in str(error.value)
 
 
+def test_every_axis_of_the_mesh_is_explicit():
+    mixed = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(LayoutError, match="axes that are not Explicit: data"):
+        rules_on_mesh(mixed, TENSOR)
+
+
 def test_rules_without_a_mesh_are_refused():
-    with pytest.raises(LayoutError, match=r"there is none: enter jax.set_mesh\(mesh\)"):
+    with pytest.raises(LayoutError, match=r"there is no mesh: enter jax.set_mesh\(mesh\)"):
         rules_on_mesh(jax.sharding.get_abstract_mesh(), {"heads": "model"})
 
 
 def test_shardings_without_a_mesh_are_refused():
-    with pytest.raises(LayoutError, match=r"enter jax.set_mesh\(mesh\) and spmd_lm.axis_rules\(...\) first"):
+    with pytest.raises(LayoutError, match=r"enter jax.set_mesh\(mesh\) and spmd_lm.axis_rules\(...\)"):
         param_shardings({}, {})
 
 
