@@ -23,7 +23,7 @@ from spmd_lm.models.heads import Head, loss_weights, make_head, nonzero_totals
 from spmd_lm.models.layers import ParamInit, column_parallel, widen
 from spmd_lm.models.transformer import RESIDUAL, Block, Embedding, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
-from spmd_lm.ops.collectives import manual_region
+from spmd_lm.ops.collectives import manual_region, residual_stream
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.ops.sharding_types import checked, is_explicit
 
@@ -143,7 +143,7 @@ class LanguageModel:
         if num_shards(SEQUENCE) > 1 and not self.remat.recomputes_layer:
             # Save each device's shard of the stream and gather it again (arXiv:2205.05198, section 4.2.2).
             project = self._checkpoint(column_parallel, static_argnums=2)
-        return nnx.merge(self._graphs["block"], params)(x, key, core, project)
+        return nnx.merge(self._graphs["block"], params)(residual_stream(x), key, core, project)
 
     def _checkpoint(self, f: Callable, **options) -> Callable:
         """CSE cannot undo remat inside a scan; unrolled it could, so prevent it."""
