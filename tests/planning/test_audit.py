@@ -176,9 +176,10 @@ def test_an_all_reduce_stands_for_a_scatter_only_where_nothing_else_is_reduced()
 def test_a_gather_that_a_compiler_loses_is_reported(monkeypatch):
     """Without a constraint on the stream, XLA gathers its gradient, slices it, and makes a permute without pairs of
     both."""
-    from spmd_lm.models import transformer
+    from spmd_lm.models import language_model, transformer
 
-    monkeypatch.setattr(transformer, "residual_stream", lambda x: x)
+    for module in (language_model, transformer):
+        monkeypatch.setattr(module, "residual_stream", lambda x: x)
     _audited.cache_clear()
     result = audited("h100:2x8", sequence=True, partitioner="types")
     _audited.cache_clear()
