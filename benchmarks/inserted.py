@@ -25,6 +25,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+from spmd_lm.analysis.compiled_collectives import collective_instructions
 from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.ops.collectives import reduce_scatter
@@ -132,7 +133,7 @@ def census(way: str, stream: P, topology: str) -> Counter:
         step = jax.jit(step_of(way, stream), out_shardings=shardings)
         compiled = step.lower(weights, x).compile()
     sizes, found = dict(mesh.shape), Counter()
-    for c in HloModule(compiled.as_text()).collectives(target.size):
+    for c in collective_instructions(HloModule(compiled.as_text()), target.size):
         if c.wire_bytes > 1024:
             found[c.kind, c.axes(sizes)] += c.num_arrays * round(c.count)
     return found

@@ -54,9 +54,12 @@ def plan(config: RunConfig) -> Report:
     return Report(description, render(description))
 
 
-def audit(config: RunConfig, topology: str | None = None) -> Report:
+def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None = None) -> Report:
     """Compiles the train step for `topology`, as in "v5p:4x4x4", present or not, or for the devices that are here, and
-    compares its collectives with theory; report["ok"] says whether they agree."""
+    compares its collectives with theory; report["ok"] says whether they agree.
+
+    hlo: a file for the text of the compiled program.  Raises ConfigError if the step cannot be compiled, and
+    OutputError if the file cannot be written."""
     target = parse_topology(topology) if topology is not None else None
     if target:
         simulated = target.size if target.platform == "cpu" else 0
@@ -66,7 +69,7 @@ def audit(config: RunConfig, topology: str | None = None) -> Report:
         simulate_devices(1)  # compiling ahead of time runs on the CPU
     from spmd_lm.planning.audit import audit, render
 
-    result = audit(config, target)
+    result = audit(config, target, None if hlo is None else Path(hlo))
     return Report(result, render(result))
 
 

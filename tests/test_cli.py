@@ -225,10 +225,26 @@ def test_bench_takes_steps_and_warmup(work, capsys):
 def test_audit_s_devices_are_its_topology_s(work, capsys):
     calls = work("spmd_lm.planning.audit", "audit", {"ok": False}, render=lambda result: "differs")
     assert main(["audit", DEBUG, "run.simulate_devices=4", "--topology", "cpu:8"]) == Exit.CHECK_FAILED
-    ((config, topology),) = calls
-    assert (config.run.simulate_devices, str(topology)) == (8, "cpu:8") and capsys.readouterr().out == "differs\n"
+    ((config, topology, hlo),) = calls
+    assert (config.run.simulate_devices, str(topology), hlo) == (
+        8,
+        "cpu:8",
+        None,
+    ) and capsys.readouterr().out == "differs\n"
     assert main(["audit", DEBUG, "--devices", "4", "--topology", "cpu:8"]) == Exit.CONFIG
     assert errors(capsys) == ["error: --topology has devices of its own. Leave out --devices."]
+
+
+def test_audit_writes_the_program_where_it_can(work, tmp_path, capsys):
+    calls = work("spmd_lm.planning.audit", "audit", {"ok": True}, render=str)
+    target = tmp_path / "step.hlo"
+    assert main(["audit", DEBUG, "--hlo", str(target)]) == Exit.DONE
+    assert calls[0][2] == target
+    capsys.readouterr()
+    for impossible in (tmp_path, tmp_path / "missing" / "step.hlo"):
+        assert main(["audit", DEBUG, "--hlo", str(impossible)]) == Exit.CONFIG
+        assert errors(capsys) == [f"error: --hlo {impossible}: cannot be written. Give a file in a writable directory."]
+    assert len(calls) == 1
 
 
 def test_functions_of_a_run(work):

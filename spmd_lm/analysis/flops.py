@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spmd_lm.analysis.hardware import find_hardware
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, RunConfig
 
 
@@ -48,21 +49,6 @@ def _head_weights(config: RunConfig) -> tuple[int, int]:
     return 0, 0
 
 
-PEAK_BF16 = {
-    # jax's device_kind, in lower case: dense bfloat16 FLOP/s of one jax device (vendor data sheets)
-    "tpu v4": 275e12,
-    "tpu v5 lite": 197e12,
-    "tpu v5": 459e12,
-    "tpu v6 lite": 918e12,
-    "nvidia a100": 312e12,
-    "nvidia h100": 989e12,
-    "nvidia h100 pcie": 756e12,
-    "nvidia h100 nvl": 835e12,
-    "nvidia h200": 989e12,
-    "nvidia b200": 2250e12,
-}
-
-
 class Peak(NamedTuple):
     """flops: per second, of one device.  source: where the figure comes from."""
 
@@ -77,14 +63,14 @@ def peak(device: jax.Device, dtype: str, simulated_devices: int = 1) -> Peak | N
     if device.platform == "cpu":
         flops = _measured_flops(device, dtype) / simulated_devices
         return Peak(flops, f"a share of the CPU's measured matrix product in {dtype}")
-    matching = [name for name in PEAK_BF16 if device.device_kind.lower().startswith(name)]
-    if not matching or dtype == "float64":
+    hardware = find_hardware(device.device_kind)
+    if not hardware or dtype == "float64":
         return None
-    name = max(matching, key=len)
+    name, flops = hardware.device_kind, hardware.peak_flops
     # By default float32 inputs run as bfloat16 passes on a TPU, and as TF32, at half the rate, on a GPU.
     if dtype == "float32" and device.platform == "gpu":
-        return Peak(PEAK_BF16[name] / 2, f"{name}, published, tf32")
-    return Peak(PEAK_BF16[name], f"{name}, published, bfloat16")
+        return Peak(flops / 2, f"{name}, published, tf32")
+    return Peak(flops, f"{name}, published, bfloat16")
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
+from spmd_lm.analysis.hardware import find_hardware
 from spmd_lm.errors import ConfigError
 
 
@@ -22,14 +23,13 @@ class Tpu(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """What XLA must know to compile for a GPU (vendor data sheets), in bytes and bytes per second."""
+    """What XLA must know to compile for a GPU (vendor data sheets), in bytes; hardware.yaml has what is per second."""
 
     name: str
     capability: int
     cores: int
     fpus: int
     memory: int
-    bandwidth: int
     l2: int
     shared: int
     ghz: float
@@ -37,9 +37,9 @@ class Gpu(NamedTuple):
 
 TPUS = {"v5p": Tpu((2, 2, 1), 28), "v5e": Tpu((2, 2), 16), "v6e": Tpu((2, 2), 16)}
 GPUS = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 85_100_068_864, 2_039_040_000_000, 40 << 20, 164 << 10, 1.41),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 84_942_979_072, 3_352_320_000_000, 50 << 20, 228 << 10, 1.98),
-    "h200": Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 151_397_597_184, 4_800_000_000_000, 50 << 20, 228 << 10, 1.98),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 85_100_068_864, 40 << 20, 164 << 10, 1.41),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 84_942_979_072, 50 << 20, 228 << 10, 1.98),
+    "h200": Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 151_397_597_184, 50 << 20, 228 << 10, 1.98),
 }
 MOST_DEVICES = 2**16
 
@@ -158,6 +158,8 @@ def _gpu_options(topology: Topology) -> dict[str, Any]:
         jax.devices("cuda")
     hosts, gpus = topology.shape
     gpu = GPUS[topology.kind]
+    hardware = find_hardware(gpu.name)
+    assert hardware and hardware.memory_bandwidth, gpu.name
     target_config = f"""
 gpu_device_info {{
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
@@ -167,7 +169,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   core_count: {gpu.cores} fpus_per_core: {gpu.fpus} clock_rate_ghz: {gpu.ghz}
-  memory_bandwidth: {gpu.bandwidth} l2_cache_size: {gpu.l2} device_memory_size: {gpu.memory}
+  memory_bandwidth: {round(hardware.memory_bandwidth)} l2_cache_size: {gpu.l2} device_memory_size: {gpu.memory}
   cuda_compute_capability {{ major: {gpu.capability} }}
   dnn_version: "9.10.0"
 }}

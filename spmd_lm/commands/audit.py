@@ -3,7 +3,7 @@
 import argparse
 
 from spmd_lm.analysis.topology import parse_topology
-from spmd_lm.commands.common import Arguments, load_configuration, write_result
+from spmd_lm.commands.common import Arguments, check_writable, load_configuration, write_result
 from spmd_lm.errors import ConfigError, Exit
 
 
@@ -16,7 +16,10 @@ def run(arguments: Arguments) -> int:
         arguments.overrides.append(f"run.simulate_devices={simulated}")
     from spmd_lm.api import audit
 
-    report = audit(load_configuration(arguments), arguments.topology)
+    config = load_configuration(arguments)
+    if arguments.hlo is not None:
+        check_writable("--hlo", arguments.hlo)
+    report = audit(config, arguments.topology, arguments.hlo)
     write_result(arguments, report, str(report))
     return Exit.DONE if report["ok"] else Exit.CHECK_FAILED
 
@@ -24,3 +27,6 @@ def run(arguments: Arguments) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     help = "compile for T, present or not: cpu:8, v5p:4x4x4, 2*v5e:16x16, h100:2x8"
     parser.add_argument("--topology", metavar="T", help=help)
+    parser.add_argument(
+        "--hlo", metavar="FILE", help="write the compiled program's text, HLO, which the report is about"
+    )

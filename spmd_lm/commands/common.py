@@ -32,9 +32,14 @@ def load_configuration(arguments: Arguments, positional: str = "CONFIG") -> "Run
 def check_json(arguments: Arguments) -> None:
     """Raises ConfigError before the work, not after it, if --json cannot be written."""
     if arguments.json not in (None, "-"):
-        target = Path(arguments.json)
-        if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
-            raise ConfigError(f"--json {target}: cannot be written. Give a file in a writable directory.")
+        check_writable("--json", arguments.json)
+
+
+def check_writable(option: str, path: str) -> None:
+    """Raises ConfigError if no file can be written where this option says."""
+    target = Path(path)
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ConfigError(f"{option} {target}: cannot be written. Give a file in a writable directory.")
 
 
 def write_result(arguments: Arguments, result: Any, text: str) -> int:

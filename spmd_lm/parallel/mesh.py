@@ -5,6 +5,7 @@ A layout resolves on an abstract mesh, so that plans cost no device; real device
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -84,7 +85,14 @@ def _mesh_shape(layout: Layout, data_shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def domains_of_model(mesh: Mesh) -> int:
     """The most domains of fast links that one group of devices along `model` spans: hosts of GPUs, or TPU slices."""
-    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(MODEL), -1).reshape(-1, mesh.shape[MODEL])
+    return domains_along(mesh, (MODEL,))
+
+
+def domains_along(mesh: Mesh, axes: Sequence[str]) -> int:
+    """The same for a group of devices along several axes."""
+    last = range(-len(axes), 0)
+    devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(axis) for axis in axes], list(last))
+    groups = devices.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
     return max(len({_domain(device) for device in group}) for group in groups)
 
 

@@ -231,7 +231,8 @@ class Plan:
 
         return typed_body
 
-    # ---- collectives, inside `partition`.  A named_scope says what each is for: audit counts by it (analysis/hlo.py)
+    # ---- collectives, inside `partition`.  A named_scope says what each is for: audit counts by it (PARTS in
+    # analysis/compiled_collectives.py)
 
     @jax.named_scope("scalars")
     def psum_batch(self, x: Tree) -> Tree:

@@ -1,35 +1,47 @@
 """`spmd-lm audit`: compiles the train step, for hardware that may be absent, and compares its collectives with theory.
 
-On `cpu:N` the compiler sends bfloat16, though not float16, as float32: this is reported, and is not an excess."""
+On `cpu:N` the compiler sends bfloat16, though not float16, as float32, and a TPU's gathers float32 as bfloat16 where
+that is what its matrix unit reads: both are reported, and are no difference."""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from spmd_lm.analysis import memory
+from spmd_lm.analysis.compiled_collectives import (
+    CollectiveInstruction,
+    CompiledCollective,
+    collective_instructions,
+    compiled_collectives,
+)
 from spmd_lm.analysis.expected_collectives import ExpectedCollective, expected_collectives
-from spmd_lm.analysis.hlo import ALL_REDUCE, REDUCE_SCATTER, CompiledCollective, HloModule, compiled_collectives
+from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.analysis.topology import Topology, is_installed
+from spmd_lm.analysis.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from spmd_lm.axes import PIPE
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.pipeline.schedule import schedule_table
+from spmd_lm.planning.exposed_communication import exposed_communication, render_exposed, write_hlo
 from spmd_lm.runtime.formatting import format_bytes, format_table
 from spmd_lm.step.program import Program
 
 TOLERANCE = 0.01  # of the expected bytes: missing and excess bytes together that an audit accepts
 SLACK = 4096  # bytes that it always accepts: scalars that compilers add
+WIDENED, NARROWED = "float32", "bfloat16"  # what a compiler made of the other
 
 
-def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]:
+def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None = None) -> dict[str, Any]:
     """The collectives and memory of the step of `config`, compiled for `topology` or for the devices of this machine,
-    compared with what is expected.
+    compared with what is expected; and how much of the communication nothing hides, None for a CPU.
 
-    Raises ConfigError or LayoutError if it cannot be compiled."""
+    hlo: a file for the text of the compiled program.  Raises ConfigError or LayoutError if it cannot be compiled, and
+    OutputError if the file cannot be written."""
     devices = topology.devices() if topology else jax.devices()
     platform, notice = devices[0].platform, None
     if topology and topology.slices > 1:
@@ -39,26 +51,45 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
     if topology and platform == "gpu":
         config, notice = _with_available_kernel(config)
     program = Program(config, devices)
-    name = str(topology or f"{platform}:{len(devices)}")
-    start, sizes = time.perf_counter(), program.plan.sizes
+    start = time.perf_counter()
     compiled = program.compiled
     compile_seconds = time.perf_counter() - start
+    text = compiled.as_text() or ""
+    if hlo:
+        write_hlo(hlo, text)
+    module = HloModule(text)
     shares = schedule_table(program.schedule).shares() if program.schedule.stages > 1 else None
-    instructions = HloModule(compiled.as_text() or "").collectives(len(devices), shares)
+    assert isinstance(program.plan.mesh, jax.sharding.Mesh)
+    return {
+        "config": config.run.name,
+        "topology": str(topology or f"{platform}:{len(devices)}"),
+        "notice": notice,
+        "mesh": program.plan.sizes,
+        **_collectives(config, program, collective_instructions(module, len(devices), shares)),
+        "exposed": exposed_communication(module, program.plan.mesh, shares),
+        "bubble": program.schedule.bubble,
+        "memory": _memory(config, program, compiled),
+        "compile_seconds": compile_seconds,
+        "compiler_options": {option.name: option.value for option in program.xla_options},
+    }
+
+
+def _collectives(config: RunConfig, program: Program, instructions: list[CollectiveInstruction]) -> dict[str, Any]:
+    """What is compiled and what is expected, and whether they agree."""
+    sizes, platform = program.plan.sizes, program.plan.platform
     found, expected = compiled_collectives(instructions, sizes), expected_collectives(config, program.plan)
     # Stages that take different branches would wait for each other for ever.
     deadlocks = [i for i in instructions if i.conditional and i.groups and PIPE in i.spanned_axes(sizes)]
     zeros = [i for i in instructions if i.yields_zeros]
     simulated = platform == "cpu"
-    found = _mark_lowered(found, expected, program.plan.partitioner) if simulated else found
+    if simulated:
+        found = _mark_lowered(found, expected, program.plan.partitioner)
+    elif platform == "tpu":
+        found = _mark_narrowed(found, expected)
     differences = _compare(found, expected, simulated=simulated, may_merge=simulated and not config.scan_layers)
     missing, excess = (sum(d[key] for d in differences) for key in ("missing_bytes", "excess_bytes"))
     tolerance = TOLERANCE * sum(row.bytes for row in expected) + SLACK
     return {
-        "config": config.run.name,
-        "topology": name,
-        "notice": notice,
-        "mesh": sizes,
         "ok": missing + excess <= tolerance and not deadlocks and not zeros,
         "stages_that_may_wait": [f"{i.kind} in {i.scope}" for i in deadlocks],
         "compiled_to_zeros": [f"{i.kind} in {i.scope}" for i in zeros],
@@ -69,10 +100,6 @@ def audit(config: RunConfig, topology: Topology | None = None) -> dict[str, Any]
         "missing_bytes": missing,
         "excess_bytes": excess,
         "bytes_by_stage": tuple(map(sum, zip(*(row.stages for row in found), strict=True))),
-        "bubble": program.schedule.bubble,
-        "memory": _memory(config, program, compiled),
-        "compile_seconds": compile_seconds,
-        "compiler_options": {option.name: option.value for option in program.xla_options},
     }
 
 
@@ -101,10 +128,24 @@ def _mark_widened(found: list[CompiledCollective], expected: list[ExpectedCollec
     bfloat16 = {(e.kind, e.axes) for e in expected if e.dtype == "bfloat16"}
 
     def widened(c: CompiledCollective) -> CompiledCollective:
-        lowerings = filter(None, (c.lowered_as, "float32"))
+        lowerings = filter(None, (c.lowered_as, WIDENED))
         return replace(c, lowered_as=", ".join(lowerings)) if (c.kind, c.axes) in bfloat16 and c.dtype == "f32" else c
 
     return [widened(c) for c in found]
+
+
+def _mark_narrowed(found: list[CompiledCollective], expected: list[ExpectedCollective]) -> list[CompiledCollective]:
+    """For a TPU, whose products read bfloat16 by default: gathers of float32 that it rounds before it sends them, and
+    not after, marked as such."""
+    dtypes = defaultdict[tuple[tuple[str, ...], str], set[str]](set)
+    for e in expected:
+        if e.kind == ALL_GATHER:
+            dtypes[e.axes, e.part].add(e.dtype)
+
+    def is_narrowed(c: CompiledCollective) -> bool:
+        return c.kind == ALL_GATHER and c.dtype == "bf16" and dtypes[c.axes, c.part] == {"float32"}
+
+    return [replace(c, lowered_as=NARROWED) if is_narrowed(c) else c for c in found]
 
 
 def _mark_unscattered(found: list[CompiledCollective], expected: list[ExpectedCollective]) -> list[CompiledCollective]:
@@ -125,11 +166,11 @@ def _mark_unscattered(found: list[CompiledCollective], expected: list[ExpectedCo
 def _compare(
     found: list[CompiledCollective], expected: list[ExpectedCollective], *, simulated: bool, may_merge: bool
 ) -> list[dict[str, Any]]:
-    """Compiled and expected bytes for each kind and set of axes.  simulated: bfloat16 counts twice.  may_merge:
-    repeated collectives may be missing."""
+    """Compiled and expected bytes for each kind and set of axes; what a compiler narrowed counts twice.  simulated:
+    bfloat16 counts twice.  may_merge: repeated collectives may be missing."""
     sent, most, least = (defaultdict[tuple[str, tuple[str, ...]], float](float) for _ in range(3))
     for c in found:
-        sent[c.kind, c.axes] += c.bytes
+        sent[c.kind, c.axes] += c.bytes * (2 if c.lowered_as == NARROWED else 1)
     for e in expected:
         times = 2 if simulated and e.dtype == "bfloat16" else 1
         most[e.kind, e.axes] += times * e.bytes
@@ -178,6 +219,7 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"stages  {least} to {most}, the most on stage {stages.index(max(stages))}")
     lines += [f"zeros   {each}: the compiler lost what it sends" for each in r["compiled_to_zeros"]]
     lines += [f"waits   {each}: stages in different branches would wait here" for each in r["stages_that_may_wait"]]
+    lines += render_exposed(r["exposed"]) if r["exposed"] else []
     lines.append(f"memory  {_render_memory(r['memory'])} per device")
     lines += [f"xla     {name}={value}" for name, value in r["compiler_options"].items()]
     lines.append("matches theory" if r["ok"] else "does NOT match theory")

@@ -3,16 +3,19 @@
 import functools
 import json
 import math
+from pathlib import Path
 
 import jax
 import pytest
 
 from spmd_lm.analysis import topology
+from spmd_lm.analysis.compiled_collectives import CompiledCollective
 from spmd_lm.analysis.expected_collectives import ExpectedCollective, expected_collectives
-from spmd_lm.analysis.hlo import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CompiledCollective, wire_bytes
+from spmd_lm.analysis.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
+from spmd_lm.config.load import load
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.planning.audit import _mark_unscattered, _with_available_kernel, audit, render
+from spmd_lm.planning.audit import _compare, _mark_narrowed, _mark_unscattered, _with_available_kernel, audit, render
 from spmd_lm.step.program import abstract_plan
 from tests.helpers import FILES, ORIGINAL_BERT, make_config
 
@@ -170,6 +173,51 @@ def test_an_all_reduce_stands_for_a_scatter_only_where_nothing_else_is_reduced()
     blocks, head, other = _mark_unscattered([*map(compiled, ("blocks", "head", "embedding"))], theory)
     assert (blocks.kind, blocks.bytes, blocks.stages, blocks.lowered_as) == (REDUCE_SCATTER, 6.0, (6.0,), "all-reduce")
     assert (head, other) == (compiled("head"), compiled("embedding"))
+
+
+def audit_debug(name: str, *overrides: str) -> dict:
+    return audit(load(Path("configs/debug.yaml"), overrides), compilable(name))
+
+
+WIDE = ("model.width=1024", "model.heads=16", "model.context=256", "train.batch=256")
+
+
+@slow
+def test_gathers_that_a_tpu_takes_in_steps_count_once():
+    dtypes = ("precision.compute=bfloat16", "precision.reduce=bfloat16")
+    exact(audit_debug("v5e:4x4", "parallel.model=2", "parallel.zero=3", "parallel.sequence=true", *WIDE, *dtypes))
+
+
+@slow
+def test_gathers_that_a_tpu_narrows_are_told_and_no_difference():
+    result = audit_debug("v5p:4x4x4", "parallel.model=4", "parallel.sequence=true")
+    exact(result)
+    lowered = {(c["kind"], c["dtype"], c["lowered_as"]) for c in result["collectives"] if c["part"] == "blocks"}
+    assert lowered == {(ALL_GATHER, "bf16", "bfloat16"), (REDUCE_SCATTER, "f32", None)}
+
+
+def test_only_gathers_of_float32_can_be_narrowed():
+    def compiled(kind: str, part: str, dtype: str = "bf16") -> CompiledCollective:
+        return CompiledCollective(kind, ("model",), part, dtype, None, 1, 12.0, 8.0, (12.0,))
+
+    theory = [
+        ExpectedCollective(kind, ("model",), part, dtype, 1, 24.0, "")
+        for kind, part, dtype in (
+            (ALL_GATHER, "blocks", "float32"),
+            (ALL_GATHER, "head", "bfloat16"),
+            (REDUCE_SCATTER, "blocks", "float32"),
+        )
+    ]
+    found = [
+        compiled(ALL_GATHER, "blocks"),
+        compiled(ALL_GATHER, "blocks", "f32"),
+        compiled(ALL_GATHER, "head"),
+        compiled(REDUCE_SCATTER, "blocks"),
+    ]
+    narrowed, *others = _mark_narrowed(found, theory)
+    assert narrowed.lowered_as == "bfloat16" and others == found[1:]
+    (difference, _) = _compare([narrowed, found[2]], theory, simulated=False, may_merge=False)
+    assert difference["bytes"] == 24 + 12
 
 
 @slow

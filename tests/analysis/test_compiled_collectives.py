@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from spmd_lm.analysis.compiled_collectives import collective_instructions
 from spmd_lm.analysis.hlo import HloModule
 
 TPU = """HloModule jit_step, is_scheduled=true
@@ -40,7 +41,7 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 @pytest.fixture(scope="module")
 def collectives():
-    return HloModule(TPU).collectives(4)
+    return collective_instructions(HloModule(TPU), 4)
 
 
 def test_a_loop_counts_once_per_iteration(collectives):
@@ -104,7 +105,7 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 def test_branches_count_as_often_as_they_run_on_each_stage():
     """Even where the compiler dropped the name of a condition."""
     shares = {"on": np.array([0.8, 0.5]), "leaves": np.array([0.0, 1.0])}
-    by_kind = {c.kind: c for c in HloModule(PIPELINE).collectives(4, shares)}
+    by_kind = {c.kind: c for c in collective_instructions(HloModule(PIPELINE), 4, shares)}
     assert by_kind["all-reduce"].stage_counts == (0, 5)
     assert by_kind["all-gather"].stage_counts == (8, 0)
     assert by_kind["collective-permute"].stage_counts == (10, 10)
@@ -117,11 +118,77 @@ def test_branches_count_as_often_as_they_run_on_each_stage():
 
 
 def test_without_shares_every_branch_counts_fully():
-    assert {c.count for c in HloModule(PIPELINE).collectives(4)} == {10}
+    assert {c.count for c in collective_instructions(HloModule(PIPELINE), 4)} == {10}
 
 
 def test_a_permute_without_pairs_sends_nothing_and_yields_zeros():
     module = HloModule(PIPELINE.replace("source_target_pairs={{0,2},{2,0}}", "source_target_pairs={}"))
-    (permute,) = [c for c in module.collectives(4) if c.kind == "collective-permute"]
+    (permute,) = [c for c in collective_instructions(module, 4) if c.kind == "collective-permute"]
     assert permute.yields_zeros and permute.wire_bytes == 0
-    assert not any(c.yields_zeros for c in HloModule(PIPELINE).collectives(4))
+    assert not any(c.yields_zeros for c in collective_instructions(HloModule(PIPELINE), 4))
+
+
+CHAINS = """HloModule jit_step, is_scheduled=true
+
+%fused_start (p: bf16[2,4]) -> (bf16[2,4], bf16[8,4], u32[]) {
+  %p0 = bf16[2,4]{1,0} parameter(0)
+  %g0 = bf16[8,4]{1,0} all-gather(%p0), channel_id=19, replica_groups=[1,4]<=[4], dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %s = (bf16[2,4]{1,0}, bf16[8,4]{1,0}, u32[]{:S(2)}) custom-call(%g0), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion (p: bf16[2,4], q: bf16[8,4]) -> (bf16[8,4], bf16[8,4]) {
+  %p1 = bf16[2,4]{1,0} parameter(0)
+  %q1 = bf16[8,4]{1,0} parameter(1)
+  %dot = bf16[8,4]{1,0} convolution(%q1, %q1), dim_labels=bf_io->bf
+  %g1 = bf16[8,4]{1,0} all-gather(%p1), channel_id=19, replica_groups=[1,4]<=[4], dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %t = (bf16[8,4]{1,0}, bf16[8,4]{1,0}) tuple(%dot, %g1)
+}
+
+%fused_done (p: bf16[2,4]) -> bf16[8,4] {
+  %p2 = bf16[2,4]{1,0} parameter(0)
+  %g2 = bf16[8,4]{1,0} all-gather(%p2), channel_id=19, replica_groups=[1,4]<=[4], dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %d = bf16[8,4]{1,0} custom-call(%p2, %g2), custom_call_target="AsyncCollectiveDone"
+}
+
+%body (t: (s32[], bf16[2,4])) -> (s32[], bf16[2,4]) {
+  %x = bf16[2,4]{1,0} get-tuple-element(%t), index=1
+  %f0 = (bf16[2,4]{1,0}, bf16[8,4]{1,0}, u32[]) fusion(%x), kind=kCustom, calls=%fused_start
+  %f1 = (bf16[8,4]{1,0}, bf16[8,4]{1,0}) fusion(%x, %y), kind=kOutput, calls=%async_collective_fusion
+  %f2 = (bf16[8,4]{1,0}, bf16[8,4]{1,0}) fusion(%x, %y), kind=kOutput, calls=%async_collective_fusion
+  ROOT %f3 = bf16[8,4]{1,0} fusion(%x), kind=kCustom, calls=%fused_done
+}
+
+ENTRY %main (a: bf16[2,4]) -> bf16[2,4] {
+  %a = bf16[2,4]{1,0} parameter(0)
+  %w = (s32[], bf16[2,4]) while(%t0), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"10"}}
+  ROOT %other = bf16[8,4]{1,0} fusion(%a), kind=kCustom, calls=%fused_done
+}
+"""  # noqa: E501
+
+
+def test_the_steps_of_a_chain_are_one_collective():
+    """In the loop's body, and again in the entry, where the chain is another one."""
+    found = collective_instructions(HloModule(CHAINS), 4)
+    assert [(c.kind, c.count, c.wire_bytes) for c in found] == [("all-gather", 10, 48), ("all-gather", 1, 48)]
+
+
+SPARSE_CORE = """HloModule jit_step, is_scheduled=true
+
+%called (p: bf16[2,4], t: token[]) -> bf16[8,4] {
+  %t = token[] parameter(1)
+  %p = bf16[2,4]{1,0} parameter(0)
+  ROOT %g = bf16[8,4]{1,0} all-gather(%p), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: bf16[2,4]) -> bf16[8,4] {
+  %a = bf16[2,4]{1,0} parameter(0)
+  %ready = token[] custom-call(), custom_call_target="PrepareAsyncCallDone"
+  %s = ((bf16[2,4]{1,0}, token[]), bf16[8,4]{1,0}) call-start(%a, %ready), async_execution_thread="sparsecore", to_apply=%called
+  ROOT %d = bf16[8,4]{1,0} call-done(%s)
+}
+"""  # noqa: E501
+
+
+def test_a_call_that_the_sparse_core_runs_is_a_collective():
+    (gather,) = collective_instructions(HloModule(SPARSE_CORE), 4)
+    assert (gather.kind, gather.count, gather.wire_bytes, gather.groups) == ("all-gather", 1, 48, ((0, 1, 2, 3),))

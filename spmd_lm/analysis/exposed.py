@@ -1,0 +1,166 @@
+"""How much of a compiled step's communication nothing hides, by walking its schedule with a clock.
+
+A device has one compute stream, which runs each computation's instructions in the order of the text, and for each mesh
+axis one wire, which sends one collective at a time; groups over several axes, which are rare and small, have one of
+their own.  A synchronous collective holds up compute: all of it is exposed.  An asynchronous one is on its wire from
+its start on, and what its end has to wait for is exposed.  A collective in a fusion is hidden by the matrix product
+beside it, and a chain of such fusions by all of their products.
+
+Of a loop two turns are walked, and the second one is repeated.  A branch counts as often as it runs on a pipeline's
+stages, the mean over them; where that is not known, the dearest branch counts as always taken."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from spmd_lm.analysis.compiled_collectives import collectives_within, is_collective, read_collective
+from spmd_lm.analysis.control_flow import CallPath, Shares, calls, path_to_entry
+from spmd_lm.analysis.exposed_state import State, Transfer
+from spmd_lm.analysis.hlo import HloModule, Instruction
+from spmd_lm.analysis.instruction_costs import InstructionCosts
+from spmd_lm.analysis.starts import Starts
+
+
+class Speeds(NamedTuple):
+    """How fast the devices are that a step runs on.
+
+    flops: per second, that matrix products reach.  memory_bandwidth: bytes per second.  sizes: of the mesh axes,
+    outermost first.  bandwidth: bytes per second that a device sends in a collective of this kind over these axes."""
+
+    flops: float
+    memory_bandwidth: float
+    sizes: Mapping[str, int]
+    bandwidth: Callable[[str, tuple[str, ...]], float]
+
+
+def walk_schedule(module: HloModule, speeds: Speeds, shares: Shares | None = None) -> dict[str, Any]:
+    """Of a step that its compiler scheduled: {rows: [{kind, axes, bytes, wire_seconds, exposed_seconds}],
+    exposed_fraction, wire_seconds, exposed_seconds, compute_seconds, step_seconds}, the largest row first.
+
+    bytes: that a device sends.  exposed_fraction: of the bytes; those of a collective that compute waits for during a
+    part of its time count with that part.  Where one waits for its wire, the step takes longer than compute and what is
+    exposed."""
+    shares = shares or {}
+    walk = _Walk(module, speeds, shares)
+    walk.run(module.entry, path_to_entry(shares))
+    state = walk.state
+    rows = [
+        {"kind": kind, "axes": list(axes), "bytes": sent, "wire_seconds": seconds, "exposed_seconds": waited}
+        for (kind, axes), (sent, seconds, waited, _) in (
+            (key, map(float, amounts)) for key, amounts in state.rows.items()
+        )
+    ]
+    sent, wire_seconds, exposed_seconds, exposed_bytes = map(float, sum(state.rows.values(), start=State.no_amounts()))
+    return {
+        "rows": sorted(rows, key=lambda row: -row["bytes"]),
+        "exposed_fraction": exposed_bytes / sent if sent else 0.0,
+        "wire_seconds": wire_seconds,
+        "exposed_seconds": exposed_seconds,
+        "compute_seconds": state.compute,
+        "step_seconds": state.clock,
+    }
+
+
+class _Scheduled(NamedTuple):
+    """An instruction of a schedule.  seconds: of compute.  transfers: what it sends, or starts to send.  ended_chains:
+    those of which it is the last step."""
+
+    instruction: Instruction
+    seconds: float
+    transfers: tuple[Transfer, ...]
+    ended_chains: frozenset[str]
+
+
+class _Walk:
+    def __init__(self, module: HloModule, speeds: Speeds, shares: Shares):
+        self.module, self.speeds, self.shares = module, speeds, shares
+        self.state, self.costs, self.starts = State(), InstructionCosts(module), Starts(module)
+        self._steps_of: dict[tuple[str, str | None], list[_Scheduled]] = {}
+
+    def run(self, computation: str, path: CallPath) -> None:
+        """Moves the clock to the end of a computation on `path`."""
+        for step in self._steps(computation, path):
+            i, state = step.instruction, self.state
+            if i.opcode == "while" and (turns := self.module.trip_count(i)) is not None:
+                self._loop(i, path, turns)
+            elif i.opcode in ("while", "conditional"):
+                self._branch(i, path)
+            elif i.opcode == "call":
+                for callee, callee_path in calls(self.module, i, path, self.shares):
+                    self.run(callee, callee_path)
+            elif i.opcode.endswith("-start") and '"is_sync":true' not in i.attributes:
+                state.start(i.name, step.transfers)
+            elif i.opcode.endswith("-done"):
+                state.finish(self.starts.of(computation, i))
+            else:
+                state.compute_beside(step.seconds, step.transfers, step.ended_chains)
+
+    def _loop(self, i: Instruction, path: CallPath, turns: int) -> None:
+        ((body, body_path),) = calls(self.module, i, path, self.shares)
+        if turns > 0:
+            self.run(body, body_path)
+        if turns > 1:
+            before = self.state.copy()
+            self.run(body, body_path)
+            self.state.scale_since(before, turns - 1)
+
+    def _branch(self, i: Instruction, path: CallPath) -> None:
+        """A conditional, or a loop of at most one iteration."""
+        branches = list(calls(self.module, i, path, self.shares))
+        if branches[0][1].conditionals[-1] in self.shares:
+            for branch, branch_path in branches:
+                if total := path.counts.sum():
+                    before = self.state.copy()
+                    self.run(branch, branch_path)
+                    self.state.scale_since(before, float(branch_path.counts.sum() / total))
+            return
+        before, outcomes = self.state, []
+        for branch, branch_path in branches:
+            self.state = before.copy()
+            self.run(branch, branch_path)
+            outcomes.append(self.state)
+        self.state = max(outcomes, key=lambda state: state.clock)
+
+    def _steps(self, computation: str, path: CallPath) -> list[_Scheduled]:
+        """The schedule of a computation, read once for each collective that it may stand for."""
+        key = (computation, path.fused_kind)
+        if key not in self._steps_of:
+            body = self.module.computations[computation]
+            transfers = [self._transfers(computation, i, path) for i in body]
+            positions: dict[str, list[int]] = {}
+            for position, each in enumerate(transfers):
+                for transfer in each:
+                    positions.setdefault(transfer.chain, []).append(position)
+            firsts, lasts = ({chain: at[end] for chain, at in positions.items() if chain} for end in (0, -1))
+            self._steps_of[key] = []
+            for position, (i, each) in enumerate(zip(body, transfers, strict=True)):
+                goes_on = any(t.chain and firsts[t.chain] < position < lasts[t.chain] for t in each)
+                seconds = self._seconds(computation, i, beside=bool(each) and not goes_on)
+                ended = frozenset(t.chain for t in each if t.chain and lasts[t.chain] == position)
+                self._steps_of[key].append(_Scheduled(i, seconds, each, ended))
+        return self._steps_of[key]
+
+    def _seconds(self, computation: str, i: Instruction, *, beside: bool) -> float:
+        """Of compute.  beside: a collective, whose own memory traffic is none: only a matrix product counts."""
+        if i.opcode in ("while", "conditional", "call") or i.opcode.endswith(("-start", "-update", "-done")):
+            return 0.0
+        flops = self.costs.flops(computation, i)
+        if beside and not flops:
+            return 0.0
+        return max(flops / self.speeds.flops, self.costs.bytes(computation, i) / self.speeds.memory_bandwidth)
+
+    def _transfers(self, computation: str, i: Instruction, path: CallPath) -> tuple[Transfer, ...]:
+        """What an instruction sends, other than a call, a loop or a conditional, which have schedules of their own."""
+        sizes, devices, found = self.speeds.sizes, math.prod(self.speeds.sizes.values()), []
+        if is_collective(i):
+            found = [read_collective(self.module, computation, i, path, devices)]
+        elif i.callee and i.opcode != "call":
+            for callee, callee_path in calls(self.module, i, path, self.shares):
+                found += collectives_within(self.module, callee, callee_path, devices, self.shares)
+        transfers = []
+        for c in found:
+            if c.wire_bytes:
+                axes = c.spanned_axes(sizes)
+                seconds = c.wire_bytes / self.speeds.bandwidth(c.kind, axes)
+                transfers.append(Transfer(c.kind, c.axes(sizes), axes, c.wire_bytes, seconds, c.chain))
+        return tuple(transfers)

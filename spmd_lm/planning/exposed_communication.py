@@ -1,0 +1,94 @@
+"""How much of a step's communication nothing hides, on hardware that hardware.yaml has speeds of: a model of the
+program that was compiled, not a measurement."""
+
+import functools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from spmd_lm.analysis.control_flow import Shares
+from spmd_lm.analysis.exposed import Speeds, walk_schedule
+from spmd_lm.analysis.hardware import find_hardware
+from spmd_lm.analysis.hlo import HloModule
+from spmd_lm.analysis.wire import ALL_GATHER, COLLECTIVE_PERMUTE
+from spmd_lm.errors import OutputError
+from spmd_lm.parallel.mesh import domains_along
+from spmd_lm.runtime.formatting import format_bytes
+
+LEAST_SHOWN = 0.01  # of all seconds on wires: a row that is printed
+NOT_MODELLED = (
+    "latency, contention for memory and between axes, FLOPs of kernels that are not HLO, asynchronous compute, stages "
+    "that wait for each other"
+)
+
+
+def exposed_communication(module: HloModule, mesh: Mesh, shares: Shares | None) -> dict[str, Any] | None:
+    """What walk_schedule returns, and {assumptions}, for a step on this mesh; None for devices of unknown speed, such
+    as a CPU's, whose schedule says nothing about it."""
+    hardware = find_hardware(mesh.devices.flat[0].device_kind)
+    if not hardware or not hardware.links or not hardware.memory_bandwidth or not hardware.efficiency:
+        return None
+    links, sizes = hardware.links, dict(mesh.shape)
+
+    @functools.cache
+    def bandwidth(kind: str, axes: tuple[str, ...]) -> float:
+        return links.bandwidth(kind, math.prod(sizes[axis] for axis in axes), domains_along(mesh, axes))
+
+    flops = hardware.peak_flops * hardware.efficiency
+    result = walk_schedule(module, Speeds(flops, hardware.memory_bandwidth, sizes, bandwidth), shares)
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    return result | {
+        "assumptions": {
+            "hardware": hardware.device_kind,
+            "peak_flops": hardware.peak_flops,
+            "efficiency": hardware.efficiency,
+            "memory_bandwidth": hardware.memory_bandwidth,
+            "bandwidth": {axis: bandwidth(ALL_GATHER, (axis,)) for axis in axes},
+            "permute_bandwidth": {axis: bandwidth(COLLECTIVE_PERMUTE, (axis,)) for axis in axes},
+            "source": hardware.source,
+            "not_modelled": NOT_MODELLED,
+        }
+    }
+
+
+def render_exposed(exposed: dict[str, Any]) -> Iterator[str]:
+    """The result of `exposed_communication` as text: in all, by kind and axes, and what it assumes."""
+    assumed, wire = exposed["assumptions"], exposed["wire_seconds"]
+    waited, compute, step = (_milliseconds(exposed[f"{what}_seconds"]) for what in ("exposed", "compute", "step"))
+    yield (
+        f"exposed {exposed['exposed_fraction']:.1%} of the bytes: {waited} of {_milliseconds(wire)} on wires; "
+        f"compute {compute}, step {step}"
+    )
+    for row in exposed["rows"]:
+        if row["wire_seconds"] >= LEAST_SHOWN * wire:
+            waited, seconds = _milliseconds(row["exposed_seconds"]), _milliseconds(row["wire_seconds"])
+            axes = " x ".join(row["axes"])
+            yield f"        {row['kind']} over {axes}: {waited} of {seconds}, {format_bytes(row['bytes'])}"
+    speeds = ", ".join(
+        f"{speed / 1e9:,.4g} GB/s over {axis}"
+        + (f" ({one_way / 1e9:,.4g} one way)" if (one_way := assumed["permute_bandwidth"][axis]) != speed else "")
+        for axis, speed in assumed["bandwidth"].items()
+    )
+    yield (
+        f"assumes {assumed['hardware']}: {assumed['peak_flops'] / 1e12:,.4g} TFLOP/s at {assumed['efficiency']:.0%}, "
+        f"memory {assumed['memory_bandwidth'] / 1e9:,.4g} GB/s, {speeds}"
+    )
+    yield f"        of {assumed['source']}"
+    yield f"        not modelled: {assumed['not_modelled']}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.4g} ms"
+
+
+def write_hlo(path: Path, text: str) -> None:
+    """Raises OutputError."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise OutputError(
+            f"--hlo {path}: cannot be written: {error.strerror}. Make room, or write elsewhere."
+        ) from error
