@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "spmd_lm"
 
 # From the bottom up.  A part may import what stands below it; parts on one line do not know each other.
 LAYERS = (
-    {"errors", "axes", "files"},
-    {"config"},
+    {"errors", "files"},
+    {"axes", "config"},
     {"ops", "batch"},
     {"models", "parallel", "data", "runtime"},
     {"analysis", "plots"},
@@ -30,8 +30,8 @@ LAYERS = (
     {"__main__"},
 )
 KNOW = {
-    "axes": set(),
     "files": set(),
+    "axes": {"errors"},
     "config": {"errors"},
     "ops": {"axes", "errors"},
     "batch": {"config"},
