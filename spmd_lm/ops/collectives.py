@@ -197,9 +197,9 @@ def partial_sum(x: Array, dims: Sequence[int] | None = None, gradient_of: Array 
     return x.sum(None if dims is None else tuple(dims))
 
 
-@typed_as(sharding_types.psum_axes)
+@typed_as(lambda x, axes: sharding_types.psum_unreduced(x))
 def psum_axes(x: Any, axes: Sequence[str]) -> Any:
-    """The sum over mesh axes of what each device along them has added up."""
+    """The sum over mesh axes of what each device along them has added up: over all axes that addends of x lie on."""
     return lax.psum(x, axes) if axes else x
 
 

@@ -120,8 +120,8 @@ def first_tokens(h: Array) -> Array:
 
 
 def from_first_shard(x: Array, dim: int) -> Array:
-    here = reshard(jnp.arange(x.shape[dim]), P(partitions(x)[dim]))
-    return jnp.where(lax.expand_dims(here == 0, [d for d in range(x.ndim) if d != dim]), x, 0).sum(dim)
+    first = jnp.arange(x.shape[dim]) == 0
+    return jnp.where(lax.expand_dims(first, [d for d in range(x.ndim) if d != dim]), x, 0).sum(dim)
 
 
 def contract(
@@ -143,8 +143,7 @@ def weight_gradient(left: Array, right: Array, w: Array) -> Array:
 
 
 def broadcast_like(vector: Array, x: Array) -> Array:
-    plain = reshard(vector, P(*partitions(vector)))
-    return lax.broadcast_in_dim(plain, x.shape, (x.ndim - 1,), out_sharding=P(*partitions(x)))
+    return lax.broadcast_in_dim(vector, x.shape, (x.ndim - 1,), out_sharding=P(*partitions(x)))
 
 
 def partial_sum(x: Array, dims: Sequence[int] | None = None, gradient_of: Array | None = None) -> Array:
@@ -152,14 +151,6 @@ def partial_sum(x: Array, dims: Sequence[int] | None = None, gradient_of: Array 
     if gradient_of is not None:
         return lax.reduce_sum(x, dims, out_sharding=gradient_spec(gradient_of))
     return lax.reduce_sum(x, dims, out_sharding=P(*_remaining(x, dims), unreduced=_sharding_axes(x, dims)))
-
-
-def psum_axes(x: Any, axes: Sequence[str]) -> Any:
-    def complete(x: Array) -> Array:
-        left = jax.typeof(x).sharding.spec.unreduced - set(axes)
-        return reshard(x, P(*partitions(x), unreduced=left))
-
-    return jax.tree.map(complete, x)
 
 
 def psum_unreduced(x: Any) -> Any:
