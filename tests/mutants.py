@@ -110,6 +110,9 @@ EQUIVALENT = {
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
     "optimization_barrier((d_sinks, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
     "drop residual_stream": "a CPU's compiler loses no gather; tests/planning/test_audit.py sees that an H100's does",
+    "reshard(x, partition_spec('batch', SEQUENCE, None))": "as residual_stream, which it is",
+    "reshard(jnp.arange(size": "indices that a device computes for itself, wherever they are laid out",
+    "unreduced=_sharding_axes(x, x_dims)": "XLA then sums at the product itself, which is where the layout asks for it",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; test_audit.py sees an H100's",
 }
 

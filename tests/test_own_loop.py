@@ -138,6 +138,15 @@ def test_a_backward_outside_of_the_rules_is_refused():
             jax.eval_shape(jax.grad(loss), params, batch)
 
 
+@pytest.mark.mutants
+def test_gradients_of_reduced_parameters_wait_for_their_sum():
+    with jax.set_mesh(mesh_of((8, 1))), spmd_lm.axis_rules(batch="data"):
+        model, params, batch = laid_out()
+        params = jax.reshard(params, P(reduced={"data"}))
+        gradients = jax.eval_shape(jax.grad(model.mean_loss), params, batch)
+    assert all(leaf.sharding.spec.unreduced == {"data"} for leaf in jax.tree.leaves(gradients))
+
+
 def test_rules_of_another_mesh_are_refused():
     with jax.set_mesh(mesh_of((4, 2))):
         rules = spmd_lm.axis_rules(**RULES)
