@@ -13,11 +13,12 @@ class Links(NamedTuple):
     """Bytes per second that a device sends.
 
     link: to one neighbour.  closes_at: length of the shortest ring that is closed on a torus, where a device sends to
-    both of its neighbours at a time; 0 where all are behind one switch.  network: to other hosts, or TPU slices."""
+    both of its neighbours at a time; 0 where all are behind one switch.  network: to other hosts, or TPU slices; None
+    where no one has entered it."""
 
     link: float
     closes_at: int
-    network: float
+    network: float | None
 
     def bandwidth(self, kind: str, devices: int, domains: int) -> float:
         """Of a collective over `devices` in so many domains, which are hosts of GPUs, or slices of TPUs.
@@ -25,6 +26,7 @@ class Links(NamedTuple):
         A group that spans domains crosses their network with all of its devices in each, side by side.  A permute
         sends one way."""
         if domains > 1:
+            assert self.network is not None
             return min(self.link, self.network * devices / domains)
         is_ring = 0 < self.closes_at <= devices and kind != COLLECTIVE_PERMUTE
         return 2 * self.link if is_ring else self.link
@@ -56,7 +58,8 @@ def _parse(row: dict) -> Hardware:
     hardware = Hardware(row["device_kind"], TERA * row["peak"], row["source"])
     if "link" not in row:
         return hardware
-    links = Links(GIGA * row["link"], row.get("closes_at", 0), GIGA * row["network"])
+    network = GIGA * row["network"] if "network" in row else None
+    links = Links(GIGA * row["link"], row.get("closes_at", 0), network)
     return hardware._replace(efficiency=row["efficiency"], memory_bandwidth=GIGA * row["memory"], links=links)
 
 

@@ -16,10 +16,15 @@ from spmd_lm.errors import ConfigError
 
 
 class Tpu(NamedTuple):
-    """host_bounds: chips of one host along each dimension of a slice.  max_length: most chips along one dimension."""
+    """host_bounds: chips of one host along each dimension of a slice.  max_length: most chips along one dimension.
+    libtpu: its name there, if that is another one.  chip_config: how libtpu runs a chip.  devices_per_chip: as jax
+    counts them."""
 
     host_bounds: tuple[int, ...]
     max_length: int
+    libtpu: str = ""
+    chip_config: str = "default"
+    devices_per_chip: int = 1
 
 
 class Gpu(NamedTuple):
@@ -35,11 +40,18 @@ class Gpu(NamedTuple):
     ghz: float
 
 
-TPUS = {"v5p": Tpu((2, 2, 1), 28), "v5e": Tpu((2, 2), 16), "v6e": Tpu((2, 2), 16)}
+TPUS = {
+    "v4": Tpu((2, 2, 1), 16, chip_config="megacore"),  # one device a chip, as on a Cloud TPU VM
+    "v5p": Tpu((2, 2, 1), 28),
+    "v5e": Tpu((2, 2), 16),
+    "v6e": Tpu((2, 2), 16),
+    "7x": Tpu((2, 2, 1), 24, libtpu="tpu7x", devices_per_chip=2),
+}
 GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 85_100_068_864, 40 << 20, 164 << 10, 1.41),
     "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 84_942_979_072, 50 << 20, 228 << 10, 1.98),
     "h200": Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 151_397_597_184, 50 << 20, 228 << 10, 1.98),
+    "b200": Gpu("NVIDIA B200", 10, 148, 128, 191_510_872_064, 126 << 20, 228 << 10, 1.965),
 }
 MOST_DEVICES = 2**16
 
@@ -70,7 +82,8 @@ class Topology:
     @property
     def size(self) -> int:
         """Number of devices."""
-        return self.slices * math.prod(self.shape)
+        tpu = TPUS.get(self.kind)
+        return self.slices * math.prod(self.shape) * (tpu.devices_per_chip if tpu else 1)
 
     def __str__(self) -> str:
         slices = f"{self.slices}*" if self.slices > 1 else ""
@@ -101,7 +114,7 @@ class Topology:
 
 def parse_topology(text: str) -> Topology:
     """Raises ConfigError if `text` names no hardware that exists."""
-    match = re.fullmatch(r"(?:([0-9]{1,18})\*)?([a-z]\w*):([0-9]{1,18}(?:x[0-9]{1,18}){,3})", text)
+    match = re.fullmatch(r"(?:([0-9]{1,18})\*)?(\w+):([0-9]{1,18}(?:x[0-9]{1,18}){,3})", text)
     if not match:
         raise ConfigError(f"--topology {text:.40}: not the form of a topology. {KNOWN}")
     topology = Topology(kind=match[2], shape=tuple(map(int, match[3].split("x"))), slices=int(match[1] or 1))
@@ -140,11 +153,12 @@ def _tpu_options(topology: Topology) -> dict[str, Any]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not query a metadata server about this host
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several processes may compile side by side
-    host = [min(n, chips) for n, chips in zip(topology.shape, TPUS[topology.kind].host_bounds, strict=True)]
+    tpu = TPUS[topology.kind]
+    host = [min(n, chips) for n, chips in zip(topology.shape, tpu.host_bounds, strict=True)]
     return {
         "platform": "tpu",
-        "topology_name": str(dataclasses.replace(topology, slices=1)),
-        "chip_config_name": "default",
+        "topology_name": str(dataclasses.replace(topology, kind=tpu.libtpu or topology.kind, slices=1)),
+        "chip_config_name": tpu.chip_config,
         "chips_per_host_bounds": (*host, *[1] * (3 - len(host))),
         "num_slices": topology.slices,
     }

@@ -32,6 +32,8 @@ def exposed_communication(module: HloModule, mesh: Mesh, shares: Shares | None) 
     if not hardware or not hardware.links or not hardware.memory_bandwidth or not hardware.efficiency:
         return None
     links, sizes = hardware.links, dict(mesh.shape)
+    if links.network is None and domains_along(mesh, mesh.axis_names) > 1:
+        return None
 
     @functools.cache
     def bandwidth(kind: str, axes: tuple[str, ...]) -> float:

@@ -14,6 +14,9 @@ from spmd_lm.errors import ConfigError
         ("v6e:16x16", "tpu", 256),
         ("2*v5e:16x16", "tpu", 512),
         ("h100:2x8", "gpu", 16),
+        ("b200:2x8", "gpu", 16),
+        ("v4:4x4x4", "tpu", 64),
+        ("7x:4x4x4", "tpu", 128),
     ],
 )
 def test_names_of_hardware(text, platform, size):
