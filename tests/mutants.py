@@ -33,6 +33,7 @@ FILES = [
     "parallel/plan.py",
     "parallel/sharded_model.py",
     "parallel/layers_loop.py",
+    "parallel/prefetch.py",
     "parallel/pipeline/transfer.py",
     "parallel/pipeline/interpreter.py",
     "step/loss_scale.py",
@@ -74,6 +75,7 @@ PLACED = {
     "write",
     "gather_layers",
     "dynamic_update_slice_in_dim",
+    "dynamic_update_index_in_dim",
     "optimization_barrier",
 }
 FACTORS = (ast.Mult, ast.Div)
@@ -90,6 +92,7 @@ WATCHERS = [
     "tests/step/test_loss_scale.py",
     "tests/step/test_train_step.py",
     "tests/test_own_loop.py",
+    "tests/step/test_prefetch.py",
 ]  # those tests that are marked `mutants`
 FIRST = {
     "models": ["tests/models"],

@@ -36,7 +36,7 @@ class ExpectedCollective:
     """All collectives of one kind, over the same mesh axes, for one part of the step.
 
     count: collectives in a step, one per array.  bytes: on the wire, per device and step.  repeated: bytes of them that
-    backward sends again; where layers are unrolled a CPU's compiler may merge these with the first."""
+    backward sends again outside of a loop over layers, where a CPU's compiler may merge them with the first."""
 
     kind: str
     axes: Axes
@@ -107,12 +107,16 @@ class _Step:
         self.tokens = tokens_per_device(config, plan)
         # One microbatch's residual stream with the whole sequence; and how its partial sums are added over `model`.
         self.activations = self.compute, self.tokens * config.model.width
+        # The share of a chunk's layers that no loop runs: all; or the last one, after one that prefetches.  A loop of
+        # one turn is none.
+        layers = config.layers_per_chunk
+        self.unrolled = float(layers == 2 or 1 / layers) if plan.prefetch else float(not config.scan_layers)
         self.reduction = REDUCE_SCATTER if plan.sequence else ALL_REDUCE
 
     def row(
         self, kind: str, axes: Axes, part: str, array: Array, count: float, formula: str, repeated: float = 0
     ) -> ExpectedCollective:
-        """`count` collectives of `array` over `axes`, of which backward repeats `repeated`."""
+        """`count` collectives of `array` over `axes`, of which backward repeats `repeated` outside of a loop."""
         dtype, elements = array
         bytes_ = wire_bytes(kind, elements * dtype_bytes(dtype), math.prod(self.plan.sizes[axis] for axis in axes))
         return ExpectedCollective(kind, axes, part, dtype, count, count * bytes_, formula, repeated * bytes_)
@@ -169,10 +173,12 @@ def _blocks(step: _Step) -> Iterator[ExpectedCollective]:
         gathers -= remat.unneeded_gathers * unneeded
     ahead = ", and 2 ahead of it" if runs.forward_passes else ""
     formula = f"{4 + repeated:g}Lm: A, 2 forward, 2 backward a layer{ahead}"
-    yield step.row(step.reduction, (MODEL,), "blocks", a, reductions, formula, repeated * runs.layer_passes)
+    yield step.row(
+        step.reduction, (MODEL,), "blocks", a, reductions, formula, repeated * runs.layer_passes * step.unrolled
+    )
     if step.plan.sequence:
         formula = f"6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole{ahead}"
-        yield step.row(ALL_GATHER, (MODEL,), "blocks", a, gathers, formula, 2 * runs.layer_passes)
+        yield step.row(ALL_GATHER, (MODEL,), "blocks", a, gathers, formula, 2 * runs.layer_passes * step.unrolled)
 
 
 def _head(step: _Step) -> Iterator[ExpectedCollective]:
@@ -194,8 +200,9 @@ def _head(step: _Step) -> Iterator[ExpectedCollective]:
 class _Transfers(NamedTuple):
     """How often ZeRO gathers weights, or scatters gradients, in one step.
 
-    layers: layers that are sent, and `repeated` those of them that are sent again.  per_stack: collectives for each
-    array of the layers.  rest: times that the arrays of the embedding and the head are sent, by use; None is once."""
+    layers: layers that are sent.  repeated: those of them that backward sends again outside of a loop.  per_stack:
+    collectives for each array of the layers.  rest: times that the arrays of the embedding and the head are sent, by
+    use; None is once."""
 
     formula: str
     layers: float
@@ -243,9 +250,11 @@ def _weight_gathers(step: _Step) -> _Transfers:
             return _Transfers("2Pm of the layers, ahead and for backward", layers, layers)
         case "layer":
             # Backward gathers each layer again, and once more where a whole remat block runs again before it.
-            repeated = (1 + remat_blocks) * runs.layer_passes
+            again = (1 + remat_blocks) * runs.layer_passes
             times = 2 + bool(runs.forward_passes) + remat_blocks
-            return _Transfers(f"{times}Pm of the layers, one by one", layers + repeated, layers + repeated, repeated)
+            return _Transfers(
+                f"{times}Pm of the layers, one by one", layers + again, layers + again, again * step.unrolled
+            )
     return _Transfers("P, once", step.layers, per_stack=1)
 
 

@@ -98,7 +98,13 @@ class _Sizes:
         def sharded(dtype: str) -> int:
             return bytes_per_device(plan, shapes, plan.param_specs, dtype)
 
-        self.layer = gathered["blocks"] // (m.unique_layers // plan.layout.pipe)  # the weights of one
+        self.layers = m.unique_layers // plan.layout.pipe  # of which one stage has weights
+        self.layer = gathered["blocks"] // self.layers  # the weights of one
+        shapes_ahead, specs_ahead = (
+            {key: tree["blocks"][key] for key in plan.prefetch} for tree in (shapes, plan.gathered_specs)
+        )
+        # What is gathered ahead, for one layer; its gradients are scattered as much later.
+        self.ahead = bytes_per_device(plan, shapes_ahead, specs_ahead, p.compute) // self.layers
         self.embedding = gathered["embedding"]  # its weights
         self.rest = gathered["embedding"] + gathered["head"] if copied else 0  # the weights of embedding and head
         self.resident = gathered["blocks"] if copied else 0  # layers' weights that are present in every phase
@@ -147,8 +153,8 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     accumulates = config.parallel.microbatches > 1
     accumulated = sizes.accumulated if accumulates else 0
     gradients = sizes.gradients + accumulated
-    in_backward = sizes.resident + (sizes.layer if plan.zero.gathers_on_use else sizes.rest)
-    unscattered = sizes.layer if plan.zero.scatters_in_backward else 0
+    in_backward = sizes.resident + (sizes.layer + sizes.ahead if plan.zero.gathers_on_use else sizes.rest)
+    unscattered = sizes.layer + sizes.ahead if plan.zero.scatters_in_backward else 0
     at_the_end = sizes.resident + (sizes.rest if accumulates else 0)
     return [
         Phase(HEAD, sizes.resident + sizes.rest, sizes.embedding + accumulated, sizes.saved, 2 * sizes.logits),
@@ -163,13 +169,13 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
     table = schedule_table(make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
     breadth_first, stream = p.schedule == "breadth_first", stream_bytes(config, plan)
     buffers = (table.input_slots + table.output_grad_slots + 2 + (p.microbatches if breadth_first else 0)) * stream
-    weights, layer_gradients = sizes.resident + sizes.rest, sizes.accumulated + sizes.layer
+    weights, layer_gradients = sizes.resident + sizes.rest, sizes.accumulated + sizes.layer + sizes.ahead
     chunk = 0
     if plan.zero.scatter_per == "chunk":
         # A chunk's gradients are summed over all microbatches before they are scattered, into nothing else.
         chunk = sizes.layer * config.layers_per_chunk
         layer_gradients = sizes.gradients + chunk * sizes.widening
-    layer = sizes.layer if plan.zero.gather_per == "layer" else 0
+    layer = sizes.layer + sizes.ahead if plan.zero.gather_per == "layer" else 0
     if breadth_first:  # embedding and head run apart from the layers
         head = Phase(HEAD, weights + chunk, sizes.embedding * sizes.widening, buffers, 2 * sizes.logits)
         embedding = Phase(EMBEDDING, sizes.rest, sizes.accumulated, p.microbatches * stream, sizes.rounding)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 from spmd_lm.config.schema import Model, RunConfig
-from spmd_lm.config.suggest import divisors, nearest, nearest_multiple
+from spmd_lm.config.suggest import Obstacle, divisors, nearest, nearest_multiple
 from spmd_lm.config.types import Dtype
 from spmd_lm.errors import ConfigError
 
@@ -36,14 +36,6 @@ FUSED_KERNELS = {
     "cudnn": FusedKernel("cuDNN", "gpu", dtypes=("bfloat16", "float16"), head_multiple=8, max_head_width=128),
     "splash": FusedKernel("splash", "tpu", context_multiple=128),
 }
-
-
-class Obstacle(NamedTuple):
-    """Why a kernel does not support a model.  alternative: nearby settings that it does support; may be empty."""
-
-    settings: str
-    reason: str
-    alternative: str
 
 
 def obstacles(kernel: FusedKernel, model: Model, compute: str) -> Iterator[Obstacle]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+from spmd_lm.config import prefetch
 from spmd_lm.config.schema import Model, Objective, Parallel, Remat, Run, RunConfig, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
@@ -82,6 +83,12 @@ def pipelines_are_manual(parallel: Parallel) -> Problems:
     if parallel.partitioner == "types" and parallel.pipe > 1:
         reason = "stages run different programs, which sharding types cannot describe"
         yield use(f"{parallel.partitioner=!s} with {parallel.pipe=}: {reason}", "parallel.partitioner=auto")
+
+
+def prefetch_has_layers_to_gather(model: Model, parallel: Parallel, remat: Remat) -> Problems:
+    if parallel.prefetch == "on":
+        for settings, reason, alternative in prefetch.obstacles(model, parallel, remat):
+            yield use(f"{parallel.prefetch=!s} with {settings}: {reason}", alternative, "parallel.prefetch=auto")
 
 
 ONE_CHUNK = {"gpipe": "breadth_first", "1f1b": "interleaved"}
@@ -203,6 +210,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     shared_layers_are_on_one_stage,
     stages_divide_layers,
     pipelines_are_manual,
+    prefetch_has_layers_to_gather,
     remat_blocks_divide_chunk,
     schedule_has_chunks,
     microbatches_suit_chunks,

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -17,6 +17,15 @@ from spmd_lm.config.schema import RunConfig, Section, section_within, variants, 
 
 Problems = Iterator[str]
 """What a check yields."""
+
+
+class Obstacle(NamedTuple):
+    """Why these settings rule something out.  alternative: nearby settings that do not; may be empty."""
+
+    settings: str
+    reason: str
+    alternative: str
+
 
 OTHER_NAMES = {  # of keys: what other trainers or earlier versions call them
     "run.simulate_devices": ["devices"],

@@ -110,6 +110,8 @@ class Block(nnx.Module):
 
     Both branches start small, so that depth does not add up (GPT-2)."""
 
+    FIRST = ("attention",)  # the keys of the parameters that it uses first
+
     def __init__(self, init: ParamInit):
         c = init.c
         out_std = INIT_STD / math.sqrt(2 * c.layers)

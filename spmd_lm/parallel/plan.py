@@ -71,7 +71,8 @@ class Plan:
     sequence: whether the residual stream is sharded along the sequence.  chunks: of layers per pipeline stage; layer l
     lies in chunk l // (pipe x n) of stage l // n % pipe, with n layers per chunk.  partitioner: who inserts the
     collectives of a step, XLA from sharding types, or the step itself.  run_idle_stages: whether idle
-    pipeline stages compute too, and discard the result."""
+    pipeline stages compute too, and discard the result.  prefetch: keys of the parts of a layer that ZeRO
+    gathers while the layer before it runs."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -83,6 +84,7 @@ class Plan:
     sequence: bool = False
     chunks: int = 1
     run_idle_stages: bool = False
+    prefetch: tuple[str, ...] = ()
 
     def __post_init__(self):
         problems = []

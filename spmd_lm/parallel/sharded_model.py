@@ -15,6 +15,7 @@ from jax import Array, lax
 from spmd_lm.axes import is_dim_names
 from spmd_lm.parallel.layers_loop import BlockFn, LayersLoop, Losses, Stacks
 from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.prefetch import PrefetchedLayers
 from spmd_lm.parallel.trees import Tree, cast
 from spmd_lm.parallel.zero import with_gathered_weights
 
@@ -120,21 +121,28 @@ class ShardedModel:
             lambda params, _, microbatch: embed(params, microbatch), select, None, microbatch
         )
 
-    def layers(self, x: Array, microbatch: Tree, first_layer: Array) -> tuple[Array, Losses]:
-        """x through all layers, and the sum of their losses.  first_layer: the model's index of the first layer."""
-        return self.fns.loop.run(*self._block_and_stacks(), x, microbatch, first_layer)
+    @property
+    def layers(self) -> Callable[..., tuple[Array, Losses]]:
+        """layers(x, microbatch, first_layer): x through all layers, and the sum of their losses.  first_layer: the
+        model's index of the first layer."""
+        if self.plan.prefetch:
+            run = self._prefetched_layers().differentiable()
+            return functools.partial(run, self.grad_argument.blocks, self.shards.blocks)
+        return functools.partial(self.fns.loop.run, *self._block_and_stacks())
 
-    def vjp_layers(self, x: Array, microbatch: Tree, first_layer: Array) -> tuple[Array, Losses, Callable]:
+    @property
+    def vjp_layers(self) -> Callable[..., tuple[Array, Losses, Callable]]:
         """As `layers`, and LayersLoop.vjp's accumulate_grads for grad_argument.blocks."""
-        return self.fns.loop.vjp(*self._block_and_stacks(), x, microbatch, first_layer)
+        if self.plan.prefetch:
+            return functools.partial(self._prefetched_layers().vjp, self.shards.blocks)
+        return functools.partial(self.fns.loop.vjp, *self._block_and_stacks())
 
     def head(self, x: Array, microbatch: Tree) -> Losses:
         return self._run_embedding_or_head(self.fns.head, self.fns.head_params, x, microbatch)
 
     def forward(self, microbatch: Tree) -> Losses:
         """All losses of one microbatch, where one stage has all layers."""
-        x = self.embed(microbatch)
-        x, losses = self.fns.loop.run(*self._block_and_stacks(), x, microbatch)
+        x, losses = self.layers(self.embed(microbatch), microbatch, 0)
         return losses | self.head(x, microbatch)
 
     def zero_losses(self, batch: Tree) -> Losses:
@@ -179,10 +187,24 @@ class ShardedModel:
         return run(*map(select, (self.grad_argument.rest, self.shards.rest, self.gathered.rest)), x, microbatch)
 
     def _with_gathered_weights(self, f: Callable, names: Tree, **barriers: bool) -> Callable:
-        def scatter(grads: Tree) -> Tree:
-            return cast(self.scatter(grads, names), jnp.promote_types(self.compute_dtype, self.reduce_dtype))
+        gather, scatter = (functools.partial(each, names=names) for each in (self.gather, self._scatter_to_sinks))
+        return with_gathered_weights(f, gather, scatter, **barriers)
 
-        return with_gathered_weights(f, functools.partial(self.gather, names=names), scatter, **barriers)
+    def _prefetched_layers(self) -> PrefetchedLayers:
+        def names_of(parts: Tree) -> Tree:
+            return {name: self.layer_names[name] for name in parts}
+
+        def gather(shards: Tree) -> Tree:
+            return self.gather(shards, names_of(shards))
+
+        def scatter(grads: Tree) -> Tree:
+            return self._scatter_to_sinks(grads, names_of(grads))
+
+        return PrefetchedLayers(self.fns.block, gather, scatter, self.plan.prefetch)
+
+    def _scatter_to_sinks(self, grads: Tree, names: Tree) -> Tree:
+        """As `scatter`, in the dtype of the `grad_sinks`."""
+        return cast(self.scatter(grads, names), jnp.promote_types(self.compute_dtype, self.reduce_dtype))
 
     def reduce_gradients(self, grads: Parts) -> Tree:
         """Gradients of `grad_argument`, with the sums that are left, sharded as the parameters are."""

@@ -70,7 +70,8 @@ def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None 
         "bubble": program.schedule.bubble,
         "memory": _memory(config, program, compiled),
         "compile_seconds": compile_seconds,
-        "compiler_options": {option.name: option.value for option in program.xla_options},
+        "compiler_options": program.xla_options.values,
+        "compiler_advice": program.xla_options.advice,
     }
 
 
@@ -86,7 +87,7 @@ def _collectives(config: RunConfig, program: Program, instructions: list[Collect
         found = _mark_lowered(found, expected, program.plan.partitioner)
     elif platform == "tpu":
         found = _mark_narrowed(found, expected)
-    differences = _compare(found, expected, simulated=simulated, may_merge=simulated and not config.scan_layers)
+    differences = _compare(found, expected, simulated=simulated)
     missing, excess = (sum(d[key] for d in differences) for key in ("missing_bytes", "excess_bytes"))
     tolerance = TOLERANCE * sum(row.bytes for row in expected) + SLACK
     return {
@@ -164,17 +165,17 @@ def _mark_unscattered(found: list[CompiledCollective], expected: list[ExpectedCo
 
 
 def _compare(
-    found: list[CompiledCollective], expected: list[ExpectedCollective], *, simulated: bool, may_merge: bool
+    found: list[CompiledCollective], expected: list[ExpectedCollective], *, simulated: bool
 ) -> list[dict[str, Any]]:
     """Compiled and expected bytes for each kind and set of axes; what a compiler narrowed counts twice.  simulated:
-    bfloat16 counts twice.  may_merge: repeated collectives may be missing."""
+    bfloat16 counts twice, and repeated collectives may be missing."""
     sent, most, least = (defaultdict[tuple[str, tuple[str, ...]], float](float) for _ in range(3))
     for c in found:
         sent[c.kind, c.axes] += c.bytes * (2 if c.lowered_as == NARROWED else 1)
     for e in expected:
         times = 2 if simulated and e.dtype == "bfloat16" else 1
         most[e.kind, e.axes] += times * e.bytes
-        least[e.kind, e.axes] += times * (e.bytes - may_merge * e.repeated)
+        least[e.kind, e.axes] += times * (e.bytes - simulated * e.repeated)
     differences = []
     for kind, axes in sorted(sent.keys() | most.keys()):
         found_bytes, theory = sent[kind, axes], most[kind, axes]
@@ -222,6 +223,7 @@ def render(result: dict[str, Any]) -> str:
     lines += render_exposed(r["exposed"]) if r["exposed"] else []
     lines.append(f"memory  {_render_memory(r['memory'])} per device")
     lines += [f"xla     {name}={value}" for name, value in r["compiler_options"].items()]
+    lines += r["compiler_advice"]
     lines.append("matches theory" if r["ok"] else "does NOT match theory")
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """The options that XLA compiles a step with: those of run.compiler_options, or of a table by hardware."""
 
 import functools
+import os
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
@@ -25,9 +26,27 @@ class HardwareOptions(NamedTuple):
     platform: str
     options: dict[str, Value]
     reason: str
+    measured: str
+    compilers: str
     source: str
     kind: str = ""
     absent: bool = False
+    present: bool = False
+    environment: str = ""
+
+    def fits(self, platform: str, kind: str, *, absent: bool) -> bool:
+        here = self.absent if absent else self.present
+        return here and self.platform == platform and self.kind in ("", kind)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether this process has the environment that the options need."""
+        name, _, value = self.environment.partition("=")
+        return value in os.environ.get(name, "").split()
+
+    @property
+    def advice(self) -> str:
+        return f"xla     needs {self.environment} in the environment of every process: {self.reason}"
 
 
 @functools.cache
@@ -36,10 +55,31 @@ def table() -> tuple[HardwareOptions, ...]:
     return tuple(HardwareOptions(**row) for row in yaml.safe_load(text))
 
 
-def options_for(setting: Setting, platform: str, kind: str, *, absent: bool) -> list[Option]:
+class XlaOptions(NamedTuple):
+    """advice: lines about options that need another environment than this process has."""
+
+    options: list[Option]
+    advice: list[str]
+
+    @property
+    def values(self) -> dict[str, Value]:
+        return {option.name: option.value for option in self.options}
+
+    @property
+    def lines(self) -> list[str]:
+        return [*map(str, self.options), *self.advice]
+
+
+def options_for(setting: Setting, platform: str, kind: str, *, absent: bool) -> XlaOptions:
     """Those of `setting` for a device of this platform and kind.  absent: it is compiled for, not run on."""
     if not isinstance(setting, str):
-        return [Option(name, value, "run.compiler_options") for name, value in setting.items()]
-    rows = table() if setting == "auto" else ()
-    fitting = [row for row in rows if row.platform == platform and row.kind in kind and row.absent == absent]
-    return [Option(name, value, row.reason) for row in fitting for name, value in row.options.items()]
+        return XlaOptions([Option(name, value, "run.compiler_options") for name, value in setting.items()], [])
+    rows = [row for row in table() if setting == "auto" and row.fits(platform, kind, absent=absent)]
+    missing = [row for row in rows if row.environment and not row.is_set]
+    options = [
+        Option(name, value, row.reason)
+        for row in rows
+        if absent or row not in missing
+        for name, value in row.options.items()
+    ]
+    return XlaOptions(options, [row.advice for row in missing])

@@ -16,9 +16,11 @@ from spmd_lm.analysis.expected_collectives import expected_collectives
 from spmd_lm.axes import MODEL
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.prefetch import prefetches
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.models.transformer import Block
 from spmd_lm.parallel.mesh import abstract_mesh, domains_of_model, is_absent, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan, pad_or_crop
@@ -55,7 +57,8 @@ def abstract_plan(config: RunConfig, devices: int, platform: str) -> Plan:
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
     zero = ZeroPolicy.of_stage(p.zero, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
     mesh, names, shapes = abstract_mesh(layout), model.names, model.shapes
-    how = (config.partitioner, p.sequence, config.chunks, p.run_idle_stages)
+    prefetch = Block.FIRST if layout.data > 1 and prefetches(config, platform) else ()
+    how = (config.partitioner, p.sequence, config.chunks, p.run_idle_stages, prefetch)
     return Plan(layout, mesh, platform, names, shapes, zero, *how)
 
 
@@ -219,12 +222,14 @@ class Program:
     def compiled(self) -> jax.stages.Compiled:
         """The train step, compiled ahead of time.  ConfigError if the compiler refuses it, or an option."""
         lowered = self.train_step.lower(self.abstract_state(), self.abstract_batch())
-        options = {option.name: option.value for option in self.xla_options}
+        options = self.xla_options.values
         try:
             return lowered.compile(compiler_options=options or None)
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0]
+            setting = self.config.run.compiler_options
             advice = f" run.compiler_options sets {', '.join(options)}." if options else ""
+            advice += " Use run.compiler_options=none." if options and setting == "auto" else ""
             raise ConfigError(
                 f"the compiler for {self.device.device_kind} refuses this step: {reason}.{advice}"
             ) from error

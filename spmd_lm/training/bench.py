@@ -69,7 +69,8 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
         "mfu": program.flops_per_step / median / peak_flops if peak_flops else None,
         "mfu_basis": program.peak.source if program.peak else "a device without a published peak",
         "compile_seconds": compile_seconds,
-        "compiler_options": {option.name: option.value for option in program.xla_options},
+        "compiler_options": program.xla_options.values,
+        "compiler_advice": program.xla_options.advice,
         "peak_memory_bytes": peak_bytes,
         "peak_memory_source": source,
         "loss": float(metrics["loss"]),
@@ -88,5 +89,6 @@ def render(r: dict[str, Any]) -> str:
         f"compile  {r['compile_seconds']:.1f} s",
         f"memory   {peak:.2f} GiB at the peak of one device ({r['peak_memory_source']})",
         *(f"xla      {name}={value}" for name, value in r["compiler_options"].items()),
+        *r["compiler_advice"],
     ]
     return "\n".join(lines)

@@ -73,7 +73,7 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
     with clock.time("init"):
         program = Program(config)
         progress.log(plan_report.summary(plan_report.describe(config, program.plan)))
-        progress.log(*map(str, program.xla_options))
+        progress.log(*program.xla_options.lines)
     with mark_failed(status, clock):
         with clock.time("init"):
             # The run to initialize from and the data may refuse the config, before any file is written.

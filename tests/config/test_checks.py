@@ -54,6 +54,21 @@ def problems(*overrides: str) -> list[str]:
             "parallel.model=2 or 4, or model.mlp_width=96 or 104",
         ),
         (
+            "parallel.prefetch=on",
+            "parallel.prefetch=on with parallel.zero=0: only ZeRO-3 gathers layer by layer",
+            "parallel.zero=3, or parallel.prefetch=auto",
+        ),
+        (
+            "parallel.prefetch=on parallel.zero=3 model.scan=false",
+            "parallel.prefetch=on with model.scan=false: there is no loop over layers",
+            "model.scan=true, or parallel.prefetch=auto",
+        ),
+        (
+            "parallel.prefetch=on parallel.zero=3 model.layers=2 parallel.pipe=2",
+            "parallel.prefetch=on with model.layers=2: no layer runs before another one in a loop",
+            "more layers, or fewer stages, or parallel.prefetch=auto",
+        ),
+        (
             "parallel.microbatches=3",
             "train.batch=16 is not divisible by parallel.microbatches=3",
             "parallel.microbatches=2 or 4, or train.batch=15 or 18",

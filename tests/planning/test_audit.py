@@ -216,7 +216,7 @@ def test_only_gathers_of_float32_can_be_narrowed():
     ]
     narrowed, *others = _mark_narrowed(found, theory)
     assert narrowed.lowered_as == "bfloat16" and others == found[1:]
-    (difference, _) = _compare([narrowed, found[2]], theory, simulated=False, may_merge=False)
+    (difference, _) = _compare([narrowed, found[2]], theory, simulated=False)
     assert difference["bytes"] == 24 + 12
 
 

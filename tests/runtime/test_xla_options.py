@@ -6,23 +6,26 @@ from spmd_lm.config.load import load
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.xla_options import options_for, table
 
+V5P = {"platform": "tpu", "kind": "TPU v5"}
+OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 ABSENT_H100 = {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "absent": True}
 
 
 def names(setting, **hardware) -> dict:
-    return {option.name: option.value for option in options_for(setting, **hardware)}
+    return options_for(setting, **hardware).values
 
 
 def test_every_row_says_why_and_where_that_was_seen():
     assert table()
     for row in table():
-        assert row.platform in ("cpu", "gpu", "tpu") and row.options and row.reason and row.source
+        assert row.platform in ("cpu", "gpu", "tpu") and row.options and (row.absent or row.present)
+        assert row.reason and row.measured and row.compilers and row.source
         assert not any(name.startswith("-") for name in row.options)
 
 
 def test_no_hardware_has_an_option_twice():
     for row in table():
-        options = options_for("auto", row.platform, row.kind, absent=row.absent)
+        options = options_for("auto", row.platform, row.kind, absent=row.absent).options
         assert len({option.name for option in options}) == len(options)
 
 
@@ -30,6 +33,24 @@ def test_auto_is_the_table_s_for_this_hardware():
     assert "xla_gpu_autotune_level" in names("auto", **ABSENT_H100)
     assert not names("auto", **ABSENT_H100 | {"absent": False})
     assert not names("auto", platform="cpu", kind="cpu", absent=False)
+
+
+def test_options_that_need_an_environment_are_set_where_it_is(monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    here, absent = (options_for("auto", **V5P, absent=absent) for absent in (False, True))
+    assert not here.options and OFFLOAD in absent.values
+    needs = "xla     needs LIBTPU_INIT_ARGS=--deepsea_chip_config_name=megachip_tccontrol in the environment of every"
+    assert all(len(each.advice) == 1 and each.advice[0].startswith(needs) for each in (here, absent))
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=1 --deepsea_chip_config_name=megachip_tccontrol")
+    for each in (False, True):
+        chosen = options_for("auto", **V5P, absent=each)
+        assert OFFLOAD in chosen.values and not chosen.advice
+    assert options_for("none", **V5P, absent=False).lines == []
+
+
+def test_a_kind_is_not_the_one_that_its_name_begins_with():
+    assert not names("auto", platform="tpu", kind="TPU v5 lite", absent=True)
+    assert OFFLOAD in names("auto", platform="tpu", kind="TPU v6 lite", absent=False)
 
 
 def test_none_and_options_of_one_s_own_replace_the_table():

@@ -44,6 +44,7 @@ def runs(draw):
         "zero": draw(st.integers(0, 3)),
         "sequence": draw(chance),
         "reduce_once": draw(chance),
+        "prefetch": draw(st.sampled_from(["auto", "on"])),
         "partitioner": draw(st.sampled_from(["types", "manual"])),
     }
     devices = math.prod(parallel[axis] for axis in ("pipe", "replica", "data", "model"))

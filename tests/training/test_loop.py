@@ -22,7 +22,7 @@ from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import Precision, RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
 from spmd_lm.runtime import trackers
-from spmd_lm.runtime.xla_options import Option
+from spmd_lm.runtime.xla_options import Option, XlaOptions
 from spmd_lm.step.state import TrainState
 from spmd_lm.training import loop, run, run_dir
 from spmd_lm.training.run import TrainingRun
@@ -50,7 +50,7 @@ class FakeProgram:
 
     at: dict = {}  # noqa: RUF012 (set by the tests)
     tokens_per_step, flops_per_step, peak_flops = 32, 1e6, 1e12
-    plan, xla_options = None, [Option("xla_fast", True, "why")]
+    plan, xla_options = None, XlaOptions([Option("xla_fast", True, "why")], [])
 
     def __init__(self, config):
         self.config = config

@@ -1,0 +1,156 @@
+"""A stack of layers under ZeRO-3, each of which gathers weights for the next one while it runs.
+
+A layer that gathers its own weights waits for those that it uses first.  Here these arrive with the layer before it,
+forward and backward, and the others while the first ones compute.  Backward computes the gradients of the first ones
+last, and scatters them while the next layer runs.  Only a part of the weights is sent ahead, because a loop copies what
+it carries from layer to layer.  The loops begin and end outside of them, so that nothing is sent that is not used."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from spmd_lm.ops.collectives import zeros_like_gradient
+from spmd_lm.parallel.layers_loop import BlockFn, Losses
+from spmd_lm.parallel.trees import Tree, drop_residuals, tree_add
+
+Write = Callable[[Tree, Tree, Array | int], Tree]
+"""write(stack, layer, i): the stack, with a layer's gradients put into its entry i, or added to it."""
+
+
+class LayerParts(NamedTuple):
+    """A layer, or a stack of them, in two: what a layer uses first, and the rest."""
+
+    first: Tree
+    rest: Tree
+
+
+class Saved(NamedTuple):
+    """What `drop_residuals` leaves for backward: of all layers but the last one, stacked; and of the last one."""
+
+    layers: tuple[Tree, Callable]
+    last: tuple[Tree, Callable]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefetchedLayers:
+    """block(weights, x, microbatch, index) -> (x, losses): a layer.  gather: from parts of a layer's shards to weights.
+    scatter: from the gradients of such parts to those of the shards.  first: keys of the parts of a layer, a dict, that
+    it uses first.  Stacks have at least two layers."""
+
+    block: BlockFn
+    gather: Callable[[Tree], Tree]
+    scatter: Callable[[Tree], Tree]
+    first: tuple[str, ...]
+
+    def differentiable(self) -> Callable[..., tuple[Array, Losses]]:
+        """run(grad_sinks, shards, x, microbatch, first_layer): as a loop over with_gathered_weights(block, ...)."""
+
+        @jax.custom_vjp
+        def run(grad_sinks, shards, x, microbatch, first_layer):
+            return self.forward(shards, x, microbatch, first_layer)[0]
+
+        def forward(grad_sinks, shards, x, microbatch, first_layer):
+            result, saved = self.forward(shards, x, microbatch, first_layer)
+            return result, (grad_sinks, shards, saved)
+
+        def backward(residuals, g):
+            grad_sinks, shards, saved = residuals
+            zeros = jax.tree.map(lambda sink: zeros_like_gradient(sink, sink.dtype), grad_sinks)
+            grads, d_x = self.backward(shards, saved, g, zeros, _put)
+            return grads, None, d_x, None, None
+
+        run.defvjp(forward, backward)
+        return run
+
+    def vjp(self, shards: Tree, x: Array, microbatch: Tree, first_layer: Array | int) -> tuple[Array, Losses, Callable]:
+        """As LayersLoop.vjp, but for its `overwrite`."""
+        (y, losses), saved = self.forward(shards, x, microbatch, first_layer)
+
+        def accumulate_grads(d_y: Array, grads: Tree, offset: Array | int) -> tuple[Tree, Array]:
+            def add(stack: Tree, layer: Tree, i: Array | int) -> Tree:
+                return _put(stack, tree_add(_at(stack, offset + i), layer), offset + i)
+
+            return self.backward(shards, saved, (d_y, jax.tree.map(jnp.ones_like, losses)), grads, add)
+
+        return y, losses, accumulate_grads
+
+    def forward(
+        self, shards: Tree, x: Array, microbatch: Tree, first_layer: Array | int
+    ) -> tuple[tuple[Array, Losses], Saved]:
+        """(x through all layers, the sum of their losses), and what `backward` needs."""
+        stacks, last = self._split(shards), _layers(shards) - 1
+
+        def layer(x: Array, first: Tree, i: Array | int) -> tuple[Array, Losses, tuple]:
+            def run(weights: Tree, x: Array) -> tuple[Array, Losses]:
+                return self.block(weights, x, microbatch, first_layer + i)
+
+            weights = first | self.gather(_at(stacks.rest, i))
+            (x, losses), vjp = jax.vjp(run, weights, x)
+            return x, losses, drop_residuals(vjp, weights)
+
+        def turn(carry: tuple[Array, Tree], i: Array) -> tuple[tuple[Array, Tree], tuple[Losses, tuple]]:
+            x, first = carry
+            next_first = self.gather(_at(stacks.first, i + 1))
+            x, losses, saved = layer(x, first, i)
+            return (x, next_first), (losses, saved)
+
+        start = x, self.gather(_at(stacks.first, 0))
+        (x, first), (losses, saved) = lax.scan(turn, start, jnp.arange(last, dtype=jnp.int32))
+        x, losses_of_last, saved_of_last = layer(x, first, jnp.int32(last))
+        return (x, jax.tree.map(lambda a, b: a.sum(0) + b, losses, losses_of_last)), Saved(saved, saved_of_last)
+
+    def backward(
+        self, shards: Tree, saved: Saved, g: tuple[Array, Losses], grads: Tree, write: Write
+    ) -> tuple[Tree, Array]:
+        """(gradients of the shards, written into `grads`; gradient of x), given that of `forward`'s result."""
+        (residuals, rebuild), (residuals_of_last, rebuild_last) = saved
+        # XLA must gather again what forward has gathered outside of its loop, weights and activations, and not hold it.
+        residuals_of_last, shards, (d_x, d_losses) = lax.optimization_barrier((residuals_of_last, shards, g))
+        stacks, last = self._split(shards), _layers(shards) - 1
+
+        def gather_first(i: Array | int) -> Tree:
+            return self.gather(_at(stacks.first, i))
+
+        def layer(d_x: Array, first: Tree, i: Array | int, vjp: Callable) -> tuple[LayerParts, Array]:
+            """Gradients: unsharded of what the layer uses first, scattered of the rest; and that of its input."""
+            d_weights, d_x = vjp(first | self.gather(_at(stacks.rest, i)))((d_x, d_losses))
+            d = self._split(d_weights)
+            return d._replace(rest=self.scatter(d.rest)), d_x
+
+        def saved_vjp(i: Array | int) -> Callable:
+            return lambda weights: rebuild(_at(residuals, i), weights)
+
+        def turn(carry: tuple, i: Array | int) -> tuple:
+            d_x, first, d_first, grads = carry
+            next_first = gather_first(i - 1)
+            of_previous = write(grads.first, self.scatter(d_first), i + 1)
+            d, d_x = layer(d_x, first, i, saved_vjp(i))
+            return (d_x, next_first, d.first, LayerParts(of_previous, write(grads.rest, d.rest, i))), None
+
+        first, next_first, into = gather_first(last), gather_first(last - 1), self._split(grads)
+        d, d_x = layer(d_x, first, last, lambda weights: rebuild_last(residuals_of_last, weights))
+        carry = d_x, next_first, d.first, into._replace(rest=write(into.rest, d.rest, last))
+        (d_x, first, d_first, into), _ = lax.scan(turn, carry, jnp.arange(1, last, dtype=jnp.int32), reverse=True)
+        into = into._replace(first=write(into.first, self.scatter(d_first), 1))
+        d, d_x = layer(d_x, first, 0, saved_vjp(0))
+        return write(into.first, self.scatter(d.first), 0) | write(into.rest, d.rest, 0), d_x
+
+    def _split(self, layers: Tree) -> LayerParts:
+        first = {name: part for name, part in layers.items() if name in self.first}
+        return LayerParts(first, {name: part for name, part in layers.items() if name not in first})
+
+
+def _layers(stack: Tree) -> int:
+    return jax.tree.leaves(stack)[0].shape[0]
+
+
+def _at(stack: Tree, i: Array | int) -> Tree:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), stack)
+
+
+def _put(stack: Tree, layer: Tree, i: Array | int) -> Tree:
+    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), stack, layer)

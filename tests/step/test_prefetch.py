@@ -1,0 +1,59 @@
+"""Weights that are gathered a layer ahead: the same run, and the same bytes."""
+
+import pytest
+
+from spmd_lm.analysis import topology
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.planning.audit import audit, render
+from tests.helpers import make_config, program, trained, trained_reference
+from tests.step.test_train_step import assert_same_run
+
+pytestmark = pytest.mark.usefixtures("x64")
+slow, mutants = pytest.mark.slow, pytest.mark.mutants
+
+HYBRID = {"replica": 2, "data": 2, "model": 2, "sequence": True, "microbatches": 2}
+PIPELINE = {"pipe": 2, "data": 2, "model": 2, "microbatches": 4}
+BERT = {"kind": "bert", "norm": "post", "token_types": 2}
+LLAMA = {"norm_type": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "use_bias": False}
+
+
+def config(layers: int, remat: str, model: dict, parallel: dict) -> RunConfig:
+    return make_config(
+        model={"layers": layers} | model,
+        objective={"kind": "masked_lm" if "kind" in model else "causal_lm"},
+        parallel={"data": 1} | parallel,
+        remat={"policy": remat},
+        optim={"eps": 1e-6},  # gradients of keys' biases are rounding alone
+        train={"batch": 12 if parallel.get("data") == 3 else 16},
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "remat", "model", "parallel"),
+    [
+        pytest.param(4, "full", {}, HYBRID, id="hybrid"),
+        pytest.param(4, "full", {}, HYBRID | {"partitioner": "types"}, id="types", marks=[slow, mutants]),
+        pytest.param(2, "selective", {}, {"data": 8}, id="two layers", marks=slow),
+        pytest.param(3, "residual", BERT, {"data": 4, "model": 2}, id="bert", marks=slow),
+        pytest.param(3, "none", LLAMA, {"data": 3, "model": 2, "microbatches": 2}, id="padded", marks=slow),
+        pytest.param(8, "full", {}, PIPELINE, id="1f1b", marks=[slow, mutants]),
+        pytest.param(8, "none", {}, PIPELINE | {"schedule": "gpipe"}, id="gpipe", marks=slow),
+        pytest.param(8, "none", {}, PIPELINE | {"schedule": "interleaved", "chunks": 2}, id="interleaved", marks=slow),
+    ],
+)
+def test_prefetch_computes_the_reference(layers, remat, model, parallel):
+    prefetched = config(layers, remat, model, {"zero": 3, "prefetch": "on"} | parallel)
+    assert program(prefetched).plan.prefetch == ("attention",)
+    alone = prefetched.model_copy(update={"parallel": make_config().parallel, "remat": make_config().remat})
+    assert_same_run(trained(prefetched), trained_reference(alone))
+
+
+@slow
+@mutants
+@pytest.mark.parametrize(
+    ("layers", "parallel"), [(4, HYBRID), (2, HYBRID), (4, HYBRID | {"partitioner": "types"}), (8, PIPELINE)], ids=str
+)
+def test_prefetch_sends_what_theory_expects(layers, parallel):
+    prefetched = config(layers, "full", {}, {"zero": 3, "prefetch": "on"} | parallel)
+    result = audit(prefetched, topology.parse_topology("cpu:8"))
+    assert result["missing_bytes"] + result["excess_bytes"] <= 2048, render(result)
