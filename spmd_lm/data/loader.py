@@ -6,8 +6,12 @@ to ask for the next step.  Each process reads only the rows of its own devices.
 Shape suffixes: R rows, M microbatches, B rows per microbatch, T context, S = T + 1."""
 
 import abc
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+from collections import deque
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import jax
@@ -94,6 +98,23 @@ class Loader(abc.ABC):
             return jax.make_array_from_callback(shape, sharding, read_shard)
 
         return Batch(**{field.name: place(field.name) for field in dataclasses.fields(Batch)})
+
+
+@contextlib.contextmanager
+def batches_ahead(loader: Loader, shardings: Batch, steps: range) -> Iterator[Iterator[Batch]]:
+    """loader.batch of these steps in order, each made by a thread while the caller uses the one before it."""
+
+    def batches() -> Iterator[Batch]:
+        ahead = deque[concurrent.futures.Future[Batch]]()
+        for step in steps:
+            ahead.append(pool.submit(loader.batch, step, shardings))
+            if len(ahead) > 1:
+                yield ahead.popleft().result()
+        if ahead:
+            yield ahead.popleft().result()
+
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+        yield batches()
 
 
 class CausalLMLoader(Loader):

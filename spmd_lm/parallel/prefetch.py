@@ -107,9 +107,9 @@ class PrefetchedLayers:
         self, shards: Tree, saved: Saved, g: tuple[Array, Losses], grads: Tree, write: Write
     ) -> tuple[Tree, Array]:
         """(gradients of the shards, written into `grads`; gradient of x), given that of `forward`'s result."""
-        (residuals, rebuild), (residuals_of_last, rebuild_last) = saved
         # XLA must gather again what forward has gathered outside of its loop, weights and activations, and not hold it.
-        residuals_of_last, shards, (d_x, d_losses) = lax.optimization_barrier((residuals_of_last, shards, g))
+        saved, shards, (d_x, d_losses) = lax.optimization_barrier((saved, shards, g))
+        (residuals, rebuild), (residuals_of_last, rebuild_last) = saved
         stacks, last = self._split(shards), _layers(shards) - 1
 
         def gather_first(i: Array | int) -> Tree:

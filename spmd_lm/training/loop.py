@@ -13,7 +13,7 @@ import jax
 from spmd_lm.checkpoints.saved_run import check_data
 from spmd_lm.config.schema import Data, RunConfig, Synthetic
 from spmd_lm.data.corpus import Corpus, load_data, make_loader
-from spmd_lm.data.loader import Loader
+from spmd_lm.data.loader import Loader, batches_ahead
 from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, DataError, Exit, OutputError
@@ -135,10 +135,11 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals, watch: S
         run.tiers.forget_after(run.step)
     if run.failure:
         signals.stop()
-    with run.progress.live_line():
-        for step in signals.until_received(range(run.step + 1, run.config.train.steps + 1)):
+    done, last, shardings = run.step, run.config.train.steps, run.program.batch_shardings
+    with run.progress.live_line(), batches_ahead(loader, shardings, range(done, last)) as batches:
+        for step in signals.until_received(range(done + 1, last + 1)):
             with run.clock.time("data"):
-                batch = loader.batch(step - 1, run.program.batch_shardings)
+                batch = next(batches)
             with run.clock.time("step"):
                 run.advance(step, *run.program.step(run.state, batch))
             for hook in HOOKS:

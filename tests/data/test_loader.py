@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.loader import CausalLMLoader
+from spmd_lm.data.loader import CausalLMLoader, batches_ahead
 from spmd_lm.errors import DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its own offset
@@ -182,3 +182,26 @@ def test_the_same_windows_are_validated_at_any_batch_size(batch, length):
     rows = [held_out.rows(step, 0, batch) for step in range(len(held_out))]
     starts = np.concatenate([each.tokens[each.loss_weights[:, 0] > 0, 0] for each in rows])
     assert starts.tolist() == list(range(0, length - 16, 16))
+
+
+def test_batches_are_made_ahead_in_order_and_what_goes_wrong_is_raised_at_its_step():
+    made = []
+
+    class Numbers:
+        def batch(self, step, shardings):
+            made.append(step)
+            if step == 5:
+                raise DataError("the file is gone")
+            return step, shardings
+
+    loader = Numbers()
+    with batches_ahead(loader, "shardings", range(3, 9)) as batches:
+        assert next(batches) == (3, "shardings")
+        assert next(batches) == (4, "shardings")
+        with pytest.raises(DataError, match="the file is gone"):
+            next(batches)
+    assert made == [3, 4, 5, 6]
+    with batches_ahead(loader, None, range(7, 8)) as batches:
+        assert [*batches] == [(7, None)]
+    with batches_ahead(loader, None, range(7, 7)) as batches:
+        assert not [*batches]
