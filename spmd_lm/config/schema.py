@@ -240,7 +240,7 @@ class Parallel(Section):
     chunks: Count = 1  # of layers per stage, for interleaved and breadth_first
     microbatches: Count = 1  # a step's batch is computed in so many
     reduce_once: bool = False  # ZeRO gathers and scatters once per step, not per microbatch: less sent, more memory
-    # ZeRO-3 gathers what a layer uses first while the layer before it runs; auto: on GPUs and TPUs, without a pipeline
+    # ZeRO-3 gathers what a layer uses first while the layer before it runs; auto: on GPUs, without a pipeline
     prefetch: Literal["auto", "on", "off"] = "auto"
     model_across_hosts: bool = False  # `model` may span hosts of GPUs or TPU slices, whose network is slower
     run_idle_stages: bool = False  # idle pipeline stages compute and discard, so that all devices take one branch

@@ -50,7 +50,7 @@ def test_options_that_need_an_environment_are_set_where_it_is(monkeypatch):
 
 def test_a_kind_is_not_the_one_that_its_name_begins_with():
     assert not names("auto", platform="tpu", kind="TPU v5 lite", absent=True)
-    assert OFFLOAD in names("auto", platform="tpu", kind="TPU v6 lite", absent=False)
+    assert OFFLOAD in names("auto", platform="tpu", kind="TPU v6 lite", absent=True)
 
 
 def test_none_and_options_of_one_s_own_replace_the_table():
