@@ -107,10 +107,10 @@ class _Step:
         self.tokens = tokens_per_device(config, plan)
         # One microbatch's residual stream with the whole sequence; and how its partial sums are added over `model`.
         self.activations = self.compute, self.tokens * config.model.width
-        # The share of a chunk's layers that no loop runs: all; or the last one, after one that prefetches.  A loop of
-        # one turn is none.
+        # The share of a chunk's layers that no loop runs: all where they are unrolled; with prefetch the last one, and
+        # both of two, because XLA unrolls a loop of one iteration.
         layers = config.layers_per_chunk
-        self.unrolled = float(layers == 2 or 1 / layers) if plan.prefetch else float(not config.scan_layers)
+        self.unrolled = (1.0 if layers == 2 else 1 / layers) if plan.prefetch else float(not config.scan_layers)
         self.reduction = REDUCE_SCATTER if plan.sequence else ALL_REDUCE
 
     def row(

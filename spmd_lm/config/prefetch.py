@@ -28,9 +28,8 @@ def obstacles(model: Model, parallel: Parallel, remat: Remat) -> Iterator[Obstac
 def prefetches(config: RunConfig, platform: str) -> bool:
     """Whether `config` does so on this platform.
 
-    `auto` does on GPUs alone: on a CPU nothing overlaps, and on v5p:4x4x4 it exposes 17.9% of GPT 22B's bytes, not the
-    14.9% of XLA's options alone.  Nor does it in a pipeline, whose conditionals copy what they carry: 5% to 7% more
-    compute in 4 stages.  All by `spmd-lm audit`."""
+    `auto` does on GPUs alone: on a CPU nothing overlaps, and on a TPU nothing does without options that no hardware has
+    run.  Nor does it in a pipeline, whose conditionals copy what they carry: docs/performance.md."""
     p = config.parallel
     wanted = p.prefetch == "on" or (p.prefetch == "auto" and platform == "gpu" and p.pipe == 1)
     return wanted and not any(obstacles(config.model, p, config.remat))

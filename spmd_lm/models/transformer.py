@@ -110,7 +110,7 @@ class Block(nnx.Module):
 
     Both branches start small, so that depth does not add up (GPT-2)."""
 
-    FIRST = ("attention",)  # the keys of the parameters that it uses first
+    FIRST = ("attention",)  # the part, by its key, whose weights parallel.prefetch gathers a layer ahead
 
     def __init__(self, init: ParamInit):
         c = init.c

@@ -107,8 +107,10 @@ class PrefetchedLayers:
         self, shards: Tree, saved: Saved, g: tuple[Array, Losses], grads: Tree, write: Write
     ) -> tuple[Tree, Array]:
         """(gradients of the shards, written into `grads`; gradient of x), given that of `forward`'s result."""
-        # XLA must gather again what forward has gathered outside of its loop, weights and activations, and not hold it.
-        saved, shards, (d_x, d_losses) = lax.optimization_barrier((saved, shards, g))
+        # XLA must gather again the weights and activations that forward has gathered outside of its loop, and not hold
+        # them.  In two barriers: a single one exposes scatters on a TPU (docs/log.md).
+        shards, (d_x, d_losses) = lax.optimization_barrier((shards, g))
+        saved = lax.optimization_barrier(saved)
         (residuals, rebuild), (residuals_of_last, rebuild_last) = saved
         stacks, last = self._split(shards), _layers(shards) - 1
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
@@ -29,14 +30,14 @@ class HardwareOptions(NamedTuple):
     measured: str
     compilers: str
     source: str
-    kind: str = ""
+    kinds: Sequence[str] = ()
     absent: bool = False
     present: bool = False
     environment: str = ""
 
     def fits(self, platform: str, kind: str, *, absent: bool) -> bool:
         here = self.absent if absent else self.present
-        return here and self.platform == platform and self.kind in ("", kind)
+        return here and self.platform == platform and (not self.kinds or kind in self.kinds)
 
     @property
     def is_set(self) -> bool:
@@ -44,9 +45,11 @@ class HardwareOptions(NamedTuple):
         name, _, value = self.environment.partition("=")
         return value in os.environ.get(name, "").split()
 
-    @property
-    def advice(self) -> str:
-        return f"xla     needs {self.environment} in the environment of every process: {self.reason}"
+    def advice(self, *, absent: bool) -> str:
+        """How a process gets the environment that it does not have."""
+        name, _, value = self.environment.partition("=")
+        add = f"add {value} to {name} of every process before it starts, so that {self.reason}"
+        return f"xla     where this runs, {add}" if absent else f"xla     options are not set: {add}"
 
 
 @functools.cache
@@ -82,4 +85,4 @@ def options_for(setting: Setting, platform: str, kind: str, *, absent: bool) -> 
         if absent or row not in missing
         for name, value in row.options.items()
     ]
-    return XlaOptions(options, [row.advice for row in missing])
+    return XlaOptions(options, [row.advice(absent=absent) for row in missing])

@@ -229,7 +229,8 @@ class Program:
             reason = str(error).splitlines()[0]
             setting = self.config.run.compiler_options
             advice = f" run.compiler_options sets {', '.join(options)}." if options else ""
-            advice += " Use run.compiler_options=none." if options and setting == "auto" else ""
+            refused = setting == "auto" and any(name in reason for name in options)
+            advice += " Use run.compiler_options=none." if refused else ""
             raise ConfigError(
                 f"the compiler for {self.device.device_kind} refuses this step: {reason}.{advice}"
             ) from error

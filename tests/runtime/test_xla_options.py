@@ -1,5 +1,7 @@
 """Which options XLA compiles with, by setting and hardware."""
 
+import itertools
+
 import pytest
 
 from spmd_lm.config.load import load
@@ -25,8 +27,9 @@ def test_every_row_says_why_and_where_that_was_seen():
 
 def test_no_hardware_has_an_option_twice():
     for row in table():
-        options = options_for("auto", row.platform, row.kind, absent=row.absent).options
-        assert len({option.name for option in options}) == len(options)
+        for kind, absent in itertools.product(row.kinds or [""], (False, True)):
+            options = options_for("auto", row.platform, kind, absent=absent).options
+            assert len({option.name for option in options}) == len(options)
 
 
 def test_auto_is_the_table_s_for_this_hardware():
@@ -39,8 +42,9 @@ def test_options_that_need_an_environment_are_set_where_it_is(monkeypatch):
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     here, absent = (options_for("auto", **V5P, absent=absent) for absent in (False, True))
     assert not here.options and OFFLOAD in absent.values
-    needs = "xla     needs LIBTPU_INIT_ARGS=--deepsea_chip_config_name=megachip_tccontrol in the environment of every"
-    assert all(len(each.advice) == 1 and each.advice[0].startswith(needs) for each in (here, absent))
+    add = "add --deepsea_chip_config_name=megachip_tccontrol to LIBTPU_INIT_ARGS of every process before it starts"
+    assert here.advice[0].startswith(f"xla     options are not set: {add}") and len(here.advice) == 1
+    assert absent.advice[0].startswith(f"xla     where this runs, {add}") and len(absent.advice) == 1
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=1 --deepsea_chip_config_name=megachip_tccontrol")
     for each in (False, True):
         chosen = options_for("auto", **V5P, absent=each)

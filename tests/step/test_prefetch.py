@@ -5,7 +5,7 @@ import pytest
 from spmd_lm.analysis import topology
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.planning.audit import audit, render
-from tests.helpers import make_config, program, trained, trained_reference
+from tests.helpers import ORIGINAL_BERT, make_config, program, trained, trained_reference
 from tests.step.test_train_step import assert_same_run
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -13,7 +13,6 @@ slow, mutants = pytest.mark.slow, pytest.mark.mutants
 
 HYBRID = {"replica": 2, "data": 2, "model": 2, "sequence": True, "microbatches": 2}
 PIPELINE = {"pipe": 2, "data": 2, "model": 2, "microbatches": 4}
-BERT = {"kind": "bert", "norm": "post", "token_types": 2}
 LLAMA = {"norm_type": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "use_bias": False}
 
 
@@ -34,7 +33,7 @@ def config(layers: int, remat: str, model: dict, parallel: dict) -> RunConfig:
         pytest.param(4, "full", {}, HYBRID, id="hybrid"),
         pytest.param(4, "full", {}, HYBRID | {"partitioner": "types"}, id="types", marks=[slow, mutants]),
         pytest.param(2, "selective", {}, {"data": 8}, id="two layers", marks=slow),
-        pytest.param(3, "residual", BERT, {"data": 4, "model": 2}, id="bert", marks=slow),
+        pytest.param(3, "residual", ORIGINAL_BERT, {"data": 4, "model": 2}, id="bert", marks=slow),
         pytest.param(3, "none", LLAMA, {"data": 3, "model": 2, "microbatches": 2}, id="padded", marks=slow),
         pytest.param(8, "full", {}, PIPELINE, id="1f1b", marks=[slow, mutants]),
         pytest.param(8, "none", {}, PIPELINE | {"schedule": "gpipe"}, id="gpipe", marks=slow),
