@@ -2,7 +2,6 @@
 
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import hypothesis
@@ -24,10 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hide_xla_warnings()
     if config.option.markexpr != "gpu":
         # Compiling is most of what the suite does, and what LLVM optimizes is half of it; no collective depends on it.
-        flags = ["--xla_backend_optimization_level=0"]
-        if version("jaxlib").startswith("0.10."):  # later ones know no such flag; a third of the compile time
-            flags.append("--xla_cpu_use_fusion_emitters=false")
-        os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
         simulate_devices(DEVICES)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
