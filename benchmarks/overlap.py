@@ -1,71 +1,131 @@
-"""What hides a step's communication: compiled steps with and without XLA's options and prefetch.
+"""What hides a step's communication: compiled steps with and without XLA's options, prefetch and products in parts.
 
     python benchmarks/overlap.py                 every row, as a table: a minute or two each
     python benchmarks/overlap.py --only h100     rows whose topology and layout have this in it
     python benchmarks/overlap.py --partitioner types    those without a pipeline
 
 Nothing runs: the figures are those of `spmd-lm audit`, which walks the compiled schedule.  GPT 22B, or where its
-topology is too small for it, its first layers.  Each row is audited as well: the exit code is 1 where a step sends
-something else than theory asks for."""
+topology is too small for it, its first layers; and a small model.  Each row is audited as well: the exit code is 1
+where a step sends something else than theory asks for."""
 
 import argparse
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from spmd_lm.analysis.topology import Topology, parse_topology
+from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.config.load import load
 from spmd_lm.planning.audit import audit
+from spmd_lm.runtime.xla_options import table
 
-ZERO, SEQUENCE = "ZeRO-3", "with the sequence sharded"
-PIPELINE = "pipe 4 x data 16, 1f1b, 16 microbatches"
+SEQUENCE = "with the sequence sharded"
+PIPELINE = "pipe 4 x data 16, 16 microbatches, "
+WIDE, SMALL = "gpt_22b", "debug"
 LAYOUTS = {
-    ZERO: [],
-    f"data 32 x model 2 {SEQUENCE}": ["parallel.model=2", "parallel.sequence=true"],
-    f"data 8 x model 8 {SEQUENCE}": ["parallel.model=8", "parallel.sequence=true"],
-    PIPELINE: ["parallel.pipe=4", "parallel.microbatches=16"],
+    "ZeRO-3": {},
+    f"data 32 x model 2 {SEQUENCE}": {"model": 2, "sequence": True},
+    f"data 8 x model 8 {SEQUENCE}": {"model": 8, "sequence": True},
+    f"{PIPELINE}1f1b": {"pipe": 4, "microbatches": 16},
+    f"{PIPELINE}breadth_first in 12 chunks": {"pipe": 4, "microbatches": 16, "schedule": "breadth_first", "chunks": 12},
+    f"model 2 {SEQUENCE}, width 1024": {"model": 2, "sequence": True, "zero": 3},
 }
-ROWS = [
-    ("v5p:4x4x4", ZERO, 48),
-    ("v5p:4x4x4", f"data 32 x model 2 {SEQUENCE}", 48),
-    ("v5p:4x4x4", PIPELINE, 48),
-    ("v6e:8x8", ZERO, 4),
-    ("v5e:8x8", ZERO, 4),
-    ("h100:8x8", ZERO, 48),
-    ("h100:8x8", f"data 8 x model 8 {SEQUENCE}", 48),
-    ("h100:8x8", PIPELINE, 48),
-    ("h200:8x8", ZERO, 48),
-    ("a100:8x8", ZERO, 48),
+ZERO, DATA32, DATA8, ONE_F_ONE_B, BREADTH_FIRST, WIDTH_1024 = LAYOUTS
+OVERRIDES = {
+    WIDE: [],
+    SMALL: [
+        "model.width=1024",
+        "model.heads=16",
+        "model.context=256",
+        "precision.compute=bfloat16",
+        "precision.reduce=bfloat16",
+    ],
+}
+
+
+class Case(NamedTuple):
+    """layers: of GPT 22B; None for all of it, and for the small model."""
+
+    topology: str
+    layout: str
+    layers: int | None = None
+    batch: int = 256
+
+    @property
+    def config(self) -> str:
+        return SMALL if self.layout == WIDTH_1024 else WIDE
+
+    @property
+    def where(self) -> str:
+        cut = f", {self.layers} layers" if self.layers else ""
+        return self.layout + cut + (f", batch {self.batch}" if self.batch != 256 else "")
+
+    @property
+    def overrides(self) -> list[str]:
+        parallel = [f"parallel.{key}={value}" for key, value in LAYOUTS[self.layout].items()]
+        layers = [f"model.layers={self.layers}"] if self.layers else []
+        return [*OVERRIDES[self.config], f"train.batch={self.batch}", *parallel, *layers]
+
+
+CASES = [
+    *(Case("v5p:4x4x4", layout) for layout in (ZERO, DATA32, ONE_F_ONE_B, BREADTH_FIRST)),
+    *(Case("h100:8x8", layout) for layout in (ZERO, DATA8, ONE_F_ONE_B, BREADTH_FIRST)),
+    *(Case("h100:8x8", DATA8, 4, batch) for batch in (64, 128)),
+    Case("v5e:8x8", ZERO, 4),
+    Case("v6e:8x8", ZERO, 4),
+    Case("h200:8x8", ZERO),
+    Case("a100:8x8", ZERO),
+    *(Case(topology, DATA8, 4) for topology in ("h200:8x8", "b200:8x8", "a100:8x8")),
+    *(
+        Case(topology, WIDTH_1024)
+        for topology in ("v4:4x4x4", "v5e:8x8", "v5e:16x16", "v6e:8x8", "7x:4x4x4", "a100:8x8", "h200:8x8", "b200:8x8")
+    ),
 ]
 
 
-class Variant(NamedTuple):
-    """options: whether XLA gets those of its table, on hardware where it can do without."""
+def without_options(platform: str) -> str:
+    """For run.compiler_options: only what the compilers of all absent devices of a platform cannot do without."""
+    needed = [row.options for row in table() if row.fits(platform, "", absent=True)]
+    return str(dict(pair for options in needed for pair in options.items())) if needed else "none"
 
-    name: str
+
+class Variant(NamedTuple):
     options: bool
-    prefetch: str
+    prefetch: bool = False
+    in_parts: bool = False
+
+    @property
+    def name(self) -> str:
+        names = {"options": self.options, "prefetch": self.prefetch, "products in parts": self.in_parts}
+        return ", ".join(name for name, used in names.items() if used)
 
     def overrides(self, platform: str) -> list[str]:
-        options = "auto" if self.options or platform == "gpu" else "none"
-        return [f"run.compiler_options={options}", f"parallel.prefetch={self.prefetch}"]
+        prefetch, in_parts = ("on" if used else "off" for used in (self.prefetch, self.in_parts))
+        return [
+            f"run.compiler_options={'auto' if self.options else without_options(platform)}",
+            f"parallel.prefetch={prefetch}",
+            f"parallel.collective_matmul={in_parts}",
+        ]
 
 
-PLAIN, OPTIONS, PREFETCH = Variant("", False, "off"), Variant("options", True, "off"), Variant("prefetch", True, "on")
-
-
-def variants(target: Topology) -> list[Variant]:
-    """Only a TPU's compiler has options that change what overlaps."""
-    if target.platform == "gpu":
-        return [PLAIN, PREFETCH]
-    return [PLAIN, OPTIONS, PREFETCH._replace(name="options, prefetch")]
+def variants(layout: str, partitioner: str) -> Iterator[Variant]:
+    yield Variant(options=False)
+    yield Variant(options=True)
+    if layout != BREADTH_FIRST:
+        yield Variant(options=True, prefetch=True)
+    if "model" in LAYOUTS[layout] and partitioner != "types":
+        yield Variant(options=True, prefetch=True, in_parts=True)
 
 
 GIB = 2**30
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def row(result: dict[str, Any], name: str) -> tuple[bool, list[str]]:
@@ -76,9 +136,9 @@ def row(result: dict[str, Any], name: str) -> tuple[bool, list[str]]:
         name,
         f"{wire:.2f} GiB",
         f"{exposed['exposed_fraction']:.1%}",
-        f"{exposed['exposed_seconds']:.3f} s",
-        f"{compute:.3f} s",
-        f"{step:.3f} s, {step / compute:.3f}",
+        format_seconds(exposed["exposed_seconds"]),
+        format_seconds(compute),
+        f"{format_seconds(step)}, {step / compute:.3f}",
         f"{memory['temporaries'] / GIB:.2f} / {memory['peak'] / GIB:.2f} GiB",
         "" if result["ok"] else "NOT as theory asks",
     ]
@@ -94,16 +154,17 @@ def main() -> int:
     print(f"| topology | layout | {' | '.join(columns)} |")
     print("|" + " --- |" * (len(columns) + 2))
     failed = 0
-    for topology, layout, layers in ROWS:
-        if args.only not in f"{topology} {layout}" or (args.partitioner == "types" and layout == PIPELINE):
+    for case in CASES:
+        in_pipeline = "pipe" in LAYOUTS[case.layout]
+        if args.only not in f"{case.topology} {case.where}" or (args.partitioner == "types" and in_pipeline):
             continue
-        target, where = parse_topology(topology), layout if layers == 48 else f"{layout}, {layers} layers"
-        for variant in variants(target):
-            overrides = [*LAYOUTS[layout], *variant.overrides(target.platform), f"model.layers={layers}"]
-            config = load("configs/gpt_22b.yaml", [*overrides, f"parallel.partitioner={args.partitioner}"])
+        target = parse_topology(case.topology)
+        for variant in variants(case.layout, args.partitioner):
+            overrides = [*case.overrides, *variant.overrides(target.platform)]
+            config = load(f"configs/{case.config}.yaml", [*overrides, f"parallel.partitioner={args.partitioner}"])
             exact, cells = row(audit(config, target), variant.name)
             failed += not exact
-            print(f"| {' | '.join([topology, where, *cells])} |", flush=True)
+            print(f"| {' | '.join([case.topology, case.where, *cells])} |", flush=True)
     return int(failed > 0)
 
 

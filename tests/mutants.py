@@ -23,6 +23,8 @@ FILES = [
     "axes.py",
     "ops/collectives.py",
     "ops/sharding_types.py",
+    "ops/collective_matmul.py",
+    "ops/dense.py",
     "ops/cross_entropy.py",
     "ops/embedding.py",
     "models/layers.py",
@@ -57,6 +59,8 @@ COLLECTIVES = {
     "gather_sequence",
     "psum_axes",
     "psum_unreduced",
+    "_send",
+    "_put_together",
     "reshard",
     "constrain",
     "as_gradient",
@@ -92,7 +96,7 @@ WATCHERS = [
     "tests/step/test_loss_scale.py",
     "tests/step/test_train_step.py",
     "tests/test_own_loop.py",
-    "tests/step/test_prefetch.py",
+    "tests/step/test_overlap.py",
 ]  # those tests that are marked `mutants`
 FIRST = {
     "models": ["tests/models"],
@@ -117,6 +121,8 @@ EQUIVALENT = {
     "reshard(jnp.arange(size": "indices that a device computes for itself, wherever they are laid out",
     "unreduced=_sharding_axes(x, x_dims)": "XLA then sums at the product itself, which is where the layout asks for it",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; test_audit.py sees an H100's",
+    "optimization_barrier(saved)": "a CPU's compiler looks through it; benchmarks/overlap.py sees a v5p's",
+    "optimization_barrier((w, jnp.int32(k)))": "a CPU merges no products; tests/planning/test_audit.py sees an H100's",
 }
 
 

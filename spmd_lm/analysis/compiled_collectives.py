@@ -75,6 +75,15 @@ class CollectiveInstruction:
         complete = math.prod(sizes[axis] for axis in axes) == len(self.groups[0])
         return axes if complete or self.kind == COLLECTIVE_PERMUTE else ("?",)
 
+    def way(self, sizes: Mapping[str, int]) -> int:
+        """Of a permute, the direction on the ring of devices along its axes in which most pairs are closer: 1 or -1."""
+        axes = [list(sizes).index(axis) for axis in self.spanned_axes(sizes)]
+        devices = [size for n, size in enumerate(sizes.values()) if n in axes]
+        coordinates = np.array(np.unravel_index(np.array(self.groups), tuple(sizes.values())))[axes]
+        source, target = np.moveaxis(np.ravel_multi_index(tuple(coordinates), devices), -1, 0)
+        ahead = (target - source) % math.prod(devices)
+        return 1 if 2 * np.median(ahead) <= math.prod(devices) else -1
+
     @property
     def part(self) -> str:
         """The innermost of PARTS in its scope."""

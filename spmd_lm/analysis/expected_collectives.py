@@ -172,6 +172,9 @@ def _blocks(step: _Step) -> Iterator[ExpectedCollective]:
         reductions -= (1 + repeated) * unneeded
         gathers -= remat.unneeded_gathers * unneeded
     ahead = ", and 2 ahead of it" if runs.forward_passes else ""
+    if step.plan.collective_matmul:
+        yield from _blocks_in_parts(step, reductions, gathers, repeated * runs.layer_passes)
+        return
     formula = f"{4 + repeated:g}Lm: A, 2 forward, 2 backward a layer{ahead}"
     yield step.row(
         step.reduction, (MODEL,), "blocks", a, reductions, formula, repeated * runs.layer_passes * step.unrolled
@@ -179,6 +182,20 @@ def _blocks(step: _Step) -> Iterator[ExpectedCollective]:
     if step.plan.sequence:
         formula = f"6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole{ahead}"
         yield step.row(ALL_GATHER, (MODEL,), "blocks", a, gathers, formula, 2 * runs.layer_passes * step.unrolled)
+
+
+def _blocks_in_parts(step: _Step, reductions: float, gathers: float, repeated: float) -> Iterator[ExpectedCollective]:
+    """A reduction adds up the shards of one A on their way round the ring; a gather passes them on."""
+    n, (dtype, elements) = step.plan.layout.model, step.activations
+    passed, again = reductions, repeated
+    if step.plan.sequence:
+        passed, again = reductions + gathers, repeated + 2 * step.runs.layer_passes
+    sends, again = (n - 1) * passed, (n - 1) * again * step.unrolled
+    formula = f"A/{n}, {n - 1} for each that is gathered or reduced"
+    yield step.row(COLLECTIVE_PERMUTE, (MODEL,), "blocks", (dtype, elements / n), sends, formula, again)
+    if not step.plan.sequence:
+        again = repeated * step.unrolled
+        yield step.row(ALL_GATHER, (MODEL,), "blocks", step.activations, reductions, "A, what was reduced", again)
 
 
 def _head(step: _Step) -> Iterator[ExpectedCollective]:

@@ -2,9 +2,10 @@
 
 A device has one compute stream, which runs each computation's instructions in the order of the text, and for each mesh
 axis one wire, which sends one collective at a time; groups over several axes, which are rare and small, have one of
-their own.  A synchronous collective holds up compute: all of it is exposed.  An asynchronous one is on its wire from
-its start on, and what its end has to wait for is exposed.  A collective in a fusion is hidden by the matrix product
-beside it, and a chain of such fusions by all of their products.
+their own.  On a ring, where a permute sends one way and other collectives both ways, each way is a wire.  A synchronous
+collective holds up compute: all of it is exposed.  An asynchronous one is on its wire from its start on, and what its
+end has to wait for is exposed.  A collective in a fusion is hidden by the matrix product beside it, and a chain of such
+fusions by all of their products.
 
 Of a loop two turns are walked, and the second one is repeated.  A branch counts as often as it runs on a pipeline's
 stages, the mean over them; where that is not known, the dearest branch counts as always taken."""
@@ -13,12 +14,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from spmd_lm.analysis.compiled_collectives import collectives_within, is_collective, read_collective
+from spmd_lm.analysis.compiled_collectives import (
+    CollectiveInstruction,
+    collectives_within,
+    is_collective,
+    read_collective,
+)
 from spmd_lm.analysis.control_flow import CallPath, Shares, calls, path_to_entry
-from spmd_lm.analysis.exposed_state import State, Transfer
+from spmd_lm.analysis.exposed_state import State, Transfer, Wire
 from spmd_lm.analysis.hlo import HloModule, Instruction
 from spmd_lm.analysis.instruction_costs import InstructionCosts
 from spmd_lm.analysis.starts import Starts
+from spmd_lm.analysis.wire import ALL_GATHER
 
 
 class Speeds(NamedTuple):
@@ -162,5 +169,11 @@ class _Walk:
             if c.wire_bytes:
                 axes = c.spanned_axes(sizes)
                 seconds = c.wire_bytes / self.speeds.bandwidth(c.kind, axes)
-                transfers.append(Transfer(c.kind, c.axes(sizes), axes, c.wire_bytes, seconds, c.chain))
+                transfers.append(Transfer(c.kind, c.axes(sizes), self._wires(c, axes), c.wire_bytes, seconds, c.chain))
         return tuple(transfers)
+
+    def _wires(self, c: CollectiveInstruction, axes: tuple[str, ...]) -> tuple[Wire, ...]:
+        """Those that a collective over these axes takes up."""
+        both = (axes, 1), (axes, -1)
+        one_way = self.speeds.bandwidth(c.kind, axes) < self.speeds.bandwidth(ALL_GATHER, axes)
+        return (both[c.way(self.speeds.sizes) < 0],) if one_way else both

@@ -6,14 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+Wire = tuple[tuple[str, ...], int]
+"""The mesh axes that it spans, and its direction on the ring along them, 1 or -1."""
+
 
 class Transfer(NamedTuple):
-    """A collective.  axes: as CollectiveInstruction.axes tells them.  wire: the mesh axes that it spans.  bytes: that a
-    device sends, in so many seconds.  chain: of steps that take it along; empty if there is none."""
+    """A collective.  axes: as CollectiveInstruction.axes tells them.  wires: that it takes up.  bytes: that a device
+    sends, in so many seconds.  chain: of steps that take it along; empty if there is none."""
 
     kind: str
     axes: tuple[str, ...]
-    wire: tuple[str, ...]
+    wires: tuple[Wire, ...]
     bytes: float
     seconds: float
     chain: str = ""
@@ -35,7 +38,7 @@ class State:
     def __init__(self) -> None:
         self.clock = self.compute = 0.0
         self.rows: dict[tuple[str, tuple[str, ...]], np.ndarray] = {}
-        self._free: dict[tuple[str, ...], float] = {}  # when each wire is
+        self._free: dict[Wire, float] = {}  # when each wire is
         self._flights: dict[str, list[_Flight]] = {}  # by the instruction that started them
         self._left: dict[str, float] = {}  # seconds on the wire, of each chain
 
@@ -98,9 +101,10 @@ class State:
                 self._flights[name] = [_Flight(transfer, end + later) for transfer, end in flights]
 
     def _send(self, transfer: Transfer, now: float) -> float:
-        """Puts it on its wire, as soon as that is free; returns when it has arrived."""
-        self._free[transfer.wire] = max(now, self._free.get(transfer.wire, 0.0)) + transfer.seconds
-        return self._free[transfer.wire]
+        """Puts it on its wires, as soon as these are free; returns when it has arrived."""
+        end = max(now, *(self._free.get(wire, 0.0) for wire in transfer.wires)) + transfer.seconds
+        self._free.update(dict.fromkeys(transfer.wires, end))
+        return end
 
     def _record(self, transfer: Transfer, waited: float) -> None:
         """waited: seconds, of which those that others take up the wire are not its own."""

@@ -24,10 +24,11 @@ class Links(NamedTuple):
         """Of a collective over `devices` in so many domains, which are hosts of GPUs, or slices of TPUs.
 
         A group that spans domains crosses their network with all of its devices in each, side by side.  A permute
-        sends one way."""
+        sends one way, and to another domain from one device alone, on which all others wait."""
         if domains > 1:
             assert self.network is not None
-            return min(self.link, self.network * devices / domains)
+            side_by_side = 1 if kind == COLLECTIVE_PERMUTE else devices / domains
+            return min(self.link, self.network * side_by_side)
         is_ring = 0 < self.closes_at <= devices and kind != COLLECTIVE_PERMUTE
         return 2 * self.link if is_ring else self.link
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from spmd_lm.config import prefetch
+from spmd_lm.config import overlap
 from spmd_lm.config.schema import Model, Objective, Parallel, Remat, Run, RunConfig, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
@@ -87,8 +87,15 @@ def pipelines_are_manual(parallel: Parallel) -> Problems:
 
 def prefetch_has_layers_to_gather(model: Model, parallel: Parallel, remat: Remat) -> Problems:
     if parallel.prefetch == "on":
-        for settings, reason, alternative in prefetch.obstacles(model, parallel, remat):
+        for settings, reason, alternative in overlap.prefetch_obstacles(model, parallel, remat):
             yield use(f"{parallel.prefetch=!s} with {settings}: {reason}", alternative, "parallel.prefetch=auto")
+
+
+def products_have_parts(model: Model, parallel: Parallel) -> Problems:
+    if parallel.collective_matmul == "on":
+        for settings, reason, alternative in overlap.collective_matmul_obstacles(model, parallel):
+            problem = f"{parallel.collective_matmul=!s} with {settings}: {reason}"
+            yield use(problem, alternative, "parallel.collective_matmul=auto")
 
 
 ONE_CHUNK = {"gpipe": "breadth_first", "1f1b": "interleaved"}
@@ -211,6 +218,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     stages_divide_layers,
     pipelines_are_manual,
     prefetch_has_layers_to_gather,
+    products_have_parts,
     remat_blocks_divide_chunk,
     schedule_has_chunks,
     microbatches_suit_chunks,

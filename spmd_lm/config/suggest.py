@@ -50,6 +50,7 @@ OTHER_NAMES = {  # of keys: what other trainers or earlier versions call them
     "parallel.zero": ["fsdp"],
     "parallel.microbatches": ["accumulation"],
     "parallel.run_idle_stages": ["mask"],
+    "parallel.collective_matmul": ["tp_comm_overlap"],
     "precision.compute": ["dtype"],
     "optim.lr": ["learning_rate"],
     "optim.b1": ["beta1"],

@@ -10,7 +10,7 @@ from flax import nnx
 from spmd_lm.axes import partition_spec
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, Objective
-from spmd_lm.models.layers import Norm, ParamInit, add_bias, dense, widen
+from spmd_lm.models.layers import Norm, ParamInit, add_bias, widen
 from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, GATED_ACTIVATIONS, LossDict, residual_dropout
 from spmd_lm.ops.collectives import (
     all_gather,
@@ -24,6 +24,7 @@ from spmd_lm.ops.collectives import (
     psum_unreduced,
 )
 from spmd_lm.ops.cross_entropy import cross_entropy, evaluate_cross_entropy
+from spmd_lm.ops.dense import dense
 from spmd_lm.ops.dropout import DropoutKey
 
 

@@ -20,7 +20,7 @@ from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import LayoutError
 from spmd_lm.models.heads import Head, loss_weights, make_head, nonzero_totals
-from spmd_lm.models.layers import ParamInit, column_parallel, widen
+from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BranchProducts, ParamInit, widen
 from spmd_lm.models.transformer import RESIDUAL, Block, Embedding, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
 from spmd_lm.ops.collectives import manual_region, residual_stream
@@ -53,7 +53,9 @@ def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = N
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, a key of ops.attention.KERNELS.
-    accum_dtype: of the head's sums of gradients over chunks of tokens.  scan_layers: whether layers run in a loop."""
+    accum_dtype: of the head's sums of gradients over chunks of tokens.  scan_layers: whether layers run in a loop.
+    collective_matmul: whether products run in parts, beside the collectives over `heads` and `mlp`; not in generation.
+    Only on one device's shards: where arrays are global, XLA inserts the collectives."""
 
     c: Model
     objective: Objective
@@ -62,6 +64,7 @@ class LanguageModel:
     remat: RematPolicy = RematPolicy()  # noqa: RUF009 - frozen
     accum_dtype: str = "float32"
     scan_layers: bool = True
+    collective_matmul: bool = False
 
     @functools.cached_property
     def names(self) -> Params:
@@ -138,12 +141,18 @@ class LanguageModel:
         local_attention = functools.partial(attention, spec=self.attention_spec)
         core: Callable = manual_region(local_attention, partition_spec("batch", None, "heads"))
         core = self._checkpoint(core) if self.remat.recomputes_attention else core
-        project: Callable = column_parallel
+        products = PRODUCTS_IN_PARTS if self.collective_matmul else BranchProducts()
         core = functools.partial(core, positions=batch.positions, segment_ids=batch.segments, key=key)
         if num_shards(SEQUENCE) > 1 and not self.remat.recomputes_layer:
             # Save each device's shard of the stream and gather it again (arXiv:2205.05198, section 4.2.2).
-            project = self._checkpoint(column_parallel, static_argnums=2)
-        return nnx.merge(self._graphs["block"], params)(residual_stream(x), key, core, project)
+            products = products._replace(column=self._checkpointed(products.column))
+        return nnx.merge(self._graphs["block"], params)(residual_stream(x), key, core, products)
+
+    def _checkpointed(self, column: Callable) -> Callable:
+        def run(x: jax.Array, weights: tuple[jax.Array, ...], *names: str, **how: bool) -> list[jax.Array]:
+            return self._checkpoint(lambda x, weights: column(x, weights, *names, **how))(x, weights)
+
+        return run
 
     def _checkpoint(self, f: Callable, **options) -> Callable:
         """CSE cannot undo remat inside a scan; unrolled it could, so prevent it."""
@@ -254,7 +263,7 @@ class LanguageModel:
                 out, layer_cache = attention_with_cache(q, k, v, self.attention_spec, layer_cache, positions)
                 return out
 
-            x, _ = nnx.merge(self._graphs["block"], gather(layer_params))(x, None, core)
+            x, _ = nnx.merge(self._graphs["block"], gather(layer_params))(x, None, core, BranchProducts())
             return x, layer_cache
 
         x, cache = self._scan_layers(layer, self.embed(params, ModelInput(batch)), params["blocks"], cache)

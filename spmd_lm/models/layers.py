@@ -1,7 +1,7 @@
 """The parameters and layers that every block is built from."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,10 +11,11 @@ from jax import lax
 
 from spmd_lm.axes import DimNames
 from spmd_lm.config.schema import Model
-from spmd_lm.ops.collectives import broadcast_like, contract, copy_to_region, partial_sum, weight_gradient
+from spmd_lm.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from spmd_lm.ops.collectives import broadcast_like, copy_to_region, partial_sum, reduce_from_region
+from spmd_lm.ops.dense import dense
 
 INIT_STD = 0.02  # GPT-2's; divided by sqrt(2 x layers) for the matrices that end a residual branch
-ColumnParallel = Callable[[jax.Array, Sequence[jax.Array], str], list[jax.Array]]  # as column_parallel
 
 recompute = functools.partial(jax.checkpoint, prevent_cse=False)
 """For elementwise work: only its inputs are saved.  A layer norm would save five activations of the stream's width."""
@@ -54,28 +55,6 @@ def widen(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dense(x: jax.Array, w: jax.Array, transpose: bool = False) -> jax.Array:
-    """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.
-
-    All products with the matrices of blocks and heads go through here, except those with the token table: one place to
-    change for a backend or a quantizer."""
-    return contract(x, w, (x.ndim - 1,), (int(transpose),))
-
-
-def _dense_forward(x, w, transpose):
-    return dense(x, w, transpose), (x, w)  # w itself: with_gathered_weights drops it from the residuals by identity
-
-
-def _dense_backward(transpose, saved, g):
-    x, w = saved
-    d_x = contract(g, w, (g.ndim - 1,), (int(not transpose),), gradient_of=x)
-    return d_x, weight_gradient(*((g, x) if transpose else (x, g)), w)
-
-
-dense.defvjp(_dense_forward, _dense_backward)
-
-
 @jax.custom_vjp
 def broadcast_over_tokens(vector: jax.Array, x: jax.Array) -> jax.Array:
     """vector [width] in the shape of x [..., width].  Its gradient is a sum over as many tokens as there are: too many
@@ -100,10 +79,31 @@ def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return y if bias is None else y + broadcast_over_tokens(bias[...], y)
 
 
-def column_parallel(x: jax.Array, weights: Sequence[jax.Array], name: str) -> list[jax.Array]:
+def column_parallel(
+    x: jax.Array, weights: tuple[jax.Array, ...], name: str, *, ordered: bool = True
+) -> list[jax.Array]:
     """The residual stream x times each of `weights` [width, other], sharded along `name`; the sequence is whole."""
+    del ordered  # it always is
     x = copy_to_region(x, name)
     return [dense(x, w) for w in weights]
+
+
+def row_parallel(h: jax.Array, w: jax.Array, name: str, *, ordered: bool = True) -> jax.Array:
+    """h [batch, time, other] times w [width, other] transposed, both sharded along `name`: as the residual stream."""
+    del ordered
+    return reduce_from_region(dense(h, w, transpose=True), name)
+
+
+class BranchProducts(NamedTuple):
+    """How a branch leaves the residual stream and comes back to it: products, each with a collective.  Both take
+    `ordered`: whether tokens must be in order in between."""
+
+    column: Callable[..., list[jax.Array]] = column_parallel
+    row: Callable[..., jax.Array] = row_parallel
+
+
+PRODUCTS_IN_PARTS = BranchProducts(all_gather_matmul, matmul_reduce_scatter)
+"""The same, in parts whose communication runs beside other parts."""
 
 
 def layer_norm(

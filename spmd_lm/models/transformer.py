@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
-from spmd_lm.models.layers import INIT_STD, ColumnParallel, Norm, ParamInit, add_bias, column_parallel, dense, recompute
-from spmd_lm.ops.collectives import global_indices, reduce_from_region, residual_stream
+from spmd_lm.models.layers import INIT_STD, BranchProducts, Norm, ParamInit, add_bias, recompute
+from spmd_lm.ops.collectives import global_indices, residual_stream
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.embedding import lookup
 
@@ -79,12 +79,11 @@ class Attention(nnx.Module):
         self.value, self.value_bias = init.linear(c.kv_width, "heads")
         self.out, self.out_bias = init.matrix(c.width, "heads", out_std), init.bias(c.width, "width")
 
-    def __call__(self, x: jax.Array, core: AttentionCore, project: ColumnParallel) -> jax.Array:
+    def __call__(self, x: jax.Array, core: AttentionCore, products: BranchProducts) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
-        q, k, v = project(x, (self.query[...], self.key[...], self.value[...]), "heads")
+        q, k, v = products.column(x, (self.query[...], self.key[...], self.value[...]), "heads", ordered=True)
         q, k, v = add_bias(q, self.query_bias), add_bias(k, self.key_bias), add_bias(v, self.value_bias)
-        y = dense(core(q, k, v), self.out[...], transpose=True)
-        return add_bias(reduce_from_region(y, "heads"), self.out_bias)
+        return add_bias(products.row(core(q, k, v), self.out[...], "heads", ordered=True), self.out_bias)
 
 
 class MLP(nnx.Module):
@@ -97,12 +96,12 @@ class MLP(nnx.Module):
         self.gate_bias = init.bias(c.mlp_dim, "mlp") if gated else None
         self.activation = c.activation
 
-    def __call__(self, x: jax.Array, project: ColumnParallel) -> jax.Array:
+    def __call__(self, x: jax.Array, products: BranchProducts) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
-        matrices = [matrix[...] for matrix in (self.up, self.gate) if matrix is not None]
-        hidden = map(add_bias, project(x, matrices, "mlp"), (self.up_bias, self.gate_bias))
+        matrices = tuple(matrix[...] for matrix in (self.up, self.gate) if matrix is not None)
+        hidden = map(add_bias, products.column(x, matrices, "mlp", ordered=False), (self.up_bias, self.gate_bias))
         h = ACTIVATIONS[self.activation](*hidden)
-        return add_bias(reduce_from_region(dense(h, self.down[...], transpose=True), "mlp"), self.down_bias)
+        return add_bias(products.row(h, self.down[...], "mlp", ordered=False), self.down_bias)
 
 
 class Block(nnx.Module):
@@ -120,17 +119,17 @@ class Block(nnx.Module):
         self.dropout, self.post_norm = c.dropout, c.norm == "post"
 
     def __call__(
-        self, x: jax.Array, key: DropoutKey | None, core: AttentionCore, project: ColumnParallel = column_parallel
+        self, x: jax.Array, key: DropoutKey | None, core: AttentionCore, products: BranchProducts
     ) -> tuple[jax.Array, LossDict]:
         """x: [batch, sequence, width].  key: of dropout; None for none.  Returns x and auxiliary losses; a dense block
         has none."""
         drop = functools.partial(residual_dropout, rate=self.dropout, key=key)
         if self.post_norm:
-            y = self.attention(x, core, project)
+            y = self.attention(x, core, products)
             x = self.norm1(checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL))
-            y = self.mlp(x, project)
+            y = self.mlp(x, products)
             return residual_stream(self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL))), {}
-        y = self.attention(self.norm1(x), core, project)
+        y = self.attention(self.norm1(x), core, products)
         x = checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL)
-        y = self.mlp(self.norm2(x), project)
+        y = self.mlp(self.norm2(x), products)
         return residual_stream(x + drop(y, site=AFTER_MLP)), {}

@@ -7,7 +7,7 @@ it carries from layer to layer.  The loops begin and end outside of them, so tha
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class PrefetchedLayers:
 
         @jax.custom_vjp
         def run(grad_sinks, shards, x, microbatch, first_layer):
-            return self.forward(shards, x, microbatch, first_layer)[0]
+            return self.forward(shards, x, microbatch, first_layer, save=False)[0]
 
         def forward(grad_sinks, shards, x, microbatch, first_layer):
             result, saved = self.forward(shards, x, microbatch, first_layer)
@@ -69,6 +69,7 @@ class PrefetchedLayers:
     def vjp(self, shards: Tree, x: Array, microbatch: Tree, first_layer: Array | int) -> tuple[Array, Losses, Callable]:
         """As LayersLoop.vjp, but for its `overwrite`."""
         (y, losses), saved = self.forward(shards, x, microbatch, first_layer)
+        assert saved
 
         def accumulate_grads(d_y: Array, grads: Tree, offset: Array | int) -> tuple[Tree, Array]:
             def add(stack: Tree, layer: Tree, i: Array | int) -> Tree:
@@ -79,20 +80,23 @@ class PrefetchedLayers:
         return y, losses, accumulate_grads
 
     def forward(
-        self, shards: Tree, x: Array, microbatch: Tree, first_layer: Array | int
-    ) -> tuple[tuple[Array, Losses], Saved]:
-        """(x through all layers, the sum of their losses), and what `backward` needs."""
+        self, shards: Tree, x: Array, microbatch: Tree, first_layer: Array | int, *, save: bool = True
+    ) -> tuple[tuple[Array, Losses], Saved | None]:
+        """(x through all layers, the sum of their losses), and what `backward` needs, or None if nothing is
+        to be saved."""
         stacks, last = self._split(shards), _layers(shards) - 1
 
-        def layer(x: Array, first: Tree, i: Array | int) -> tuple[Array, Losses, tuple]:
+        def layer(x: Array, first: Tree, i: Array | int) -> tuple[Array, Losses, Any]:
             def run(weights: Tree, x: Array) -> tuple[Array, Losses]:
                 return self.block(weights, x, microbatch, first_layer + i)
 
             weights = first | self.gather(_at(stacks.rest, i))
+            if not save:
+                return *run(weights, x), None
             (x, losses), vjp = jax.vjp(run, weights, x)
             return x, losses, drop_residuals(vjp, weights)
 
-        def turn(carry: tuple[Array, Tree], i: Array) -> tuple[tuple[Array, Tree], tuple[Losses, tuple]]:
+        def turn(carry: tuple[Array, Tree], i: Array) -> tuple[tuple[Array, Tree], tuple[Losses, Any]]:
             x, first = carry
             next_first = self.gather(_at(stacks.first, i + 1))
             x, losses, saved = layer(x, first, i)
@@ -101,7 +105,8 @@ class PrefetchedLayers:
         start = x, self.gather(_at(stacks.first, 0))
         (x, first), (losses, saved) = lax.scan(turn, start, jnp.arange(last, dtype=jnp.int32))
         x, losses_of_last, saved_of_last = layer(x, first, jnp.int32(last))
-        return (x, jax.tree.map(lambda a, b: a.sum(0) + b, losses, losses_of_last)), Saved(saved, saved_of_last)
+        losses = jax.tree.map(lambda a, b: a.sum(0) + b, losses, losses_of_last)
+        return (x, losses), Saved(saved, saved_of_last) if save else None
 
     def backward(
         self, shards: Tree, saved: Saved, g: tuple[Array, Losses], grads: Tree, write: Write

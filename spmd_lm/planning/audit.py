@@ -22,7 +22,7 @@ from spmd_lm.analysis.compiled_collectives import (
 from spmd_lm.analysis.expected_collectives import ExpectedCollective, expected_collectives
 from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.analysis.topology import Topology, is_installed
-from spmd_lm.analysis.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from spmd_lm.analysis.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from spmd_lm.axes import PIPE
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
@@ -79,8 +79,9 @@ def _collectives(config: RunConfig, program: Program, instructions: list[Collect
     """What is compiled and what is expected, and whether they agree."""
     sizes, platform = program.plan.sizes, program.plan.platform
     found, expected = compiled_collectives(instructions, sizes), expected_collectives(config, program.plan)
-    # Stages that take different branches would wait for each other for ever.
-    deadlocks = [i for i in instructions if i.conditional and i.groups and PIPE in i.spanned_axes(sizes)]
+    # Stages that take different branches would wait for each other for ever; and so would a permute, whatever it spans.
+    in_branches = [i for i in instructions if i.conditional and i.groups]
+    deadlocks = [i for i in in_branches if i.kind == COLLECTIVE_PERMUTE or PIPE in i.spanned_axes(sizes)]
     zeros = [i for i in instructions if i.yields_zeros]
     simulated = platform == "cpu"
     if simulated:

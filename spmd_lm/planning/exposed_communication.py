@@ -27,7 +27,7 @@ NOT_MODELLED = (
 
 def exposed_communication(module: HloModule, mesh: Mesh, shares: Shares | None) -> dict[str, Any] | None:
     """What walk_schedule returns, and {assumptions}, for a step on this mesh; None for devices of unknown speed, such
-    as a CPU's, whose schedule says nothing about it."""
+    as a CPU's, whose schedule says nothing about it, and across a network of unknown speed."""
     hardware = find_hardware(mesh.devices.flat[0].device_kind)
     if not hardware or not hardware.links or not hardware.memory_bandwidth or not hardware.efficiency:
         return None

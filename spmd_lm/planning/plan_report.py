@@ -23,8 +23,10 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
     them, or else for those of this machine.  Raises ConfigError for an optim.freeze that matches no parameter."""
     if plan is None:
         simulated = config.run.simulate_devices
-        devices, platform = (simulated, "cpu") if simulated else (jax.device_count(), jax.default_backend())
-        plan = abstract_plan(config, devices, platform)
+        if simulated:
+            plan = abstract_plan(config, simulated, "cpu", "cpu")
+        else:
+            plan = abstract_plan(config, jax.device_count(), jax.default_backend(), jax.devices()[0].device_kind)
     m, layout = config.model, plan.layout
     parameters = _describe_parameters(config, plan)
     frozen = frozen_mask(config.optim.freeze.split(), plan.names, plan.shapes)
@@ -34,6 +36,8 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
         "zero": plan.zero.stage,
         "sequence": plan.sequence,
         "reduce_once": config.parallel.reduce_once,
+        "prefetch": list(plan.prefetch),
+        "collective_matmul": plan.collective_matmul,
         "devices": layout.devices,
         "platform": plan.platform,
         "parameters": parameters,
@@ -107,7 +111,7 @@ def _zero3_options(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     for gathers, kind, chunks, reduce_once in alternatives:
         keys = {"schedule": kind, "chunks": chunks, "reduce_once": reduce_once}
         other = config.model_copy(update={"parallel": p.model_copy(update=keys)})
-        other_plan = abstract_plan(other, plan.layout.devices, plan.platform)
+        other_plan = abstract_plan(other, plan.layout.devices, plan.platform, kind="")  # pipelines depend on none
         total = sum(memory.table(other, other_plan).values())
         wire = sum(row.bytes for row in expected_collectives(other, other_plan))
         bubble = schedules.make_schedule(kind, stages, p.microbatches, chunks).bubble
@@ -123,6 +127,8 @@ def summary(description: dict[str, Any]) -> str:
     options = [f"ZeRO-{d['zero']}"]
     options += ["sequence parallelism"] if d["sequence"] else []
     options += ["gradients reduced once"] if d["reduce_once"] else []
+    options += [f"{' and '.join(d['prefetch'])} gathered a layer ahead"] if d["prefetch"] else []
+    options += ["products in parts"] if d["collective_matmul"] else []
     parameters = f"{d['parameter_count']:,} parameters"
     if d["trained_count"] != d["parameter_count"]:
         parameters += f", {d['trained_count']:,} of them trained"

@@ -105,14 +105,14 @@ def _read_text(path: Path) -> str:
 
 def _plan_layout(run: RunFiles, config: RunConfig) -> None:
     """The plan for the devices of the run's newest start, and what theory says that a step sends."""
-    devices, platform = config.run.simulate_devices, "cpu"
+    devices, platform, kind = config.run.simulate_devices, "cpu", "cpu"
     if run.lives:
-        devices, platform = run.lives[-1].devices, run.lives[-1].platform
+        devices, platform, kind = run.lives[-1].devices, run.lives[-1].platform, run.lives[-1].device_kind
     elif not devices:
         why = "an older version wrote its status.json" if run.status else "it has not been started"
         run.problems.append(f"No layout, because what this run runs on is not recorded: {why}.")
         return
-    plan = abstract_plan(config, devices, platform)
+    plan = abstract_plan(config, devices, platform, kind)
     run.plan = describe(config, plan)
     run.collectives = [asdict(row) for row in expected_collectives(config, plan)]
 

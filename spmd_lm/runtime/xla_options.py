@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shlex
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Literal, NamedTuple
@@ -42,14 +43,23 @@ class HardwareOptions(NamedTuple):
     @property
     def is_set(self) -> bool:
         """Whether this process has the environment that the options need."""
-        name, _, value = self.environment.partition("=")
-        return value in os.environ.get(name, "").split()
+        name, _, needed = self.environment.partition("=")
+        return needed.lstrip("-") in _effective_flags(os.environ.get(name, ""))
 
     def advice(self, *, absent: bool) -> str:
         """How a process gets the environment that it does not have."""
         name, _, value = self.environment.partition("=")
         add = f"add {value} to {name} of every process before it starts, so that {self.reason}"
         return f"xla     where this runs, {add}" if absent else f"xla     options are not set: {add}"
+
+
+def _effective_flags(arguments: str) -> list[str]:
+    """NAME=VALUE of each flag, without dashes: of one that is given twice the last."""
+    try:
+        flags = [argument.lstrip("-") for argument in shlex.split(arguments)]
+    except ValueError:  # a quotation without an end
+        return []
+    return list({flag.partition("=")[0]: flag for flag in flags}.values())
 
 
 @functools.cache

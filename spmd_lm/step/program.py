@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.analysis import flops
 from spmd_lm.analysis.expected_collectives import expected_collectives
+from spmd_lm.analysis.memory import tokens_per_device
 from spmd_lm.axes import MODEL
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
-from spmd_lm.config.prefetch import prefetches
+from spmd_lm.config.overlap import multiplies_in_parts, prefetches
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
@@ -36,10 +37,11 @@ from spmd_lm.step.state import TrainState
 from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
 
 
-def make_model(config: RunConfig, platform: str) -> LanguageModel:
+def make_model(config: RunConfig, platform: str, *, collective_matmul: bool = False) -> LanguageModel:
     kernel, _ = choose_kernel(config, platform)
     m, p = config.model, config.precision
-    return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, p.reduce, config.scan_layers)
+    how = config.scan_layers, collective_matmul
+    return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, p.reduce, *how)
 
 
 def enable_float64(config: RunConfig) -> None:
@@ -48,9 +50,10 @@ def enable_float64(config: RunConfig) -> None:
         jax.config.update("jax_enable_x64", True)
 
 
-def abstract_plan(config: RunConfig, devices: int, platform: str) -> Plan:
+def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> Plan:
     """The plan of `config` on a number of devices that need not exist; its mesh is abstract.  Raises LayoutError if
-    there is none.  Switches float64 on, for the whole process, if the config asks for it."""
+    there is none.  Switches float64 on, for the whole process, if the config asks for it.  kind: of the devices, as jax
+    calls it, on which some of the defaults depend."""
     layout, p = resolve(config, devices), config.parallel
     enable_float64(config)
     model, layers = make_model(config, platform), config.model.unique_layers
@@ -59,7 +62,9 @@ def abstract_plan(config: RunConfig, devices: int, platform: str) -> Plan:
     mesh, names, shapes = abstract_mesh(layout), model.names, model.shapes
     prefetch = Block.FIRST if layout.data > 1 and prefetches(config, platform) else ()
     how = (config.partitioner, p.sequence, config.chunks, p.run_idle_stages, prefetch)
-    return Plan(layout, mesh, platform, names, shapes, zero, *how)
+    plan = Plan(layout, mesh, platform, names, shapes, zero, *how)
+    in_parts = multiplies_in_parts(config, kind, tokens_per_device(config, plan))
+    return dataclasses.replace(plan, collective_matmul=in_parts)
 
 
 def _fit(tree: Tree, like: Tree) -> Tree:
@@ -94,13 +99,13 @@ class Program:
 
     def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None):
         devices = devices or jax.devices()
-        plan = abstract_plan(config, len(devices), devices[0].platform)
+        plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind)
         across_hosts = config.parallel.model_across_hosts
         mesh = make_mesh(plan.layout, devices, model_across_hosts=across_hosts)
         if (domains := domains_of_model(mesh)) > 1 and not across_hosts:
             raise LayoutError(_cost_across_hosts(config, plan, domains))
         self.config, self.plan, self.device = config, dataclasses.replace(plan, mesh=mesh), mesh.devices.flat[0]
-        self.model = make_model(config, plan.platform)
+        self.model = make_model(config, plan.platform, collective_matmul=plan.collective_matmul)
         patterns = config.optim.freeze.split()
         mask = frozen_mask(patterns, plan.names, plan.shapes) if patterns else None
         self.optimizer = Optimizer(config.optim, config.train.steps, mask)

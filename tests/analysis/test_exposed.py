@@ -76,6 +76,21 @@ def test_collectives_of_one_axis_queue_and_of_two_do_not():
     assert times(walked(START, other.replace(DATA, MODEL), product, first, second)) == (24, 2, 12)
 
 
+@pytest.mark.parametrize(("targets", "step"), [("1203", 24), ("3012", 12), ("1230", 24)])
+def test_permutes_of_opposite_directions_share_no_wire_on_a_ring(targets, step):
+    """Of 12 bytes each.  The second one's pairs: to these devices from 0, 1, 2 and 3."""
+
+    def start(name: str, to: str) -> str:
+        pairs = ",".join(f"{{{source},{target}}}" for source, target in enumerate(to))
+        return f"{name} = (f32[3]{{0}}, f32[3]{{0}}) collective-permute-start(%a), source_target_pairs={{{pairs}}}"
+
+    ends = [f"{to} = f32[3]{{0}} collective-permute-done(%{name})" for name, to in (("s", "g"), ("t", "h"))]
+    entry = computation("ENTRY %main", start("s", "1230"), start("t", targets), *ends)
+    speeds = SPEEDS._replace(sizes={"data": 4}, bandwidth=lambda kind, axes: 1.0 if "permute" in kind else 2.0)
+    result = walk_schedule(HloModule(f"HloModule step, is_scheduled=true\n\n{entry}"), speeds)
+    assert (result["wire_seconds"], result["step_seconds"]) == (24, step)
+
+
 def gather(name: str, chain: str = ', frontend_attributes={chain_id="0"}') -> str:
     return f"{name} = f32[6]{{0}} all-gather(%a), channel_id=1, {DATA}{chain}"
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def table(config, devices=8):
-    return memory.table(config, abstract_plan(config, devices, "cpu"))
+    return memory.table(config, abstract_plan(config, devices, "cpu", ""))
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_remat_saves_less(x64):
 
 def test_logits_are_held_a_chunk_at_a_time(x64):
     big = run_of("data4-model2", model={"vocab": 2**14, "context": 1024, "layers": 2}, remat="full")
-    assert memory.fullest_phase(big, abstract_plan(big, 8, "cpu")).name == "the head"
+    assert memory.fullest_phase(big, abstract_plan(big, 8, "cpu", "")).name == "the head"
     assert table(big)["working set"] == 2 * 2**27  # and their gradient
     small = run_of("data4-model2")
-    assert memory.fullest_phase(small, abstract_plan(small, 8, "cpu")).name == "backward through the blocks"
+    assert memory.fullest_phase(small, abstract_plan(small, 8, "cpu", "")).name == "backward through the blocks"
 
 
 def test_bytes_of_every_leaf_add_up(x64):
-    plan = abstract_plan(make_config(parallel={"data": 4, "model": 2}), 8, "cpu")
+    plan = abstract_plan(make_config(parallel={"data": 4, "model": 2}), 8, "cpu", "")
     whole = memory.bytes_per_device(plan, plan.padded_shapes, plan.param_specs, "float32")
     leaves = zip(jax.tree.leaves(plan.padded_shapes), jax.tree.leaves(plan.param_specs), strict=True)
     assert whole == sum(memory.bytes_per_device(plan, *leaf, "float32") for leaf in leaves)

@@ -69,6 +69,33 @@ def problems(*overrides: str) -> list[str]:
             "more layers, or fewer stages, or parallel.prefetch=auto",
         ),
         (
+            "parallel.prefetch=on parallel.zero=3 model.layers=8 parallel.pipe=2 parallel.microbatches=2 "
+            "parallel.schedule=breadth_first parallel.chunks=2",
+            "parallel.prefetch=on with parallel.schedule=breadth_first: a chunk is gathered as a whole",
+            "parallel.schedule=interleaved, or parallel.prefetch=auto",
+        ),
+        (
+            "parallel.collective_matmul=on",
+            "parallel.collective_matmul=on with parallel.model=1: no product needs another device's shards",
+            "parallel.model=2, or parallel.collective_matmul=auto",
+        ),
+        (
+            "parallel.collective_matmul=on parallel.model=2 parallel.partitioner=types",
+            "parallel.collective_matmul=on with parallel.partitioner=types: XLA inserts the collectives",
+            "parallel.partitioner=manual, or parallel.collective_matmul=auto",
+        ),
+        (
+            "parallel.collective_matmul=on parallel.model=2 parallel.pipe=2",
+            "parallel.collective_matmul=on with parallel.pipe=2: a permute would wait for stages that take another "
+            "branch",
+            "parallel.run_idle_stages=true, or parallel.collective_matmul=auto",
+        ),
+        (
+            "parallel.collective_matmul=on parallel.model=4 model.context=66",
+            "parallel.collective_matmul=on with model.context=66: parallel.model=4 does not divide it",
+            "model.context=64 or 68, or parallel.collective_matmul=auto",
+        ),
+        (
             "parallel.microbatches=3",
             "train.batch=16 is not divisible by parallel.microbatches=3",
             "parallel.microbatches=2 or 4, or train.batch=15 or 18",

@@ -66,7 +66,7 @@ def test_model_across_hosts_is_refused_with_its_cost():
     config = make_config(parallel=parallel, model={"heads": 16, "width": 64, "layers": 4})
     with pytest.raises(LayoutError) as refused:
         Program(config, hosts)
-    sent = sum(row.bytes for row in expected_collectives(config, abstract_plan(config, 16, "gpu")))
+    sent = sum(row.bytes for row in expected_collectives(config, abstract_plan(config, 16, "gpu", "")))
     assert f"parallel.model=16 spans 2 hosts: of each step, every device would send {format_bytes(sent)}" in str(
         refused.value
     )

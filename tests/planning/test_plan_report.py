@@ -96,6 +96,15 @@ def test_singular_and_plural():
     assert "= 2 devices (cpu)" in several and "= 2 microbatches x 2 shards x 4" in several
 
 
+def test_what_runs_beside_the_computation_is_in_the_summary():
+    ahead = {"data": 4, "model": 2, "sequence": True, "zero": 3, "prefetch": "on", "collective_matmul": "on"}
+    d = describe(make_config(model={"layers": 4}, parallel=ahead, precision=FLOAT32))
+    assert d["prefetch"] == ["attention"] and d["collective_matmul"] is True
+    plain = summary(describe(make_config(parallel={"data": 4, "model": 2}, precision=FLOAT32)))
+    for said in (", attention gathered a layer ahead", ", products in parts"):
+        assert said in summary(d) and said not in plain
+
+
 def test_a_loss_scale_is_in_the_summary():
     float16 = {"compute": "float16", "loss_scale": "dynamic"}
     text = summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32 | float16)))

@@ -52,6 +52,22 @@ def test_options_that_need_an_environment_are_set_where_it_is(monkeypatch):
     assert options_for("none", **V5P, absent=False).lines == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "set_"),
+    [
+        ("-deepsea_chip_config_name=megachip_tccontrol", True),
+        ("'--deepsea_chip_config_name=megachip_tccontrol' --xla_a=1", True),
+        ("--deepsea_chip_config_name=megachip_tccontrol --deepsea_chip_config_name=default", False),
+        ("--deepsea_chip_config_name=default --deepsea_chip_config_name=megachip_tccontrol", True),
+        ("--deepsea_chip_config_name", False),
+        ("--xla_a='", False),
+    ],
+)
+def test_libtpu_s_arguments_are_read_as_libtpu_reads_them(monkeypatch, arguments, set_):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", arguments)
+    assert bool(options_for("auto", **V5P, absent=False).options) is set_
+
+
 def test_a_kind_is_not_the_one_that_its_name_begins_with():
     assert not names("auto", platform="tpu", kind="TPU v5 lite", absent=True)
     assert OFFLOAD in names("auto", platform="tpu", kind="TPU v6 lite", absent=True)

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from spmd_lm.config.checks import problems
 from spmd_lm.config.layout_checks import check_devices
+from spmd_lm.config.overlap import collective_matmul_obstacles
+from spmd_lm.config.schema import Model, Parallel
 from tests.helpers import assert_states_close, make_config, program, trained, trained_reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
@@ -49,6 +51,9 @@ def runs(draw):
     }
     devices = math.prod(parallel[axis] for axis in ("pipe", "replica", "data", "model"))
     hypothesis.assume(2 <= devices <= 8)
+    sized, laid_out = Model(**model), Parallel(**parallel)
+    if not any(collective_matmul_obstacles(sized, laid_out)):
+        parallel["collective_matmul"] = draw(st.sampled_from(["on", "off"]))
     remat = {"policy": draw(st.sampled_from(["none", "selective", "residual", "full"]))}
     sections = {"model": model, "train": {"batch": 24}, "optim": {"clip": draw(st.sampled_from([0.0, 0.05]))}}
     config = make_config(parallel=parallel, remat=remat, **sections)

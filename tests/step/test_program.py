@@ -1,3 +1,5 @@
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -51,8 +53,28 @@ def test_a_program_takes_all_devices_and_no_fewer():
 
 def test_a_plan_can_be_made_for_devices_that_are_not_there():
     config = make_config(parallel={"data": 128, "model": 4}, train={"batch": 256}, precision=FLOAT32)
-    plan = abstract_plan(config, 512, "tpu")
+    plan = abstract_plan(config, 512, "tpu", "")
     assert (plan.layout.devices, plan.platform) == (512, "tpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", {}, True),
+        ("NVIDIA H100 PCIe", {}, False),
+        ("NVIDIA H100 80GB HBM3", {"microbatches": 2}, False),
+        ("NVIDIA H100 80GB HBM3", {"replica": 2}, False),
+        ("NVIDIA H100 80GB HBM3", {"data": 8}, False),
+        ("NVIDIA H100 80GB HBM3", {"pipe": 2, "run_idle_stages": True}, False),
+        ("NVIDIA H100 80GB HBM3", {"model_across_hosts": True}, False),
+    ],
+)
+def test_products_are_in_parts_on_devices_where_a_part_is_large(kind, parallel, expected):
+    """2,048 tokens of each microbatch: 16 of 512 on 4 shards, a half of them a part."""
+    layout = {"data": 4, "model": 2, "sequence": True} | parallel
+    config = make_config(model={"context": 1024}, parallel=layout, train={"batch": 16}, precision=FLOAT32)
+    devices = math.prod(layout.get(axis, 1) for axis in ("pipe", "replica", "data", "model"))
+    assert abstract_plan(config, devices, "gpu", kind).collective_matmul is expected
 
 
 def test_the_kernel_is_that_of_the_platform():

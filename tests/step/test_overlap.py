@@ -1,4 +1,4 @@
-"""Weights that are gathered a layer ahead: the same run, and the same bytes."""
+"""Weights that are gathered a layer ahead, and products in parts: the same run, and the same bytes."""
 
 import pytest
 
@@ -55,4 +55,57 @@ def test_prefetch_computes_the_reference(layers, remat, model, parallel):
 def test_prefetch_sends_what_theory_expects(layers, parallel):
     prefetched = config(layers, "full", {}, {"zero": 3, "prefetch": "on"} | parallel)
     result = audit(prefetched, topology.parse_topology("cpu:8"))
+    assert result["missing_bytes"] + result["excess_bytes"] <= 2048, render(result)
+
+
+@pytest.mark.parametrize(
+    ("remat", "model", "parallel"),
+    [
+        pytest.param("full", {}, {"data": 2, "model": 4, "sequence": True}, id="four devices", marks=mutants),
+        pytest.param("none", LLAMA, {"data": 2, "model": 4, "zero": 1}, id="whole sequence", marks=[slow, mutants]),
+        pytest.param("selective", LLAMA, {"data": 4, "model": 2, "sequence": True, "zero": 3}, id="a pair", marks=slow),
+        pytest.param(
+            "full",
+            ORIGINAL_BERT | {"width": 24, "heads": 6, "context": 12},
+            {"data": 2, "model": 3, "sequence": True},
+            id="three devices",
+            marks=slow,
+        ),
+        pytest.param(
+            "none",
+            {},
+            {"pipe": 2, "model": 4, "sequence": True, "microbatches": 4, "run_idle_stages": True},
+            id="pipeline",
+            marks=slow,
+        ),
+        pytest.param("full", {}, HYBRID | {"zero": 3, "prefetch": "on"}, id="prefetch", marks=slow),
+    ],
+)
+def test_products_in_parts_compute_the_reference(remat, model, parallel):
+    in_parts = config(2, remat, model, {"collective_matmul": "on"} | parallel)
+    assert program(in_parts).model.collective_matmul
+    alone = in_parts.model_copy(update={"parallel": make_config().parallel, "remat": make_config().remat})
+    assert_same_run(trained(in_parts), trained_reference(alone))
+
+
+@slow
+@mutants
+@pytest.mark.parametrize(
+    ("remat", "model", "parallel"),
+    [
+        ("full", {}, {"data": 2, "model": 4, "sequence": True}),
+        ("selective", {"scan": False}, {"data": 4, "model": 2, "sequence": True}),
+        ("residual", ORIGINAL_BERT, {"data": 2, "model": 4, "zero": 3, "prefetch": "on"}),
+        (
+            "none",
+            {},
+            {"pipe": 2, "model": 4, "sequence": True, "microbatches": 4, "run_idle_stages": True}
+            | {"schedule": "breadth_first"},
+        ),
+    ],
+    ids=str,
+)
+def test_products_in_parts_send_what_theory_expects(remat, model, parallel):
+    in_parts = config(4, remat, model, {"collective_matmul": "on"} | parallel)
+    result = audit(in_parts, topology.parse_topology("cpu:8"))
     assert result["missing_bytes"] + result["excess_bytes"] <= 2048, render(result)

@@ -1,0 +1,72 @@
+"""Which runs communicate beside the computation: with weights that are gathered a layer ahead (parallel.prefetch), and
+with products in parts (parallel.collective_matmul)."""
+
+from collections.abc import Iterator
+
+from spmd_lm.config.schema import Model, Parallel, Remat, RunConfig
+from spmd_lm.config.suggest import Obstacle, nearest_multiple
+
+
+def prefetch_obstacles(model: Model, parallel: Parallel, remat: Remat) -> Iterator[Obstacle]:
+    """Whatever keeps a run from gathering layers one by one, in a loop."""
+    chunks = parallel.pipe * (parallel.chunks if parallel.pipe > 1 else 1)
+    if parallel.zero < 3:
+        yield Obstacle(f"{parallel.zero=}", "only ZeRO-3 gathers layer by layer", "parallel.zero=3")
+    if parallel.reduce_once:
+        yield Obstacle("parallel.reduce_once=true", "all layers are gathered at once", "parallel.reduce_once=false")
+    if parallel.pipe > 1 and parallel.schedule == "breadth_first":
+        other = "1f1b" if parallel.chunks == 1 else "interleaved"
+        yield Obstacle(f"{parallel.schedule=!s}", "a chunk is gathered as a whole", f"parallel.schedule={other}")
+    if model.share_layers:
+        yield Obstacle("model.share_layers=true", "there is one layer to gather", "model.share_layers=false")
+    if not model.scan:
+        yield Obstacle("model.scan=false", "there is no loop over layers", "model.scan=true")
+    if remat.policy == "block":
+        yield Obstacle("remat.policy=block", "a layer is gathered for its block alone", "remat.policy=full")
+    if model.layers // chunks < 2:
+        yield Obstacle(f"{model.layers=}", "no layer runs before another one in a loop", "more layers, or fewer stages")
+
+
+def prefetches(config: RunConfig, platform: str) -> bool:
+    """Whether `config` does so on this platform.
+
+    `auto` does on GPUs alone: on a CPU nothing overlaps, and on a TPU nothing does without options that no hardware has
+    run.  Nor does it in a pipeline, whose conditionals copy what they carry: docs/performance.md."""
+    p = config.parallel
+    wanted = p.prefetch == "on" or (p.prefetch == "auto" and platform == "gpu" and p.pipe == 1)
+    return wanted and not any(prefetch_obstacles(config.model, p, config.remat))
+
+
+def collective_matmul_obstacles(model: Model, parallel: Parallel) -> Iterator[Obstacle]:
+    """Whatever keeps a run from multiplying in parts."""
+    if parallel.model == 1:
+        yield Obstacle(f"{parallel.model=}", "no product needs another device's shards", "parallel.model=2")
+    if parallel.partitioner == "types":
+        yield Obstacle("parallel.partitioner=types", "XLA inserts the collectives", "parallel.partitioner=manual")
+    if parallel.pipe > 1 and not parallel.run_idle_stages:
+        reason = "a permute would wait for stages that take another branch"
+        yield Obstacle(f"{parallel.pipe=}", reason, "parallel.run_idle_stages=true")
+    if not parallel.sequence and model.context % parallel.model:
+        alternative = nearest_multiple(f"{model.context=}", parallel.model)
+        yield Obstacle(f"{model.context=}", f"{parallel.model=} does not divide it", alternative)
+
+
+LEAST_TOKENS = 2048
+"""Of a part of a product, for `auto`: with fewer, an H100's step gains nothing (docs/performance.md)."""
+
+
+SHORTER_IN_PARTS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200 141GB HBM3e")
+"""Kinds of devices, as jax calls them, whose steps are shorter so, by the schedules of compiled steps."""
+
+
+def multiplies_in_parts(config: RunConfig, device_kind: str, tokens: int) -> bool:
+    """Whether `config` does so on this kind of device.  tokens: of a microbatch, on one device.
+
+    `auto` does on H100 and H200 within a host, with the sequence sharded, and not in a pipeline, of which no schedule
+    was compared.  On v4, v5p and v6e steps are shorter as well, with options that no hardware has run; on A100, B200
+    and v5e they are longer (docs/performance.md)."""
+    p = config.parallel
+    helps = device_kind in SHORTER_IN_PARTS and tokens >= LEAST_TOKENS * p.model
+    helps = helps and p.sequence and p.pipe == 1 and not p.model_across_hosts
+    wanted = p.collective_matmul == "on" or (p.collective_matmul == "auto" and helps)
+    return wanted and not any(collective_matmul_obstacles(config.model, p))

@@ -1,0 +1,162 @@
+"""Megatron's f and g as rings: matrix products in parts, each of which runs while what the next one needs travels.
+
+The gather of a sharded sequence and the product with the whole of it become n products with one shard each, and the
+product and the reduce-scatter of its partial sums become n products that are added up on the way (Wang et al., ASPLOS
+2023, doi:10.1145/3567955.3567959).  Shards and sums go round in both directions, half of the way each: n - 1 permutes
+of one shard, which is as much as the collective sends.  Where the sequence is not sharded, Megatron's all-reduce is
+such a reduce-scatter and a gather, which nothing hides.
+
+Parts arrive in another order on each device: its own shard of the sequence, then that of the device after it, and so on
+round the ring.  What treats every token alike may leave them so (`ordered` is false) and saves putting them in order,
+which copies them.
+
+In bfloat16 a sum is rounded by each device that it passes."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from spmd_lm.axes import SEQUENCE, nontrivial_axes
+from spmd_lm.ops.collectives import all_gather, weight_gradient
+from spmd_lm.ops.dense import dense
+
+TIME = 1  # the dimension of the sequence
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def all_gather_matmul(x: Array, weights: tuple[Array, ...], name: str, ordered: bool) -> list[Array]:
+    """f and what follows it: the residual stream x [batch, sequence, width] with its whole sequence, times each of
+    `weights` [width, other], which are sharded along `name`: [batch, time, other] each.  ordered: otherwise tokens are
+    in the order in which they arrive, as the module says."""
+    return _gather_and_multiply(x, weights, name, ordered)[1]
+
+
+def _all_gather_matmul_forward(x, weights, name, ordered):
+    gathered, products = _gather_and_multiply(x, weights, name, ordered)
+    return products, (gathered, weights)  # the weights themselves: as ops.dense
+
+
+def _all_gather_matmul_backward(name, ordered, saved, grads):
+    gathered, weights = saved
+    d_x = _multiply_and_scatter(grads, weights, name, ordered)
+    return d_x, tuple(weight_gradient(gathered, g, w) for g, w in zip(grads, weights, strict=True))
+
+
+all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def matmul_reduce_scatter(h: Array, w: Array, name: str, ordered: bool) -> Array:
+    """g and what precedes it: h [batch, time, other] times w [width, other] transposed, both sharded along `name`,
+    summed over its shards: [batch, sequence, width], as the residual stream holds it.  ordered: as of
+    all_gather_matmul, where h comes from."""
+    return _multiply_and_scatter([h], [w], name, ordered)
+
+
+def _matmul_reduce_scatter_forward(h, w, name, ordered):
+    return matmul_reduce_scatter(h, w, name, ordered), (h, w)
+
+
+def _matmul_reduce_scatter_backward(name, ordered, saved, g):
+    h, w = saved
+    gathered, (d_h,) = _gather_and_multiply(g, [w], name, ordered)
+    return d_h, weight_gradient(gathered, h, w)
+
+
+matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
+
+
+def _gather_and_multiply(x: Array, weights: Sequence[Array], name: str, ordered: bool) -> tuple[Array, list[Array]]:
+    """x [batch, sequence, width] with its whole sequence, and that times each of `weights` [width, other]."""
+    w = _side_by_side(weights, 1)
+    if nontrivial_axes(SEQUENCE):
+        axis = _axis_of(name)
+        shards = _shards_from(x, axis)
+        products = [dense(rows, _unmerged(w, k)) for k, rows in enumerate(shards)]
+        gathered, product = (_put_together(parts, axis, ordered) for parts in (shards, products))
+    else:
+        gathered, product = x, dense(x, w)
+    ends = list(itertools.accumulate(w.shape[1] for w in weights))
+    return gathered, jnp.split(product, ends[:-1], -1)
+
+
+def _multiply_and_scatter(factors: Sequence[Array], weights: Sequence[Array], name: str, ordered: bool) -> Array:
+    """The sum of factors [batch, time, other] times weights [width, other] transposed, pair by pair and over the
+    shards of `name`, as the residual stream holds it: [batch, sequence, width]."""
+    axis, factor, w = _axis_of(name), _side_by_side(factors, 2), _side_by_side(weights, 1)
+    n = lax.axis_size(axis)
+    part, rest = divmod(factor.shape[TIME], n)
+    assert not rest, (factor.shape, n)
+    first = lax.axis_index(axis) if ordered or not nontrivial_axes(SEQUENCE) else 0
+
+    def addend(k: int) -> Array:
+        rows = lax.dynamic_slice_in_dim(factor, (first + k) % n * part, part, TIME)
+        return dense(rows, _unmerged(w, k), True)
+
+    total = _sum_over(addend, axis)
+    return total if nontrivial_axes(SEQUENCE) else all_gather(total, name, TIME)
+
+
+def _axis_of(name: str) -> str:
+    """The mesh axis that shards `name`, and the sequence if that is sharded."""
+    (axis,) = nontrivial_axes(name)
+    assert nontrivial_axes(SEQUENCE) in ((), (axis,)), (name, axis)
+    return axis
+
+
+def _side_by_side(arrays: Sequence[Array], dim: int) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, dim)
+
+
+def _unmerged(w: Array, k: int) -> Array:
+    """w, which a GPU's compiler does not know for that of other parts: it would merge their products into one, which
+    waits for all of them.  k: of the part; two barriers that are alike would be one."""
+    return lax.optimization_barrier((w, jnp.int32(k)))[0]
+
+
+# ---- the ring along a mesh axis
+
+
+def _ways(axis: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(direction, hops) each way round: together to and from every other device."""
+    n = lax.axis_size(axis)
+    return (1, n // 2), (-1, (n - 1) // 2)
+
+
+def _shards_from(x: Array, axis: str) -> list[Array]:
+    """The x of all devices: entry k is from k places after this one."""
+    n = lax.axis_size(axis)
+    shards = [x] * n
+    for way, hops in _ways(axis):
+        for hop in range(1, hops + 1):
+            shards[-way * hop % n] = _send(shards[-way * (hop - 1) % n], axis, way)
+    return shards
+
+
+def _put_together(shards: list[Array], axis: str, ordered: bool) -> Array:
+    """Such shards of the sequence as one array."""
+    gathered = jnp.concatenate(shards, TIME)
+    return jnp.roll(gathered, lax.axis_index(axis) * shards[0].shape[TIME], TIME) if ordered else gathered
+
+
+def _sum_over(addend: Callable[[int], Array], axis: str) -> Array:
+    """The sum of what all devices have for this one: addend(k) is for the device k places after its own."""
+    n = lax.axis_size(axis)
+    total = addend(0)
+    for way, hops in _ways(axis):
+        arriving = None
+        for hop in range(hops, 0, -1):
+            mine = addend(way * hop % n)
+            arriving = _send(mine if arriving is None else arriving + mine, axis, way)
+        total = total if arriving is None else total + arriving
+    return total
+
+
+def _send(x: Array, axis: str, way: int) -> Array:
+    """To each device the x of the one before it, or with way -1 of the one after it."""
+    n = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, (i + way) % n) for i in range(n)])

@@ -1,0 +1,45 @@
+"""Which runs prefetch, and multiply in parts, where the configuration leaves it open."""
+
+import pytest
+
+from spmd_lm.config.overlap import LEAST_TOKENS, multiplies_in_parts, prefetches
+from tests.helpers import make_config
+
+H100, PLENTY = "NVIDIA H100 80GB HBM3", 4 * LEAST_TOKENS
+IN_PARTS = {"model": 4, "sequence": True}
+
+
+@pytest.mark.parametrize(
+    ("setting", "parallel", "platform", "expected"),
+    [
+        ("auto", {"zero": 3}, "gpu", True),
+        ("auto", {"zero": 3}, "tpu", False),
+        ("auto", {"zero": 3, "pipe": 2}, "gpu", False),
+        ("auto", {"zero": 2}, "gpu", False),
+        ("on", {"zero": 3}, "tpu", True),
+        ("on", {"zero": 3, "pipe": 2}, "cpu", True),
+        ("off", {"zero": 3}, "gpu", False),
+    ],
+)
+def test_prefetch_is_automatic_on_gpus_without_a_pipeline(setting, parallel, platform, expected):
+    config = make_config(model={"layers": 8}, parallel={"prefetch": setting} | parallel)
+    assert prefetches(config, platform) is expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "parallel", "kind", "tokens", "expected"),
+    [
+        ("auto", IN_PARTS, H100, PLENTY, True),
+        ("auto", IN_PARTS, "NVIDIA H200 141GB HBM3e", PLENTY, True),
+        ("auto", IN_PARTS, H100, PLENTY - 1, False),
+        ("auto", IN_PARTS, "NVIDIA A100-SXM4-80GB", PLENTY, False),
+        ("auto", IN_PARTS, "TPU v5", PLENTY, False),
+        ("auto", IN_PARTS | {"sequence": False}, H100, PLENTY, False),
+        ("auto", IN_PARTS | {"partitioner": "types"}, H100, PLENTY, False),
+        ("on", IN_PARTS, "cpu", 1, True),
+        ("off", IN_PARTS, H100, PLENTY, False),
+    ],
+)
+def test_products_are_in_parts_automatically_where_a_step_is_shorter_for_it(setting, parallel, kind, tokens, expected):
+    config = make_config(parallel={"collective_matmul": setting} | parallel)
+    assert multiplies_in_parts(config, kind, tokens) is expected
