@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-from collections import deque
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -105,13 +104,14 @@ def batches_ahead(loader: Loader, shardings: Batch, steps: range) -> Iterator[It
     """loader.batch of these steps in order, each made by a thread while the caller uses the one before it."""
 
     def batches() -> Iterator[Batch]:
-        ahead = deque[concurrent.futures.Future[Batch]]()
+        ahead = None
         for step in steps:
-            ahead.append(pool.submit(loader.batch, step, shardings))
-            if len(ahead) > 1:
-                yield ahead.popleft().result()
+            batch = ahead and ahead.result()  # before the thread is busy, and in the way, again
+            ahead = pool.submit(loader.batch, step, shardings)
+            if batch:
+                yield batch
         if ahead:
-            yield ahead.popleft().result()
+            yield ahead.result()
 
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
         yield batches()

@@ -4,6 +4,8 @@ Where element i of an epoch lands costs O(1): a run seeks to any step at once, a
 The arithmetic is our own, because numpy may change the streams of its generators between versions; a resumed run must
 not see other numbers."""
 
+import functools
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -14,13 +16,14 @@ ROUND_PAIRS = 4
 @np.errstate(over="ignore")  # arithmetic is modulo 2**64
 def fold_in(*values: ArrayLike) -> np.ndarray:
     """A 64-bit key from several non-negative integers, or from arrays of them, elementwise: chained splitmix64."""
-    key: np.ndarray = np.asarray(0, np.uint64)
-    for value in values:
-        key = (key ^ np.asarray(value, np.uint64)) + 0x9E3779B97F4A7C15
-        key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9
-        key = (key ^ (key >> 27)) * 0x94D049BB133111EB
-        key = key ^ (key >> 31)
-    return key
+    return functools.reduce(_fold, values, np.asarray(0, np.uint64))
+
+
+def _fold(key: np.ndarray, value: ArrayLike) -> np.ndarray:
+    key = (key ^ np.asarray(value, np.uint64)) + 0x9E3779B97F4A7C15
+    key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9
+    key = (key ^ (key >> 27)) * 0x94D049BB133111EB
+    return key ^ (key >> 31)
 
 
 def uniform(*values: ArrayLike) -> np.ndarray:
@@ -42,12 +45,15 @@ def permute(index: ArrayLike, n: int, key: ArrayLike) -> np.ndarray:
     return image.astype(np.int64)
 
 
+@np.errstate(over="ignore")
 def _feistel(x: np.ndarray, bits: int, key: ArrayLike) -> np.ndarray:
     """A permutation of range(2**bits).  The halves may differ by a bit in width, so they alternate and never swap."""
     low_bits = bits // 2
     low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
     high, low = x >> low_bits, x & low_mask
-    for pair in range(ROUND_PAIRS):
-        high = high ^ (fold_in(key, 2 * pair, low) & high_mask)
-        low = low ^ (fold_in(key, 2 * pair + 1, high) & low_mask)
+    rounds = np.arange(2 * ROUND_PAIRS).reshape(-1, *(1,) * np.ndim(key))
+    keys = iter(fold_in(key, rounds))
+    for _ in range(ROUND_PAIRS):
+        high = high ^ (_fold(next(keys), low) & high_mask)
+        low = low ^ (_fold(next(keys), high) & low_mask)
     return high << low_bits | low
