@@ -1,5 +1,5 @@
 # make train        train a small GPT on real text over 8 simulated devices: 2 to 3 minutes on 2 cores
-# make test         the suite, without its longest tests: 7 minutes on 2 cores, installation included
+# make test         the suite, without its longest tests: 9 minutes on 2 cores, installation included
 # make test-slice   a part of the slow tests: SLICE=3/10 is the fourth tenth
 # make test-all     all slow tests, then the suite on the newest Python there is: more than an hour on 2 cores
 # make mutants      break the parallel code in 211 places, one at a time; each must be noticed. Hours
