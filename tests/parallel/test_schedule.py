@@ -137,15 +137,15 @@ def test_slots_are_never_shared():
             held: dict[int, tuple[int, int]] = {}
             forward, backward = (jax.tree.map(lambda column: column[:, stage], half) for half in halves(table))  # noqa: B023
             for tick in range(s.ticks):
-                if forward.receive_slot[tick] != IDLE:
-                    assert forward.receive_slot[tick] not in held
-                    held[forward.receive_slot[tick]] = (-1, -1)  # of a task that its forward names
                 if forward.active[tick]:
                     task, slot = (forward.chunk[tick], forward.microbatch[tick]), forward.input_slot[tick]
                     assert (slot in held) != bool(forward.from_embedding[tick])
                     held[slot] = task
                 if backward.active[tick]:
                     assert held.pop(backward.input_slot[tick]) == (backward.chunk[tick], backward.microbatch[tick])
+                if forward.receive_slot[tick] != IDLE:
+                    assert forward.receive_slot[tick] not in held
+                    held[forward.receive_slot[tick]] = (-1, -1)  # of a task that its forward names
             assert not held
         assert table.input_slots >= max(s.live_inputs)
 

@@ -1,10 +1,12 @@
 """Runs a pipeline schedule: one stage's side of it, tick by tick.
 
-In each tick a stage receives what its neighbours sent in the tick before, and runs at most one chunk of its layers
-forward and one backward, usually of different microbatches.  Between a task's forward and its backward it saves only
-the chunk's input, and runs the chunk again for its gradients, whatever the remat policy inside; only the last chunk
-runs once, except in breadth-first schedules.  Idle halves of a tick are skipped by a conditional (`cond_in_place`), but
-their stage takes part in the permutes; no collective inside a conditional spans `pipe`.
+In each tick a stage runs at most one chunk of its layers forward and one backward, usually of different microbatches.
+What backward computed travels during the next tick's forward half, what forward computed during the backward half that
+follows; both arrive within a tick, because a GPU's compiler puts off a permute that nothing in its tick waits for.
+Between a task's forward and its backward a stage saves only the chunk's input, and runs the chunk again for its
+gradients, whatever the remat policy inside; only the last chunk runs once, except in breadth-first schedules.  Idle
+halves of a tick are skipped by a conditional (`cond_in_place`), but their stage takes part in the permutes; no
+collective inside a conditional spans `pipe`.
 
 A breadth-first schedule runs all microbatches through a chunk before the next.  So in training, weights that ZeRO
 shards are gathered once per chunk and direction, and gradients scattered once per chunk.  Its forward is over before
@@ -13,7 +15,7 @@ for all microbatches."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +35,17 @@ StageTask = TaskFields[Array]  # of this stage, in one half of one tick: scalars
 
 
 class Carry(NamedTuple):
-    """What a stage carries from tick to tick.  activation, gradient: messages in flight.  inputs: slots for inputs of
-    chunks, from their arrival until their backward.  output_grads: slots for gradients of chunks' outputs, from their
-    arrival until their backward.  losses, grads: the sums so far.
+    """What a stage carries from tick to tick.  inputs: slots for inputs of chunks, from their arrival until their
+    backward.  output_grads: slots for gradients of chunks' outputs, from their arrival until their backward.  gradient:
+    a message, sent at the start of the next tick.  losses, grads: the sums so far.
 
     Breadth-first schedules only.  end_activations: for each microbatch, on the last stage the last block's output, then
     its gradient; on the first stage the gradient of the embedding's output.  chunk_params, chunk_grads: the gathered
     weights of the current chunk and their gradients, where ZeRO scatters per chunk."""
 
-    activation: Any = None
-    gradient: Any = None
     inputs: Any = None
     output_grads: Any = None
+    gradient: Any = None
     losses: Any = None
     grads: Any = None
     end_activations: Any = None
@@ -52,7 +53,7 @@ class Carry(NamedTuple):
     chunk_grads: Any = None
 
 
-FORWARD_ONLY, BACKWARD_ONLY = ("activation", "inputs"), ("gradient", "output_grads", "grads", "chunk_grads")
+FORWARD_ONLY, BACKWARD_ONLY = ("inputs",), ("gradient", "output_grads", "grads", "chunk_grads")
 """Fields that only the forward halves of ticks change, and only the backward halves."""
 
 
@@ -93,15 +94,13 @@ class Pipeline:
     def evaluate(self, zeros: Losses) -> Losses:
         """The sum over all microbatches of the head's results and the layers' losses, on this stage; nothing is saved
         for backward.  zeros: of the result's structure."""
-        carry = Carry(activation=self.transfer.zeros(), inputs=self.slots(self.table.input_slots), losses=zeros)
+        carry = Carry(inputs=self.slots(self.table.input_slots), losses=zeros)
         busy = self.table.forward.active.any(1)
         return self.run_ticks(carry, self.table.forward.at_ticks(busy), None, self.evaluate_task).losses
 
     def start(self, losses: Losses, grads: Parts) -> Carry:
-        messages = self.transfer.zeros(), self.transfer.zeros()
-        carry = Carry(
-            *messages, self.slots(self.table.input_slots), self.slots(self.table.output_grad_slots), losses, grads
-        )
+        inputs, output_grads = self.slots(self.table.input_slots), self.slots(self.table.output_grad_slots)
+        carry = Carry(inputs, output_grads, self.transfer.zeros(), losses, grads)
         if self.breadth_first:
             carry = carry._replace(end_activations=self.slots(jax.tree.leaves(self.microbatches)[0].shape[0]))
         if self.scatters_per_chunk:
@@ -119,15 +118,16 @@ class Pipeline:
         absent = dict.fromkeys(unchanged)
 
         def tick(looping: Carry, tasks: tuple[TaskTable | None, TaskTable | None]) -> tuple[Carry, None]:
-            carry, (forward, backward) = looping._replace(**fixed), tasks
-            if forward:
-                carry = self.forward_half(self.at_stage(forward), carry, forward_task or self.forward_task)
-            if backward:
-                carry = self.backward_half(self.at_stage(backward), carry)
-            if forward:
-                carry = carry._replace(activation=self.transfer.send(carry.activation, 1))
+            carry, (forward, backward) = looping._replace(**fixed), map(self.at_stage, tasks)
             if backward:
                 carry = carry._replace(gradient=self.transfer.send(carry.gradient, -1))
+            if forward:
+                carry, activation = self.forward_half(forward, carry, forward_task or self.forward_task)
+            if backward:
+                carry = self.backward_half(backward, carry)
+            if forward:
+                inputs = self.receive("forward", carry.inputs, forward.receive_slot, activation)
+                carry = carry._replace(inputs=inputs)
             return carry._replace(**absent), None
 
         looping, _ = lax.scan(tick, carry._replace(**absent), (forward, backward))
@@ -135,18 +135,20 @@ class Pipeline:
 
     # ---- forward
 
-    def forward_half(self, task: StageTask, carry: Carry, run: Callable[..., TaskResult]) -> Carry:
+    def forward_half(self, task: StageTask, carry: Carry, run: Callable[..., TaskResult]) -> tuple[Carry, Array]:
+        """`carry` after it, and what arrives meanwhile from the stage before."""
         carry = self.load_chunk("forward", task, carry)
-        inputs = self.receive("forward", carry.inputs, task.receive_slot, carry.activation)
-        x = inputs[task.input_slot]
+        x = carry.inputs[task.input_slot]
         output = None if carry.end_activations is None else jnp.zeros_like(self.activation_shape)
         so_far = TaskResult(
             self.transfer.zeros(), jnp.zeros_like(self.activation_shape), carry.losses, end_activation=output
         )
         result = self.cond_in_place("forward_active", task.active, partial(run, task, carry, x), so_far)
-        inputs = self.write(inputs, task.input_slot, result.input, task.active & task.from_embedding)
-        carry = carry._replace(activation=result.message, inputs=inputs, losses=result.losses)
-        return self.write_end(carry, task, result, task.to_head) if carry.end_activations is not None else carry
+        inputs = self.write(carry.inputs, task.input_slot, result.input, task.active & task.from_embedding)
+        carry = carry._replace(inputs=inputs, losses=result.losses)
+        if carry.end_activations is not None:
+            carry = self.write_end(carry, task, result, task.to_head)
+        return carry, self.transfer.send(result.message, 1)
 
     def forward_task(self, task: StageTask, carry: Carry, x: Array, so_far: TaskResult) -> TaskResult:
         """so_far: the result of an idle half.  Sums continue from it, not from `carry`: cond_in_place updates in place
@@ -354,8 +356,8 @@ class Pipeline:
     def microbatch(self, index: Array | int) -> Tree:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.microbatches)
 
-    def at_stage(self, tasks: TaskTable) -> StageTask:
-        return cast(StageTask, jax.tree.map(lambda column: column[self.stage], tasks))
+    def at_stage(self, tasks: TaskTable | None) -> StageTask | None:
+        return jax.tree.map(lambda column: column[self.stage], tasks)
 
     # Slots are read and written outside conditionals: inside, a GPU's compiler copies all of them in every tick.
 

@@ -167,7 +167,7 @@ class TaskFields(NamedTuple, Generic[A]):
     to_head: A  # its output goes to the head
     input_slot: A  # holds its input
     output_grad_slot: A  # holds the gradient of its output
-    receive_slot: A  # in which to put what a neighbour has just sent; IDLE for none
+    receive_slot: A  # in which to put what a neighbour sends in this tick; IDLE for none
     loads_chunk: A  # its chunk differs from that of the stage's previous task
     first_of_chunk: A  # the stage's first backward task of its chunk, in time: gradients start at zero
     last_of_chunk: A  # and its last: they are complete
@@ -253,7 +253,7 @@ def _fill_stage(s: Schedule, stage: int, forward: TaskFields, backward: TaskFiel
     for task in s.forward_order:
         virtual_stage, microbatch = task.chunk * s.stages + stage, task.microbatch
         ticks[task] = s.ticks_of(virtual_stage, microbatch)
-        if virtual_stage > 0:  # the tick in which the previous one's output arrives
+        if virtual_stage > 0:  # the tick before which the previous one's output arrives
             inputs[task] = s.ticks_of(virtual_stage - 1, microbatch)[0] + 1
         if virtual_stage < s.chunks * s.stages - 1:  # the tick in which the next one's gradient arrives
             grads[task] = s.ticks_of(virtual_stage + 1, microbatch)[1] + 1
@@ -266,9 +266,10 @@ def _fill_stage(s: Schedule, stage: int, forward: TaskFields, backward: TaskFiel
             half.chunk[at], half.microbatch[at] = task
             half.from_embedding[at], half.to_head[at] = task not in inputs, task not in grads
             half.input_slot[at], half.output_grad_slot[at] = slots[task], output_grad_slots.get(task, 0)
-    for half, arrivals, slots_ in ((forward, inputs, slots), (backward, grads, output_grad_slots)):
-        for task, tick in arrivals.items():
-            half.receive_slot[tick, stage] = slots_[task]
+    for task, tick in inputs.items():
+        forward.receive_slot[tick - 1, stage] = slots[task]
+    for task, tick in grads.items():
+        backward.receive_slot[tick, stage] = output_grad_slots[task]
     loaded = None
     for tick, is_backward, chunk in sorted(
         (tick, i, task.chunk) for task in ticks for i, tick in enumerate(ticks[task])
