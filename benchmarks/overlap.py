@@ -115,8 +115,7 @@ class Variant(NamedTuple):
 def variants(layout: str, partitioner: str) -> Iterator[Variant]:
     yield Variant(options=False)
     yield Variant(options=True)
-    if layout != BREADTH_FIRST:
-        yield Variant(options=True, prefetch=True)
+    yield Variant(options=True, prefetch=True)
     if "model" in LAYOUTS[layout] and partitioner != "types":
         yield Variant(options=True, prefetch=True, in_parts=True)
 

@@ -182,5 +182,6 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
     else:
         head = Phase(HEAD, weights, sizes.accumulated + sizes.embedding, buffers + sizes.saved, 2 * sizes.logits)
         embedding = Phase(EMBEDDING, weights, sizes.accumulated, buffers, sizes.rounding)
-    blocks = Phase(BLOCKS, weights + chunk + layer, layer_gradients, buffers + sizes.saved, sizes.workspace)
+    ahead = chunk if plan.prefetch_chunks else 0
+    blocks = Phase(BLOCKS, weights + chunk + layer + ahead, layer_gradients, buffers + sizes.saved, sizes.workspace)
     return [head, blocks, embedding]

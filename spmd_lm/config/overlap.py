@@ -8,17 +8,21 @@ from spmd_lm.config.suggest import Obstacle, nearest_multiple
 
 
 def prefetch_obstacles(model: Model, parallel: Parallel, remat: Remat) -> Iterator[Obstacle]:
-    """Whatever keeps a run from gathering layers one by one, in a loop."""
+    """Whatever keeps a run from gathering a layer, or a chunk of a breadth-first pipeline, beside the one before it."""
     chunks = parallel.pipe * (parallel.chunks if parallel.pipe > 1 else 1)
     if parallel.zero < 3:
         yield Obstacle(f"{parallel.zero=}", "only ZeRO-3 gathers layer by layer", "parallel.zero=3")
     if parallel.reduce_once:
         yield Obstacle("parallel.reduce_once=true", "all layers are gathered at once", "parallel.reduce_once=false")
-    if parallel.pipe > 1 and parallel.schedule == "breadth_first":
-        other = "1f1b" if parallel.chunks == 1 else "interleaved"
-        yield Obstacle(f"{parallel.schedule=!s}", "a chunk is gathered as a whole", f"parallel.schedule={other}")
     if model.share_layers:
         yield Obstacle("model.share_layers=true", "there is one layer to gather", "model.share_layers=false")
+    if parallel.pipe > 1 and parallel.schedule == "breadth_first":
+        if parallel.chunks == 1:
+            yield Obstacle(f"{parallel.chunks=}", "there is no next chunk to gather", "parallel.chunks=2")
+        if parallel.run_idle_stages:
+            reason = "a chunk's last microbatch would run twice"
+            yield Obstacle("parallel.run_idle_stages=true", reason, "parallel.run_idle_stages=false")
+        return
     if not model.scan:
         yield Obstacle("model.scan=false", "there is no loop over layers", "model.scan=true")
     if remat.policy == "block":

@@ -240,7 +240,8 @@ class Parallel(Section):
     chunks: Count = 1  # of layers per stage, for interleaved and breadth_first
     microbatches: Count = 1  # a step's batch is computed in so many
     reduce_once: bool = False  # ZeRO gathers and scatters once per step, not per microbatch: less sent, more memory
-    # ZeRO-3 gathers what a layer uses first while the layer before it runs; auto: on GPUs, without a pipeline
+    # ZeRO-3 gathers what a layer uses first while the layer before it runs, or the next chunk of a breadth-first
+    # pipeline; auto: on GPUs, without a pipeline
     prefetch: Literal["auto", "on", "off"] = "auto"
     # products of matrices sharded over `model` run in parts, while what others need travels; auto: on H100 and H200,
     # with the sequence sharded and 2,048 tokens a part or more

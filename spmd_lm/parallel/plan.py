@@ -72,7 +72,8 @@ class Plan:
     lies in chunk l // (pipe x n) of stage l // n % pipe, with n layers per chunk.  partitioner: who inserts the
     collectives of a step, XLA from sharding types, or the step itself.  run_idle_stages: whether idle
     pipeline stages compute too, and discard the result.  prefetch: keys of the parts of a layer that ZeRO gathers
-    while the layer before it runs.  collective_matmul: whether products run in parts beside their collectives."""
+    while the layer before it runs.  prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one
+    before it runs.  collective_matmul: whether products run in parts beside their collectives."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -85,6 +86,7 @@ class Plan:
     chunks: int = 1
     run_idle_stages: bool = False
     prefetch: tuple[str, ...] = ()
+    prefetch_chunks: bool = False
     collective_matmul: bool = False
 
     def __post_init__(self):

@@ -60,8 +60,9 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
     zero = ZeroPolicy.of_stage(p.zero, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
     mesh, names, shapes = abstract_mesh(layout), model.names, model.shapes
-    prefetch = Block.FIRST if layout.data > 1 and prefetches(config, platform) else ()
-    how = (config.partitioner, p.sequence, config.chunks, p.run_idle_stages, prefetch)
+    ahead = layout.data > 1 and prefetches(config, platform)
+    first_parts = Block.FIRST if ahead and not breadth_first else ()
+    how = (config.partitioner, p.sequence, config.chunks, p.run_idle_stages, first_parts, ahead and breadth_first)
     plan = Plan(layout, mesh, platform, names, shapes, zero, *how)
     in_parts = multiplies_in_parts(config, kind, tokens_per_device(config, plan))
     return dataclasses.replace(plan, collective_matmul=in_parts)

@@ -70,9 +70,15 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             "parallel.prefetch=on parallel.zero=3 model.layers=8 parallel.pipe=2 parallel.microbatches=2 "
-            "parallel.schedule=breadth_first parallel.chunks=2",
-            "parallel.prefetch=on with parallel.schedule=breadth_first: a chunk is gathered as a whole",
-            "parallel.schedule=interleaved, or parallel.prefetch=auto",
+            "parallel.schedule=breadth_first",
+            "parallel.prefetch=on with parallel.chunks=1: there is no next chunk to gather",
+            "parallel.chunks=2, or parallel.prefetch=auto",
+        ),
+        (
+            "parallel.prefetch=on parallel.zero=3 model.layers=8 parallel.pipe=2 parallel.microbatches=2 "
+            "parallel.schedule=breadth_first parallel.chunks=2 parallel.run_idle_stages=true",
+            "parallel.prefetch=on with parallel.run_idle_stages=true: a chunk's last microbatch would run twice",
+            "parallel.run_idle_stages=false, or parallel.prefetch=auto",
         ),
         (
             "parallel.collective_matmul=on",

@@ -103,6 +103,9 @@ def test_what_runs_beside_the_computation_is_in_the_summary():
     plain = summary(describe(make_config(parallel={"data": 4, "model": 2}, precision=FLOAT32)))
     for said in (", attention gathered a layer ahead", ", products in parts"):
         assert said in summary(d) and said not in plain
+    by_chunk = {"pipe": 2, "data": 4, "zero": 3, "schedule": "breadth_first", "chunks": 2, "microbatches": 2}
+    d = describe(make_config(model={"layers": 4}, parallel=by_chunk | {"prefetch": "on"}, precision=FLOAT32))
+    assert d["prefetch"] == [] and d["prefetch_chunks"] and ", chunks gathered ahead" in summary(d)
 
 
 def test_a_loss_scale_is_in_the_summary():

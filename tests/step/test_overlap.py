@@ -1,4 +1,4 @@
-"""Weights that are gathered a layer ahead, and products in parts: the same run, and the same bytes."""
+"""Weights that are gathered ahead, and products in parts: the same run, and the same bytes."""
 
 import pytest
 
@@ -13,6 +13,7 @@ slow, mutants = pytest.mark.slow, pytest.mark.mutants
 
 HYBRID = {"replica": 2, "data": 2, "model": 2, "sequence": True, "microbatches": 2}
 PIPELINE = {"pipe": 2, "data": 2, "model": 2, "microbatches": 4}
+BREADTH_FIRST = PIPELINE | {"schedule": "breadth_first", "chunks": 3}
 LLAMA = {"norm_type": "rms", "positions": "rotary", "activation": "swiglu", "kv_heads": 4, "use_bias": False}
 
 
@@ -38,11 +39,14 @@ def config(layers: int, remat: str, model: dict, parallel: dict) -> RunConfig:
         pytest.param(8, "full", {}, PIPELINE, id="1f1b", marks=[slow, mutants]),
         pytest.param(8, "none", {}, PIPELINE | {"schedule": "gpipe"}, id="gpipe", marks=slow),
         pytest.param(8, "none", {}, PIPELINE | {"schedule": "interleaved", "chunks": 2}, id="interleaved", marks=slow),
+        pytest.param(12, "full", {}, BREADTH_FIRST, id="breadth-first", marks=[slow, mutants]),
+        pytest.param(6, "none", LLAMA, BREADTH_FIRST | {"microbatches": 2}, id="a layer a chunk", marks=slow),
     ],
 )
 def test_prefetch_computes_the_reference(layers, remat, model, parallel):
     prefetched = config(layers, remat, model, {"zero": 3, "prefetch": "on"} | parallel)
-    assert program(prefetched).plan.prefetch == ("attention",)
+    plan, by_chunk = program(prefetched).plan, parallel.get("schedule") == "breadth_first"
+    assert plan.prefetch_chunks == by_chunk and plan.prefetch == (() if by_chunk else ("attention",))
     alone = prefetched.model_copy(update={"parallel": make_config().parallel, "remat": make_config().remat})
     assert_same_run(trained(prefetched), trained_reference(alone))
 
@@ -50,7 +54,9 @@ def test_prefetch_computes_the_reference(layers, remat, model, parallel):
 @slow
 @mutants
 @pytest.mark.parametrize(
-    ("layers", "parallel"), [(4, HYBRID), (2, HYBRID), (4, HYBRID | {"partitioner": "types"}), (8, PIPELINE)], ids=str
+    ("layers", "parallel"),
+    [(4, HYBRID), (2, HYBRID), (4, HYBRID | {"partitioner": "types"}), (8, PIPELINE), (6, BREADTH_FIRST)],
+    ids=str,
 )
 def test_prefetch_sends_what_theory_expects(layers, parallel):
     prefetched = config(layers, "full", {}, {"zero": 3, "prefetch": "on"} | parallel)
@@ -63,6 +69,7 @@ def test_prefetch_sends_what_theory_expects(layers, parallel):
     [
         pytest.param("full", {}, {"data": 2, "model": 4, "sequence": True}, id="four devices", marks=mutants),
         pytest.param("none", LLAMA, {"data": 2, "model": 4, "zero": 1}, id="whole sequence", marks=[slow, mutants]),
+        pytest.param("full", {}, {"model": 8, "sequence": True}, id="eight devices", marks=[slow, mutants]),
         pytest.param("selective", LLAMA, {"data": 4, "model": 2, "sequence": True, "zero": 3}, id="a pair", marks=slow),
         pytest.param(
             "full",

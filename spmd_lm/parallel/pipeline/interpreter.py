@@ -41,7 +41,8 @@ class Carry(NamedTuple):
 
     Breadth-first schedules only.  end_activations: for each microbatch, on the last stage the last block's output, then
     its gradient; on the first stage the gradient of the embedding's output.  chunk_params, chunk_grads: the gathered
-    weights of the current chunk and their gradients, where ZeRO scatters per chunk."""
+    weights of the current chunk and their gradients, where ZeRO scatters per chunk.  next_params: the gathered weights
+    of the next chunk, where they are gathered ahead."""
 
     inputs: Any = None
     output_grads: Any = None
@@ -51,6 +52,7 @@ class Carry(NamedTuple):
     end_activations: Any = None
     chunk_params: Any = None
     chunk_grads: Any = None
+    next_params: Any = None
 
 
 FORWARD_ONLY, BACKWARD_ONLY = ("inputs",), ("gradient", "output_grads", "grads", "chunk_grads")
@@ -59,7 +61,8 @@ FORWARD_ONLY, BACKWARD_ONLY = ("inputs",), ("gradient", "output_grads", "grads",
 
 class TaskResult(NamedTuple):
     """message: to the neighbour.  input: of a forward task; saved where it came from the embedding.
-    end_activation: for Carry.end_activations; the output of a forward task, the gradient of a backward task's input."""
+    end_activation: for Carry.end_activations; the output of a forward task, the gradient of a backward task's input.
+    next_params: as in Carry."""
 
     message: Array
     input: Any
@@ -67,6 +70,12 @@ class TaskResult(NamedTuple):
     grads: Any = None
     chunk_grads: Any = None
     end_activation: Any = None
+    next_params: Any = None
+
+
+RunTask = Callable[[TaskResult], TaskResult]
+"""run(so_far): a task's result.  so_far: that of an idle half.  Sums continue from it, not from a Carry: cond_in_place
+updates in place what it is given."""
 
 
 class Pipeline:
@@ -104,9 +113,11 @@ class Pipeline:
         if self.breadth_first:
             carry = carry._replace(end_activations=self.slots(jax.tree.leaves(self.microbatches)[0].shape[0]))
         if self.scatters_per_chunk:
-            params = jax.tree.map(jnp.zeros_like, jax.eval_shape(self.gather_chunk, jnp.int32(0)))
+            zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(self.gather_chunk, jnp.int32(0)))
+            params = self.gather_chunk(jnp.int32(0)) if self.plan.prefetch_chunks else zeros
             chunk_grads = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, grads.blocks)
             carry = carry._replace(chunk_params=params, chunk_grads=chunk_grads)
+            carry = carry._replace(next_params=zeros) if self.plan.prefetch_chunks else carry
         return carry
 
     def run_ticks(
@@ -143,7 +154,7 @@ class Pipeline:
         so_far = TaskResult(
             self.transfer.zeros(), jnp.zeros_like(self.activation_shape), carry.losses, end_activation=output
         )
-        result = self.cond_in_place("forward_active", task.active, partial(run, task, carry, x), so_far)
+        carry, result = self.run_task("forward", task, carry, partial(run, task, carry, x), so_far)
         inputs = self.write(carry.inputs, task.input_slot, result.input, task.active & task.from_embedding)
         carry = carry._replace(inputs=inputs, losses=result.losses)
         if carry.end_activations is not None:
@@ -151,8 +162,6 @@ class Pipeline:
         return carry, self.transfer.send(result.message, 1)
 
     def forward_task(self, task: StageTask, carry: Carry, x: Array, so_far: TaskResult) -> TaskResult:
-        """so_far: the result of an idle half.  Sums continue from it, not from `carry`: cond_in_place updates in place
-        what it is given."""
         x, transfer = self.task_input(task, x), self.transfer
         run = partial(self.chunk_forward, task, carry, x)
         if self.breadth_first:
@@ -190,7 +199,7 @@ class Pipeline:
         grads = None if self.scatters_per_chunk else carry.grads
         so_far = TaskResult(self.transfer.zeros(), None, carry.losses, grads, carry.chunk_grads)
         so_far = so_far._replace(end_activation=jnp.zeros_like(self.activation_shape)) if self.breadth_first else so_far
-        result = self.cond_in_place("backward_active", task.active, partial(self.backward_task, task, carry), so_far)
+        carry, result = self.run_task("backward", task, carry, partial(self.backward_task, task, carry), so_far)
         carry = carry._replace(gradient=result.message, losses=result.losses, chunk_grads=result.chunk_grads)
         if self.breadth_first:
             carry = self.write_end(carry, task, result, task.from_embedding)
@@ -259,9 +268,29 @@ class Pipeline:
     def gather_chunk(self, chunk: Array) -> Tree:
         return self.model.chunk(chunk * self.layers_per_chunk, self.layers_per_chunk).gather_blocks()
 
+    def run_task(
+        self, half: str, task: StageTask, carry: Carry, run: RunTask, idle: TaskResult
+    ) -> tuple[Carry, TaskResult]:
+        """Runs a half of a tick.  With prefetch_chunks the last task of a chunk gathers the weights of the next one, in
+        one branch with it: a compiler overlaps nothing across the border of a conditional."""
+        if carry.next_params is None:
+            return carry, self.cond_in_place(f"{half}_active", task.active, run, idle)
+
+        def run_and_gather(so_far: TaskResult) -> TaskResult:
+            params = self.gather_chunk(task.chunk + (1 if half == "forward" else -1))
+            return run(so_far)._replace(next_params=params)
+
+        result = self.cond_in_place(f"{half}_stays_in_chunk", task.stays_in_chunk, run, idle)
+        result = result._replace(next_params=carry.next_params)
+        result = self.cond_in_place(f"{half}_leaves_chunk", task.leaves_chunk, run_and_gather, result)
+        next_params, params = result.next_params, carry.chunk_params
+        # A copy: a TPU's compiler would copy the weights in every tick if they were gathered in their place.
+        params = self.cond_in_place(f"{half}_leaves_chunk", task.leaves_chunk, lambda _: next_params, params)
+        return carry._replace(chunk_params=params, next_params=next_params), result
+
     def load_chunk(self, half: str, task: StageTask, carry: Carry) -> Carry:
-        """`carry` with the weights of the task's chunk gathered, where that is done per chunk."""
-        if (params := carry.chunk_params) is None:
+        """`carry` with the weights of the task's chunk gathered, where that is done per chunk, and not ahead."""
+        if (params := carry.chunk_params) is None or self.plan.prefetch_chunks:
             return carry
         name = f"{half}_loads_chunk"
         params = self.cond_in_place(name, task.loads_chunk, lambda _: self.gather_chunk(task.chunk), params)

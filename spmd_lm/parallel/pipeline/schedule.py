@@ -168,7 +168,9 @@ class TaskFields(NamedTuple, Generic[A]):
     input_slot: A  # holds its input
     output_grad_slot: A  # holds the gradient of its output
     receive_slot: A  # in which to put what a neighbour sends in this tick; IDLE for none
+    stays_in_chunk: A  # its chunk is that of the stage's next task, if there is one
     loads_chunk: A  # its chunk differs from that of the stage's previous task
+    leaves_chunk: A  # its chunk differs from that of the stage's next task
     first_of_chunk: A  # the stage's first backward task of its chunk, in time: gradients start at zero
     last_of_chunk: A  # and its last: they are complete
 
@@ -178,8 +180,11 @@ class TaskFields(NamedTuple, Generic[A]):
         return TaskFields(*(column[ticks] for column in columns))
 
 
-FLAGS = ("active", "from_embedding", "to_head", "loads_chunk", "first_of_chunk", "last_of_chunk")
-PER_TICK = ("active", "receives", "loads_chunk", "last_of_chunk")
+FLAGS = (
+    *("active", "from_embedding", "to_head"),
+    *("stays_in_chunk", "loads_chunk", "leaves_chunk", "first_of_chunk", "last_of_chunk"),
+)
+PER_TICK = ("active", "receives", "stays_in_chunk", "loads_chunk", "leaves_chunk", "last_of_chunk")
 """Predicates of the interpreter's conditionals (Pipeline.cond) of every tick; the others are of active tasks alone."""
 
 
@@ -270,12 +275,13 @@ def _fill_stage(s: Schedule, stage: int, forward: TaskFields, backward: TaskFiel
         forward.receive_slot[tick - 1, stage] = slots[task]
     for task, tick in grads.items():
         backward.receive_slot[tick, stage] = output_grad_slots[task]
-    loaded = None
-    for tick, is_backward, chunk in sorted(
-        (tick, i, task.chunk) for task in ticks for i, tick in enumerate(ticks[task])
-    ):
-        (backward if is_backward else forward).loads_chunk[tick, stage] = chunk != loaded
-        loaded = chunk
+    in_time = sorted((tick, is_backward, task.chunk) for task in ticks for is_backward, tick in enumerate(ticks[task]))
+    chunks = [chunk for _, _, chunk in in_time]
+    neighbours = zip([IDLE, *chunks[:-1]], [*chunks[1:], chunks[-1]], strict=True)
+    for (tick, is_backward, chunk), (before, after) in zip(in_time, neighbours, strict=True):
+        half = backward if is_backward else forward
+        half.loads_chunk[tick, stage] = chunk != before
+        half.leaves_chunk[tick, stage], half.stays_in_chunk[tick, stage] = chunk != after, chunk == after
     for chunk in range(s.chunks):
         of_chunk = [last for task, (_, last) in ticks.items() if task.chunk == chunk]
         backward.first_of_chunk[min(of_chunk), stage] = backward.last_of_chunk[max(of_chunk), stage] = True
