@@ -66,7 +66,8 @@ class Case(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
-        parallel = [f"parallel.{key}={value}" for key, value in LAYOUTS[self.layout].items()]
+        layout = LAYOUTS[self.layout] | {"replica": parse_topology(self.topology).slices}
+        parallel = [f"parallel.{key}={value}" for key, value in layout.items()]
         layers = [f"model.layers={self.layers}"] if self.layers else []
         return [*OVERRIDES[self.config], f"train.batch={self.batch}", *parallel, *layers]
 
@@ -82,7 +83,8 @@ CASES = [
     *(Case(topology, DATA8, 4) for topology in ("h200:8x8", "b200:8x8", "a100:8x8")),
     *(
         Case(topology, WIDTH_1024)
-        for topology in ("v4:4x4x4", "v5e:8x8", "v5e:16x16", "v6e:8x8", "7x:4x4x4", "a100:8x8", "h200:8x8", "b200:8x8")
+        for topology in ("v4:4x4x4", "v5e:8x8", "2*v5e:8x8", "v5e:16x16", "v6e:8x8", "7x:4x4x4")
+        + ("a100:8x8", "h200:8x8", "b200:8x8", "gb200:1x64")
     ),
 ]
 

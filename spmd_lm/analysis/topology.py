@@ -52,6 +52,7 @@ GPUS = {
     "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 84_942_979_072, 50 << 20, 228 << 10, 1.98),
     "h200": Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 151_397_597_184, 50 << 20, 228 << 10, 1.98),
     "b200": Gpu("NVIDIA B200", 10, 148, 128, 191_510_872_064, 126 << 20, 228 << 10, 1.965),
+    "gb200": Gpu("NVIDIA GB200", 10, 152, 128, 197_897_748_480, 129 << 20, 228 << 10, 2.062),
 }
 MOST_DEVICES = 2**16
 
@@ -60,7 +61,7 @@ KNOWN = (
     + ", ".join(f"{kind}:{'4x4x4' if len(tpu.host_bounds) == 3 else '16x16'}" for kind, tpu in TPUS.items())
     + " (chips of a TPU slice), 2*v5e:16x16 (two slices); "
     + ", ".join(f"{kind}:2x8" for kind in GPUS)
-    + " (hosts x GPUs)."
+    + " (hosts, or racks of NVLink, x GPUs)."
 )
 
 

@@ -96,6 +96,14 @@ def domains_along(mesh: Mesh, axes: Sequence[str]) -> int:
     return max(len({_domain(device) for device in group}) for group in groups)
 
 
+def peers_across_slices(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """Groups of devices at the same place of each TPU slice, by their position in the mesh."""
+    slices: dict[int, list[int]] = {}
+    for position, device in enumerate(mesh.devices.flat):
+        slices.setdefault(_domain(device), []).append(position)
+    return tuple(zip(*slices.values(), strict=True))
+
+
 def is_absent(device: Any) -> bool:
     """Whether this accelerator can be compiled for, not run on."""
     return device.platform != "cpu" and getattr(device, "local_hardware_id", None) is None

@@ -19,6 +19,7 @@ from spmd_lm.analysis.compiled_collectives import (
     collective_instructions,
     compiled_collectives,
 )
+from spmd_lm.analysis.cross_slice import with_collectives_across_slices
 from spmd_lm.analysis.expected_collectives import ExpectedCollective, expected_collectives
 from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.analysis.topology import Topology, is_installed
@@ -26,6 +27,7 @@ from spmd_lm.analysis.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, RE
 from spmd_lm.axes import PIPE
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.parallel.mesh import peers_across_slices
 from spmd_lm.parallel.pipeline.schedule import schedule_table
 from spmd_lm.planning.exposed_communication import exposed_communication, render_exposed, write_hlo
 from spmd_lm.runtime.formatting import format_bytes, format_table
@@ -44,10 +46,6 @@ def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None 
     OutputError if the file cannot be written."""
     devices = topology.devices() if topology else jax.devices()
     platform, notice = devices[0].platform, None
-    if topology and topology.slices > 1:
-        notice = (
-            "Between slices a TPU sends through its hosts. Those bytes are not read back yet, and count as missing."
-        )
     if topology and platform == "gpu":
         config, notice = _with_available_kernel(config)
     program = Program(config, devices)
@@ -57,16 +55,18 @@ def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None 
     text = compiled.as_text() or ""
     if hlo:
         write_hlo(hlo, text)
-    module = HloModule(text)
+    mesh, module = program.plan.mesh, HloModule(text)
+    assert isinstance(mesh, jax.sharding.Mesh)
+    if platform == "tpu":
+        module = with_collectives_across_slices(module, peers_across_slices(mesh))
     shares = schedule_table(program.schedule).shares() if program.schedule.stages > 1 else None
-    assert isinstance(program.plan.mesh, jax.sharding.Mesh)
     return {
         "config": config.run.name,
         "topology": str(topology or f"{platform}:{len(devices)}"),
         "notice": notice,
         "mesh": program.plan.sizes,
         **_collectives(config, program, collective_instructions(module, len(devices), shares)),
-        "exposed": exposed_communication(module, program.plan.mesh, shares),
+        "exposed": exposed_communication(module, mesh, shares),
         "bubble": program.schedule.bubble,
         "memory": _memory(config, program, compiled),
         "compile_seconds": compile_seconds,

@@ -15,6 +15,7 @@ from spmd_lm.errors import ConfigError
         ("2*v5e:16x16", "tpu", 512),
         ("h100:2x8", "gpu", 16),
         ("b200:2x8", "gpu", 16),
+        ("gb200:1x72", "gpu", 72),
         ("v4:4x4x4", "tpu", 64),
         ("7x:4x4x4", "tpu", 128),
     ],

@@ -189,6 +189,18 @@ def test_gathers_that_a_tpu_takes_in_steps_count_once():
 
 
 @slow
+def test_what_a_tpu_sends_to_another_slice_is_read():
+    dtypes = ("precision.compute=bfloat16", "precision.reduce=bfloat16")
+    layout = ("parallel.replica=2", "parallel.model=2", "parallel.zero=3", "parallel.sequence=true")
+    result = audit_debug("2*v5e:4x4", *layout, *WIDE, *dtypes)
+    assert result["ok"], render(result)  # but for vectors, which XLA reduces within slices first
+    tables = result["collectives"], result["theory"], result["exposed"]["rows"]
+    across = [[row for row in table if (row["kind"], row["axes"]) == (ALL_REDUCE, ["replica"])] for table in tables]
+    compiled, expected, walked = (sum(row["bytes"] for row in rows) for rows in across)
+    assert compiled == walked == pytest.approx(expected, rel=0.05)
+
+
+@slow
 def test_gathers_that_a_tpu_narrows_are_told_and_no_difference():
     result = audit_debug("v5p:4x4x4", "parallel.model=4", "parallel.sequence=true")
     exact(result)
