@@ -8,8 +8,6 @@ Shape suffixes: R rows, M microbatches, B rows per microbatch, T context, S = T 
 import abc
 import concurrent.futures
 import contextlib
-import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -64,12 +62,15 @@ class Loader(abc.ABC):
     def rows(self, step: int, start: int, stop: int) -> Batch:
         """Rows start..stop-1 of a step, on the host."""
         assert 0 <= start <= stop <= self.batch_size
-        sample_ids_R = np.arange(start, stop)
+        return self.read_rows(step, np.arange(start, stop))
+
+    def read_rows(self, step: int, sample_ids_R: np.ndarray) -> Batch:
+        """These rows of a step, on the host."""
         index_R = (step * self.batch_size + sample_ids_R) // self.rows_per_example
         if self.split == "training":
             epoch_R, index_R = np.divmod(index_R, self.num_examples)
             example_R = permute(index_R, self.num_examples, fold_in(self.seed, ORDER_STREAM, epoch_R))
-            return self.read(RowDraws(sample_ids_R, example_R, epoch_R, np.ones(stop - start, bool)))
+            return self.read(RowDraws(sample_ids_R, example_R, epoch_R, np.ones(len(index_R), bool)))
         assert 0 <= step < len(self)
         valid_R = index_R < self.num_validated
         example_R = np.where(valid_R, index_R, 0) * self.num_examples // self.num_validated
@@ -79,24 +80,28 @@ class Loader(abc.ABC):
         """A step's batch on devices: fields are [M, B, T], those of PER_ROW [M, B].
 
         shardings: a Batch of jax.sharding.Sharding.  A field whose sharding is None is left out."""
-        per_microbatch = self.batch_size // self.microbatches
-        read = functools.cache(functools.partial(self.rows, step))  # devices with the same rows share one read
+        rows_MB = np.arange(self.batch_size).reshape(self.microbatches, -1)
+        present = {name: sharding for name, sharding in vars(shardings).items() if sharding is not None}
+        shapes = {name: rows_MB.shape + (() if name in PER_ROW else (self.context,)) for name in present}
+        indices = [
+            index
+            for sharding, shape in {(present[name], shapes[name]) for name in present}
+            for index in sharding.addressable_devices_indices_map(shape).values()
+        ]
+        local_R = np.unique(np.concatenate([rows_MB[index[:2]].ravel() for index in indices]))
+        read = self.read_rows(step, local_R)  # once, whatever shards of it devices have
 
-        def place(field: str) -> jax.Array | None:
+        def place(name: str) -> jax.Array:
+            field_R = getattr(read, name)
+            assert field_R is not None, f"rows have no {name}"
+
             def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None  # as the type of jax's callback allows
-                start, stop, _ = index[1].indices(per_microbatch)
-                firsts = [m * per_microbatch for m in range(*index[0].indices(self.microbatches))]
-                parts = [getattr(read(first + start, first + stop), field) for first in firsts]
-                assert all(part is not None for part in parts), f"rows have no {field}"
-                return np.stack(parts)[:, :, *index[2:]]
+                return field_R[np.searchsorted(local_R, rows_MB[index[:2]])][:, :, *index[2:]]
 
-            if (sharding := getattr(shardings, field)) is None:
-                return None
-            shape = (self.microbatches, per_microbatch, *(() if field in PER_ROW else (self.context,)))
-            return jax.make_array_from_callback(shape, sharding, read_shard)
+            return jax.make_array_from_callback(shapes[name], present[name], read_shard)
 
-        return Batch(**{field.name: place(field.name) for field in dataclasses.fields(Batch)})
+        return Batch(**dict.fromkeys(vars(shardings)) | {name: place(name) for name in present})
 
 
 @contextlib.contextmanager
