@@ -17,7 +17,7 @@ from spmd_lm.config.schema import Guard, RunConfig
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.step import loss_scale
-from spmd_lm.step.optimizer import Optimizer
+from spmd_lm.step.optimizer import Optimizer, global_norm
 from spmd_lm.step.state import TrainState
 
 SKIP_REASONS = ("", "loss or gradients are not finite", "loss spike", "train.guard.exclude")
@@ -61,26 +61,24 @@ def is_spike(window: LossWindow, loss: jax.Array) -> jax.Array:
 def update(
     config: RunConfig, optimizer: Optimizer, plan: Plan, state: TrainState, grads: Tree, loss: jax.Array
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`loss_scale.update`, inside `plan.partition`, unless the step is skipped.  loss: of the whole global batch.
+    """The state after this step, inside `plan.partition`, and metrics.  loss: of the whole global batch.  grads: of a
+    loss that may be scaled, reduced over data.
 
-    Further metric: skip_reason, int32, of SKIP_REASONS."""
+    Metrics: grad_norm, before clipping; lr; skip_reason, int32, of SKIP_REASONS; and those of unscale_gradients."""
     guard, window = config.train.guard, state.loss_window
-    new, metrics = loss_scale.update(config.precision, optimizer, plan, state, grads)
-    step = state.step + 1
-    is_excluded = (step == jnp.array(guard.exclude or [0])).any()
+    grads, scale, metrics = loss_scale.unscale_gradients(config.precision, plan, state, grads)
+    grads = optimizer.trained_gradients(plan, state.params, grads)
+    norm = global_norm(plan, grads)
+    is_excluded = (state.step + 1 == jnp.array(guard.exclude or [0])).any()
     overflowed = metrics.get("skipped", jnp.bool_(False))
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     reason = jnp.where(is_excluded, EXCLUDED, jnp.where(is_finite | overflowed, 0, NON_FINITE))
     if window is not None:
         loss = loss.astype(jnp.float32)
         reason = jnp.where((reason == 0) & ~overflowed & is_spike(window, loss), LOSS_SPIKE, reason)
-        is_kept = (reason == 0) & ~overflowed
-        window = jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), window.push(loss), window)
-    # A select, which fuses with the update's arithmetic; a conditional would copy the state on a GPU.
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(reason == 0, new, old),
-        (new.params, new.opt_state),
-        (state.params, state.opt_state),
-    )
-    new = dataclasses.replace(new, params=params, opt_state=opt_state, loss_window=window)
-    return new, metrics | {"skip_reason": reason.astype(jnp.int32)}
+    is_applied = (reason == 0) & ~overflowed
+    if window is not None:
+        window = jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), window.push(loss), window)
+    new, lr = optimizer.update(plan, state, grads, norm, is_applied)
+    new = dataclasses.replace(new, loss_scale=scale, loss_window=window)
+    return new, metrics | {"grad_norm": norm, "lr": lr, "skip_reason": reason.astype(jnp.int32)}

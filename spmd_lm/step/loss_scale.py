@@ -17,7 +17,6 @@ from spmd_lm.config.schema import Precision
 from spmd_lm.ops.collectives import psum_axes
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree
-from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
 
 LARGEST = 2.0**64  # all-zero gradients would double the scale for ever; a loss times this is still far from infinity
@@ -69,21 +68,16 @@ def all_finite(plan: Plan, grads: Tree) -> jax.Array:
     return psum_axes((~local).astype(jnp.int32), axes) == 0
 
 
-def update(
-    p: Precision, optimizer: Optimizer, plan: Plan, state: TrainState, grads: Tree
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`optimizer.update` with the gradients of a scaled loss, reduced over data; without a scale nothing more.
+def unscale_gradients(
+    p: Precision, plan: Plan, state: TrainState, grads: Tree
+) -> tuple[Tree, LossScale | None, dict[str, jax.Array]]:
+    """(gradients without the scale, the next scale, metrics), inside `plan.partition`; without a scale nothing changes.
 
-    Where they are not finite the parameters and the optimizer's state stay as they are, bit for bit, and only `step`
-    and `loss_scale` change.  Further metrics: loss_scale, float32, of this step; skipped, bool, whether it was;
-    skipped_steps, int32, how many were so far, this one included."""
+    grads: of a scaled loss, reduced over data.  Metrics: loss_scale, float32, of this step; skipped, bool, whether the
+    gradients are not finite; skipped_steps, int32, how many were so far, this one included."""
     if (s := state.loss_scale) is None:
-        return optimizer.update(plan, state, grads)
+        return grads, None, {}
     grads = unscale(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.params), s)
     finite = all_finite(plan, grads)
     scale = next_loss_scale(p, s, finite)
-    new, metrics = optimizer.update(plan, state, grads)
-    # A select, which fuses with the update's arithmetic; a conditional would copy the state on a GPU.
-    new_or_old = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-    metrics |= {"loss_scale": s.scale, "skipped": ~finite, "skipped_steps": scale.skipped}
-    return dataclasses.replace(new_or_old, step=new.step, loss_scale=scale), metrics
+    return grads, scale, {"loss_scale": s.scale, "skipped": ~finite, "skipped_steps": scale.skipped}

@@ -33,7 +33,7 @@ from spmd_lm.step.state import TrainState
 def make_train_step(
     config: RunConfig, model: LanguageModel, optimizer: Optimizer, plan: Plan, schedule: Schedule, specs: TrainState
 ) -> Callable:
-    """(state, batch) -> (state, {loss, grad_norm, lr, skip_reason}), and the metrics of loss_scale.update where the
+    """(state, batch) -> (state, {loss, grad_norm, lr, skip_reason}), and the metrics of unscale_gradients where the
     loss is scaled; the state it is given is donated.  specs: PartitionSpecs of the state.
 
     loss: the sum of the objective's losses, each a mean over the global batch, in nats.  An objective with several
