@@ -160,42 +160,73 @@ def _embedding(step: _Step) -> Iterator[ExpectedCollective]:
         yield step.row(ALL_GATHER, (MODEL,), "embedding", a, runs.embedding_grad, "m: A backward")
 
 
-def _blocks(step: _Step) -> Iterator[ExpectedCollective]:
-    """Megatron's f and g: two reductions forward and two backward per layer, and what remat repeats."""
-    config, runs, a, remat = step.config, step.runs, step.activations, step.config.remat_policy
-    repeated = remat.repeated_reductions
-    reductions = (4 + repeated) * runs.layer_passes + 2 * runs.forward_passes
-    gathers = (6 + remat.repeated_gathers) * runs.layer_passes + 2 * runs.forward_passes
+class _BranchRuns(NamedTuple):
+    """How often a device reduces or gathers one A in the branch of a layer in a step, and how many of the reductions
+    backward repeats."""
+
+    reductions: float
+    gathers: float
+    repeated: float
+
+
+def _runs_of_branches(step: _Step) -> dict[str, _BranchRuns]:
+    """Megatron's f and g: in each branch one reduction forward and one backward per layer, and what remat repeats."""
+    config, runs, remat = step.config, step.runs, step.config.remat_policy
+    attention_again = min(1, remat.repeated_reductions)
+    again = {"attention": attention_again, "mlp": remat.repeated_reductions - attention_again}
+    outputs = 0.0  # of a stage's last layer, for the head alone, which has used them long before backward
     if runs.messages and config.parallel.schedule == "breadth_first" and not config.scan_layers:
-        # The output of a stage's last layer serves the head alone, which has used it long before.
-        unneeded = runs.layer_passes / config.layers_per_chunk
-        reductions -= (1 + repeated) * unneeded
-        gathers -= remat.unneeded_gathers * unneeded
-    ahead = ", and 2 ahead of it" if runs.forward_passes else ""
-    if step.plan.collective_matmul:
-        yield from _blocks_in_parts(step, reductions, gathers, repeated * runs.layer_passes)
-        return
-    formula = f"{4 + repeated:g}Lm: A, 2 forward, 2 backward a layer{ahead}"
-    yield step.row(
-        step.reduction, (MODEL,), "blocks", a, reductions, formula, repeated * runs.layer_passes * step.unrolled
-    )
+        outputs = runs.layer_passes / config.layers_per_chunk
+    dropped = {  # reductions and gathers that such an output would take
+        "attention": (again["attention"], remat.unneeded_gathers // 2),
+        "mlp": (1 + again["mlp"], min(1, remat.unneeded_gathers)),
+    }
+    return {
+        branch: _BranchRuns(
+            (2 + again[branch]) * runs.layer_passes + runs.forward_passes - reductions * outputs,
+            (3 + remat.repeated_gathers / 2) * runs.layer_passes + runs.forward_passes - gathers * outputs,
+            again[branch] * runs.layer_passes,
+        )
+        for branch, (reductions, gathers) in dropped.items()
+    }
+
+
+def _blocks(step: _Step) -> Iterator[ExpectedCollective]:
+    branches, in_parts = _runs_of_branches(step), step.plan.collective_matmul
+    plain = [runs for branch, runs in branches.items() if branch not in in_parts]
+    if plain:
+        yield from _blocks_at_once(step, len(plain), _BranchRuns(*map(sum, zip(*plain, strict=True))))
+    if in_parts:
+        yield from _blocks_in_parts(step, _BranchRuns(*map(sum, zip(*map(branches.get, in_parts), strict=True))))
+
+
+def _blocks_at_once(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
+    passes = step.runs.layer_passes
+    ahead = f", and {branches} ahead of it" if step.runs.forward_passes else ""
+    a_layer = 2 * branches + (runs.repeated / passes if passes else 0)
+    formula = f"{a_layer:g}Lm: A, {branches} forward, {branches} backward a layer{ahead}"
+    again = runs.repeated * step.unrolled
+    yield step.row(step.reduction, (MODEL,), "blocks", step.activations, runs.reductions, formula, again)
     if step.plan.sequence:
-        formula = f"6Lm: A, 2 forward, 2 backward, and 2 of what was not saved whole{ahead}"
-        yield step.row(ALL_GATHER, (MODEL,), "blocks", a, gathers, formula, 2 * runs.layer_passes * step.unrolled)
+        formula = f"{3 * branches}Lm: A, {branches} forward, {branches} backward, and {branches} of what was not saved"
+        formula += f" whole{ahead}"
+        again = branches * passes * step.unrolled
+        yield step.row(ALL_GATHER, (MODEL,), "blocks", step.activations, runs.gathers, formula, again)
 
 
-def _blocks_in_parts(step: _Step, reductions: float, gathers: float, repeated: float) -> Iterator[ExpectedCollective]:
+def _blocks_in_parts(step: _Step, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
     """A reduction adds up the shards of one A on their way round the ring; a gather passes them on."""
     n, (dtype, elements) = step.plan.layout.model, step.activations
-    passed, again = reductions, repeated
+    branches = len(step.plan.collective_matmul)
+    passed, again = runs.reductions, runs.repeated
     if step.plan.sequence:
-        passed, again = reductions + gathers, repeated + 2 * step.runs.layer_passes
+        passed, again = passed + runs.gathers, again + branches * step.runs.layer_passes
     sends, again = (n - 1) * passed, (n - 1) * again * step.unrolled
     formula = f"A/{n}, {n - 1} for each that is gathered or reduced"
     yield step.row(COLLECTIVE_PERMUTE, (MODEL,), "blocks", (dtype, elements / n), sends, formula, again)
     if not step.plan.sequence:
-        again = repeated * step.unrolled
-        yield step.row(ALL_GATHER, (MODEL,), "blocks", step.activations, reductions, "A, what was reduced", again)
+        again = runs.repeated * step.unrolled
+        yield step.row(ALL_GATHER, (MODEL,), "blocks", step.activations, runs.reductions, "A, what was reduced", again)
 
 
 def _head(step: _Step) -> Iterator[ExpectedCollective]:

@@ -63,8 +63,15 @@ SHORTER_IN_PARTS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200 141GB H
 """Kinds of devices, as jax calls them, whose steps are shorter so, by the schedules of compiled steps."""
 
 
-def multiplies_in_parts(config: RunConfig, device_kind: str, tokens: int) -> bool:
-    """Whether `config` does so on this kind of device.  tokens: of a microbatch, on one device.
+BRANCHES = ("attention", "mlp")
+"""Of a layer, by their keys."""
+
+
+def branches_in_parts(config: RunConfig, platform: str, device_kind: str, tokens: int) -> tuple[str, ...]:
+    """Those of BRANCHES whose products run in parts on this kind of device.  tokens: of a microbatch, on one device.
+
+    On a TPU they are the MLP's alone: attention needs its tokens in order, and puts parts in order by copying them,
+    which costs more than it hides (docs/log.md, 2026-11-25).
 
     `auto` does on H100 and H200 within a host, with the sequence sharded, and not in a pipeline, of which no schedule
     was compared.  On v4, v5p and v6e steps are shorter as well, with options that no hardware has run; on A100, B200
@@ -73,4 +80,6 @@ def multiplies_in_parts(config: RunConfig, device_kind: str, tokens: int) -> boo
     helps = device_kind in SHORTER_IN_PARTS and tokens >= LEAST_TOKENS * p.model
     helps = helps and p.sequence and p.pipe == 1 and not p.model_across_hosts
     wanted = p.collective_matmul == "on" or (p.collective_matmul == "auto" and helps)
-    return wanted and not any(collective_matmul_obstacles(config.model, p))
+    if not wanted or any(collective_matmul_obstacles(config.model, p)):
+        return ()
+    return ("mlp",) if platform == "tpu" else BRANCHES

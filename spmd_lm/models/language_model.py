@@ -20,7 +20,7 @@ from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import LayoutError
 from spmd_lm.models.heads import Head, loss_weights, make_head, nonzero_totals
-from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BranchProducts, ParamInit, widen
+from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BlockProducts, ParamInit, widen
 from spmd_lm.models.transformer import RESIDUAL, Block, Embedding, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
 from spmd_lm.ops.collectives import manual_region, residual_stream
@@ -54,8 +54,9 @@ def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = N
 class LanguageModel:
     """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, a key of ops.attention.KERNELS.
     accum_dtype: of the head's sums of gradients over chunks of tokens.  scan_layers: whether layers run in a loop.
-    collective_matmul: whether products run in parts, beside the collectives over `heads` and `mlp`; not in generation.
-    Only on one device's shards: where arrays are global, XLA inserts the collectives."""
+    collective_matmul: branches of a layer, by their keys, whose products run in parts, beside the collectives over
+    `heads` and `mlp`; not in generation.  Only on one device's shards: where arrays are global, XLA inserts the
+    collectives."""
 
     c: Model
     objective: Objective
@@ -64,7 +65,7 @@ class LanguageModel:
     remat: RematPolicy = RematPolicy()  # noqa: RUF009 - frozen
     accum_dtype: str = "float32"
     scan_layers: bool = True
-    collective_matmul: bool = False
+    collective_matmul: tuple[str, ...] = ()
 
     @functools.cached_property
     def names(self) -> Params:
@@ -141,11 +142,11 @@ class LanguageModel:
         local_attention = functools.partial(attention, spec=self.attention_spec)
         core: Callable = manual_region(local_attention, partition_spec("batch", None, "heads"))
         core = self._checkpoint(core) if self.remat.recomputes_attention else core
-        products = PRODUCTS_IN_PARTS if self.collective_matmul else BranchProducts()
+        products = BlockProducts(**dict.fromkeys(self.collective_matmul, PRODUCTS_IN_PARTS))
         core = functools.partial(core, positions=batch.positions, segment_ids=batch.segments, key=key)
         if num_shards(SEQUENCE) > 1 and not self.remat.recomputes_layer:
             # Save each device's shard of the stream and gather it again (arXiv:2205.05198, section 4.2.2).
-            products = products._replace(column=self._checkpointed(products.column))
+            products = BlockProducts(*(each._replace(column=self._checkpointed(each.column)) for each in products))
         return nnx.merge(self._graphs["block"], params)(residual_stream(x), key, core, products)
 
     def _checkpointed(self, column: Callable) -> Callable:
@@ -263,7 +264,7 @@ class LanguageModel:
                 out, layer_cache = attention_with_cache(q, k, v, self.attention_spec, layer_cache, positions)
                 return out
 
-            x, _ = nnx.merge(self._graphs["block"], gather(layer_params))(x, None, core, BranchProducts())
+            x, _ = nnx.merge(self._graphs["block"], gather(layer_params))(x, None, core, BlockProducts())
             return x, layer_cache
 
         x, cache = self._scan_layers(layer, self.embed(params, ModelInput(batch)), params["blocks"], cache)

@@ -106,6 +106,13 @@ PRODUCTS_IN_PARTS = BranchProducts(all_gather_matmul, matmul_reduce_scatter)
 """The same, in parts whose communication runs beside other parts."""
 
 
+class BlockProducts(NamedTuple):
+    """Those of the branches of a block, by their keys."""
+
+    attention: BranchProducts = BranchProducts()
+    mlp: BranchProducts = BranchProducts()
+
+
 def layer_norm(
     x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, eps: float = 1e-5, *, center: bool = True
 ) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
-from spmd_lm.models.layers import INIT_STD, BranchProducts, Norm, ParamInit, add_bias, recompute
+from spmd_lm.models.layers import INIT_STD, BlockProducts, BranchProducts, Norm, ParamInit, add_bias, recompute
 from spmd_lm.ops.collectives import global_indices, residual_stream
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.embedding import lookup
@@ -119,17 +119,17 @@ class Block(nnx.Module):
         self.dropout, self.post_norm = c.dropout, c.norm == "post"
 
     def __call__(
-        self, x: jax.Array, key: DropoutKey | None, core: AttentionCore, products: BranchProducts
+        self, x: jax.Array, key: DropoutKey | None, core: AttentionCore, products: BlockProducts
     ) -> tuple[jax.Array, LossDict]:
         """x: [batch, sequence, width].  key: of dropout; None for none.  Returns x and auxiliary losses; a dense block
         has none."""
         drop = functools.partial(residual_dropout, rate=self.dropout, key=key)
         if self.post_norm:
-            y = self.attention(x, core, products)
+            y = self.attention(x, core, products.attention)
             x = self.norm1(checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL))
-            y = self.mlp(x, products)
+            y = self.mlp(x, products.mlp)
             return residual_stream(self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL))), {}
-        y = self.attention(self.norm1(x), core, products)
+        y = self.attention(self.norm1(x), core, products.attention)
         x = checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL)
-        y = self.mlp(self.norm2(x), products)
+        y = self.mlp(self.norm2(x), products.mlp)
         return residual_stream(x + drop(y, site=AFTER_MLP)), {}

@@ -73,7 +73,8 @@ class Plan:
     collectives of a step, XLA from sharding types, or the step itself.  run_idle_stages: whether idle
     pipeline stages compute too, and discard the result.  prefetch: keys of the parts of a layer that ZeRO gathers
     while the layer before it runs.  prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one
-    before it runs.  collective_matmul: whether products run in parts beside their collectives."""
+    before it runs.  collective_matmul: keys of the branches of a layer whose products run in parts beside their
+    collectives."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -87,7 +88,7 @@ class Plan:
     run_idle_stages: bool = False
     prefetch: tuple[str, ...] = ()
     prefetch_chunks: bool = False
-    collective_matmul: bool = False
+    collective_matmul: tuple[str, ...] = ()
 
     def __post_init__(self):
         problems = []

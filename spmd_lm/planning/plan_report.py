@@ -38,7 +38,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
         "reduce_once": config.parallel.reduce_once,
         "prefetch": list(plan.prefetch),
         "prefetch_chunks": plan.prefetch_chunks,
-        "collective_matmul": plan.collective_matmul,
+        "collective_matmul": list(plan.collective_matmul),
         "devices": layout.devices,
         "platform": plan.platform,
         "parameters": parameters,
@@ -130,7 +130,7 @@ def summary(description: dict[str, Any]) -> str:
     options += ["gradients reduced once"] if d["reduce_once"] else []
     options += [f"{' and '.join(d['prefetch'])} gathered a layer ahead"] if d["prefetch"] else []
     options += ["chunks gathered ahead"] if d["prefetch_chunks"] else []
-    options += ["products in parts"] if d["collective_matmul"] else []
+    options += [f"products of {' and '.join(d['collective_matmul'])} in parts"] if d["collective_matmul"] else []
     parameters = f"{d['parameter_count']:,} parameters"
     if d["trained_count"] != d["parameter_count"]:
         parameters += f", {d['trained_count']:,} of them trained"

@@ -17,7 +17,7 @@ from spmd_lm.analysis.memory import tokens_per_device
 from spmd_lm.axes import MODEL
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
-from spmd_lm.config.overlap import multiplies_in_parts, prefetches
+from spmd_lm.config.overlap import branches_in_parts, prefetches
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
@@ -37,7 +37,7 @@ from spmd_lm.step.state import TrainState
 from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
 
 
-def make_model(config: RunConfig, platform: str, *, collective_matmul: bool = False) -> LanguageModel:
+def make_model(config: RunConfig, platform: str, *, collective_matmul: tuple[str, ...] = ()) -> LanguageModel:
     kernel, _ = choose_kernel(config, platform)
     m, p = config.model, config.precision
     how = config.scan_layers, collective_matmul
@@ -64,7 +64,7 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
     first_parts = Block.FIRST if ahead and not breadth_first else ()
     how = (config.partitioner, p.sequence, config.chunks, p.run_idle_stages, first_parts, ahead and breadth_first)
     plan = Plan(layout, mesh, platform, names, shapes, zero, *how)
-    in_parts = multiplies_in_parts(config, kind, tokens_per_device(config, plan))
+    in_parts = branches_in_parts(config, platform, kind, tokens_per_device(config, plan))
     return dataclasses.replace(plan, collective_matmul=in_parts)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_lm.config.overlap import LEAST_TOKENS, multiplies_in_parts, prefetches
+from spmd_lm.config.overlap import BRANCHES, LEAST_TOKENS, branches_in_parts, prefetches
 from tests.helpers import make_config
 
 H100, PLENTY = "NVIDIA H100 80GB HBM3", 4 * LEAST_TOKENS
@@ -29,17 +29,19 @@ def test_prefetch_is_automatic_on_gpus_without_a_pipeline(setting, parallel, pla
 @pytest.mark.parametrize(
     ("setting", "parallel", "kind", "tokens", "expected"),
     [
-        ("auto", IN_PARTS, H100, PLENTY, True),
-        ("auto", IN_PARTS, "NVIDIA H200 141GB HBM3e", PLENTY, True),
-        ("auto", IN_PARTS, H100, PLENTY - 1, False),
-        ("auto", IN_PARTS, "NVIDIA A100-SXM4-80GB", PLENTY, False),
-        ("auto", IN_PARTS, "TPU v5", PLENTY, False),
-        ("auto", IN_PARTS | {"sequence": False}, H100, PLENTY, False),
-        ("auto", IN_PARTS | {"partitioner": "types"}, H100, PLENTY, False),
-        ("on", IN_PARTS, "cpu", 1, True),
-        ("off", IN_PARTS, H100, PLENTY, False),
+        ("auto", IN_PARTS, H100, PLENTY, BRANCHES),
+        ("auto", IN_PARTS, "NVIDIA H200 141GB HBM3e", PLENTY, BRANCHES),
+        ("auto", IN_PARTS, H100, PLENTY - 1, ()),
+        ("auto", IN_PARTS, "NVIDIA A100-SXM4-80GB", PLENTY, ()),
+        ("auto", IN_PARTS, "TPU v5", PLENTY, ()),
+        ("auto", IN_PARTS | {"sequence": False}, H100, PLENTY, ()),
+        ("auto", IN_PARTS | {"partitioner": "types"}, H100, PLENTY, ()),
+        ("on", IN_PARTS, "cpu", 1, BRANCHES),
+        ("on", IN_PARTS, "TPU v5", 1, ("mlp",)),
+        ("off", IN_PARTS, H100, PLENTY, ()),
     ],
 )
 def test_products_are_in_parts_automatically_where_a_step_is_shorter_for_it(setting, parallel, kind, tokens, expected):
     config = make_config(parallel={"collective_matmul": setting} | parallel)
-    assert multiplies_in_parts(config, kind, tokens) is expected
+    platform = "tpu" if kind.startswith("TPU") else "gpu"
+    assert branches_in_parts(config, platform, kind, tokens) == expected

@@ -99,9 +99,9 @@ def test_singular_and_plural():
 def test_what_runs_beside_the_computation_is_in_the_summary():
     ahead = {"data": 4, "model": 2, "sequence": True, "zero": 3, "prefetch": "on", "collective_matmul": "on"}
     d = describe(make_config(model={"layers": 4}, parallel=ahead, precision=FLOAT32))
-    assert d["prefetch"] == ["attention"] and d["collective_matmul"] is True
+    assert d["prefetch"] == ["attention"] and d["collective_matmul"] == ["attention", "mlp"]
     plain = summary(describe(make_config(parallel={"data": 4, "model": 2}, precision=FLOAT32)))
-    for said in (", attention gathered a layer ahead", ", products in parts"):
+    for said in (", attention gathered a layer ahead", ", products of attention and mlp in parts"):
         assert said in summary(d) and said not in plain
     by_chunk = {"pipe": 2, "data": 4, "zero": 3, "schedule": "breadth_first", "chunks": 2, "microbatches": 2}
     d = describe(make_config(model={"layers": 4}, parallel=by_chunk | {"prefetch": "on"}, precision=FLOAT32))

@@ -3,6 +3,7 @@
 import pytest
 
 from spmd_lm.analysis import topology
+from spmd_lm.config import overlap
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.planning.audit import audit, render
 from tests.helpers import ORIGINAL_BERT, make_config, program, trained, trained_reference
@@ -90,7 +91,7 @@ def test_prefetch_sends_what_theory_expects(layers, parallel):
 )
 def test_products_in_parts_compute_the_reference(remat, model, parallel):
     in_parts = config(2, remat, model, {"collective_matmul": "on"} | parallel)
-    assert program(in_parts).model.collective_matmul
+    assert program(in_parts).model.collective_matmul == overlap.BRANCHES
     alone = in_parts.model_copy(update={"parallel": make_config().parallel, "remat": make_config().remat})
     assert_same_run(trained(in_parts), trained_reference(alone))
 
@@ -114,5 +115,18 @@ def test_products_in_parts_compute_the_reference(remat, model, parallel):
 )
 def test_products_in_parts_send_what_theory_expects(remat, model, parallel):
     in_parts = config(4, remat, model, {"collective_matmul": "on"} | parallel)
+    result = audit(in_parts, topology.parse_topology("cpu:8"))
+    assert result["missing_bytes"] + result["excess_bytes"] <= 2048, render(result)
+
+
+@slow
+@mutants
+def test_the_mlp_s_products_alone_are_in_parts_on_a_tpu(monkeypatch):
+    """Here as if a CPU were one."""
+    monkeypatch.setattr(overlap, "BRANCHES", ("mlp",))
+    parallel = {"data": 2, "model": 4, "sequence": True, "collective_matmul": "on"}
+    in_parts = config(2, "full", {"scan": False}, parallel)
+    alone = in_parts.model_copy(update={"parallel": make_config().parallel, "remat": make_config().remat})
+    assert_same_run(trained(in_parts), trained_reference(alone))
     result = audit(in_parts, topology.parse_topology("cpu:8"))
     assert result["missing_bytes"] + result["excess_bytes"] <= 2048, render(result)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_lm.config.overlap import BRANCHES
 from spmd_lm.errors import LayoutError
 from spmd_lm.step.program import Program, abstract_plan, make_model
 from tests import reference
@@ -74,7 +75,7 @@ def test_products_are_in_parts_on_devices_where_a_part_is_large(kind, parallel, 
     layout = {"data": 4, "model": 2, "sequence": True} | parallel
     config = make_config(model={"context": 1024}, parallel=layout, train={"batch": 16}, precision=FLOAT32)
     devices = math.prod(layout.get(axis, 1) for axis in ("pipe", "replica", "data", "model"))
-    assert abstract_plan(config, devices, "gpu", kind).collective_matmul is expected
+    assert abstract_plan(config, devices, "gpu", kind).collective_matmul == (BRANCHES if expected else ())
 
 
 def test_the_kernel_is_that_of_the_platform():
