@@ -85,7 +85,7 @@ class Loader(abc.ABC):
         shapes = {name: rows_MB.shape + (() if name in PER_ROW else (self.context,)) for name in present}
         indices = [
             index
-            for sharding, shape in {(present[name], shapes[name]) for name in present}
+            for sharding, shape in dict.fromkeys((present[name], shapes[name]) for name in present)
             for index in sharding.addressable_devices_indices_map(shape).values()
         ]
         local_R = np.unique(np.concatenate([rows_MB[index[:2]].ravel() for index in indices]))
