@@ -2,9 +2,9 @@
 
 Compiled, each is a send and a receive, and only their attributes say that together they are a collective."""
 
-import copy
 import dataclasses
 import re
+from collections.abc import Iterator
 
 from spmd_lm.analysis.hlo import HloModule, Instruction
 from spmd_lm.analysis.wire import ALL_REDUCE
@@ -12,34 +12,39 @@ from spmd_lm.analysis.wire import ALL_REDUCE
 Groups = tuple[tuple[int, ...], ...]
 
 
-def with_collectives_across_slices(module: HloModule, groups: Groups) -> HloModule:
-    """`module`, in which the receiving end of each all-reduce between slices is an all-reduce-start of what its sending
-    end sends, and what waits for it an all-reduce-done.  groups: devices at the same place of each slice."""
-    listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
-    read = copy.copy(module)
-    read.computations = {name: _read(body, listed) for name, body in module.computations.items()}
-    return read
+def read_collectives_across_slices(module: HloModule, groups: Groups) -> list[str]:
+    """Makes the receiving end of each all-reduce between slices an all-reduce-start of what its sending end sends, in
+    `module`, of which nothing was read yet.  Returns what else slices send each other, as XLA names it.
+
+    groups: devices at the same place of each slice."""
+    listed, others = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups), []
+    for name, body in module.computations.items():
+        others += [kind for i in body if i.opcode == "send" and (kind := _kind(i)) not in ("", "ALL_REDUCE")]
+        module.computations[name] = list(_read(body, listed))
+    return sorted(set(others))
 
 
-def _read(body: list[Instruction], groups: str) -> list[Instruction]:
-    payloads = {_transfer(i): i.operands[0] for i in body if i.opcode == "send" and _transfer(i)}
-    started: set[str] = set()
+def _read(body: list[Instruction], groups: str) -> Iterator[Instruction]:
+    """A start stands where the later one of both ends stood: from there on there is something to send."""
+    ends = [i for i in body if i.opcode in ("send", "recv") and _kind(i) == "ALL_REDUCE"]
+    of_transfer: dict[str, dict[str, Instruction]] = {}
+    for i in ends:
+        of_transfer.setdefault(_attribute(i, "_xla_host_transfer_rendezvous"), {})[i.opcode] = i
+    for i in body:
+        if i not in ends:
+            yield i
+            continue
+        pair = of_transfer[_attribute(i, "_xla_host_transfer_rendezvous")]
+        if len(pair) == 2 and i is list(pair.values())[1]:
+            send, receive = pair["send"], pair["recv"]
+            attributes = f"%{send.operands[0]}), replica_groups={{{groups}}}, {receive.attributes}"
+            yield dataclasses.replace(receive, opcode=f"{ALL_REDUCE}-start", attributes=attributes)
 
-    def read(i: Instruction) -> Instruction:
-        if i.opcode == "recv" and _transfer(i) in payloads:
-            started.add(i.name)
-            attributes = f"%{payloads[_transfer(i)]}), replica_groups={{{groups}}}, {i.attributes}"
-            return dataclasses.replace(i, opcode=f"{ALL_REDUCE}-start", attributes=attributes)
-        if i.opcode == "recv-done" and i.operands[0] in started:
-            return dataclasses.replace(i, opcode=f"{ALL_REDUCE}-done")
-        return i
 
-    return [read(i) for i in body]
+def _kind(i: Instruction) -> str:
+    return _attribute(i, "_xla_megascale_transfer_type")
 
 
-def _transfer(i: Instruction) -> str:
-    """What names both ends of an all-reduce between slices; empty for other instructions."""
-    if '_xla_megascale_transfer_type="ALL_REDUCE"' not in i.attributes:
-        return ""
-    found = re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', i.attributes)
+def _attribute(i: Instruction, name: str) -> str:
+    found = re.search(rf'{name}="([^"]*)"', i.attributes)
     return found[1] if found else ""

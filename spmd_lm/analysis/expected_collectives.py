@@ -193,11 +193,12 @@ def _runs_of_branches(step: _Step) -> dict[str, _BranchRuns]:
 
 def _blocks(step: _Step) -> Iterator[ExpectedCollective]:
     branches, in_parts = _runs_of_branches(step), step.plan.collective_matmul
-    plain = [runs for branch, runs in branches.items() if branch not in in_parts]
-    if plain:
-        yield from _blocks_at_once(step, len(plain), _BranchRuns(*map(sum, zip(*plain, strict=True))))
-    if in_parts:
-        yield from _blocks_in_parts(step, _BranchRuns(*map(sum, zip(*map(branches.get, in_parts), strict=True))))
+    for rows, chosen in (
+        (_blocks_in_parts, [runs for branch, runs in branches.items() if branch in in_parts]),
+        (_blocks_at_once, [runs for branch, runs in branches.items() if branch not in in_parts]),
+    ):
+        if chosen:
+            yield from rows(step, len(chosen), _BranchRuns(*map(sum, zip(*chosen, strict=True))))
 
 
 def _blocks_at_once(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
@@ -214,10 +215,9 @@ def _blocks_at_once(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[E
         yield step.row(ALL_GATHER, (MODEL,), "blocks", step.activations, runs.gathers, formula, again)
 
 
-def _blocks_in_parts(step: _Step, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
+def _blocks_in_parts(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
     """A reduction adds up the shards of one A on their way round the ring; a gather passes them on."""
     n, (dtype, elements) = step.plan.layout.model, step.activations
-    branches = len(step.plan.collective_matmul)
     passed, again = runs.reductions, runs.repeated
     if step.plan.sequence:
         passed, again = passed + runs.gathers, again + branches * step.runs.layer_passes

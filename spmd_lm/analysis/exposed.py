@@ -25,19 +25,21 @@ from spmd_lm.analysis.exposed_state import State, Transfer, Wire
 from spmd_lm.analysis.hlo import HloModule, Instruction
 from spmd_lm.analysis.instruction_costs import InstructionCosts
 from spmd_lm.analysis.starts import Starts
-from spmd_lm.analysis.wire import ALL_GATHER
+from spmd_lm.analysis.wire import COLLECTIVE_PERMUTE
 
 
 class Speeds(NamedTuple):
     """How fast the devices are that a step runs on.
 
     flops: per second, that matrix products reach.  memory_bandwidth: bytes per second.  sizes: of the mesh axes,
-    outermost first.  bandwidth: bytes per second that a device sends in a collective of this kind over these axes."""
+    outermost first.  bandwidth: bytes per second that a device sends in a collective of this kind over these axes.
+    is_ring: whether each way round along these axes has links of its own."""
 
     flops: float
     memory_bandwidth: float
     sizes: Mapping[str, int]
     bandwidth: Callable[[str, tuple[str, ...]], float]
+    is_ring: Callable[[tuple[str, ...]], bool]
 
 
 def walk_schedule(module: HloModule, speeds: Speeds, shares: Shares | None = None) -> dict[str, Any]:
@@ -174,6 +176,6 @@ class _Walk:
 
     def _wires(self, c: CollectiveInstruction, axes: tuple[str, ...]) -> tuple[Wire, ...]:
         """Those that a collective over these axes takes up."""
-        both = (axes, 1), (axes, -1)
-        one_way = self.speeds.bandwidth(c.kind, axes) < self.speeds.bandwidth(ALL_GATHER, axes)
-        return (both[c.way(self.speeds.sizes) < 0],) if one_way else both
+        if c.kind == COLLECTIVE_PERMUTE and self.speeds.is_ring(axes):
+            return ((axes, c.way(self.speeds.sizes)),)
+        return (axes, 1), (axes, -1)

@@ -29,8 +29,11 @@ class Links(NamedTuple):
             assert self.network is not None
             side_by_side = 1 if kind == COLLECTIVE_PERMUTE else devices / domains
             return min(self.link, self.network * side_by_side)
-        is_ring = 0 < self.closes_at <= devices and kind != COLLECTIVE_PERMUTE
-        return 2 * self.link if is_ring else self.link
+        return 2 * self.link if self.is_ring(devices, domains) and kind != COLLECTIVE_PERMUTE else self.link
+
+    def is_ring(self, devices: int, domains: int) -> bool:
+        """Whether a group is closed on a torus: each way round has links of its own."""
+        return domains == 1 and 0 < self.closes_at <= devices
 
 
 class Hardware(NamedTuple):

@@ -175,13 +175,13 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
         # A chunk's gradients are summed over all microbatches before they are scattered, into nothing else.
         chunk = sizes.layer * config.layers_per_chunk
         layer_gradients = sizes.gradients + chunk * sizes.widening
+    chunks = chunk * (2 if plan.prefetch_chunks else 1)
     layer = sizes.layer + sizes.ahead if plan.zero.gather_per == "layer" else 0
     if breadth_first:  # embedding and head run apart from the layers
-        head = Phase(HEAD, weights + chunk, sizes.embedding * sizes.widening, buffers, 2 * sizes.logits)
+        head = Phase(HEAD, weights + chunks, sizes.embedding * sizes.widening, buffers, 2 * sizes.logits)
         embedding = Phase(EMBEDDING, sizes.rest, sizes.accumulated, p.microbatches * stream, sizes.rounding)
     else:
         head = Phase(HEAD, weights, sizes.accumulated + sizes.embedding, buffers + sizes.saved, 2 * sizes.logits)
         embedding = Phase(EMBEDDING, weights, sizes.accumulated, buffers, sizes.rounding)
-    ahead = chunk if plan.prefetch_chunks else 0
-    blocks = Phase(BLOCKS, weights + chunk + layer + ahead, layer_gradients, buffers + sizes.saved, sizes.workspace)
+    blocks = Phase(BLOCKS, weights + chunks + layer, layer_gradients, buffers + sizes.saved, sizes.workspace)
     return [head, blocks, embedding]

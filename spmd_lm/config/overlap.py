@@ -35,7 +35,8 @@ def prefetches(config: RunConfig, platform: str) -> bool:
     """Whether `config` does so on this platform.
 
     `auto` does on GPUs alone: on a CPU nothing overlaps, and on a TPU nothing does without options that no hardware has
-    run.  Nor does it in a pipeline, whose conditionals copy what they carry: docs/performance.md."""
+    run.  Nor does it in a pipeline, where 1F1B's conditionals copy what they carry and breadth-first holds two chunks:
+    docs/performance.md."""
     p = config.parallel
     wanted = p.prefetch == "on" or (p.prefetch == "auto" and platform == "gpu" and p.pipe == 1)
     return wanted and not any(prefetch_obstacles(config.model, p, config.remat))
@@ -70,8 +71,8 @@ BRANCHES = ("attention", "mlp")
 def branches_in_parts(config: RunConfig, platform: str, device_kind: str, tokens: int) -> tuple[str, ...]:
     """Those of BRANCHES whose products run in parts on this kind of device.  tokens: of a microbatch, on one device.
 
-    On a TPU they are the MLP's alone: attention needs its tokens in order, and puts parts in order by copying them,
-    which costs more than it hides (docs/log.md, 2026-11-25).
+    On a TPU they are the MLP's alone: attention's take 2% more compute, because it needs its tokens in order and copies
+    parts to put them there, and shorten an estimated step by less than 1% (docs/log.md, 2026-11-25).
 
     `auto` does on H100 and H200 within a host, with the sequence sharded, and not in a pipeline, of which no schedule
     was compared.  On v4, v5p and v6e steps are shorter as well, with options that no hardware has run; on A100, B200

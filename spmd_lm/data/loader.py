@@ -109,14 +109,14 @@ def batches_ahead(loader: Loader, shardings: Batch, steps: range) -> Iterator[It
     """loader.batch of these steps in order, each made by a thread while the caller uses the one before it."""
 
     def batches() -> Iterator[Batch]:
-        ahead = None
-        for step in steps:
-            batch = ahead and ahead.result()  # before the thread is busy, and in the way, again
+        if not steps:
+            return
+        ahead = pool.submit(loader.batch, steps[0], shardings)
+        for step in steps[1:]:
+            made = [ahead.result()]  # before the thread is busy, and in the way, again
             ahead = pool.submit(loader.batch, step, shardings)
-            if batch:
-                yield batch
-        if ahead:
-            yield ahead.result()
+            yield made.pop()  # held by the caller alone
+        yield ahead.result()
 
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
         yield batches()

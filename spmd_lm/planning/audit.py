@@ -19,7 +19,7 @@ from spmd_lm.analysis.compiled_collectives import (
     collective_instructions,
     compiled_collectives,
 )
-from spmd_lm.analysis.cross_slice import with_collectives_across_slices
+from spmd_lm.analysis.cross_slice import read_collectives_across_slices
 from spmd_lm.analysis.expected_collectives import ExpectedCollective, expected_collectives
 from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.analysis.topology import Topology, is_installed
@@ -58,7 +58,9 @@ def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None 
     mesh, module = program.plan.mesh, HloModule(text)
     assert isinstance(mesh, jax.sharding.Mesh)
     if platform == "tpu":
-        module = with_collectives_across_slices(module, peers_across_slices(mesh))
+        peers = peers_across_slices(mesh)
+        unread = read_collectives_across_slices(module, peers)
+        notice = _notice_of_slices(len(peers[0]), program.plan.layout.replica, unread)
     shares = schedule_table(program.schedule).shares() if program.schedule.stages > 1 else None
     return {
         "config": config.run.name,
@@ -73,6 +75,18 @@ def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None 
         "compiler_options": program.xla_options.values,
         "compiler_advice": program.xla_options.advice,
     }
+
+
+def _notice_of_slices(slices: int, replicas: int, unread: list[str]) -> str | None:
+    """What an audit of several TPU slices cannot tell.  unread: what they send each other and is not read."""
+    if unread:
+        return f"TPU slices send each other {' and '.join(unread)}, which is not read, and counts as missing."
+    if slices > 1 and replicas != slices:
+        return (
+            f"XLA adds up the {replicas} replicas within {slices} slices first, and then between these; theory counts "
+            "both as one."
+        )
+    return None
 
 
 def _collectives(config: RunConfig, program: Program, instructions: list[CollectiveInstruction]) -> dict[str, Any]:

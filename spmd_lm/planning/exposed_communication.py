@@ -39,8 +39,12 @@ def exposed_communication(module: HloModule, mesh: Mesh, shares: Shares | None) 
     def bandwidth(kind: str, axes: tuple[str, ...]) -> float:
         return links.bandwidth(kind, math.prod(sizes[axis] for axis in axes), domains_along(mesh, axes))
 
+    @functools.cache
+    def is_ring(axes: tuple[str, ...]) -> bool:
+        return links.is_ring(math.prod(sizes[axis] for axis in axes), domains_along(mesh, axes))
+
     flops = hardware.peak_flops * hardware.efficiency
-    result = walk_schedule(module, Speeds(flops, hardware.memory_bandwidth, sizes, bandwidth), shares)
+    result = walk_schedule(module, Speeds(flops, hardware.memory_bandwidth, sizes, bandwidth, is_ring), shares)
     axes = [axis for axis, size in sizes.items() if size > 1]
     return result | {
         "assumptions": {

@@ -1,5 +1,5 @@
-"""Training in float16: the loss is multiplied by a scale, so that small gradients do not underflow, and a step whose
-gradients overflow all the same is skipped.
+"""Training in float16: the loss is multiplied by a scale, so that small gradients do not underflow.  A step whose
+gradients overflow all the same is skipped (step/guard.py).
 
 The scale changes as in Megatron's DynamicGradScaler: the `hysteresis`-th overflow halves it, as does each further one,
 and `scale_window` clean steps in a row double it.  Overflows count however far apart they are: a clean step does not

@@ -68,7 +68,6 @@ class Optimizer:
         """In the parameters' dtypes, and zero where these are frozen.  grads: sharded like params."""
         return self._without_frozen(plan, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params))
 
-    @jax.named_scope("scalars")
     def update(
         self, plan: Plan, state: TrainState, grads: Tree, norm: jax.Array, is_applied: jax.Array
     ) -> tuple[TrainState, jax.Array]:

@@ -142,7 +142,7 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals, watch: S
                 batch = next(batches)
             with run.clock.time("step"):
                 run.advance(step, *run.program.step(run.state, batch))
-                del batch  # not by the next `next`: freeing what a step still reads takes time
+                del batch  # here, not in the time of the next one
             for hook in HOOKS:
                 hook(run)
             watch.beat(step)

@@ -3,11 +3,11 @@
 import math
 
 from spmd_lm.analysis.compiled_collectives import collective_instructions
-from spmd_lm.analysis.cross_slice import with_collectives_across_slices
+from spmd_lm.analysis.cross_slice import read_collectives_across_slices
 from spmd_lm.analysis.exposed import Speeds, walk_schedule
 from spmd_lm.analysis.hlo import HloModule
 
-SPEEDS = Speeds(1.0, math.inf, {"replica": 2, "data": 2}, lambda kind, axes: 1.0)
+SPEEDS = Speeds(1.0, math.inf, {"replica": 2, "data": 2}, lambda kind, axes: 1.0, lambda axes: False)
 HOST = 'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"'
 SUM = f'{HOST},_xla_host_transfer_rendezvous="psum_0",_xla_megascale_target="{{1,2}}x{{0:1}}",'
 SUM += '_xla_megascale_transfer_type="ALL_REDUCE"}, metadata={op_name="jit(step)/gradients/psum"}'
@@ -28,23 +28,38 @@ ENTRY %main (a: f32[3], x: f32[1,1], y: f32[1,5]) -> f32[3] {{
 """
 
 
-def read(program: str) -> HloModule:
-    return with_collectives_across_slices(HloModule(program), ((0, 2), (1, 3)))
+def read(program: str = PROGRAM) -> tuple[HloModule, list[str]]:
+    module = HloModule(program)
+    return module, read_collectives_across_slices(module, ((0, 2), (1, 3)))
 
 
 def test_a_send_and_a_receive_are_one_all_reduce():
-    (found,) = collective_instructions(read(PROGRAM), 4)
+    module, others = read()
+    (found,) = collective_instructions(module, 4)
     assert (found.kind, found.dtype, found.wire_bytes, found.part) == ("all-reduce", "f32", 12, "gradients")
-    assert found.axes(SPEEDS.sizes) == ("replica",)
+    assert found.axes(SPEEDS.sizes) == ("replica",) and others == []
 
 
 def test_what_waits_for_the_receive_is_exposed():
-    result = walk_schedule(read(PROGRAM), SPEEDS)
+    result = walk_schedule(read()[0], SPEEDS)
     assert (result["wire_seconds"], result["exposed_seconds"], result["step_seconds"]) == (12, 2, 12)
     (row,) = result["rows"]
     assert row["axes"] == ["replica"]
 
 
-def test_other_transfers_of_hosts_are_none():
-    """Such as an array that goes to the host's memory."""
-    assert not collective_instructions(read(PROGRAM.replace("ALL_REDUCE", "ONE_TO_ONE")), 4)
+def test_nothing_travels_before_it_is_sent():
+    """A compiler may post the receive first."""
+    lines = PROGRAM.splitlines()
+    first = next(line for line in lines if "recv(" in line)
+    dot = next(line for line in lines if "dot(" in line)
+    order = [line for line in lines if line not in (first, dot)]
+    at = next(n for n, line in enumerate(order) if "send(" in line)
+    program = "\n".join([*order[:at], first, dot, *order[at:]])
+    assert walk_schedule(read(program)[0], SPEEDS)["step_seconds"] == 22
+
+
+def test_other_transfers_are_named():
+    """And what goes to a host's memory, and not to another slice, is none."""
+    module, others = read(PROGRAM.replace("ALL_REDUCE", "ONE_TO_ONE"))
+    assert not collective_instructions(module, 4) and others == ["ONE_TO_ONE"]
+    assert read(PROGRAM.replace("_xla_megascale_transfer_type", "_xla_other"))[1] == []

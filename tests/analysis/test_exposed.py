@@ -11,7 +11,7 @@ from spmd_lm.analysis.exposed import Speeds, walk_schedule
 from spmd_lm.analysis.hlo import HloModule
 
 SIZES = {"data": 2, "model": 2}
-SPEEDS = Speeds(flops=1.0, memory_bandwidth=math.inf, sizes=SIZES, bandwidth=lambda kind, axes: 1.0)
+SPEEDS = Speeds(1.0, math.inf, SIZES, bandwidth=lambda kind, axes: 1.0, is_ring=lambda axes: False)
 DATA, MODEL = "replica_groups={{0,2},{1,3}}, dimensions={0}", "replica_groups={{0,1},{2,3}}, dimensions={0}"
 INPUTS = """  %a = f32[3]{0} parameter(0)
   %x = f32[1,1]{1,0} parameter(1)
@@ -86,9 +86,10 @@ def test_permutes_of_opposite_directions_share_no_wire_on_a_ring(targets, step):
 
     ends = [f"{to} = f32[3]{{0}} collective-permute-done(%{name})" for name, to in (("s", "g"), ("t", "h"))]
     entry = computation("ENTRY %main", start("s", "1230"), start("t", targets), *ends)
-    speeds = SPEEDS._replace(sizes={"data": 4}, bandwidth=lambda kind, axes: 1.0 if "permute" in kind else 2.0)
-    result = walk_schedule(HloModule(f"HloModule step, is_scheduled=true\n\n{entry}"), speeds)
+    speeds, module = SPEEDS._replace(sizes={"data": 4}), HloModule(f"HloModule step, is_scheduled=true\n\n{entry}")
+    result = walk_schedule(module, speeds._replace(is_ring=lambda axes: True))
     assert (result["wire_seconds"], result["step_seconds"]) == (24, step)
+    assert walk_schedule(module, speeds)["step_seconds"] == 24
 
 
 def gather(name: str, chain: str = ', frontend_attributes={chain_id="0"}') -> str:

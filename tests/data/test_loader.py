@@ -1,3 +1,4 @@
+import weakref
 from itertools import pairwise
 
 import jax
@@ -205,3 +206,40 @@ def test_batches_are_made_ahead_in_order_and_what_goes_wrong_is_raised_at_its_st
         assert [*batches] == [(7, None)]
     with batches_ahead(loader, None, range(7, 7)) as batches:
         assert not [*batches]
+
+
+def test_only_the_caller_holds_a_batch():
+    """So that the last one is freed when the caller drops it, not while it waits for the next one."""
+
+    class Made:
+        pass
+
+    class OfObjects:
+        def batch(self, step, shardings):
+            return Made()
+
+    with batches_ahead(OfObjects(), None, range(3)) as batches:
+        batch = next(batches)
+        held = weakref.ref(batch)
+        del batch
+        assert held() is None
+
+
+def test_a_process_reads_the_rows_of_its_own_devices(monkeypatch):
+    """Of two microbatches of eight rows the third and the fourth."""
+
+    class OfOneProcess:
+        def addressable_devices_indices_map(self, shape):
+            return {
+                device: (slice(None), slice(2 + device, 3 + device), slice(None))[: len(shape)] for device in (0, 1)
+            }
+
+    def shards(shape, sharding, read_shard):
+        return [read_shard(index) for index in sharding.addressable_devices_indices_map(shape).values()]
+
+    monkeypatch.setattr(jax, "make_array_from_callback", shards)
+    cut, mine = loader(batch=16), OfOneProcess()
+    batch, rows = cut.batch(9, Batch(mine, mine, mine, mine, None, mine)), cut.rows(9, 0, 16)
+    for field in FIELDS:
+        for device, shard in enumerate(getattr(batch, field)):
+            np.testing.assert_array_equal(shard[:, 0], getattr(rows, field)[[2 + device, 10 + device]])

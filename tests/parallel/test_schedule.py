@@ -162,6 +162,31 @@ def test_a_chunk_s_weights_are_loaded_twice_less_where_the_directions_meet():
             assert (runs["backward_last_of_chunk"] == s.chunks).all()
 
 
+def test_a_chunk_is_left_where_the_next_task_is_of_another_one():
+    """There the next one is gathered, by prefetch: in all tasks but these a stage stays in its chunk."""
+    for s in SOME:
+        table = schedule_table(s)
+        for stage in range(s.stages):
+            in_time = [
+                (half.chunk[tick, stage], half.stays_in_chunk[tick, stage], half.leaves_chunk[tick, stage])
+                for tick in range(s.ticks)
+                for half in halves(table)
+                if half.active[tick, stage]
+            ]
+            chunks = [chunk for chunk, *_ in in_time]
+            leaves = [chunk != after for chunk, after in zip(chunks, [*chunks[1:], chunks[-1]], strict=True)]
+            assert [leaving for *_, leaving in in_time] == leaves == [not staying for _, staying, _ in in_time]
+
+
+def test_what_a_stage_receives_its_neighbour_sends():
+    """Forward in the same tick, backward in the one before."""
+    for s in SOME:
+        table = schedule_table(s)
+        for half, way, ahead in ((table.forward, 1, 0), (table.backward, -1, 1)):
+            for tick, stage in np.argwhere(half.receive_slot != IDLE):
+                assert half.active[tick - ahead, (stage - way) % s.stages]
+
+
 def test_how_often_each_condition_is_true():
     for s in SOME:
         table, work = schedule_table(s), s.chunks * s.microbatches

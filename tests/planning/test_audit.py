@@ -303,6 +303,9 @@ def test_arguments_are_the_planned_state_and_a_batch(parallel):
 BIG = {"layers": 6, "width": 2048, "heads": 16, "context": 1024, "vocab": 49152, "scan": True}
 
 
+BREADTH_FIRST = {"zero": 3, "pipe": 2, "microbatches": 8, "schedule": "breadth_first", "chunks": 3}
+
+
 @functools.cache
 def memory_of(remat: str, dropout: float = 0.0, **parallel) -> dict:
     """Of a step whose arrays are far larger than a compiler's rounding."""
@@ -328,9 +331,8 @@ def memory_of(remat: str, dropout: float = 0.0, **parallel) -> dict:
         pytest.param("none", {"zero": 3, "dropout": 0.1}, marks=slow),
         pytest.param("full", {"zero": 3, "pipe": 2, "microbatches": 8}, marks=slow),
         pytest.param("none", {"pipe": 2, "model": 2, "microbatches": 8, "schedule": "gpipe"}, marks=slow),
-        pytest.param(
-            "full", {"zero": 3, "pipe": 2, "microbatches": 8, "schedule": "breadth_first", "chunks": 3}, marks=slow
-        ),
+        pytest.param("full", BREADTH_FIRST, marks=slow),
+        pytest.param("full", BREADTH_FIRST | {"prefetch": "on"}, marks=slow),
         pytest.param("selective", {"zero": 1, "pipe": 2, "microbatches": 4, "model": 2, "sequence": True}, marks=slow),
     ],
     ids=str,

@@ -1,12 +1,24 @@
 """Weights that are gathered ahead, and products in parts: the same run, and the same bytes."""
 
+import jax
+import numpy as np
 import pytest
 
 from spmd_lm.analysis import topology
 from spmd_lm.config import overlap
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.planning.audit import audit, render
-from tests.helpers import ORIGINAL_BERT, make_config, program, trained, trained_reference
+from spmd_lm.step.program import Program
+from tests.helpers import (
+    ORIGINAL_BERT,
+    assert_close,
+    device_batch,
+    make_config,
+    program,
+    train_steps,
+    trained,
+    trained_reference,
+)
 from tests.step.test_train_step import assert_same_run
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -126,7 +138,26 @@ def test_the_mlp_s_products_alone_are_in_parts_on_a_tpu(monkeypatch):
     monkeypatch.setattr(overlap, "BRANCHES", ("mlp",))
     parallel = {"data": 2, "model": 4, "sequence": True, "collective_matmul": "on"}
     in_parts = config(2, "full", {"scan": False}, parallel)
+    laid_out = Program(in_parts)
+    assert laid_out.plan.collective_matmul == ("mlp",)
     alone = in_parts.model_copy(update={"parallel": make_config().parallel, "remat": make_config().remat})
-    assert_same_run(trained(in_parts), trained_reference(alone))
+    assert_same_run(train_steps(laid_out), trained_reference(alone))
     result = audit(in_parts, topology.parse_topology("cpu:8"))
     assert result["missing_bytes"] + result["excess_bytes"] <= 2048, render(result)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("layers", "parallel"),
+    [
+        (2, {"data": 2, "model": 4, "sequence": True, "collective_matmul": "on"}),
+        (4, HYBRID | {"zero": 3, "prefetch": "on"}),
+        (6, BREADTH_FIRST | {"zero": 3, "prefetch": "on"}),
+    ],
+    ids=str,
+)
+def test_evaluation_is_that_of_one_device(layers, parallel):
+    laid_out = config(layers, "full", {}, parallel)
+    alone = laid_out.model_copy(update={"parallel": make_config().parallel})
+    got, want = (p.evaluate(p.init().params, device_batch(p, 0)) for p in map(program, (laid_out, alone)))
+    assert_close(*(jax.tree.map(np.asarray, sums) for sums in (got, want)), 1e-12)

@@ -89,3 +89,8 @@ def test_a_float64_run_is_in_float64():
     assert not jax.config.jax_enable_x64
     p = Program(make_config(), jax.devices()[:1])
     assert p.init().params["head"]["norm"]["scale"].dtype == np.float64
+
+
+def test_on_a_tpu_the_mlp_s_products_alone_are_in_parts():
+    config = make_config(parallel={"data": 4, "model": 2, "collective_matmul": "on"}, precision=FLOAT32)
+    assert abstract_plan(config, 8, "tpu", "TPU v5").collective_matmul == ("mlp",)
