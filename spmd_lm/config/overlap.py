@@ -75,7 +75,7 @@ def branches_in_parts(config: RunConfig, platform: str, device_kind: str, tokens
     parts to put them there, and shorten an estimated step by less than 1% (docs/log.md, 2026-11-25).
 
     `auto` does on H100 and H200 within a host, with the sequence sharded, and not in a pipeline, of which no schedule
-    was compared.  On v4, v5p and v6e steps are shorter as well, with options that no hardware has run; on A100, B200
+    was compared.  On v4 and v5p steps are shorter as well, on v5p with options that no hardware has run; on A100, B200
     and v5e they are longer (docs/performance.md)."""
     p = config.parallel
     helps = device_kind in SHORTER_IN_PARTS and tokens >= LEAST_TOKENS * p.model

@@ -89,10 +89,10 @@ class Loader(abc.ABC):
             for index in sharding.addressable_devices_indices_map(shape).values()
         ]
         local_R = np.unique(np.concatenate([rows_MB[index[:2]].ravel() for index in indices]))
-        read = self.read_rows(step, local_R)  # once, whatever shards of it devices have
+        local = self.read_rows(step, local_R)  # once, however devices share it
 
         def place(name: str) -> jax.Array:
-            field_R = getattr(read, name)
+            field_R = getattr(local, name)
             assert field_R is not None, f"rows have no {name}"
 
             def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:

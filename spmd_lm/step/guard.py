@@ -2,8 +2,8 @@
 excludes and, if it watches for them, spikes of the loss.
 
 The parameters and the optimizer, its count included, stay as they are, bit for bit; the data goes on, and so does a
-dynamic loss scale.  A step whose gradients overflow under such a scale is skipped in the same way, but has no reason
-here: the scale is what changes (step/loss_scale.py).
+dynamic loss scale.  A step whose gradients overflow under such a scale is skipped in the same way, but its skip_reason
+stays 0: step/loss_scale.py counts it.
 
 A spike is a loss whose robust z-score among the last WINDOW losses, (loss - median) / (1.4826 * MAD) with the median
 absolute deviation MAD, is above SPIKE (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993)."""

@@ -142,7 +142,7 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals, watch: S
                 batch = next(batches)
             with run.clock.time("step"):
                 run.advance(step, *run.program.step(run.state, batch))
-                del batch  # here, not in the time of the next one
+                del batch  # freeing it is no waiting for data
             for hook in HOOKS:
                 hook(run)
             watch.beat(step)
