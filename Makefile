@@ -7,7 +7,9 @@
 # make test-slurm   launch/ on a SLURM of its own, and mpirun: 3 minutes. INSTALL=1 installs them, where it can
 # make notebooks    run notebooks/ from top to bottom: 8 minutes. PART=0/8 runs the first of the eight alone
 # make soak         kill a run 50 times at random, and compare what it ends with: SOAK_KILLS=50, 8 minutes on 2 cores
-# make check        format, lint, types, then the suite
+# make bench-gpu    train steps beside PyTorch's on a GPU, or tiny ones on the CPU: SIZES=gpt2-124m
+# make lint         format, lint, types: nothing is changed
+# make check        make lint, then the suite
 # make format       mend what can be mended
 # make clean        remove environments and caches; runs stay
 # make help         these lines
@@ -36,8 +38,8 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # Where this is set, each process of a test compiles jax to bytecode again: 4 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-slice test-browser test-slurm test-all test-latest smoke-latest notebooks mutants soak check
-.PHONY: format clean help
+.PHONY: train test test-slice test-browser test-slurm test-all test-latest smoke-latest notebooks mutants soak
+.PHONY: bench-gpu lint check format clean help
 
 train: $(VENV)/.runtime
 	@$(BIN)/spmd-lm train configs/quickstart.yaml
@@ -94,10 +96,17 @@ notebooks:
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py --workers $(WORKERS)
 
-check: $(VENV)/.dev
+# PyTorch brings CUDA's libraries; jax's plugin comes with them where there is a GPU to run on.
+bench-gpu: $(VENV)/.dev
+	@$(call EDITABLE,'.[$(EXTRAS)$(COMMA)hf$(if $(wildcard /dev/nvidiactl),$(COMMA)gpu)]')
+	$(BIN)/python benchmarks/gpu_step.py $(SIZES)
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+check: lint
 	$(MAKE) test
 
 format: $(VENV)/.dev

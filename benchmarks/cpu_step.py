@@ -7,16 +7,14 @@ affects all of them alike.  CPU time decides: wall time on a machine that is not
 if the losses differ or the framework takes more than `--bar` times as long as the hand-written step."""
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+from turns import Contender, measure, started
 from workload import SIZES
 
 HERE = Path(__file__).parent
@@ -39,52 +37,6 @@ def environment(malloc: str) -> dict[str, str]:
     if malloc == "tuned":
         env["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{key}={value}" for key, value in KEEP_MEMORY.items())
     return env | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)}
-
-
-class Contender:
-    """A warm program that waits for its next step."""
-
-    def __init__(self, name: str, command: list[str], env: dict[str, str]):
-        self.name = name
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        self.losses = self._answer()["losses"]
-        self.wall: list[float] = []
-        self.cpu: list[float] = []
-
-    def _answer(self) -> dict:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit(f"{self.name}: stopped with exit code {self.process.wait()}; its error is above.")
-        return json.loads(line)
-
-    def step(self) -> None:
-        assert self.process.stdin is not None
-        print(file=self.process.stdin, flush=True)
-        seconds = self._answer()
-        self.wall.append(seconds["wall"])
-        self.cpu.append(seconds["cpu"])
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-@contextlib.contextmanager
-def started(commands: dict[str, list[str]], env: dict[str, str]) -> Iterator[list[Contender]]:
-    """All programs, warm.  They start one after the other, so that none compiles while another steps."""
-    with contextlib.ExitStack() as stack:
-        contenders = []
-        for name, command in commands.items():
-            contenders.append(Contender(name, command, env))
-            stack.callback(contenders[-1].stop)
-        yield contenders
-
-
-def measure(contenders: list[Contender], rounds: int) -> None:
-    for turn in range(rounds):
-        for contender in contenders[:: 1 if turn % 2 else -1]:
-            contender.step()
 
 
 def row(contender: Contender, reference: Contender, flops: int) -> dict[str, float]:

@@ -81,11 +81,8 @@ CASES = [
     Case("h200:8x8", ZERO),
     Case("a100:8x8", ZERO),
     *(Case(topology, DATA8, 4) for topology in ("h200:8x8", "b200:8x8", "a100:8x8")),
-    *(
-        Case(topology, WIDTH_1024)
-        for topology in ("v4:4x4x4", "v5e:8x8", "2*v5e:8x8", "v5e:16x16", "v6e:8x8", "7x:4x4x4")
-        + ("a100:8x8", "h200:8x8", "b200:8x8", "gb200:1x64")
-    ),
+    *(Case(tpu, WIDTH_1024) for tpu in ("v4:4x4x4", "v5e:8x8", "2*v5e:8x8", "v5e:16x16", "v6e:8x8", "7x:4x4x4")),
+    *(Case(gpu, WIDTH_1024) for gpu in ("a100:8x8", "h200:8x8", "b200:8x8", "gb200:1x64")),
 ]
 
 

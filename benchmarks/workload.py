@@ -1,16 +1,19 @@
 """What every program of the benchmark trains: sizes, initial weights, one batch, and the protocol for steps.
 
-A program ends in `serve(step)`: it reports its first losses, then makes one step for each line on standard input."""
+A program ends in `serve(step)`: it reports its first losses, then makes one step for each empty line on standard
+input."""
 
 import dataclasses
 import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 LR, B1, B2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
+CLIP = 1.0  # of the gradients' norm, on GPUs; the steps on a CPU do not clip
 WARMUP = 3
 """Steps before timing starts.  Their losses must agree; later ones drift apart by rounding alone."""
 
@@ -60,12 +63,16 @@ def tokens(s: Sizes) -> tuple[np.ndarray, np.ndarray]:
     return stream[:, :-1], stream[:, 1:]
 
 
-def serve(step: Callable[[], float]) -> None:
-    """Run steps for the parent process.  step: one update, complete when it returns its loss."""
+def serve(step: Callable[[], float], answers: dict[str, Callable[[], dict[str, Any]]] | None = None) -> None:
+    """Run steps for the parent process.  step: one update, complete when it returns its loss.  answers: what else the
+    parent may ask for, by the line that asks."""
     start = time.perf_counter()
     losses = [step() for _ in range(WARMUP)]
     print(json.dumps({"losses": losses, "seconds": time.perf_counter() - start}), flush=True)
-    for _ in sys.stdin:
+    for question in map(str.strip, sys.stdin):
+        if question:
+            print(json.dumps((answers or {})[question]()), flush=True)
+            continue
         wall, cpu = time.perf_counter(), time.process_time()
         step()
         print(json.dumps({"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}), flush=True)

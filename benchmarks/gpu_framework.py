@@ -1,0 +1,100 @@
+"""spmd-lm's train step on one device, for gpu_step.py: through Program, as `spmd-lm bench` times it.
+
+It writes its first weights and its batch to a directory, from where the other programs read theirs."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import workload
+from gpu_kernels import Kernel, summarize
+from gpu_sizes import load_size
+from jax.profiler import ProfileData, ProfileEvent
+
+from spmd_lm.huggingface.config_json import build_config
+from spmd_lm.huggingface.safetensors_io import write_json, write_tensors
+from spmd_lm.huggingface.transfer import gather_tensor
+from spmd_lm.parallel.trees import leaves_by_path
+from spmd_lm.step.program import Program
+from spmd_lm.step.state import TrainState
+from spmd_lm.training.bench import peak_memory, random_batch
+
+ONE_FILE = 2**50
+
+
+def write_start(program: Program, state: TrainState, directory: Path) -> None:
+    """The model as Hugging Face stores it, and tokens.npy and targets.npy, int32 [microbatches, rows, tokens]."""
+    leaves = leaves_by_path(program.canonical(state).params)
+    architecture, hf_config = build_config(program.config.model, program.config.objective)
+    tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()})
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    values = (gather_tensor(tensor, leaves) for tensor in tensors)
+    write_tensors(directory, shapes, np.dtype(np.float32), values, ONE_FILE)
+    write_json(directory / "config.json", hf_config)
+    batch = random_batch(program)
+    np.save(directory / "tokens.npy", batch.tokens)
+    np.save(directory / "targets.npy", batch.targets)
+
+
+def executed_kernels(trace: Path) -> list[Kernel]:
+    """Those of the devices in an xprof trace: a GPU's streams, or the instructions that XLA's CPU threads ran."""
+    (file,) = trace.rglob("*.xplane.pb")
+    return [
+        Kernel(event.name, event.start_ns * 1e-9, event.duration_ns * 1e-9)
+        for plane in ProfileData.from_file(str(file)).planes
+        for line in plane.lines
+        for event in line.events
+        if (line.name.startswith("Stream") if plane.name.startswith("/device:GPU") else is_instruction(event))
+    ]
+
+
+def is_instruction(event: ProfileEvent) -> bool:
+    """Whether it is one of a CPU's; a loop or a call holds others, which have events of their own."""
+    return not event.name.startswith(("while", "call")) and any(name == "hlo_op" for name, _ in event.stats)
+
+
+def main(size: str, directory: Path, steps: int, overrides: list[str]) -> None:
+    program = Program(load_size(size, tuple(overrides)), jax.devices()[:1])
+    compile_seconds = program.compile()
+    state, batch = [program.init()], random_batch(program)
+    if not (directory / "config.json").exists():
+        write_start(program, state[0], directory)
+
+    def step() -> float:
+        state[0], metrics = program.step(state[0], batch)
+        return float(jax.block_until_ready((state[0], metrics))[1]["loss"])
+
+    def profile() -> dict:
+        with tempfile.TemporaryDirectory() as trace:
+            with jax.profiler.trace(trace):
+                for _ in range(steps):
+                    step()
+            return summarize(executed_kernels(Path(trace)), steps)
+
+    def about() -> dict:
+        memory, source = peak_memory(program)
+        return {
+            "compile_seconds": compile_seconds,
+            "attention": program.model.kernel,
+            "memory_bytes": memory,
+            "memory_source": source,
+            "device": program.device.device_kind,
+            "flops": program.flops_per_step,
+            "tokens": program.tokens_per_step,
+            "peak_flops": program.peak_flops,
+            "peak_source": program.peak and program.peak.source,
+        }
+
+    workload.serve(step, {"profile": profile, "about": about})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("size")
+    parser.add_argument("directory", type=Path, help="of the first weights and the batch")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--profile-steps", type=int, default=3)
+    args = parser.parse_args()
+    main(args.size, args.directory, args.profile_steps, args.overrides)

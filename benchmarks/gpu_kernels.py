@@ -1,0 +1,61 @@
+"""Where a profiled step's time goes: matrix products, attention, other kernels, copies, and idle time between them."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+OTHER, IDLE = "other kernels", "idle"
+
+# In this order: Inductor names its pointwise kernels after the operations around them, products among them.
+KINDS = {
+    OTHER: r"^triton_(poi|red|per)_",
+    "attention": r"flash|fmha|sdpa|attention",
+    "products": r"gemm|nvjet|cutlass|xmma|cublas|(^|[^a-z])(dot|(add|b)?mm|matmul)(?![a-z])",
+    "copies": r"memcpy|memset|(^|[^a-z])copy",
+}
+COLUMNS = ("products", "attention", OTHER, "copies", IDLE)
+
+
+class Kernel(NamedTuple):
+    """One execution of a kernel; times in seconds."""
+
+    name: str
+    start: float
+    seconds: float
+
+
+def kind_of(name: str) -> str:
+    """Of KINDS, the one that a kernel of CUDA's libraries, XLA, Inductor or PyTorch belongs to, by its name."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower())), OTHER)
+
+
+def busy_seconds(kernels: Iterable[Kernel]) -> float:
+    """Seconds in which at least one kernel runs."""
+    busy, until = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda k: k.start):
+        end = kernel.start + kernel.seconds
+        busy += max(0.0, end - max(kernel.start, until))
+        until = max(until, end)
+    return busy
+
+
+def summarize(kernels: list[Kernel], steps: int) -> dict:
+    """What a program answers about its profile of so many steps: seconds a step, by kernel, and in which none runs.
+
+    Raises ValueError for a profile without kernels."""
+    if not kernels:
+        raise ValueError("The profile has no kernels: the profiler did not see the device.")
+    by_name: dict[str, float] = {}
+    for kernel in kernels:
+        by_name[kernel.name] = by_name.get(kernel.name, 0.0) + kernel.seconds / steps
+    window = max(k.start + k.seconds for k in kernels) - min(k.start for k in kernels)
+    longest_first = sorted(by_name.items(), key=lambda item: -item[1])
+    return {"kernels": dict(longest_first), IDLE: max(0.0, window - busy_seconds(kernels)) / steps}
+
+
+def by_kind(profile: Mapping) -> dict[str, float]:
+    """Seconds a step, by COLUMNS."""
+    seconds = dict.fromkeys(COLUMNS, 0.0)
+    for name, of_kernel in profile["kernels"].items():
+        seconds[kind_of(name)] += of_kernel
+    return seconds | {IDLE: profile[IDLE]}
