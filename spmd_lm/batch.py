@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd_lm.config.schema import ExtractiveQA, RunConfig
+from spmd_lm.config.schema import ExtractiveQA, RunConfig, packs_documents
 
 Leaf = Any
 """jax.Array on devices, np.ndarray on the host; in descriptions of a batch a ShapeDtypeStruct, sharding or spec."""
@@ -49,7 +49,7 @@ def abstract_batch(config: RunConfig) -> Batch:
         targets=token_ids if objective.predicts_tokens else None,
         loss_weights=token_weights if objective.predicts_tokens else None,
         positions=token_ids,
-        segments=None if model.causal else token_ids,
+        segments=token_ids if packs_documents(config.data) or not model.causal else None,
         sample_ids=row_ids,
         token_type_ids=token_ids if model.token_types else None,
         labels=row_ids if has_labels else None,

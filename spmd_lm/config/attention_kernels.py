@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from spmd_lm.config.schema import Model, RunConfig
+from spmd_lm.config.schema import Model, RunConfig, packs_documents
 from spmd_lm.config.suggest import Obstacle, divisors, nearest, nearest_multiple
 from spmd_lm.config.types import Dtype
 from spmd_lm.errors import ConfigError
@@ -18,7 +18,8 @@ class FusedKernel:
     """What a fused kernel supports.  None has dropout: its mask would not be the same under every layout.
 
     platform: the one on which it runs.  dtypes: of queries, keys and values.  A head's width must be a multiple of
-    `head_multiple` and at most `max_head_width`; the context, a multiple of `context_multiple`."""
+    `head_multiple` and at most `max_head_width`; the context, a multiple of `context_multiple`.  packs_causal: whether
+    causal rows may hold several documents."""
 
     name: str
     platform: str
@@ -26,6 +27,7 @@ class FusedKernel:
     head_multiple: int = 1
     max_head_width: int | None = None
     context_multiple: int = 1
+    packs_causal: bool = True
 
     def supports_head_width(self, width: int) -> bool:
         return width % self.head_multiple == 0 and (self.max_head_width is None or width <= self.max_head_width)
@@ -33,13 +35,14 @@ class FusedKernel:
 
 FUSED_KERNELS = {
     # From Hopper on, cuDNN supports heads up to 256 wide; but a configuration does not know its device.
-    "cudnn": FusedKernel("cuDNN", "gpu", dtypes=("bfloat16", "float16"), head_multiple=8, max_head_width=128),
+    "cudnn": FusedKernel("cuDNN", "gpu", ("bfloat16", "float16"), 8, max_head_width=128, packs_causal=False),
     "splash": FusedKernel("splash", "tpu", context_multiple=128),
 }
 
 
-def obstacles(kernel: FusedKernel, model: Model, compute: str) -> Iterator[Obstacle]:
-    """Whatever keeps a fused kernel from running this model in the dtype `compute`, on any device."""
+def obstacles(kernel: FusedKernel, model: Model, compute: str, *, packs: bool = False) -> Iterator[Obstacle]:
+    """Whatever keeps a fused kernel from running this model in the dtype `compute`, on any device.  packs: whether rows
+    hold several documents."""
     if model.attention_dropout:
         reason = "fused kernels have no dropout that is the same under every layout"
         yield Obstacle(f"{model.attention_dropout=}", reason, "model.attention_dropout=0")
@@ -51,6 +54,8 @@ def obstacles(kernel: FusedKernel, model: Model, compute: str) -> Iterator[Obsta
         reason = f"heads are {model.head_width} wide, and {kernel.name} takes {supported}"
         heads = [n for n in divisors(model.width) if kernel.supports_head_width(model.width // n)]
         yield Obstacle(f"{model.width=} and {model.heads=}", reason, nearest(f"{model.heads=}", heads))
+    if packs and model.causal and not kernel.packs_causal:
+        yield Obstacle("data.pack=true", f"{kernel.name} has no causal mask of documents", "data.pack=false")
     if model.context % kernel.context_multiple:
         reason = f"{kernel.name} takes multiples of {kernel.context_multiple} positions"
         yield Obstacle(f"{model.context=}", reason, nearest_multiple(f"{model.context=}", kernel.context_multiple))
@@ -72,7 +77,8 @@ def choose_kernel(config: RunConfig, platform: str) -> KernelChoice:
     if name == "xla":
         return KernelChoice(name, "as configured" if asked == "xla" else f"no fused kernel for {platform}")
     kernel = FUSED_KERNELS[name]
-    problems = [f"{o.settings}: {o.reason}" for o in obstacles(kernel, config.model, config.precision.compute)]
+    found = obstacles(kernel, config.model, config.precision.compute, packs=packs_documents(config.data))
+    problems = [f"{o.settings}: {o.reason}" for o in found]
     if asked == "auto":
         return KernelChoice("xla", problems[0]) if problems else KernelChoice(name, f"fused kernel for {platform}")
     if kernel.platform != platform:

@@ -24,7 +24,9 @@ from spmd_lm.config.schema import (
     Run,
     Synthetic,
     Task,
+    Tokens,
     Train,
+    packs_documents,
 )
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
@@ -120,9 +122,19 @@ def masked_spans_leave_words(objective: Objective) -> Problems:
         yield use(f"{objective.mask_prob=} with {objective.max_span=}: {spans}", largest)
 
 
+def tokens_have_one_path(data: Data | Synthetic, objective: Objective) -> Problems:
+    if not isinstance(data, Tokens):
+        return
+    if (data.path is None) == (data.blend is None):
+        given = "neither data.path nor data.blend" if data.path is None else "both data.path and data.blend"
+        yield f"data.source=tokens with {given}. Give data.path of one data set, or data.blend of several."
+    if data.pack and objective.kind != "causal_lm":
+        yield use(f"data.pack=true with {objective.kind=!s}, whose rows are of one document each", "data.pack=false")
+
+
 def paths_are_not_empty(data: Data | Synthetic) -> Problems:
     for key, value in data:
-        if key in ("path", "validation_path") and not (value and all(value)):
+        if key in ("path", "validation_path") and value is not None and not (value and all(value)):
             yield f"data.{key}={value} names no file. Give a file, a directory or a pattern: data.{key}='corpus/*.txt'."
 
 
@@ -160,10 +172,10 @@ def precisions_suit_each_other(precision: Precision) -> Problems:
         yield use(problem, f"precision.initial_scale={least}", f"precision.min_scale={initial}")
 
 
-def kernel_supports_model(model: Model, precision: Precision) -> Problems:
+def kernel_supports_model(model: Model, precision: Precision, data: Data | Synthetic) -> Problems:
     """Refuses an explicit choice that would fail later; `auto` falls back to XLA."""
     if kernel := FUSED_KERNELS.get(model.attention):
-        for settings, reason, alternative in obstacles(kernel, model, precision.compute):
+        for settings, reason, alternative in obstacles(kernel, model, precision.compute, packs=packs_documents(data)):
             yield use(f"{model.attention=!s} with {settings}: {reason}", alternative, "model.attention=xla")
 
 
@@ -217,6 +229,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     vocabulary_holds_tokens,
     model_suits_objective,
     data_suits_objective,
+    tokens_have_one_path,
     masked_spans_leave_words,
     paths_are_not_empty,
     learning_rate_decays_after_warmup,

@@ -70,7 +70,8 @@ def load(
         raise ConfigError(*problems)
     layers = [layer for layer in (under, *files, over, cell, command_line) if layer]
     inherited = Layer("", {}) if over else _inherit(layers, problems)
-    return _resolve([inherited, *layers] if inherited else layers, inherited is None, problems)
+    layers = [_tokenizer_of_data(layers), *([inherited] if inherited else []), *layers]
+    return _resolve(layers, inherited is None, problems)
 
 
 def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -135,6 +136,17 @@ def _inherit(layers: Sequence[Layer], problems: list[str]) -> Layer | None:
     if isinstance(config.data, Data) and _get(tree, "data", "source") != "synthetic":
         taken["data"] = {"tokenizer": config.data.tokenizer}
     return Layer(str(Path(init_from) / CONFIG_FILE), taken)
+
+
+def _tokenizer_of_data(layers: Sequence[Layer]) -> Layer:
+    """The tokenizer that token ids on disk were made with, which is beside them."""
+    tree = _merge_layers(layers)
+    blend = _get(tree, "data", "blend")
+    path = _get(blend[0], "path") if isinstance(blend, list) and blend else _get(tree, "data", "path")
+    if _get(tree, "data", "source") != "tokens" or not isinstance(path, str):
+        return Layer("", {})
+    directory = os.path.join(os.path.expanduser(path), TOKENIZER_DIR)
+    return Layer(path, {"data": {"tokenizer": directory}} if os.path.isdir(directory) else {})
 
 
 def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str]) -> RunConfig:

@@ -196,6 +196,24 @@ class Text(Documents):
         return _as_list(self.path)
 
 
+class BlendPart(Section):
+    path: ValidPath  # of one data set
+    weight: PositiveFloat  # its share of the samples is this over the sum of all weights
+
+
+class Tokens(Data):
+    """Token ids on disk: a directory of `spmd-lm prepare`, or Megatron-LM's .bin and .idx without their suffixes.
+    data.tokenizer is by default the one that a prepared data set was made with."""
+
+    source: Literal["tokens"]
+    path: ValidPath | None = None
+    blend: Annotated[list[BlendPart], Field(min_length=1, max_length=1000)] | None = None  # in place of path
+    pack: bool = False  # tokens attend within their document only, whose positions begin at 0
+    # compares files with their checksums: each MiB before its first use (touch), all at the start (full), never (off)
+    verify: Literal["touch", "full", "off"] = "touch"
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of Megatron-LM's documents, the last ones
+
+
 class Task(Data):
     """Labelled examples in a task's own files; `data/tasks/files.py` describes their formats."""
 
@@ -224,6 +242,11 @@ class Synthetic(Section):
     def entropy(self) -> float:
         """Nats per token: the lowest loss that a model can expect."""
         return math.log(self.branching)
+
+
+def packs_documents(data: Data | Synthetic) -> bool:
+    """Whether rows of a causal model hold several documents, each of which attends to itself alone."""
+    return isinstance(data, Tokens) and data.pack
 
 
 class Parallel(Section):
@@ -361,7 +384,7 @@ class RunConfig(Section):
     objective: Annotated[
         CausalLM | MaskedLM | Classification | MultipleChoice | ExtractiveQA, Field(discriminator="kind")
     ] = CausalLM()
-    data: Annotated[PythonStdlib | Text | Task | Synthetic, Field(discriminator="source")]
+    data: Annotated[PythonStdlib | Text | Tokens | Task | Synthetic, Field(discriminator="source")]
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
     optim: Annotated[AdamW | Lion, Field(discriminator="kind")]
@@ -421,9 +444,13 @@ def variants(name: str) -> dict[str, type[Section]]:
 
 
 def section_within(field: FieldInfo | None) -> type[Section] | None:
-    """The section that is the value of this key, if it is one."""
-    types = (field.annotation, *get_args(field.annotation)) if field else ()
-    return next((each for each in types if isinstance(each, type) and issubclass(each, Section)), None)
+    """The section that is the value of this key, or of which that is a list, if it is one."""
+    types: list[Any] = [field.annotation] if field else []
+    for each in types:
+        if isinstance(each, type) and issubclass(each, Section):
+            return each
+        types += get_args(each)
+    return None
 
 
 def yaml_fields(section: type[Section]) -> dict[str, FieldInfo]:

@@ -156,21 +156,26 @@ def _did_you_mean(near: str | None, known: Iterable[str]) -> str:
 def wrong_values(section: str, error: ValidationError) -> Iterator[tuple[str, str]]:
     """Each wrong or missing key of `section`, and what is wrong."""
     for key, errors in itertools.groupby(error.errors(), lambda each: _key_and_siblings(section, each)[0]):
-        yield key.partition(".")[0], f"{section}.{_wrong_value(section, key, [*errors])}"
+        yield re.split(r"[.[]", key)[0], f"{section}.{_wrong_value(section, key, [*errors])}"
 
 
 def _key_and_siblings(section: str, error: ErrorDetails) -> tuple[str, dict[str, FieldInfo]]:
-    """The key that is wrong, within `section`, with dots where sections are within it; and all keys beside it."""
+    """The key that is wrong, within `section`, with dots where sections are within it, and numbers where they are
+    listed; and all keys beside it."""
     discriminator = RunConfig.model_fields[section].discriminator
     # pydantic puts the kind before the key, and neither where the kind is wrong.
     kind, *loc = error["loc"] if discriminator and error["loc"] else ("", *error["loc"])
     if not loc:
         return str(discriminator), {}
     inner: type[Section] | None = variants(section)[str(kind)]
-    names, siblings = [], dict[str, FieldInfo]()
-    for name in map(str, loc):
+    names, siblings = list[str](), dict[str, FieldInfo]()
+    for place in loc:
         if inner is None:
             break
+        if isinstance(place, int):
+            names[-1] += f"[{place}]"
+            continue
+        name = str(place)
         names.append(name)
         siblings = yaml_fields(inner)
         inner = section_within(siblings.get(name))

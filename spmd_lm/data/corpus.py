@@ -8,16 +8,19 @@ import functools
 import hashlib
 import math
 import platform
+from collections.abc import Sequence
 
 import numpy as np
 
-from spmd_lm.config.schema import MaskedLM, PythonStdlib, RunConfig, Synthetic, Task, Text
-from spmd_lm.data.loader import CausalLMLoader, Loader, SplitName
+from spmd_lm.config.schema import MaskedLM, PythonStdlib, RunConfig, Synthetic, Task, Text, Tokens
+from spmd_lm.data.loader import CORPUS_STREAM, BlendLoader, CausalLMLoader, Loader, SplitName
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.shuffle import fold_in, permute
 from spmd_lm.data.tasks.dataset import Split, TaskDataset, load_task
 from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.data.text_files import Document, read_documents, read_standard_library
+from spmd_lm.data.token_array import TokenArray, TokensInMemory
+from spmd_lm.data.token_files.dataset import TokenDataset, open_dataset
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
 
@@ -51,7 +54,10 @@ class Corpus:
         )
 
 
-def load_data(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_size: int) -> Corpus | TaskDataset:
+Dataset = Corpus | TokenDataset | TaskDataset
+
+
+def load_data(data: PythonStdlib | Text | Tokens | Task | Synthetic, seed: int, vocab_size: int) -> Dataset:
     """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`.
 
     Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged
@@ -66,6 +72,8 @@ def load_data(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_siz
         )
     if isinstance(data, Task):
         return load_task(data, tokenizer)
+    if isinstance(data, Tokens):
+        return open_dataset(data, tokenizer, vocab_size)
     if isinstance(data, Text):
         name, documents = ", ".join(data.paths), read_documents(data.paths)
     else:
@@ -73,15 +81,40 @@ def load_data(data: PythonStdlib | Text | Task | Synthetic, seed: int, vocab_siz
     return _tokenize(name, documents, tokenizer, data.validation_fraction, vocab_size)
 
 
-def make_loader(config: RunConfig, data: Corpus | TaskDataset, split: SplitName) -> Loader:
+def make_loader(config: RunConfig, data: Dataset, split: SplitName) -> Loader:
     """Raises DataError for too little text or a label out of range, ConfigError if the vocabulary lacks the objective's
     special tokens."""
+    if isinstance(data, TokenDataset):
+        splits = [corpus.train if split == "training" else corpus.validation for corpus in data.corpora]
+        weights = [corpus.weight for corpus in data.corpora]
+        return make_blend_loader(splits, weights, data.tokenizer, config, split)
     content = data.train if split == "training" else data.validation
     if isinstance(content, Split):
         return TaskLoader(content, data.tokenizer, config, split)
+    return make_text_loader(TokensInMemory(content, data.tokenizer.eos_token_id), data.tokenizer, config, split)
+
+
+def make_text_loader(
+    tokens: TokenArray, tokenizer: Tokenizer, config: RunConfig, split: SplitName, seed: int | None = None
+) -> Loader:
+    """Of one corpus.  seed: of its order; default train.seed."""
     if isinstance(config.objective, MaskedLM):
-        return MaskedLMLoader(content, data.tokenizer, config, split)
-    return CausalLMLoader(content, config, split)
+        return MaskedLMLoader(tokens, tokenizer, config, split, seed)
+    return CausalLMLoader(tokens, config, split, seed)
+
+
+def make_blend_loader(
+    splits: Sequence[TokenArray], weights: Sequence[float], tokenizer: Tokenizer, config: RunConfig, split: SplitName
+) -> Loader:
+    """Of several corpora.  Those without validation text are left out of validation."""
+    if len(splits) == 1:
+        return make_text_loader(splits[0], tokenizer, config, split)
+    present = [i for i, tokens in enumerate(splits) if tokens.size or split == "training"]
+    seeds = [int(fold_in(config.train.seed, CORPUS_STREAM, i)) for i in present]
+    loaders = [make_text_loader(splits[i], tokenizer, config, split, s) for i, s in zip(present, seeds, strict=True)]
+    if not loaders:
+        raise DataError("validation text: no corpus of data.blend has any. Prepare some, or set train.eval_every=0.")
+    return BlendLoader(loaders, [weights[i] for i in present], config, split)
 
 
 def _tokenize(name: str, documents: list[Document], tokenizer: Tokenizer, fraction: float, vocab_size: int) -> Corpus:

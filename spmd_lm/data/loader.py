@@ -8,21 +8,25 @@ Shape suffixes: R rows, M microbatches, B rows per microbatch, T context, S = T 
 import abc
 import concurrent.futures
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from spmd_lm.batch import PER_ROW, Batch
-from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.schema import RunConfig, packs_documents
+from spmd_lm.data.blend import Blend
 from spmd_lm.data.shuffle import fold_in, permute
+from spmd_lm.data.token_array import TokenArray
 from spmd_lm.errors import DataError
 
 SplitName = Literal["training", "validation"]
 
-# Independent random streams of one seed: the order of an epoch, where its windows start, and how its rows are masked.
-ORDER_STREAM, OFFSET_STREAM, ROW_STREAM = 0, 1, 2
+# Independent random streams of one seed: the order of an epoch, where its windows start, how its rows are masked;
+# and of each corpus of a blend.
+ORDER_STREAM, OFFSET_STREAM, ROW_STREAM, CORPUS_STREAM = range(4)
 
 
 class RowDraws(NamedTuple):
@@ -42,9 +46,11 @@ class Loader(abc.ABC):
     examples in every evaluation, evenly spaced, as `len(self)` batches: at most train.eval_batches of text, all of a
     task.  Rows of weight 0 fill the last batch; they never change a result."""
 
-    def __init__(self, config: RunConfig, split: SplitName, num_examples: int, rows_per_example: int = 1):
-        """rows_per_example: consecutive rows; divides the batch size."""
-        self.context, self.seed = config.model.context, config.train.seed
+    def __init__(
+        self, config: RunConfig, split: SplitName, num_examples: int, rows_per_example: int = 1, seed: int | None = None
+    ):
+        """rows_per_example: consecutive rows; divides the batch size.  seed: of the order; default train.seed."""
+        self.context, self.seed = config.model.context, config.train.seed if seed is None else seed
         self.batch_size, self.microbatches = config.train.batch, config.parallel.microbatches
         assert self.batch_size % self.microbatches == self.batch_size % rows_per_example == 0
         self.split, self.num_examples, self.rows_per_example = split, num_examples, rows_per_example
@@ -66,14 +72,17 @@ class Loader(abc.ABC):
 
     def read_rows(self, step: int, sample_ids_R: np.ndarray) -> Batch:
         """These rows of a step, on the host."""
-        index_R = (step * self.batch_size + sample_ids_R) // self.rows_per_example
+        assert self.split == "training" or 0 <= step < len(self)
+        return self.read_examples((step * self.batch_size + sample_ids_R) // self.rows_per_example, sample_ids_R)
+
+    def read_examples(self, index_R: np.ndarray, sample_ids_R: np.ndarray) -> Batch:
+        """The examples at these places of the run, or of an evaluation, on the host."""
         if self.split == "training":
             epoch_R, index_R = np.divmod(index_R, self.num_examples)
             example_R = permute(index_R, self.num_examples, fold_in(self.seed, ORDER_STREAM, epoch_R))
             return self.read(RowDraws(sample_ids_R, example_R, epoch_R, np.ones(len(index_R), bool)))
-        assert 0 <= step < len(self)
         valid_R = index_R < self.num_validated
-        example_R = np.where(valid_R, index_R, 0) * self.num_examples // self.num_validated
+        example_R = np.where(valid_R, index_R, 0) * self.num_examples // max(self.num_validated, 1)
         return self.read(RowDraws(sample_ids_R, example_R, None, valid_R))
 
     def batch(self, step: int, shardings: Batch) -> Batch:
@@ -123,30 +132,31 @@ def batches_ahead(loader: Loader, shardings: Batch, steps: range) -> Iterator[It
 
 
 class CausalLMLoader(Loader):
-    """Windows of one long array of token ids, which may be a np.memmap; targets are the tokens one position later.
+    """Windows of token ids; targets are the tokens one position later.
 
-    In training, all windows of an epoch are shifted by one random offset."""
+    In training, all windows of an epoch are shifted by one random offset.  With data.pack, tokens attend within their
+    document, or its part in the row, whose positions begin at 0; the first token of a document is no target."""
 
-    def __init__(self, tokens: np.ndarray, config: RunConfig, split: SplitName):
-        context = config.model.context
-        assert tokens.ndim == 1
-        if len(tokens) < context + 1:
+    def __init__(self, tokens: TokenArray, config: RunConfig, split: SplitName, seed: int | None = None):
+        context, size = config.model.context, tokens.size
+        if size < context + 1:
             raise DataError(
-                f"{split} text: {len(tokens)} tokens, but a row of model.context={context} and its last target need "
+                f"{split} text: {size} tokens, but a row of model.context={context} and its last target need "
                 f"{context + 1}. Add text, change data.validation_fraction, or lower model.context."
             )
         # Training leaves one context of text for the offset; a text too short for that has one window.
-        num_windows = max(1, len(tokens) // context - 1) if split == "training" else (len(tokens) - 1) // context
-        super().__init__(config, split, num_windows)
-        self.tokens, self.num_offsets = tokens, min(context, len(tokens) - num_windows * context)
+        num_windows = max(1, size // context - 1) if split == "training" else (size - 1) // context
+        super().__init__(config, split, num_windows, seed=seed)
+        self.tokens, self.num_offsets = tokens, min(context, size - num_windows * context)
+        self.document_starts = tokens.document_starts() if packs_documents(config.data) else None
 
     def read(self, draws: RowDraws) -> Batch:
         offset_R = draws.example_R * self.context
         if draws.epoch_R is not None:
             offset_R += (fold_in(self.seed, OFFSET_STREAM, draws.epoch_R) % self.num_offsets).astype(np.int64)
-        tokens_RS = self.tokens[offset_R[:, None] + np.arange(self.context + 1)].astype(np.int32)
+        tokens_RS = self.tokens.read(offset_R, self.context + 1)
         shape = len(offset_R), self.context
-        return Batch(
+        batch = Batch(
             tokens=tokens_RS[:, :-1],
             targets=tokens_RS[:, 1:],
             loss_weights=np.broadcast_to(draws.valid_R[:, None], shape).astype(np.float32),
@@ -154,3 +164,54 @@ class CausalLMLoader(Loader):
             segments=None,
             sample_ids=draws.sample_ids_R.astype(np.int32),
         )
+        return batch if self.document_starts is None else pack(batch, self.document_starts, offset_R)
+
+
+def pack(batch: Batch, document_starts: np.ndarray, offset_R: np.ndarray) -> Batch:
+    """The same rows, with their documents apart.  offset: of each row, in the tokens that document_starts [D + 1] is
+    of."""
+    index_RS = offset_R[:, None] + np.arange(batch.tokens.shape[1] + 1)
+    document_RS = np.searchsorted(document_starts, index_RS, side="right") - 1
+    first_RT = np.maximum(document_starts[document_RS[:, :-1]], offset_R[:, None])
+    return dataclasses.replace(
+        batch,
+        loss_weights=batch.loss_weights * (document_RS[:, 1:] == document_RS[:, :-1]),
+        positions=(index_RS[:, :-1] - first_RT).astype(np.int32),
+        segments=(document_RS[:, :-1] - document_RS[:, :1] + 1).astype(np.int32),
+    )
+
+
+class BlendLoader(Loader):
+    """Examples of several loaders, in the proportion of weights, each loader's in its own order (`blend`).
+
+    Validation ends where the first of them has no more."""
+
+    def __init__(self, loaders: Sequence[Loader], weights: Sequence[float], config: RunConfig, split: SplitName):
+        super().__init__(config, split, sum(loader.num_examples for loader in loaders))
+        self.loaders, self.blend = loaders, Blend(weights)
+        if split == "validation":
+            ends = (self.blend.index_of(i, loader.num_examples) for i, loader in enumerate(loaders))
+            self.num_validated = min(self.num_validated, *ends)
+            counts = self.blend.counts_before(self.num_validated).tolist()
+            for loader, count in zip(loaders, counts, strict=True):
+                loader.num_validated = count
+
+    def read_examples(self, index_R: np.ndarray, sample_ids_R: np.ndarray) -> Batch:
+        corpus_R, nth_R = self.blend.locate(index_R)
+        order = np.argsort(corpus_R, kind="stable")
+        parts = [
+            self.loaders[i].read_examples(nth_R[rows], sample_ids_R[rows])
+            for i in np.unique(corpus_R).tolist()
+            for rows in [np.flatnonzero(corpus_R == i)]
+        ]
+
+        def merge(*fields_R: np.ndarray) -> np.ndarray:
+            sorted_R = np.concatenate(fields_R)
+            merged_R = np.empty_like(sorted_R)
+            merged_R[order] = sorted_R
+            return merged_R
+
+        return jax.tree.map(merge, *parts)
+
+    def read(self, draws: RowDraws) -> Batch:
+        raise NotImplementedError("the loaders of the corpora read their own rows")

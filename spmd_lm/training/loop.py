@@ -12,9 +12,8 @@ import jax
 
 from spmd_lm.checkpoints.saved_run import check_data
 from spmd_lm.config.schema import Data, RunConfig, Synthetic
-from spmd_lm.data.corpus import Corpus, load_data, make_loader
+from spmd_lm.data.corpus import Dataset, load_data, make_loader
 from spmd_lm.data.loader import Loader, batches_ahead
-from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, DataError, Exit, OutputError
 from spmd_lm.files import write_atomically
@@ -92,9 +91,7 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             return finish(run) if run.step >= config.train.steps else stop(run, signals)
 
 
-def open_data(
-    run_dir: RunDir, progress: Progress, messages: list[str]
-) -> tuple[Corpus | TaskDataset, str, Loader, Loader | None]:
+def open_data(run_dir: RunDir, progress: Progress, messages: list[str]) -> tuple[Dataset, str, Loader, Loader | None]:
     """The data, the hash of its vocabulary, and the loaders of training and validation; messages: logged with it."""
     config = run_dir.config
     corpus = load_data(config.data, config.train.seed, config.model.vocab)
@@ -210,7 +207,7 @@ def sample(run: TrainingRun) -> str:
     return f"\n{'-' * 80}\n".join(texts) + "\n"
 
 
-def unreadable_prompts(config: RunConfig, corpus: Corpus | TaskDataset) -> dict[str, str]:
+def unreadable_prompts(config: RunConfig, corpus: Dataset) -> dict[str, str]:
     """Those of PROMPTS that the model of a text cannot continue, and why: its vocabulary may have no token that begins
     a document, or be larger than model.vocab beyond the tokens that the text has."""
     if isinstance(config.data, Synthetic) or not config.model.causal:

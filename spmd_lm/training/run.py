@@ -17,9 +17,8 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import make_meta
 from spmd_lm.checkpoints.tiers import Tiers
-from spmd_lm.data.corpus import Corpus
+from spmd_lm.data.corpus import Dataset
 from spmd_lm.data.loader import Loader
-from spmd_lm.data.tasks.dataset import TaskDataset
 from spmd_lm.errors import CheckpointError, Exit, NonFiniteError, OutputError
 from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
@@ -41,7 +40,7 @@ class TrainingRun:
     """One start of a run: its fixed parts, and where it stands."""
 
     program: Program
-    corpus: Corpus | TaskDataset
+    corpus: Dataset
     vocabulary: str  # its hash; '' for data without text
     validation: Loader | None  # the same batches every time; None if train.eval_every is 0
     tiers: Tiers

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.loader import CausalLMLoader, batches_ahead
+from spmd_lm.data.token_array import TokensInMemory
 from spmd_lm.errors import DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)  # a token is its own offset
@@ -31,12 +32,12 @@ def config(context: int = 16, batch: int = 8, microbatches: int = 2, **train: in
 
 
 def loader(tokens: np.ndarray = TOKENS, **changes: int) -> CausalLMLoader:
-    return CausalLMLoader(tokens, config(**changes), "training")
+    return CausalLMLoader(TokensInMemory(tokens, None), config(**changes), "training")
 
 
 def validation_loader(tokens: np.ndarray, batch: int, max_batches: int) -> CausalLMLoader:
     run = config(batch=batch, microbatches=1, eval_batches=max_batches)
-    return CausalLMLoader(tokens, run, "validation")
+    return CausalLMLoader(TokensInMemory(tokens, None), run, "validation")
 
 
 def assert_same(actual: Batch, expected: Batch) -> None:
@@ -123,7 +124,7 @@ def test_the_shortest_text_is_one_window():
 @pytest.mark.parametrize("split", ["training", "validation"])
 def test_too_short_a_text_is_an_error_with_its_sizes(split):
     with pytest.raises(DataError, match=f"{split} text: 16 tokens.*model.context=16.*need 17.*Add text"):
-        CausalLMLoader(TOKENS[:16], config(), split)
+        CausalLMLoader(TokensInMemory(TOKENS[:16], None), config(), split)
 
 
 SPECS = {

@@ -17,6 +17,7 @@ from spmd_lm.config.schema import MaskedLM, RunConfig
 from spmd_lm.data.loader import OFFSET_STREAM, ROW_STREAM, Loader, RowDraws, SplitName
 from spmd_lm.data.masked_lm.masking import UNSELECTED, apply_replacements, choose_replacements
 from spmd_lm.data.shuffle import fold_in, uniform
+from spmd_lm.data.token_array import TokenArray
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
 from spmd_lm.errors import DataError
 
@@ -26,18 +27,19 @@ VALIDATION_KEY = 2**63  # in place of a seed: the masks of validation never chan
 
 
 class MaskedLMLoader(Loader):
-    """Rows of masked text from one array of token ids, which may be a np.memmap.
+    """Rows of masked text.
 
     Raises ConfigError for a vocabulary without [MASK], DataError for too little text."""
 
-    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer, config: RunConfig, split: SplitName):
-        assert tokens.ndim == 1 and isinstance(config.objective, MaskedLM)
+    def __init__(
+        self, tokens: TokenArray, tokenizer: Tokenizer, config: RunConfig, split: SplitName, seed: int | None = None
+    ):
+        assert isinstance(config.objective, MaskedLM)
         self.special, self.words = tokenizer.special_tokens_and_words()
         self.tokens, self.objective, self.has_token_types = tokens, config.objective, config.model.token_types > 0
         self.text_size = config.model.context - (3 if self.objective.sentence_order else 2)
 
-        separators = np.flatnonzero(tokens == tokenizer.eos_token_id)
-        start_D, stop_D = np.concatenate([[0], separators + 1]), np.concatenate([separators, [len(tokens)]])
+        start_D, stop_D = tokens.document_texts()
         start_D, stop_D = start_D[stop_D > start_D], stop_D[stop_D > start_D]  # documents without tokens have no window
         size_D = stop_D - start_D
         windows_D = np.maximum(size_D // self.text_size, 1)
@@ -48,12 +50,12 @@ class MaskedLMLoader(Loader):
                 f"{split} text: {size_D.sum()} tokens, but a row of model.context={config.model.context} holds "
                 f"{self.text_size}. Add text, change data.validation_fraction, or lower model.context."
             )
-        super().__init__(config, split, int(windows_D.sum()))
+        super().__init__(config, split, int(windows_D.sum()), seed=seed)
         if split == "validation" and not any(
             self.rows(step, 0, self.batch_size).loss_weights.any() for step in range(len(self))
         ):
             raise DataError(
-                f"{split} text: none of its {len(tokens)} tokens is masked, so there is no loss to evaluate. "
+                f"{split} text: none of its {tokens.size} tokens is masked, so there is no loss to evaluate. "
                 "Add text, change data.validation_fraction, or set train.eval_every=0."
             )
 
@@ -107,7 +109,10 @@ class MaskedLMLoader(Loader):
 
         # One token more on either side shows whether words begin and end at the edges of the window.
         index = offset_R[:, None] + np.arange(-1, size + 1)
-        near = self.tokens[np.clip(index, start_R[:, None], stop_R[:, None] - 1)].astype(np.int32)
+        width = min(size + 2, self.tokens.size)
+        first_R = np.clip(offset_R - 1, 0, self.tokens.size - width)
+        columns = np.clip(index, start_R[:, None], stop_R[:, None] - 1) - first_R[:, None]
+        near = np.take_along_axis(self.tokens.read(first_R, width), columns, axis=1)
         words_RQ = self.words.word_starts(near)[:, 1:]
         sentences_RQ = words_RQ & self.words.sentence_starts(near)[:, 1:]
         for bounds_RQ in (words_RQ, sentences_RQ):

@@ -17,6 +17,7 @@ from spmd_lm.config.schema import RunConfig, Text
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.data.loader import CausalLMLoader
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
+from spmd_lm.data.token_array import TokensInMemory
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, NumberTokenizer
 from spmd_lm.errors import ConfigError, DataError
 
@@ -71,7 +72,7 @@ def make(
         parallel={"microbatches": microbatches},
         train={"batch": batch, "seed": seed, "eval_batches": eval_batches},
     )
-    return MaskedLMLoader(tokens, tokenizer, config, split)
+    return MaskedLMLoader(TokensInMemory(tokens, tokenizer.eos_token_id), tokenizer, config, split)
 
 
 def present(batch: Batch) -> list[str]:
@@ -372,7 +373,7 @@ def test_the_objective_selects_the_loader(tmp_path):
     for split in ("training", "validation"):
         assert isinstance(make_loader(masked, corpus, split), MaskedLMLoader)
         assert isinstance(make_loader(causal, corpus, split), CausalLMLoader)
-        assert make_loader(causal, corpus, split).tokens is getattr(corpus, {"training": "train"}.get(split, split))
+        assert make_loader(causal, corpus, split).tokens.ids is getattr(corpus, {"training": "train"}.get(split, split))
     for config in (masked, causal):
         rows = make_loader(config, corpus, "training").rows(0, 0, 16)
         assert present(rows) == present(abstract_batch(config))

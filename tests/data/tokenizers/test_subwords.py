@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from spmd_lm.config.schema import PythonStdlib, RunConfig, Text
 from spmd_lm.data.corpus import load_data
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
+from spmd_lm.data.token_array import TokensInMemory
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, make_tokenizer
 from spmd_lm.data.tokenizers.vocabulary import bytes_to_unicode
 from spmd_lm.errors import ConfigError, DataError
@@ -169,7 +170,8 @@ def test_masked_rows_of_wordpieces(tmp_path):
             "train": {"steps": 1, "batch": 16},
         }
     )
-    rows = MaskedLMLoader(tokenizer.encode(text), tokenizer, config, "training").rows(0, 0, 16)
+    tokens = TokensInMemory(tokenizer.encode(text), tokenizer.eos_token_id)
+    rows = MaskedLMLoader(tokens, tokenizer, config, "training").rows(0, 0, 16)
     special, words = tokenizer.special_tokens_and_words()
     assert (rows.targets[:, 0] == special.cls).all() and (rows.label_weights == 1).all()
     inside = ~words.word_starts(rows.targets)[:, 1:]

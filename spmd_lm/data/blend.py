@@ -1,0 +1,89 @@
+"""A blend of corpora by weight: which corpus each sample of a run comes from, a pure function of its index.
+
+After n samples, corpus i has given n w_i of them to within 1 - 1/(2k - 2) < 1, for k corpora of weights w that sum to 1
+(Tijdeman, "The chairman assignment problem", 1980).  Always taking the corpus that is furthest behind drifts further.
+
+The order repeats: weights are whole numbers whose sum is the period.  Those of a file are decimals, so they are exact,
+unless that would make the period longer than MAX_PERIOD; then they are rounded, by less than a millionth of the sum."""
+
+import heapq
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+MAX_PERIOD = 2**20  # samples: half a second to order them
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """The smallest whole numbers in the proportion of these positive decimals; rounded, they sum to MAX_PERIOD."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    ratio = [int(weight * math.lcm(*(each.denominator for each in exact))) for weight in exact]
+    ratio = [weight // math.gcd(*ratio) for weight in ratio]
+    if (total := sum(ratio)) <= MAX_PERIOD:
+        return ratio
+    rounded = [max(1, weight * MAX_PERIOD // total) for weight in ratio]
+    largest_remainders = sorted(range(len(ratio)), key=lambda i: rounded[i] * total - ratio[i] * MAX_PERIOD)
+    for i in largest_remainders[: max(0, MAX_PERIOD - sum(rounded))]:
+        rounded[i] += 1
+    rounded[rounded.index(max(rounded))] -= max(0, sum(rounded) - MAX_PERIOD)  # what the smallest were raised by
+    return rounded
+
+
+def order(weights: Sequence[int]) -> np.ndarray:
+    """One period of the order: the corpus of each sample, uint16 [sum of weights].
+
+    Tijdeman's rule: sample j of corpus i, from 0 on, may come once (n + 1) w_i >= j + d, and must by
+    (n + 1) w_i = j + 1 - d, for d = 1/(2k - 2); of those that may, the one that must first does."""
+    k, period = len(weights), sum(weights)
+    if k == 1:
+        return np.zeros(period, np.uint16)
+    corpus = np.repeat(np.arange(k), weights)
+    nth = np.concatenate([np.arange(weight) for weight in weights])
+    # Times the weights' common denominator and 2k - 2, everything is a whole number: j + d becomes s j + 1.
+    scale, weight = 2 * k - 2, np.array(weights, np.int64)[corpus]
+    release = -(-(scale * nth + 1) * period // (scale * weight))  # the first n + 1 at which it may come
+    deadline = (scale * (nth + 1) - 1) * period / (scale * weight)
+    urgency = np.lexsort((corpus, deadline))  # the job of each rank
+    rank_of_job = np.empty(period, np.int64)
+    rank_of_job[urgency] = np.arange(period)
+    by_release = np.argsort(release, kind="stable")
+    arriving = rank_of_job[by_release].tolist()
+    arrived_by = np.searchsorted(release[by_release], np.arange(1, period + 1), side="right").tolist()
+    waiting: list[int] = []
+    chosen, arrived = [], 0
+    for end in arrived_by:
+        for rank in arriving[arrived:end]:
+            heapq.heappush(waiting, rank)
+        arrived = end
+        chosen.append(heapq.heappop(waiting))
+    return corpus[urgency[chosen]].astype(np.uint16)
+
+
+class Blend:
+    """weights: positive, one for each corpus.  counts: samples of each in one period [corpora]."""
+
+    def __init__(self, weights: Sequence[float]):
+        self.counts = np.array(whole_weights(weights), np.int64)
+        self.corpus = order(self.counts.tolist())
+        self.period = len(self.corpus)
+        self.nth = np.empty(self.period, np.int64)  # of each sample of a period, among those of its corpus
+        for i, count in enumerate(self.counts):
+            self.nth[self.corpus == i] = np.arange(count)
+
+    def locate(self, index_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The corpus of each sample of the run [R], and its number among the samples of that corpus [R]."""
+        period_R, place_R = np.divmod(index_R, self.period)
+        corpus_R = self.corpus[place_R]
+        return corpus_R, period_R * self.counts[corpus_R] + self.nth[place_R]
+
+    def counts_before(self, index: int) -> np.ndarray:
+        """Samples of each corpus among the first `index` of the run [corpora]."""
+        periods, rest = divmod(index, self.period)
+        return periods * self.counts + np.bincount(self.corpus[:rest], minlength=len(self.counts))
+
+    def index_of(self, corpus: int, nth: int) -> int:
+        """Where in the run a sample of a corpus comes."""
+        period, rest = divmod(nth, int(self.counts[corpus]))
+        return period * self.period + int(np.flatnonzero(self.corpus == corpus)[rest])

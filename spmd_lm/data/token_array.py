@@ -1,0 +1,44 @@
+"""Token ids as loaders read them, wherever they are kept: in memory, or in files of any size.
+
+Shape suffixes: R rows, S tokens of a row, D documents."""
+
+from typing import Protocol
+
+import numpy as np
+
+
+class TokenArray(Protocol):
+    """Documents, one after another.  size: of them all, in tokens."""
+
+    size: int
+
+    def read(self, start_R: np.ndarray, length: int) -> np.ndarray:
+        """The tokens from each start on, int32 [R, S] for S = length; no row goes past the last one.
+
+        Raises DataError for tokens that are not what was written, or not in the vocabulary."""
+
+    def document_starts(self) -> np.ndarray:
+        """Where each document begins, and the end of the last one, int64 [D + 1]; a separator belongs to the document
+        before it."""
+
+    def document_texts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the tokens of each document's text begin and end, without separators, int64 [D] each."""
+
+
+class TokensInMemory:
+    """A 1-D array of ids, in which documents are separated by `eos_token_id`, if it is not None."""
+
+    def __init__(self, ids: np.ndarray, eos_token_id: int | None):
+        assert ids.ndim == 1
+        self.ids, self.size = ids, ids.size
+        self.separators = np.flatnonzero(ids == eos_token_id) if eos_token_id is not None else np.empty(0, np.int64)
+
+    def read(self, start_R: np.ndarray, length: int) -> np.ndarray:
+        return self.ids[start_R[:, None] + np.arange(length)].astype(np.int32)
+
+    def document_starts(self) -> np.ndarray:
+        return np.concatenate([[0], self.separators + 1, [self.size]])
+
+    def document_texts(self) -> tuple[np.ndarray, np.ndarray]:
+        starts = self.document_starts()
+        return starts[:-1], np.append(self.separators, self.size)

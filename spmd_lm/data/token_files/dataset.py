@@ -1,0 +1,135 @@
+"""Data sets of token ids on disk: what `spmd-lm prepare` writes, or Megatron-LM's files, alone or blended.
+
+A prepared data set is a directory: manifest.json, the shards of its splits, and the vocabulary in tokenizer/, unless
+its tokens are bytes."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from spmd_lm.config.schema import Tokens
+from spmd_lm.data.token_files.megatron import is_megatron, open_megatron, split_documents
+from spmd_lm.data.token_files.shard import Shard, damaged, open_shard, read_json
+from spmd_lm.data.token_files.sharded_tokens import ShardedTokens
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer
+from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
+from spmd_lm.errors import ConfigError, DataError
+
+MANIFEST = "manifest.json"
+FORMAT = "spmd_lm.tokens"
+SPLITS = ("train", "validation")
+"""Those that training reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCorpus:
+    """One data set.  weight: of its samples in a blend.  identity: of its content, without reading the tokens."""
+
+    path: str
+    weight: float
+    train: ShardedTokens
+    validation: ShardedTokens
+    documents: int
+    identity: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenDataset:
+    """What a run reads."""
+
+    name: str
+    corpora: list[TokenCorpus]
+    tokenizer: Tokenizer
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256, in hex: runs with the same fingerprint see the same tokens, in the same proportions."""
+        identities = [(corpus.identity, corpus.weight) for corpus in self.corpora]
+        return hashlib.sha256(json.dumps(identities).encode()).hexdigest()
+
+    def describe(self) -> str:
+        """One line with its sizes."""
+        train, validation = (sum(getattr(each, split).size for each in self.corpora) for split in SPLITS)
+        documents = sum(corpus.documents for corpus in self.corpora)
+        return (
+            f"{self.name}: {documents:,} documents, {train:,} training tokens, {validation:,} validation tokens, "
+            f"sha256 {self.fingerprint[:12]}"
+        )
+
+
+def open_dataset(data: Tokens, tokenizer: Tokenizer, model_vocab: int) -> TokenDataset:
+    """Maps the files of data.path or data.blend, checks their sizes and headers, and reads no token.
+
+    Raises DataError for files that are missing or damaged, ConfigError for those of another tokenizer."""
+    parts = [(part.path, part.weight) for part in data.blend] if data.blend else [(str(data.path), 1.0)]
+    vocab_size = min(tokenizer.vocab_size, model_vocab)
+    corpora = [_open_corpus(path, weight, data, tokenizer, vocab_size) for path, weight in parts]
+    return TokenDataset(", ".join(path for path, _ in parts), corpora, tokenizer)
+
+
+def _open_corpus(path: str, weight: float, data: Tokens, tokenizer: Tokenizer, vocab_size: int) -> TokenCorpus:
+    root = Path(path).expanduser()
+    if is_megatron(root):
+        shard = open_megatron(root)
+        splits = [[each] for each in split_documents(shard, data.validation_fraction)]
+        separator = _last_of_documents(shard, tokenizer.eos_token_id)
+        identity = f"{shard.header.dtype} {shard.offsets.size} {hashlib.sha256(shard.offsets.tobytes()).hexdigest()}"
+        documents = shard.header.documents
+    else:
+        manifest = read_manifest(root)
+        _require_tokenizer(manifest, root, data)
+        splits = [[open_shard(root / name) for name in manifest["splits"][split]["shards"]] for split in SPLITS]
+        separator = manifest["eos_token_id"]
+        checksums = [[(s.header.idx_crc32, s.header.block_crc32) for s in shards] for shards in splits]
+        identity = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
+        documents = sum(shard.header.documents for shards in splits for shard in shards)
+    train, validation = (ShardedTokens(_nonempty(s), vocab_size, separator, data.verify) for s in splits)
+    if not train.size:
+        raise DataError(f"{path}: its training split has no tokens. Prepare more text, or leave it out of data.blend.")
+    return TokenCorpus(path, weight, train, validation, documents, identity)
+
+
+def _nonempty(shards: list[Shard]) -> list[Shard]:
+    return [shard for shard in shards if shard.tokens.size]
+
+
+def _last_of_documents(shard: Shard, eos_token_id: int | None) -> int | None:
+    """The end-of-sequence token, if the first document ends with it: Megatron-LM appends it to all, or to none."""
+    first = shard.tokens[: int(shard.offsets[1])] if shard.header.documents else shard.tokens
+    return eos_token_id if first.size and first[-1] == eos_token_id else None
+
+
+def read_manifest(root: Path) -> dict[str, Any]:
+    """What data.path's manifest says.  Raises DataError if it is missing, or not one that this version reads."""
+    path = root / MANIFEST
+    if not path.is_file():
+        raise DataError(
+            f"{root}: no prepared data set, which has a {MANIFEST}, and no {root.name}.idx beside it. "
+            "Prepare it with `spmd-lm prepare`, or give the path of Megatron-LM's files without their suffixes."
+        )
+    manifest = read_json(path)
+    splits = manifest.get("splits")
+    if manifest.get("format") != FORMAT or manifest.get("version") != 1 or not isinstance(splits, dict):
+        raise damaged(path, f"it is not the manifest of a data set in format {FORMAT}, version 1")
+    for split in SPLITS:
+        names = splits.get(split, {}).get("shards")
+        if not isinstance(names, list) or not all(_is_below(root, name) for name in names):
+            raise damaged(path, f"its split {split!r} does not list shards in this directory")
+    if not isinstance(manifest.get("tokenizer"), str) or not isinstance(manifest.get("eos_token_id"), int | None):
+        raise damaged(path, "it does not say which tokenizer made its ids")
+    return manifest
+
+
+def _is_below(root: Path, name: Any) -> bool:
+    return isinstance(name, str) and (root / name).resolve().is_relative_to(root.resolve())
+
+
+def _require_tokenizer(manifest: dict[str, Any], root: Path, data: Tokens) -> None:
+    if vocabulary_hash(data.tokenizer) != manifest["tokenizer"]:
+        raise ConfigError(
+            f"data.tokenizer={data.tokenizer} is not the one that made the token ids in {root}. "
+            f"Leave it out: the data set has its own. Corpora of one blend have the same tokenizer."
+        )

@@ -1,0 +1,229 @@
+"""A shard of tokenized documents: three files of one name.
+
+  shard-00000.bin   token ids, one document after another: little-endian uint16 or uint32
+  shard-00000.idx   MAGIC, then the offsets at which documents begin, and the end: little-endian uint64 [documents + 1]
+  shard-00000.json  what reading and checking them takes: a Header
+
+The .json is written last: a shard without one is not there.  Every document ends with the end-of-sequence token, if the
+tokenizer has one."""
+
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd_lm import files
+from spmd_lm.errors import DataError
+
+MAGIC = b"SPMDLM01"
+BLOCK = 2**20  # bytes of a .bin that share a checksum
+LARGEST_HEADER = 2**26  # bytes: enough for the checksums of 5 TB
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """block_crc32: of each BLOCK of the .bin.  tokenizer: the SHA-256 of its vocabulary, or `bytes`."""
+
+    dtype: str
+    vocab_size: int
+    eos_token_id: int | None
+    tokenizer: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    idx_crc32: int
+    block_crc32: list[int]
+    version: int = 1
+
+
+class Shard(NamedTuple):
+    """path: without a suffix.  tokens: a memory map, 1-D.  offsets: uint64 [documents + 1], a memory map."""
+
+    path: Path
+    header: Header
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest of the two that holds every id."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+class ShardWriter:
+    """Writes one shard, document by document.  Nothing appears under its name before `finish`; what `abandon`, or a
+    crash, leaves is overwritten by the next writer of this shard.
+
+    The same documents make the same bytes."""
+
+    def __init__(self, path: Path, vocab_size: int, eos_token_id: int | None, tokenizer: str):
+        """path: without a suffix, in a directory that exists."""
+        self.path, self.vocab_size, self.eos_token_id, self.tokenizer = path, vocab_size, eos_token_id, tokenizer
+        self.dtype = token_dtype(vocab_size)
+        self.ends, self.text_bytes, self.block_crc32 = [0], 0, list[int]()
+        self.pending = bytearray()
+        self.bin = files.create(path.with_suffix(".bin.tmp"))
+
+    @property
+    def tokens(self) -> int:
+        return self.ends[-1]
+
+    def add(self, tokens: np.ndarray, text_bytes: int) -> None:
+        """A document's ids, without an end-of-sequence token, which is added; and the bytes of its text.
+
+        Raises DataError for an id that is not below the vocabulary's size, OSError for a disk that is full."""
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise DataError(
+                f"{self.path}: token {int(tokens.max())} is not below the {self.vocab_size} of the vocabulary. "
+                "Use the tokenizer that these ids are of."
+            )
+        ids = tokens.astype(self.dtype)
+        if self.eos_token_id is not None:
+            ids = np.append(ids, self.dtype.type(self.eos_token_id))
+        self.ends.append(self.ends[-1] + len(ids))
+        self.text_bytes += text_bytes
+        self.pending += ids.tobytes()
+        if len(self.pending) >= BLOCK:
+            self._write_blocks(len(self.pending) // BLOCK * BLOCK)
+
+    def _write_blocks(self, size: int) -> None:
+        written = self.pending[:size]
+        self.block_crc32 += block_checksums(written)
+        self.bin.write(written)
+        del self.pending[:size]
+
+    def finish(self) -> Header:
+        """Makes the shard appear.  OSError for a disk that is full: nothing appears then."""
+        self._write_blocks(len(self.pending))
+        idx = MAGIC + np.array(self.ends, "<u8").tobytes()
+        header = Header(
+            self.dtype.str.lstrip("<"),
+            self.vocab_size,
+            self.eos_token_id,
+            self.tokenizer,
+            self.tokens,
+            len(self.ends) - 1,
+            self.text_bytes,
+            zlib.crc32(idx),
+            self.block_crc32,
+        )
+        self.bin.flush()
+        os.fsync(self.bin.fileno())
+        self.bin.close()
+        self.path.with_suffix(".bin.tmp").replace(self.path.with_suffix(".bin"))
+        files.write_atomically(self.path.with_suffix(".idx"), idx)
+        files.write_atomically(self.path.with_suffix(".json"), json.dumps(dataclasses.asdict(header)) + "\n")
+        return header
+
+    def abandon(self) -> None:
+        self.bin.close()
+        self.path.with_suffix(".bin.tmp").unlink(missing_ok=True)
+
+
+def block_checksums(data: bytes | bytearray | np.ndarray) -> list[int]:
+    """CRC-32 of each BLOCK of bytes; the last one may be shorter."""
+    view = np.frombuffer(data, np.uint8)
+    return [zlib.crc32(view[start : start + BLOCK].data) for start in range(0, len(view), BLOCK)]
+
+
+def open_shard(path: Path) -> Shard:
+    """Memory maps of a shard's files, after checking their sizes, header and offsets; the tokens are not read.
+
+    Raises DataError for a file that is missing, unreadable, truncated or damaged, or not of this format."""
+    header = read_header(path.with_suffix(".json"))
+    dtype = np.dtype(header.dtype).newbyteorder("<")
+    tokens = map_file(path.with_suffix(".bin"), dtype, header.tokens)
+    idx = map_file(path.with_suffix(".idx"), np.dtype("u1"), len(MAGIC) + 8 * (header.documents + 1))
+    if zlib.crc32(idx.tobytes()) != header.idx_crc32:
+        raise damaged(path.with_suffix(".idx"), "its checksum is not that of what was written")
+    offsets = idx[len(MAGIC) :].view("<u8")
+    if idx[: len(MAGIC)].tobytes() != MAGIC or not _increase(offsets, header.tokens):
+        raise damaged(path.with_suffix(".idx"), "its offsets do not divide the tokens into documents")
+    return Shard(path, header, tokens, offsets)
+
+
+def _increase(offsets: np.ndarray, tokens: int) -> bool:
+    return int(offsets[0]) == 0 and int(offsets[-1]) == tokens and bool((offsets[1:] >= offsets[:-1]).all())
+
+
+def read_header(path: Path) -> Header:
+    """Raises DataError for one that is missing, or not a Header."""
+    value = read_json(path)
+    known = {field.name for field in dataclasses.fields(Header)}
+    if value.get("version") != Header.version or value.keys() != known:
+        raise damaged(path, f"it is not the header of a shard of version {Header.version}")
+    header = Header(**value)
+    counts = header.vocab_size, header.tokens, header.documents, header.text_bytes, header.idx_crc32
+    valid = all(type(count) is int and count >= 0 for count in (*counts, *header.block_crc32))
+    if not valid or header.dtype not in ("u2", "u4") or header.dtype != token_dtype(header.vocab_size).str[1:]:
+        raise damaged(path, "its counts, vocabulary and dtype do not agree")
+    if len(header.block_crc32) != -(-header.tokens * np.dtype(header.dtype).itemsize // BLOCK):
+        raise damaged(path, "it does not have a checksum for each MiB of tokens")
+    return header
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.  Raises DataError for a file that is missing or not one."""
+    try:
+        value = files.parse_json(files.read_bytes(path, LARGEST_HEADER))
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror}. Prepare the data again, or copy it again."
+        ) from None
+    except ValueError as error:
+        raise damaged(path, f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise damaged(path, "not a JSON object")
+    return value
+
+
+def map_file(path: Path, dtype: np.dtype, size: int, offset: int = 0) -> np.ndarray:
+    """A read-only memory map of `size` values, which are the file's all from byte `offset` on.
+
+    Raises DataError for a file that cannot be read, or of another size."""
+    try:
+        descriptor = files.open_regular(path)
+        with open(descriptor, "rb") as file:
+            found, expected = os.fstat(file.fileno()).st_size, offset + size * dtype.itemsize
+            if found != expected:
+                raise damaged(path, f"it has {found:,} bytes instead of {expected:,}")
+            if not size:  # mmap maps no empty file
+                return np.empty(0, dtype)
+            return np.memmap(file, dtype, "r", offset, size).view(np.ndarray)  # whose slices are faster
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror}. Prepare the data again, or copy it again."
+        ) from None
+
+
+def block_range(shard: Shard, block: int) -> np.ndarray:
+    """The tokens in a BLOCK of the .bin."""
+    size = BLOCK // shard.tokens.itemsize
+    return shard.tokens[block * size : (block + 1) * size]
+
+
+def check_block(shard: Shard, block: int) -> None:
+    """Raises DataError if a BLOCK is not what was written; files without checksums pass."""
+    tokens = block_range(shard, block)
+    if shard.header.block_crc32 and block_checksums(tokens) != [shard.header.block_crc32[block]]:
+        where = f"bytes {block * BLOCK:,} to {block * BLOCK + tokens.nbytes:,}"
+        raise damaged(shard.path.with_suffix(".bin"), f"the checksum of {where} is not that of what was written")
+
+
+def documents(shard: Shard) -> Iterator[np.ndarray]:
+    """The ids of each document, its end-of-sequence token included."""
+    for start, stop in zip(shard.offsets[:-1].tolist(), shard.offsets[1:].tolist(), strict=True):
+        yield shard.tokens[start:stop]
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be read: {error.strerror}. Mend that, or prepare the data again.")
+
+
+def damaged(path: Path, what: str) -> DataError:
+    return DataError(f"{path}: damaged: {what}. Prepare the data again, or copy it again.")

@@ -1,0 +1,88 @@
+"""The tokens of many shards as one array, read through memory maps, and checked as they are."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from spmd_lm.data.token_files.shard import BLOCK, Shard, block_range, check_block
+from spmd_lm.errors import DataError
+
+Verify = Literal["touch", "full", "off"]
+
+
+class ShardedTokens:
+    """A TokenArray.  verify: when a BLOCK of a file is compared with its checksum: before a token of it is used first
+    (touch), all at the start (full), or never (off).  Ids are compared with vocab_size at the same time."""
+
+    def __init__(self, shards: Sequence[Shard], vocab_size: int, eos_token_id: int | None, verify: Verify = "touch"):
+        """eos_token_id: what each document ends with; None if its last token is of its text."""
+        self.shards, self.vocab_size, self.eos_token_id = shards, vocab_size, eos_token_id
+        ends = np.cumsum([0, *(shard.tokens.size for shard in shards)])
+        self.first_token, self.size = ends[:-1], int(ends[-1])
+        blocks = [-(-shard.tokens.nbytes // BLOCK) for shard in shards]
+        self.first_block = np.cumsum([0, *blocks])[:-1]
+        self.tokens_per_block = np.array([BLOCK // shard.tokens.itemsize for shard in shards])
+        self.unchecked = np.full(sum(blocks), verify != "off")
+        self.num_unchecked = int(self.unchecked.sum())
+        if verify == "full":
+            for i, count in enumerate(blocks):
+                self._check(i, 0, count)
+
+    def read(self, start_R: np.ndarray, length: int) -> np.ndarray:
+        shard_R = np.searchsorted(self.first_token, start_R, side="right") - 1
+        local_R = start_R - self.first_token[shard_R]
+        if self.num_unchecked:
+            self._check_rows(shard_R, local_R, length)
+        rows = np.empty((len(start_R), length), np.int32)
+        for row, i, start in zip(rows, shard_R.tolist(), local_R.tolist(), strict=True):
+            found = self.shards[i].tokens[start : start + length]
+            row[: len(found)] = found
+            if len(found) < length:
+                self._read_on(row[len(found) :], i + 1)
+        return rows
+
+    def _read_on(self, row: np.ndarray, i: int) -> None:
+        """Fills the rest of a row from the beginning of shard i, and of those after it."""
+        while len(row):
+            assert i < len(self.shards), "a row goes past the last token"
+            found = self.shards[i].tokens[: len(row)]
+            self._check(i, 0, -(-found.nbytes // BLOCK))
+            row[: len(found)] = found
+            row, i = row[len(found) :], i + 1
+
+    def _check_rows(self, shard_R: np.ndarray, local_R: np.ndarray, length: int) -> None:
+        """Of the shards that rows begin in."""
+        size_R = self.tokens_per_block[shard_R]
+        last_R = np.minimum(local_R + length, [self.shards[i].tokens.size for i in shard_R.tolist()]) - 1
+        first_R, last_R = local_R // size_R, last_R // size_R
+        base_R = self.first_block[shard_R]
+        suspect = self.unchecked[base_R + first_R] | self.unchecked[base_R + last_R] | (last_R > first_R + 1)
+        for r in np.flatnonzero(suspect).tolist():
+            self._check(int(shard_R[r]), int(first_R[r]), int(last_R[r]) + 1)
+
+    def _check(self, i: int, first: int, stop: int) -> None:
+        """Blocks first..stop-1 of shard i, those that are not checked yet."""
+        base = int(self.first_block[i])
+        for block in (np.flatnonzero(self.unchecked[base + first : base + stop]) + first).tolist():
+            shard = self.shards[i]
+            check_block(shard, block)
+            found = block_range(shard, block)
+            if found.size and not 0 <= int(found.min()) <= int(found.max()) < self.vocab_size:
+                raise DataError(
+                    f"{shard.path}: it has the token {int(found.max())}, but the vocabulary has {self.vocab_size}. "
+                    "Use the data.tokenizer that it was made with, and a model.vocab that holds it."
+                )
+            self.unchecked[base + block] = False
+            self.num_unchecked -= 1
+
+    def document_starts(self) -> np.ndarray:
+        parts = [shard.offsets[:-1].astype(np.int64) + first for shard, first in self._with_first_tokens()]
+        return np.concatenate([*parts, [self.size]])
+
+    def document_texts(self) -> tuple[np.ndarray, np.ndarray]:
+        starts = self.document_starts()
+        return starts[:-1], starts[1:] - (self.eos_token_id is not None)
+
+    def _with_first_tokens(self):
+        return zip(self.shards, self.first_token.tolist(), strict=True)
