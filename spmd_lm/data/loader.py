@@ -9,6 +9,7 @@ import abc
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -27,6 +28,9 @@ SplitName = Literal["training", "validation"]
 # Independent random streams of one seed: the order of an epoch, where its windows start, how its rows are masked;
 # and of each corpus of a blend.
 ORDER_STREAM, OFFSET_STREAM, ROW_STREAM, CORPUS_STREAM = range(4)
+
+
+ORDER_BLOCK = 4096  # places of a run whose order is computed at once, which costs little more than one place
 
 
 class RowDraws(NamedTuple):
@@ -54,6 +58,7 @@ class Loader(abc.ABC):
         self.batch_size, self.microbatches = config.train.batch, config.parallel.microbatches
         assert self.batch_size % self.microbatches == self.batch_size % rows_per_example == 0
         self.split, self.num_examples, self.rows_per_example = split, num_examples, rows_per_example
+        self.order_of_block = functools.lru_cache(maxsize=2)(self._compute_order)
         max_text = self.batch_size * config.train.eval_batches
         self.num_validated = min(num_examples, max_text) if config.objective.predicts_tokens else num_examples
 
@@ -78,12 +83,27 @@ class Loader(abc.ABC):
     def read_examples(self, index_R: np.ndarray, sample_ids_R: np.ndarray) -> Batch:
         """The examples at these places of the run, or of an evaluation, on the host."""
         if self.split == "training":
-            epoch_R, index_R = np.divmod(index_R, self.num_examples)
-            example_R = permute(index_R, self.num_examples, fold_in(self.seed, ORDER_STREAM, epoch_R))
-            return self.read(RowDraws(sample_ids_R, example_R, epoch_R, np.ones(len(index_R), bool)))
+            example_R = self._order(index_R)
+            return self.read(
+                RowDraws(sample_ids_R, example_R, index_R // self.num_examples, np.ones(len(index_R), bool))
+            )
         valid_R = index_R < self.num_validated
         example_R = np.where(valid_R, index_R, 0) * self.num_examples // max(self.num_validated, 1)
         return self.read(RowDraws(sample_ids_R, example_R, None, valid_R))
+
+    def _order(self, index_R: np.ndarray) -> np.ndarray:
+        """The example at each place of the run [R]."""
+        block_R, place_R = np.divmod(index_R, ORDER_BLOCK)
+        example_R = np.empty_like(index_R)
+        for block in np.unique(block_R).tolist():
+            rows = block_R == block
+            example_R[rows] = self.order_of_block(block)[place_R[rows]]
+        return example_R
+
+    def _compute_order(self, block: int) -> np.ndarray:
+        """The examples at the places of a block [ORDER_BLOCK]."""
+        epoch, index = np.divmod(np.arange(block * ORDER_BLOCK, (block + 1) * ORDER_BLOCK), self.num_examples)
+        return permute(index, self.num_examples, fold_in(self.seed, ORDER_STREAM, epoch))
 
     def batch(self, step: int, shardings: Batch) -> Batch:
         """A step's batch on devices: fields are [M, B, T], those of PER_ROW [M, B].
@@ -170,14 +190,21 @@ class CausalLMLoader(Loader):
 def pack(batch: Batch, document_starts: np.ndarray, offset_R: np.ndarray) -> Batch:
     """The same rows, with their documents apart.  offset: of each row, in the tokens that document_starts [D + 1] is
     of."""
-    index_RS = offset_R[:, None] + np.arange(batch.tokens.shape[1] + 1)
-    document_RS = np.searchsorted(document_starts, index_RS, side="right") - 1
-    first_RT = np.maximum(document_starts[document_RS[:, :-1]], offset_R[:, None])
+    rows, length = batch.tokens.shape
+    # Of each row, the documents that begin after its first token; one without tokens begins where the next one does.
+    begin_R, end_R = (np.searchsorted(document_starts, offset_R + n, side="right") for n in (0, length))
+    count_R = end_R - begin_R
+    row = np.repeat(np.arange(rows), count_R)
+    document = np.arange(len(row)) + np.repeat(begin_R - np.cumsum(count_R) + count_R, count_R)
+    starts_RS = np.zeros((rows, length + 1), bool)
+    starts_RS[row, document_starts[document] - offset_R[row]] = True
+    column_T = np.arange(length, dtype=np.int32)
+    first_RT = np.maximum.accumulate(np.where(starts_RS[:, :-1], column_T, 0), axis=1, dtype=np.int32)
     return dataclasses.replace(
         batch,
-        loss_weights=batch.loss_weights * (document_RS[:, 1:] == document_RS[:, :-1]),
-        positions=(index_RS[:, :-1] - first_RT).astype(np.int32),
-        segments=(document_RS[:, :-1] - document_RS[:, :1] + 1).astype(np.int32),
+        loss_weights=batch.loss_weights * ~starts_RS[:, 1:],
+        positions=column_T - first_RT,
+        segments=np.cumsum(starts_RS[:, :-1], axis=1, dtype=np.int32) + 1,
     )
 
 

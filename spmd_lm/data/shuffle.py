@@ -37,11 +37,11 @@ def permute(index: ArrayLike, n: int, key: ArrayLike) -> np.ndarray:
     A Feistel network permutes the smallest power of two that holds n.  A value outside range(n) is permuted again until
     it is inside, less than one more step on average (Black and Rogaway, "Ciphers with arbitrary finite domains",
     2002)."""
-    image = np.asarray(index, np.uint64)
-    outside = np.ones(image.shape, bool)
-    while outside.any():
-        image = np.where(outside, _feistel(image, (n - 1).bit_length(), key), image)
-        outside = image >= n
+    index, key = np.broadcast_arrays(np.asarray(index, np.uint64), np.asarray(key, np.uint64))
+    bits = (n - 1).bit_length()
+    image = np.array(_feistel(index, bits, key))
+    while (outside := image >= n).any():
+        image[outside] = _feistel(image[outside], bits, key[outside])
     return image.astype(np.int64)
 
 

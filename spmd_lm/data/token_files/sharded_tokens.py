@@ -20,6 +20,7 @@ class ShardedTokens:
         self.shards, self.vocab_size, self.eos_token_id = shards, vocab_size, eos_token_id
         ends = np.cumsum([0, *(shard.tokens.size for shard in shards)])
         self.first_token, self.size = ends[:-1], int(ends[-1])
+        self.sizes = np.diff(ends)
         blocks = [-(-shard.tokens.nbytes // BLOCK) for shard in shards]
         self.first_block = np.cumsum([0, *blocks])[:-1]
         self.tokens_per_block = np.array([BLOCK // shard.tokens.itemsize for shard in shards])
@@ -54,7 +55,7 @@ class ShardedTokens:
     def _check_rows(self, shard_R: np.ndarray, local_R: np.ndarray, length: int) -> None:
         """Of the shards that rows begin in."""
         size_R = self.tokens_per_block[shard_R]
-        last_R = np.minimum(local_R + length, [self.shards[i].tokens.size for i in shard_R.tolist()]) - 1
+        last_R = np.minimum(local_R + length, self.sizes[shard_R]) - 1
         first_R, last_R = local_R // size_R, last_R // size_R
         base_R = self.first_block[shard_R]
         suspect = self.unchecked[base_R + first_R] | self.unchecked[base_R + last_R] | (last_R > first_R + 1)
