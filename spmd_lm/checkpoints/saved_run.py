@@ -112,7 +112,7 @@ def check_compatible(saved: Config, config: Config, directory: Path) -> list[str
         header = f"{directory} holds a run of another model (saved -> configured):"
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
         raise CheckpointError("\n".join([header, *other_model, advice]))
-    return [line for key, line in changes.items() if not _is_under(key, ("run",))]
+    return [line for key, line in changes.items() if not _is_under(key, ("run",)) or key == "run.compiler_options"]
 
 
 def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> None:

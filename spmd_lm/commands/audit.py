@@ -18,6 +18,8 @@ def run(arguments: Arguments) -> int:
 
     config = load_configuration(arguments)
     if arguments.hlo is not None:
+        if arguments.hlo in ("-", arguments.json):
+            raise ConfigError(f"--hlo {arguments.hlo}: the program needs a file of its own. Name another one.")
         check_writable("--hlo", arguments.hlo)
     report = audit(config, arguments.topology, arguments.hlo)
     write_result(arguments, report, str(report))

@@ -73,14 +73,14 @@ def render_exposed(exposed: dict[str, Any]) -> Iterator[str]:
             waited, seconds = _milliseconds(row["exposed_seconds"]), _milliseconds(row["wire_seconds"])
             axes = " x ".join(row["axes"])
             yield f"        {row['kind']} over {axes}: {waited} of {seconds}, {format_bytes(row['bytes'])}"
-    speeds = ", ".join(
-        f"{speed / 1e9:,.4g} GB/s over {axis}"
+    speeds = "".join(
+        f", {speed / 1e9:,.4g} GB/s over {axis}"
         + (f" ({one_way / 1e9:,.4g} one way)" if (one_way := assumed["permute_bandwidth"][axis]) != speed else "")
         for axis, speed in assumed["bandwidth"].items()
     )
     yield (
         f"assumes {assumed['hardware']}: {assumed['peak_flops'] / 1e12:,.4g} TFLOP/s at {assumed['efficiency']:.0%}, "
-        f"memory {assumed['memory_bandwidth'] / 1e9:,.4g} GB/s, {speeds}"
+        f"memory {assumed['memory_bandwidth'] / 1e9:,.4g} GB/s{speeds}"
     )
     yield f"        of {assumed['source']}"
     yield f"        not modelled: {assumed['not_modelled']}"

@@ -8,6 +8,7 @@ import jax
 from spmd_lm.analysis import flops, memory
 from spmd_lm.analysis.expected_collectives import expected_collectives
 from spmd_lm.axes import DATA, PIPE, is_dim_names
+from spmd_lm.config import checks
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.pipeline import schedule as schedules
@@ -112,11 +113,15 @@ def _zero3_options(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     for gathers, kind, chunks, reduce_once in alternatives:
         keys = {"schedule": kind, "chunks": chunks, "reduce_once": reduce_once}
         other = config.model_copy(update={"parallel": p.model_copy(update=keys)})
+        if checks.problems(dict(other)):
+            continue
         other_plan = abstract_plan(other, plan.layout.devices, plan.platform, kind="")  # pipelines depend on none
         total = sum(memory.table(other, other_plan).values())
         wire = sum(row.bytes for row in expected_collectives(other, other_plan))
         bubble = schedules.make_schedule(kind, stages, p.microbatches, chunks).bubble
         options.append({"gathers": gathers} | keys | {"memory": total, "wire": wire, "bubble": bubble})
+    if not options:
+        return []
     best = min(options, key=lambda option: option["memory"] * option["wire"])
     return [option | {"recommended": option is best} for option in options]
 

@@ -33,6 +33,7 @@ class HardwareOptions(NamedTuple):
     source: str
     kinds: Sequence[str] = ()
     absent: bool = False
+    required: bool = False
     present: bool = False
     environment: str = ""
 
@@ -85,14 +86,16 @@ class XlaOptions(NamedTuple):
 
 def options_for(setting: Setting, platform: str, kind: str, *, absent: bool) -> XlaOptions:
     """Those of `setting` for a device of this platform and kind.  absent: it is compiled for, not run on."""
-    if not isinstance(setting, str):
-        return XlaOptions([Option(name, value, "run.compiler_options") for name, value in setting.items()], [])
-    rows = [row for row in table() if setting == "auto" and row.fits(platform, kind, absent=absent)]
+    own = setting if isinstance(setting, dict) else {}
+    fitting = [row for row in table() if row.fits(platform, kind, absent=absent)]
+    rows = [row for row in fitting if row.required or setting == "auto"]
     missing = [row for row in rows if row.environment and not row.is_set]
     options = [
         Option(name, value, row.reason)
         for row in rows
         if absent or row not in missing
         for name, value in row.options.items()
+        if name not in own
     ]
+    options += (Option(name, value, "run.compiler_options") for name, value in own.items())
     return XlaOptions(options, [row.advice(absent=absent) for row in missing])

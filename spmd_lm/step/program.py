@@ -232,7 +232,7 @@ class Program:
         try:
             return lowered.compile(compiler_options=options or None)
         except jax.errors.JaxRuntimeError as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0].rstrip(".")
             setting = self.config.run.compiler_options
             advice = f" run.compiler_options sets {', '.join(options)}." if options else ""
             refused = setting == "auto" and any(name in reason for name in options)

@@ -338,6 +338,7 @@ def test_another_model_is_refused_with_old_and_new(tmp_path, path, value):
         ("model.scan", False),
         ("model.dropout", 0.0),
         ("model.attention_dropout", 0.0),
+        ("run.compiler_options", "none"),
     ],
 )
 def test_other_differences_are_returned(tmp_path, path, value):

@@ -88,6 +88,14 @@ def test_a_pipeline_is_drawn_and_ways_to_gather_are_compared(schedule, chunks, p
     assert here["memory"] == sum(d["memory"].values()) and here["bubble"] == d["pipeline"]["bubble"]
 
 
+def test_ways_to_gather_that_would_be_refused_are_left_out():
+    parallel = {"pipe": 2, "data": 4, "zero": 3, "microbatches": 4, "schedule": "breadth_first", "chunks": 2}
+    config = make_config(model={"layers": 4}, parallel=parallel | {"prefetch": "on"}, precision=FLOAT32)
+    options = describe(config)["pipeline"]["choices"]
+    assert [option["gathers"] for option in options] == ["for each microbatch", "for each layer and direction"]
+    assert sum(option["recommended"] for option in options) == 1
+
+
 def test_singular_and_plural():
     one = summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32)))
     assert "= 1 device (cpu)" in one and "= 1 microbatch x 1 shard x 16" in one

@@ -74,8 +74,16 @@ def test_a_kind_is_not_the_one_that_its_name_begins_with():
 
 
 def test_none_and_options_of_one_s_own_replace_the_table():
-    assert names("none", **ABSENT_H100) == {}
-    assert names({"xla_a": 1}, **ABSENT_H100) == {"xla_a": 1}
+    assert names("none", **V5P, absent=True) == {}
+    assert names({"xla_a": 1}, **V5P, absent=True) == {"xla_a": 1}
+
+
+def test_what_a_compiler_cannot_do_without_is_always_set():
+    """Unless it is set to something else."""
+    required = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+    assert names("none", **ABSENT_H100) == required and not names("none", **ABSENT_H100 | {"absent": False})
+    assert names({"xla_a": 1}, **ABSENT_H100) == required | {"xla_a": 1}
+    assert names({"xla_gpu_autotune_level": 2}, **ABSENT_H100) == required | {"xla_gpu_autotune_level": 2}
 
 
 def test_options_are_set_in_a_file_or_on_the_command_line():
