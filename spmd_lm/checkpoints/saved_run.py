@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
 from spmd_lm.checkpoints.directories import say_damaged
 from spmd_lm.checkpoints.record import Meta
-from spmd_lm.config.load import saved_tokenizer
+from spmd_lm.config.load import TOKENIZER_DIR, saved_tokenizer
+from spmd_lm.config.schema import TRAINED_TOKENIZERS, Data, RunConfig
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
-from spmd_lm.config.schema import Data, RunConfig
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from spmd_lm.parallel.trees import Tree
@@ -112,6 +112,7 @@ def check_compatible(saved: Config, config: Config, directory: Path) -> list[str
         header = f"{directory} holds a run of another model (saved -> configured):"
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
         raise CheckpointError("\n".join([header, *other_model, advice]))
+    changes.pop("data.tokenizer", None)  # the same vocabulary by another path, or check_vocabulary refuses it
     return [line for key, line in changes.items() if not _is_under(key, ("run",)) or key == "run.compiler_options"]
 
 
@@ -127,8 +128,10 @@ def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> N
     own = meta["data"].get("vocabulary") if meta else None
     if not own and (saved or trained_with == "bytes"):
         own = vocabulary_hash(str(saved) if saved else "bytes")
-    if not own or name == own or ("bytes" not in (name, own) and vocabulary_hash(name) == own):
+    if not own or name == own or (not {"bytes", *TRAINED_TOKENIZERS} & {name, own} and vocabulary_hash(name) == own):
         return
+    if name in TRAINED_TOKENIZERS:  # its copy is gone: load puts the path of one in place of the name
+        raise ConfigError(f"{directory}: the tokenizer that it trained is gone from it. Bring {TOKENIZER_DIR}/ back.")
     advice = f"Use data.tokenizer={saved or trained_with or 'bytes'}, or another run."
     if saved and vocabulary_hash(str(saved)) != own:
         advice = f"Nor is {saved}, which was changed: bring the vocabulary back."

@@ -15,7 +15,9 @@ from pydantic import BaseModel
 from spmd_lm.config import layout_checks
 from spmd_lm.config.attention_kernels import FUSED_KERNELS, obstacles
 from spmd_lm.config.schema import (
+    TRAINED_TOKENIZERS,
     Data,
+    Documents,
     MaskedLM,
     Model,
     Objective,
@@ -63,6 +65,13 @@ def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Obj
     if isinstance(data, Data) and data.tokenizer == "bytes" and model.vocab < least:
         problem = f"{model.vocab=} is less than the {least} tokens of data.tokenizer=bytes{more}"
         yield use(problem, f"model.vocab={least}")
+    if isinstance(data, Data) and data.tokenizer in TRAINED_TOKENIZERS:
+        least = {"bpe": 257, "wordpiece": 300}[data.tokenizer]  # the bytes and a separator; letters and special tokens
+        if not isinstance(data, Documents):
+            problem = f"{data.tokenizer=!s} with {data.source=!s}, which has no documents to train it on"
+            yield use(problem, "data.tokenizer=bytes", "the path of a vocabulary")
+        elif model.vocab < least:
+            yield use(f"{model.vocab=} is too few tokens for {data.tokenizer=!s}", f"model.vocab={least} or more")
     if isinstance(data, Synthetic) and data.branching > model.vocab:
         yield use(f"{data.branching=} is more than {model.vocab=}", f"data.branching={model.vocab}")
 

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from spmd_lm.config import checks, suggest, syntax
-from spmd_lm.config.schema import DEFAULT_KINDS, Data, RunConfig, Section
+from spmd_lm.config.schema import DEFAULT_KINDS, TRAINED_TOKENIZERS, Data, Run, RunConfig, Section
 from spmd_lm.config.types import valid_path
 from spmd_lm.errors import ConfigError
 
@@ -71,6 +71,8 @@ def load(
     layers = [layer for layer in (under, *files, over, cell, command_line) if layer]
     inherited = Layer("", {}) if over else _inherit(layers, problems)
     layers = [_tokenizer_of_data(layers), *([inherited] if inherited else []), *layers]
+    if (trained := _trained_tokenizer(layers)).tree:
+        layers.append(trained)
     return _resolve(layers, inherited is None, problems)
 
 
@@ -147,6 +149,20 @@ def _tokenizer_of_data(layers: Sequence[Layer]) -> Layer:
         return Layer("", {})
     directory = os.path.join(os.path.expanduser(path), TOKENIZER_DIR)
     return Layer(path, {"data": {"tokenizer": directory}} if os.path.isdir(directory) else {})
+
+
+def _trained_tokenizer(layers: Sequence[Layer]) -> Layer:
+    """The tokenizer that the run has trained, where it is to train one."""
+    tree = _merge_layers(layers)
+    if _get(tree, "data", "tokenizer") not in TRAINED_TOKENIZERS:
+        return Layer("", {})
+    try:
+        section = tree.get("run", {})
+        directory = Run.model_validate({key: section[key] for key in ("name", "dir") if key in section}).directory
+    except (TypeError, ValidationError):  # validating the section reports it
+        return Layer("", {})
+    saved = saved_tokenizer(directory)
+    return Layer(str(directory), {"data": {"tokenizer": str(saved)}} if saved else {})
 
 
 def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str]) -> RunConfig:

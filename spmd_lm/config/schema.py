@@ -167,8 +167,14 @@ class ExtractiveQA(Objective):
 
 class Data(Section):
     source: str  # declared here, so that it is written before the other keys
-    tokenizer: ValidPath = "bytes"  # or the path of a vocabulary: data/tokenizers/vocabulary.py
+    # bytes; bpe or wordpiece, which is trained on the training documents and has model.vocab tokens; or the path of a
+    # vocabulary: data/tokenizers/vocabulary.py
+    tokenizer: ValidPath = "bytes"
     allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
+
+
+TRAINED_TOKENIZERS = ("bpe", "wordpiece")
+"""Values of data.tokenizer that stand for a tokenizer which the run trains."""
 
 
 class Documents(Data):

@@ -8,11 +8,22 @@ import functools
 import hashlib
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spmd_lm.config.schema import MaskedLM, PythonStdlib, RunConfig, Synthetic, Task, Text, Tokens
+from spmd_lm.config.schema import (
+    TRAINED_TOKENIZERS,
+    Data,
+    Documents,
+    MaskedLM,
+    PythonStdlib,
+    RunConfig,
+    Synthetic,
+    Task,
+    Text,
+    Tokens,
+)
 from spmd_lm.data.loader import CORPUS_STREAM, BlendLoader, CausalLMLoader, Loader, SplitName
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.shuffle import fold_in, permute
@@ -21,9 +32,11 @@ from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.data.text_files import Document, read_documents, read_standard_library
 from spmd_lm.data.token_array import TokenArray, TokensInMemory
 from spmd_lm.data.token_files.dataset import TokenDataset, open_dataset
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer, make_tokenizer
+from spmd_lm.data.tokenizers.training import train_bpe, train_wordpiece
 from spmd_lm.errors import ConfigError, DataError
 
+MAX_TRAINING_TEXT = 2**26  # bytes that a tokenizer is trained on
 SYNTHETIC_TRAIN_TOKENS, SYNTHETIC_VALIDATION_TOKENS = 2**20, 2**16
 
 
@@ -64,21 +77,51 @@ def load_data(data: PythonStdlib | Text | Tokens | Task | Synthetic, seed: int, 
     vocabulary, and for a token id not below `vocab_size`; ConfigError for a vocabulary larger than that."""
     if isinstance(data, Synthetic):
         return _markov_chain(data, seed, vocab_size)
+    if isinstance(data, Documents):
+        return _load_documents(data, vocab_size)
+    tokenizer = _fitting_tokenizer(data, vocab_size)
+    return load_task(data, tokenizer) if isinstance(data, Task) else open_dataset(data, tokenizer, vocab_size)
+
+
+def _fitting_tokenizer(data: Data, vocab_size: int) -> Tokenizer:
     tokenizer = make_tokenizer(data)
     if data.tokenizer != "bytes" and tokenizer.vocab_size > vocab_size:  # for bytes, only those that occur matter
         raise ConfigError(
             f"model.vocab={vocab_size} is less than the {tokenizer.vocab_size} tokens of "
             f"data.tokenizer={data.tokenizer}. Use model.vocab={tokenizer.vocab_size} or more."
         )
-    if isinstance(data, Task):
-        return load_task(data, tokenizer)
-    if isinstance(data, Tokens):
-        return open_dataset(data, tokenizer, vocab_size)
+    return tokenizer
+
+
+def _load_documents(data: PythonStdlib | Text, vocab_size: int) -> Corpus:
     if isinstance(data, Text):
         name, documents = ", ".join(data.paths), read_documents(data.paths)
     else:
         name, documents = f"Python {platform.python_version()} standard library", read_standard_library()
+    if data.tokenizer in TRAINED_TOKENIZERS:
+        tokenizer: Tokenizer = _train_tokenizer(data, documents, vocab_size)
+    else:
+        tokenizer = _fitting_tokenizer(data, vocab_size)
     return _tokenize(name, documents, tokenizer, data.validation_fraction, vocab_size)
+
+
+def _train_tokenizer(data: Documents, documents: list[Document], vocab_size: int) -> SubwordTokenizer:
+    """On the training documents, up to MAX_TRAINING_TEXT bytes; of a single one, on the part that is trained on."""
+    fraction = data.validation_fraction
+    if len(documents) == 1:
+        (document,) = documents
+        texts = [document.text[: int((1 - fraction) * len(document.text))]]
+    else:
+        held_out = hold_out([document.name for document in documents], fraction)
+        texts = [document.text for document, is_held_out in zip(documents, held_out, strict=True) if not is_held_out]
+    ends = np.cumsum([len(text) for text in texts])
+    texts = texts[: max(1, int(np.searchsorted(ends, MAX_TRAINING_TEXT, side="right")))]
+
+    def decoded() -> Iterator[str]:
+        return (text[:MAX_TRAINING_TEXT].decode(errors="ignore") for text in texts)  # a cut character
+
+    train = {"bpe": train_bpe, "wordpiece": train_wordpiece}[data.tokenizer]
+    return SubwordTokenizer(data.tokenizer, train(vocab_size, decoded))
 
 
 def make_loader(config: RunConfig, data: Dataset, split: SplitName) -> Loader:
@@ -100,7 +143,9 @@ def make_text_loader(
     """Of one corpus.  seed: of its order; default train.seed."""
     if isinstance(config.objective, MaskedLM):
         return MaskedLMLoader(tokens, tokenizer, config, split, seed)
-    return CausalLMLoader(tokens, config, split, seed)
+    loader = CausalLMLoader(tokens, config, split, seed)
+    loader.bytes_per_token = tokenizer.bytes_per_token
+    return loader
 
 
 def make_blend_loader(
@@ -114,7 +159,9 @@ def make_blend_loader(
     loaders = [make_text_loader(splits[i], tokenizer, config, split, s) for i, s in zip(present, seeds, strict=True)]
     if not loaders:
         raise DataError("validation text: no corpus of data.blend has any. Prepare some, or set train.eval_every=0.")
-    return BlendLoader(loaders, [weights[i] for i in present], config, split)
+    loader = BlendLoader(loaders, [weights[i] for i in present], config, split)
+    loader.bytes_per_token = loaders[0].bytes_per_token
+    return loader
 
 
 def _tokenize(name: str, documents: list[Document], tokenizer: Tokenizer, fraction: float, vocab_size: int) -> Corpus:

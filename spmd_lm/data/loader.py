@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -48,7 +49,11 @@ class Loader(abc.ABC):
 
     Training shows every example once per epoch, in a new order each epoch.  Validation shows the same `num_validated`
     examples in every evaluation, evenly spaced, as `len(self)` batches: at most train.eval_batches of text, all of a
-    task.  Rows of weight 0 fill the last batch; they never change a result."""
+    task.  Rows of weight 0 fill the last batch; they never change a result.
+
+    bytes_per_token: bytes of text that each target spells [vocabulary]; None if targets are not all of a text."""
+
+    bytes_per_token: np.ndarray | None = None
 
     def __init__(
         self, config: RunConfig, split: SplitName, num_examples: int, rows_per_example: int = 1, seed: int | None = None
@@ -61,6 +66,14 @@ class Loader(abc.ABC):
         self.order_of_block = functools.lru_cache(maxsize=2)(self._compute_order)
         max_text = self.batch_size * config.train.eval_batches
         self.num_validated = min(num_examples, max_text) if config.objective.predicts_tokens else num_examples
+
+    @functools.cached_property
+    def target_bytes(self) -> float | None:
+        """Bytes of text that the targets of one evaluation spell; None if tokens do not spell text out."""
+        if self.bytes_per_token is None:
+            return None
+        batches = (self.rows(step, 0, self.batch_size) for step in range(len(self)))
+        return math.fsum(float((self.bytes_per_token[batch.targets] * batch.loss_weights).sum()) for batch in batches)
 
     def __len__(self) -> int:
         """Batches of one evaluation."""

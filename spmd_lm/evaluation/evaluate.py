@@ -21,7 +21,10 @@ def validation_metrics(program: Program, params: Tree, loader: Loader) -> tuple[
     outputs = [jax.device_get(program.evaluate(params, batch)) for batch in batches]
     if isinstance(loader, TaskLoader):
         return task_metrics(loader, outputs), len(loader.task_split.labels)
-    return text_metrics(outputs)
+    metrics, weight = text_metrics(outputs)
+    if target_bytes := loader.target_bytes:
+        metrics["eval_nats_per_byte"] = metrics["eval_loss"] * weight / target_bytes
+    return metrics, weight
 
 
 def text_metrics(outputs: Sequence[Mapping[str, tuple]]) -> tuple[dict[str, float], float]:

@@ -98,10 +98,11 @@ def _evaluation_metrics(record: Record) -> list[str]:
     shares = {
         name.removeprefix("eval_").removesuffix("_accuracy"): value
         for name, value in record.items()
-        if name.startswith("eval_") and not name.endswith(("_loss", "_perplexity"))
+        if name.startswith("eval_") and not name.endswith(("_loss", "_perplexity", "_per_byte"))
     }
     if "eval_perplexity" in record and len(shares) < 2:
-        return [f"perplexity {record['eval_perplexity']:.2f}"]
+        per_byte = [f"{record[key]:.3f} a byte"] if (key := "eval_nats_per_byte") in record else []
+        return [f"perplexity {record['eval_perplexity']:.2f}", *per_byte]
     correlation = shares.pop("matthews", None)
     metrics = [f"{name.replace('_', ' ')} {100 * value:.1f}%" for name, value in shares.items()]
     return metrics if correlation is None else [*metrics, f"matthews {correlation:.3f}"]

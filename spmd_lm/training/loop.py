@@ -14,7 +14,7 @@ from spmd_lm.checkpoints.saved_run import check_data
 from spmd_lm.config.schema import Data, RunConfig, Synthetic
 from spmd_lm.data.corpus import Dataset, load_data, make_loader
 from spmd_lm.data.loader import Loader, batches_ahead
-from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
+from spmd_lm.data.tokenizers.tokenizer import hash_of_vocabulary
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, DataError, Exit, OutputError
 from spmd_lm.files import write_atomically
 from spmd_lm.generation.generate import encode_prompt, generate_text
@@ -80,7 +80,7 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             pretrained = PretrainedRun(program, Path(init_from).expanduser(), fallback) if init_from else None
             corpus, vocabulary, loader, validation = open_data(run_dir, progress, messages)
             state = initial_state(run_dir, program, pretrained, progress)
-        with run_dir.open_files(status, progress.log) as metrics_log:
+        with run_dir.open_files(status, corpus.tokenizer, progress.log) as metrics_log:
             fixed = program, corpus, vocabulary, validation, run_dir.tiers
             run = TrainingRun(*fixed, status, clock, metrics_log, progress, state)
             if run.replica_check and not run.replica_check.has_copies():
@@ -95,7 +95,7 @@ def open_data(run_dir: RunDir, progress: Progress, messages: list[str]) -> tuple
     """The data, the hash of its vocabulary, and the loaders of training and validation; messages: logged with it."""
     config = run_dir.config
     corpus = load_data(config.data, config.train.seed, config.model.vocab)
-    vocabulary = vocabulary_hash(config.data.tokenizer) if isinstance(config.data, Data) else ""
+    vocabulary = hash_of_vocabulary(corpus.tokenizer, config.data.tokenizer) if isinstance(config.data, Data) else ""
     require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
     loader = make_loader(config, corpus, "training")
     validation = make_loader(config, corpus, "validation") if config.train.eval_every else None

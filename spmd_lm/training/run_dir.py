@@ -18,7 +18,7 @@ from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import Data, RunConfig
-from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, keep_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, OutputError, UserError
 from spmd_lm.files import read_bytes, write_atomically
 from spmd_lm.runtime.directories import lock_directory, lock_holder
@@ -173,7 +173,9 @@ class RunDir:
         return status.model_copy(update=history | {"compile_seconds": last.compile_seconds})
 
     @contextmanager
-    def open_files(self, status: Status, log: Callable[[str], None]) -> Iterator[MetricsLog | None]:
+    def open_files(
+        self, status: Status, tokenizer: Tokenizer, log: Callable[[str], None]
+    ) -> Iterator[MetricsLog | None]:
         """Writes the run's first files, opens metrics.jsonl and starts the trackers, in the first process alone."""
         if jax.process_index() > 0:
             yield None
@@ -181,7 +183,7 @@ class RunDir:
         data = self.config.data
         if isinstance(data, Data) and data.tokenizer != "bytes" and not saved_tokenizer(self.path):
             try:
-                copy_vocabulary(data.tokenizer, self.path / TOKENIZER_DIR)  # so that the run can be moved
+                keep_vocabulary(tokenizer, data.tokenizer, self.path / TOKENIZER_DIR)  # so that the run can be moved
             except OSError as error:
                 path = error.filename or self.path
                 raise ConfigError(f"{path}: {error.strerror}. Make room, or choose another run.dir.") from error

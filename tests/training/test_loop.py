@@ -672,7 +672,7 @@ def test_a_tracker_gets_the_records_of_a_run(tmp_path, monkeypatch, capsys):
 def test_only_the_first_process_tracks(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir, "Trackers", lambda *_: pytest.fail("tracks"))
     monkeypatch.setattr(run_dir.jax, "process_index", lambda: 1)
-    with run_dir.RunDir.open_files(None, None, print) as metrics_log:
+    with run_dir.RunDir.open_files(None, None, None, print) as metrics_log:
         assert metrics_log is None
 
 

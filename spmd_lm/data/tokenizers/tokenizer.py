@@ -3,11 +3,14 @@
 The rest of the program knows only `Tokenizer`, so another one costs a class here and a key in the configuration."""
 
 import functools
+import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import tokenizers
 from numpy.typing import ArrayLike
 
 from spmd_lm.config.schema import Data, Synthetic
@@ -24,6 +27,11 @@ class Tokenizer(Protocol):
     vocab_size: int  # every id that `encode` returns is below it
     eos_token_id: int | None  # between documents; a text has it only by its name; None if documents are not separated
     bos_token_id: int | None  # before a prompt; None if nothing is put there
+
+    @property
+    def bytes_per_token(self) -> np.ndarray | None:
+        """The bytes of text that each id spells [vocab_size], 0 for special tokens; None if ids do not spell text out,
+        byte by byte."""
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The ids of `text`, 1-D, in the narrowest unsigned type that holds the vocabulary.  No special tokens are
@@ -45,6 +53,7 @@ class ByteTokenizer:
     vocab_size = 256
     eos_token_id: int | None = 0
     bos_token_id: int | None = 0
+    bytes_per_token = np.ones(256, np.int64)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         # surrogateescape: bytes of a command line that are not UTF-8 come back as they were typed
@@ -72,6 +81,7 @@ class NumberTokenizer:
     vocab_size = 2**32
     eos_token_id: int | None = None
     bos_token_id: int | None = None
+    bytes_per_token = None
 
     def encode(self, text: str | bytes) -> np.ndarray:
         try:
@@ -93,8 +103,10 @@ class NumberTokenizer:
 class SubwordTokenizer:
     """A tokenizer of Hugging Face's library.  If it has all tokens of masked rows, '[MASK]' in a text is plain text."""
 
-    def __init__(self, name: str):
-        self.name, self.backend = name, vocabulary.load_vocabulary(name)
+    def __init__(self, name: str, trained: tokenizers.Tokenizer | None = None):
+        """trained: by this run; otherwise data.tokenizer=name is loaded."""
+        self.name, self.backend = name, trained or vocabulary.load_vocabulary(name)
+        self.trained_json = trained.to_str(pretty=True) if trained else None
         self.backend.no_truncation()
         self.backend.no_padding()
         self.token_to_id: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
@@ -139,18 +151,31 @@ class SubwordTokenizer:
         return [token for token in tokens if token not in self.token_to_id]
 
     @functools.cached_property
+    def bytes_per_token(self) -> np.ndarray | None:
+        spelled = self._bytes_of_tokens()
+        return None if spelled is None else np.array([len(each or b"") for each in spelled])
+
+    def _bytes_of_tokens(self) -> list[bytes | None] | None:
+        """The bytes of each token of a byte-level vocabulary; None for special ones.  None for other vocabularies."""
+        config, added = json.loads(self.backend.to_str()), self.backend.get_added_tokens_decoder()
+        components = json.dumps([config["pre_tokenizer"], config["decoder"]])
+        if '"type": "ByteLevel"' not in components or config["model"]["type"] == "WordPiece":
+            return None
+        byte_of = {letter: byte for byte, letter in enumerate(vocabulary.bytes_to_unicode())}
+        spelled: list[bytes | None] = [None] * self.vocab_size
+        for token, token_id in self.token_to_id.items():
+            if token_id not in added:
+                spelled[token_id] = bytes(byte_of[letter] for letter in token)
+            elif not added[token_id].special:
+                spelled[token_id] = token.encode()
+        return spelled
+
+    @functools.cached_property
     def _words(self) -> WordBoundaries:
         config, added = json.loads(self.backend.to_str()), self.backend.get_added_tokens_decoder()
         model, components = config["model"], json.dumps([config["pre_tokenizer"], config["decoder"]])
         is_wordpiece = model["type"] == "WordPiece"
-        if '"type": "ByteLevel"' in components and not is_wordpiece:
-            byte_of = {letter: byte for byte, letter in enumerate(vocabulary.bytes_to_unicode())}
-            spelled: list[bytes | None] = [None] * self.vocab_size
-            for token, token_id in self.token_to_id.items():
-                if token_id not in added:
-                    spelled[token_id] = bytes(byte_of[letter] for letter in token)
-                elif not added[token_id].special:
-                    spelled[token_id] = token.encode()
+        if (spelled := self._bytes_of_tokens()) is not None:
             return WordBoundaries.from_bytes(spelled)
         if not is_wordpiece and '"type": "Metaspace"' not in components:
             raise ConfigError(
@@ -171,3 +196,17 @@ def make_tokenizer(data: Data | Synthetic) -> Tokenizer:
     if isinstance(data, Synthetic):
         return NumberTokenizer()
     return ByteTokenizer() if data.tokenizer == "bytes" else SubwordTokenizer(data.tokenizer)
+
+
+def hash_of_vocabulary(tokenizer: Tokenizer, name: str) -> str:
+    """That of data.tokenizer=name, as vocabulary_hash; of one that was trained, of the file that the run keeps."""
+    trained = tokenizer.trained_json if isinstance(tokenizer, SubwordTokenizer) else None
+    return hashlib.sha256(trained.encode()).hexdigest() if trained else vocabulary.vocabulary_hash(name)
+
+
+def keep_vocabulary(tokenizer: Tokenizer, name: str, directory: Path) -> None:
+    """Copies the files of data.tokenizer=name into `directory`, or writes the one that was trained."""
+    if isinstance(tokenizer, SubwordTokenizer) and tokenizer.trained_json:
+        vocabulary.write_vocabulary(tokenizer.trained_json, directory)
+    else:
+        vocabulary.copy_vocabulary(name, directory)

@@ -87,11 +87,21 @@ def copy_vocabulary(name: str, directory: Path) -> None:
     copied = {path.name: path for path in _standard_files(name, vocabulary)}
     if os.path.isfile(Path(name).expanduser()):
         copied[_standard_name(vocabulary)] = vocabulary
+    _make_directory(directory)
+    for file, path in copied.items():
+        files.write_atomically(directory / file, _read_bytes(path))
+
+
+def write_vocabulary(tokenizer_json: str, directory: Path) -> None:
+    """Writes a tokenizer.json into `directory`."""
+    _make_directory(directory)
+    files.write_atomically(directory / "tokenizer.json", tokenizer_json)
+
+
+def _make_directory(directory: Path) -> None:
     if directory.is_symlink():
         raise DataError(f"{directory}: it is a link, and may lead anywhere: remove it, or put a vocabulary there.")
     directory.mkdir(exist_ok=True)
-    for file, path in copied.items():
-        files.write_atomically(directory / file, _read_bytes(path))
 
 
 def _standard_files(name: str, vocabulary: Path) -> list[Path]:
