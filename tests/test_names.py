@@ -31,6 +31,7 @@ STANDARD = {
     "part": "of a whole that is taken in turns",
     "half": "forward or backward, of a tick; of a head's features",
     "ticks": "of a pipeline schedule",
+    "pieces": "SentencePiece's name for its tokens",
     "stack": "numpy's; of layers, as arrays [layers, ...]",
     "scan": "lax.scan",
     "types": "of tokens, as in token_type_ids; of Python",

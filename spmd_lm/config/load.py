@@ -28,7 +28,7 @@ CONFIG_FILE = "config.yaml"
 TOKENIZER_DIR = "tokenizer"
 """The names, in a run's directory, of its configuration and of its copy of the tokenizer's files."""
 
-VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")
+VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
 """The file names of a vocabulary; the first that a directory has is used."""
 
 SHARED_KEYS = {"data": ("tokenizer",), "optim": ("warmup", "decay", "decay_steps", "clip", "freeze")}

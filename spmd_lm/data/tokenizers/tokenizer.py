@@ -100,22 +100,47 @@ class NumberTokenizer:
         raise ConfigError(NO_WORDS)
 
 
-class SubwordTokenizer:
-    """A tokenizer of Hugging Face's library.  If it has all tokens of masked rows, '[MASK]' in a text is plain text."""
+class VocabularyTokenizer:
+    """What tokenizers of vocabulary files share.  name: of data.tokenizer.  row_tokens: those of masked rows."""
 
-    def __init__(self, name: str, trained: tokenizers.Tokenizer | None = None):
-        """trained: by this run; otherwise data.tokenizer=name is loaded."""
-        self.name, self.backend = name, trained or vocabulary.load_vocabulary(name)
-        self.trained_json = trained.to_str(pretty=True) if trained else None
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        self.token_to_id: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(self.token_to_id.values()) + 1
+    def __init__(self, name: str, token_to_id: dict[str, int]):
+        self.name, self.token_to_id = name, token_to_id
+        self.vocab_size = max(token_to_id.values()) + 1
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
         self.eos_token_id = self._first_id(vocabulary.EOS_TOKENS)
         self.bos_token_id = self._first_id(vocabulary.BOS_TOKENS)
         spellings = vocabulary.BERT_TOKENS, vocabulary.ROBERTA_TOKENS
         self.row_tokens = min(spellings, key=lambda tokens: len(self._missing(tokens)))  # of which it has more
+
+    def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
+        if missing := self._missing(self.row_tokens):
+            raise ConfigError(
+                f"data.tokenizer={self.name}: it has no {', '.join(missing)}. "
+                "Use data.tokenizer=bytes or a BERT's, or objective.kind=causal_lm with model.kind=gpt."
+            )
+        return SpecialTokens(*(self.token_to_id[token] for token in self.row_tokens)), self._words
+
+    @functools.cached_property
+    def _words(self) -> WordBoundaries:
+        raise NotImplementedError
+
+    def _first_id(self, candidates: Sequence[str]) -> int | None:
+        return next((self.token_to_id[token] for token in candidates if token in self.token_to_id), None)
+
+    def _missing(self, tokens: Sequence[str]) -> list[str]:
+        return [token for token in tokens if token not in self.token_to_id]
+
+
+class SubwordTokenizer(VocabularyTokenizer):
+    """A tokenizer of Hugging Face's library.  If it has all tokens of masked rows, '[MASK]' in a text is plain text."""
+
+    def __init__(self, name: str, trained: tokenizers.Tokenizer | None = None):
+        """trained: by this run; otherwise data.tokenizer=name is loaded."""
+        self.backend = trained or vocabulary.load_vocabulary(name)
+        self.trained_json = trained.to_str(pretty=True) if trained else None
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        super().__init__(name, self.backend.get_vocab(with_added_tokens=True))
         self.backend.encode_special_tokens = not self._missing(self.row_tokens)
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -135,20 +160,6 @@ class SubwordTokenizer:
         ids = np.asarray(ids)
         with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot decode {ids[:10]}"):
             return self.backend.decode(ids[ids < self.vocab_size].tolist(), skip_special_tokens=False)
-
-    def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
-        if missing := self._missing(self.row_tokens):
-            raise ConfigError(
-                f"data.tokenizer={self.name}: it has no {', '.join(missing)}. "
-                "Use data.tokenizer=bytes or a BERT's, or objective.kind=causal_lm with model.kind=gpt."
-            )
-        return SpecialTokens(*(self.token_to_id[token] for token in self.row_tokens)), self._words
-
-    def _first_id(self, candidates: Sequence[str]) -> int | None:
-        return next((self.token_to_id[token] for token in candidates if token in self.token_to_id), None)
-
-    def _missing(self, tokens: Sequence[str]) -> list[str]:
-        return [token for token in tokens if token not in self.token_to_id]
 
     @functools.cached_property
     def bytes_per_token(self) -> np.ndarray | None:
@@ -195,7 +206,13 @@ def make_tokenizer(data: Data | Synthetic) -> Tokenizer:
     """Raises DataError for a vocabulary that is missing or damaged."""
     if isinstance(data, Synthetic):
         return NumberTokenizer()
-    return ByteTokenizer() if data.tokenizer == "bytes" else SubwordTokenizer(data.tokenizer)
+    if data.tokenizer == "bytes":
+        return ByteTokenizer()
+    if vocabulary.is_sentencepiece(data.tokenizer):
+        from spmd_lm.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(data.tokenizer)
+    return SubwordTokenizer(data.tokenizer)
 
 
 def hash_of_vocabulary(tokenizer: Tokenizer, name: str) -> str:

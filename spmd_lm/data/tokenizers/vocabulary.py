@@ -4,8 +4,9 @@ data.tokenizer is the path of one of these files, or of a directory that has one
   tokenizer.json   as Hugging Face writes it
   vocab.txt        BERT's WordPiece, one token per line
   vocab.json       GPT-2's byte-level BPE, with its merges.txt beside it
-For the last two, a tokenizer_config.json beside them may set do_lower_case, strip_accents and tokenize_chinese_chars,
-or add_prefix_space."""
+  tokenizer.model  SentencePiece's, as of T5 or Llama
+A tokenizer_config.json beside the second may set do_lower_case, strip_accents and tokenize_chinese_chars; beside the
+third, add_prefix_space."""
 
 import functools
 import hashlib
@@ -28,7 +29,7 @@ from spmd_lm.errors import DataError, UserError
 
 # Files that are copied along with a vocabulary, unchanged.
 COMPANION_FILES: tuple[str, ...] = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
-COMPANION_FILES += ("added_tokens.json", "tokenizer.model", "generation_config.json")
+COMPANION_FILES += ("added_tokens.json", "generation_config.json")
 
 # What is read of a tokenizer_config.json.
 SETTINGS = {"do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space"}
@@ -108,6 +109,17 @@ def _standard_files(name: str, vocabulary: Path) -> list[Path]:
     """The files with standard names that belong to data.tokenizer=name, vocabularies last: of a directory all."""
     names = (*COMPANION_FILES, *(VOCABULARY_FILES if os.path.isdir(Path(name).expanduser()) else ()))
     return [path for file in names if os.path.isfile(path := vocabulary.parent / file)]
+
+
+def is_sentencepiece(name: str) -> bool:
+    """Whether data.tokenizer=name is a SentencePiece model.  DataError if it is missing."""
+    return _standard_name(find_vocabulary(name)) == "tokenizer.model"
+
+
+def read_vocabulary(name: str) -> tuple[Path, bytes]:
+    """The vocabulary file of data.tokenizer=name, and what it has."""
+    path = find_vocabulary(name)
+    return path, _read_bytes(path)
 
 
 def load_vocabulary(name: str) -> tokenizers.Tokenizer:
@@ -246,8 +258,8 @@ def bytes_to_unicode() -> list[str]:
 
 def _standard_name(vocabulary: Path) -> str:
     """The one of VOCABULARY_FILES whose format a file has."""
-    if vocabulary.suffix == ".txt":
-        return "vocab.txt"
+    if vocabulary.suffix in (".txt", ".model"):
+        return "vocab.txt" if vocabulary.suffix == ".txt" else "tokenizer.model"
     # `model` may be a token of a vocab.json, as in GPT-2's.
     return "tokenizer.json" if isinstance(_read_json(vocabulary).get("model"), dict) else "vocab.json"
 

@@ -118,7 +118,7 @@ def test_a_run_keeps_what_it_trained(tmp_path, documents):
     assert loop.train(again) is Exit.DONE and file.read_text() == kept
 
     file.unlink()
-    with pytest.raises(ConfigError, match="the tokenizer that it trained is gone from it. Bring tokenizer/ back"):
+    with pytest.raises(ConfigError, match=r"the tokenizer that it trained is gone from it. Bring tokenizer/ back"):
         loop.train(config(tmp_path, documents, "train.steps=4"))
 
 

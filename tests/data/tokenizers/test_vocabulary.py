@@ -63,7 +63,7 @@ def test_a_home_directory_is_expanded(source_dir, monkeypatch):
             "nothing",
             r"no such file or directory \(working directory .*\)\. Give the path of a tokenizer\.json, a vocab\.txt",
         ),
-        ("empty", r"this directory has no tokenizer\.json, vocab\.txt, vocab\.json\. Name one that has"),
+        ("empty", r"this directory has no tokenizer\.json, vocab\.txt, vocab\.json, tokenizer\.model\. Name one"),
     ],
 )
 def test_a_missing_vocabulary_is_an_error_with_the_expected_names(tmp_path, name, what):
@@ -99,7 +99,7 @@ def test_a_token_called_model_does_not_make_a_tokenizer_json(source_dir, destina
 def test_copy_of_a_directory_has_all_its_vocabulary_files_and_nothing_else(source_dir, destination):
     wordpiece(source_dir, do_lower_case=False)
     byte_level(source_dir)
-    for name in COMPANION_FILES:
+    for name in ("tokenizer.model", *COMPANION_FILES):
         if not (source_dir / name).exists():
             (source_dir / name).write_text("{}")
     for name in ("config.json", "model.safetensors"):
