@@ -8,6 +8,7 @@ when one is first used.
 
 Devices that a configuration simulates are set up by the first function that computes; jax cannot change them later."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +88,19 @@ def train(config: RunConfig) -> Path:
     return config.run.directory
 
 
-def evaluate(run: str | Path | RunConfig, fallback: bool = False) -> dict[str, Any]:
+def evaluate(
+    run: str | Path | RunConfig, fallback: bool = False, tasks: Sequence[str] = (), stride: int | None = None
+) -> dict[str, Any]:
     """Metrics of a run's newest checkpoint on its validation data.  run: its directory, or a configuration.  fallback:
-    if that checkpoint is damaged, of the newest that is not."""
+    if that checkpoint is damaged, of the newest that is not.
+
+    tasks: zero-shot tasks, NAME or NAME=PATH, to evaluate in place of the validation data, as in
+    ["validation", "lambada=lambada.jsonl"]; stride: tokens that windows over a text move by (docs/evaluation.md)."""
     config = set_up_devices(_run_config(run))
+    if tasks or stride is not None:
+        from spmd_lm.evaluation.zero_shot import evaluate_tasks
+
+        return evaluate_tasks(config, tasks, stride, fallback)
     from spmd_lm.evaluation.evaluate import evaluate_run
 
     return evaluate_run(config, fallback)

@@ -53,7 +53,11 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb("trains, or resumes the run in run.dir", train.run, train.add_options),
-    "eval": Verb("metrics of a run's newest checkpoint on its validation data", evaluate.run, evaluate.add_options),
+    "eval": Verb(
+        "metrics of a run's newest checkpoint on its validation data, or on zero-shot tasks",
+        evaluate.run,
+        evaluate.add_options,
+    ),
     "generate": Verb("samples text from a run's newest checkpoint", generate.run, generate.add_options),
     "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan.run),
     "audit": Verb("compiles the step and compares its collectives with theory", audit.run, audit.add_options),

@@ -57,6 +57,7 @@ STANDARD = {
     "validation": "the split",
     "mask": "of attention, of parameters, of tokens",
     "every": "checkpoint.every: steps between checkpoints",
+    "stride": "of windows that slide over a text",
     "rate": "of dropout",
 }
 PRIVATE_NAMES = set(FORMER.split()) - STANDARD.keys()

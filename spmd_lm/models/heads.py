@@ -23,7 +23,7 @@ from spmd_lm.ops.collectives import (
     manual_region,
     psum_unreduced,
 )
-from spmd_lm.ops.cross_entropy import cross_entropy, evaluate_cross_entropy
+from spmd_lm.ops.cross_entropy import cross_entropy, evaluate_cross_entropy, score_targets
 from spmd_lm.ops.dense import dense
 from spmd_lm.ops.dropout import DropoutKey
 
@@ -46,6 +46,11 @@ class Head(nnx.Module):
         the weight of correct predictions, the weight of all).  Of labelled examples: logits of all `rows` of a step."""
         raise NotImplementedError
 
+    def target_scores(self, h: jax.Array, batch: Batch, rows: int) -> dict[str, jax.Array]:
+        """Of each target, whatever its weight, [rows, time] as of `place_rows`: `log_likelihood`, in nats, and
+        `greedy`, 1 where argmax takes it, else 0.  Of heads that predict tokens."""
+        raise NotImplementedError
+
     def logits(self, h: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """By what they predict, float32 or wider."""
         raise NotImplementedError
@@ -58,6 +63,15 @@ class Head(nnx.Module):
         pooled = jnp.tanh(add_bias(dense(first_tokens(h), self.pooler[...]), self.pooler_bias))
         pooled = residual_dropout(pooled, self.dropout, key, AFTER_POOLER)
         return widen(add_bias(dense(pooled, matrix[...]), bias))
+
+
+def place_rows(z: jax.Array, sample_ids: jax.Array, rows: int) -> jax.Array:
+    """z [batch, ...] among all `rows` of a step, zero but for those of this microbatch and device."""
+
+    def place(z: jax.Array, sample_ids: jax.Array) -> jax.Array:
+        return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[sample_ids].set(z)
+
+    return psum_unreduced(manual_region(place, partition_spec(unreduced=("batch",)))(z, sample_ids))
 
 
 def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -97,6 +111,11 @@ class CausalLMHead(Head):
         weight = batch.loss_weights
         loss, correct = evaluate_cross_entropy(*self.unembedding(h), batch.targets, weight, self.vocab)
         return {self.loss_name: (loss, correct, weight.sum(dtype=loss.dtype))}
+
+    def target_scores(self, h, batch, rows):
+        log_likelihood, is_likeliest = score_targets(*self.unembedding(h), batch.targets, self.vocab)
+        scores = {"log_likelihood": log_likelihood, "greedy": is_likeliest.astype(log_likelihood.dtype)}
+        return {name: place_rows(z, batch.sample_ids, rows) for name, z in scores.items()}
 
     def logits(self, h, batch):
         """`tokens`: [batch, time, padded vocab]; padding is -inf, so that it is never sampled."""
@@ -168,13 +187,8 @@ class LabelHead(Head):
         return self.row_logits(h, self.output, self.output_bias, key)
 
     def eval_sums(self, h, batch, rows):
-        """Logits [rows, ...] of all rows of a step, zero but for those of this microbatch and device."""
-
-        def at_rows(z: jax.Array, sample_ids: jax.Array) -> jax.Array:
-            return jnp.zeros((rows, *z.shape[1:]), z.dtype).at[sample_ids].set(z)
-
-        place = manual_region(at_rows, partition_spec(unreduced=("batch",)))
-        return jax.tree.map(lambda z: psum_unreduced(place(z, batch.sample_ids)), self.logits(h, batch))
+        """Logits [rows, ...], as of `place_rows`."""
+        return jax.tree.map(lambda z: place_rows(z, batch.sample_ids, rows), self.logits(h, batch))
 
 
 class ClassificationHead(LabelHead):

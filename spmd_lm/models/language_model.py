@@ -178,6 +178,12 @@ class LanguageModel:
         head, h = self._head(params, x)
         return head.eval_sums(h, microbatch.batch, rows)
 
+    @jax.named_scope("head")
+    def target_scores(self, params: Params, x: jax.Array, microbatch: ModelInput, rows: int) -> dict:
+        """As Head.target_scores, of the output x of the last block."""
+        head, h = self._head(params, x)
+        return head.target_scores(h, microbatch.batch, rows)
+
     def logits(self, params: Params, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """By what the head predicts.  x: the output of the last block."""
         head, h = self._head(params, x)

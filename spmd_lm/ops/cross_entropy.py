@@ -9,6 +9,7 @@ Shapes: N tokens of one chunk, V local rows of the table, W width."""
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +45,16 @@ def _wide(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _forward_chunk(x, targets, table: Array, bias: Array | None, vocab: int) -> tuple[Array, ...]:
-    """For inputs [N, W] and targets [N]: each token's negative log-likelihood [N], whether its target is the likeliest
-    [N], and the exponentials [N, V] with their sum over the vocabulary [N]."""
+class ForwardChunk(NamedTuple):
+    nll: Array  # [N]: negative log-likelihood of the target, in nats
+    logits: Array  # [N, V]; -inf for padding
+    largest: Array  # [N]: the largest logit of the whole vocabulary
+    exponentials: Array  # [N, V]: of the logits less the largest
+    normalizer: Array  # [N]: their sum over the whole vocabulary
+
+
+def _forward_chunk(x, targets, table: Array, bias: Array | None, vocab: int) -> ForwardChunk:
+    """x: inputs [N, W]; targets: [N]."""
     rows, wide = table.shape[0], _wide(x)
     logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=wide)
     if bias is not None:
@@ -58,7 +66,16 @@ def _forward_chunk(x, targets, table: Array, bias: Array | None, vocab: int) -> 
     target_logit = jnp.where(in_shard, jnp.take_along_axis(logits, target_row[:, None], 1)[:, 0], 0)
     exponentials = jnp.exp(logits - largest[:, None])
     normalizer, target_logit = psum((exponentials.sum(-1), target_logit), "vocab")
-    return jnp.log(normalizer) + largest - target_logit, target_logit >= largest, exponentials, normalizer
+    nll = jnp.log(normalizer) + largest - target_logit
+    return ForwardChunk(nll, logits, largest, exponentials, normalizer)
+
+
+def _is_likeliest(chunk: ForwardChunk, targets: Array) -> Array:
+    """Whether each target [N] is the token that argmax takes: the first one of equals, whichever shards they are in."""
+    is_largest = chunk.logits == chunk.largest[:, None]
+    ids = global_indices("vocab", chunk.logits.shape[1])
+    first = -pmax(jnp.where(is_largest, -ids, -jnp.iinfo(ids.dtype).max).max(-1), "vocab")
+    return targets == first
 
 
 def _in_chunks(h: Array, targets: Array, weights: Array, rows: int) -> tuple[Array, ...]:
@@ -84,12 +101,35 @@ def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tupl
 def _evaluate(h, table, bias, targets, weights, *, vocab: int) -> tuple[Array, Array]:
     def add_chunk(total, part):
         x, targets, weights = part
-        nll, correct, *_ = _forward_chunk(x, targets, table, bias, vocab)
-        return (total[0] + (nll * weights).sum(), total[1] + jnp.where(correct, weights, 0).sum()), None
+        chunk = _forward_chunk(x, targets, table, bias, vocab)
+        correct = jnp.where(_is_likeliest(chunk, targets), weights, 0)
+        return (total[0] + (chunk.nll * weights).sum(), total[1] + correct.sum()), None
 
     h = gather_sequence(h)
     parts = _in_chunks(h, targets, weights, table.shape[0])
     return lax.scan(add_chunk, (jnp.zeros((), _wide(h)),) * 2, parts)[0]
+
+
+def score_targets(h, table, bias, targets, vocab: int) -> tuple[Array, Array]:
+    """Of each target, [batch, time]: its log-likelihood in nats, float32 or wider, and whether argmax takes it.
+
+    Arguments as of `cross_entropy`; not differentiable."""
+    spec = partition_spec("batch", None)
+    score = manual_region(functools.partial(_score_targets, vocab=vocab), (spec, spec))
+    return score(h, table, bias, targets)
+
+
+def _score_targets(h, table, bias, targets, *, vocab: int) -> tuple[Array, Array]:
+    def score_chunk(_, part):
+        x, targets, _ = part
+        chunk = _forward_chunk(x, targets, table, bias, vocab)
+        return None, (-chunk.nll, _is_likeliest(chunk, targets))
+
+    h = gather_sequence(h)
+    parts = _in_chunks(h, targets, jnp.ones(targets.shape), table.shape[0])
+    _, scored = lax.scan(score_chunk, None, parts)
+    log_likelihood, is_likeliest = (x.ravel()[: targets.size].reshape(targets.shape) for x in scored)
+    return log_likelihood, is_likeliest
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -124,7 +164,7 @@ def _loss_and_gradients(h, table, bias, targets, weights, *, vocab: int, accum_d
 
     def add_chunk(total, part):
         (loss, d_table, d_bias), (x, targets, weights) = total, part
-        nll, _, exponentials, normalizer = _forward_chunk(x, targets, table, bias, vocab)
+        nll, _, _, exponentials, normalizer = _forward_chunk(x, targets, table, bias, vocab)
         is_target = global_indices("vocab", table.shape[0]) == targets[:, None]
         d_logits = exponentials * (weights / normalizer)[:, None] - jnp.where(is_target, weights[:, None], 0)
         g = d_logits.astype(x.dtype)

@@ -204,7 +204,12 @@ class Program:
     @functools.cached_property
     def evaluate(self):
         """(params, batch) -> LanguageModel.eval_sums of the batch."""
-        return make_eval_step(self.config, self.model, self.plan, self.schedule)
+        return make_eval_step(self.config, self.model, self.plan, self.schedule, self.model.eval_sums)
+
+    @functools.cached_property
+    def score(self):
+        """(params, batch) -> LanguageModel.target_scores of the batch: of every target of every row."""
+        return make_eval_step(self.config, self.model, self.plan, self.schedule, self.model.target_scores)
 
     @functools.cached_property
     def forward(self):

@@ -72,12 +72,15 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding((specs, P())))
 
 
-def make_eval_step(config: RunConfig, model: LanguageModel, plan: Plan, schedule: Schedule) -> Callable:
-    """(params, batch) -> LanguageModel.eval_sums of the global batch, without dropout."""
+def make_eval_step(
+    config: RunConfig, model: LanguageModel, plan: Plan, schedule: Schedule, head: Callable[..., LossDict]
+) -> Callable:
+    """(params, batch) -> what `head` adds up over the global batch, without dropout: model.eval_sums, or
+    model.target_scores."""
 
     def eval_step(params: Tree, batch: Batch) -> LossDict:
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
-        fns = model_fns(model, functools.partial(model.eval_sums, rows=config.train.batch))
+        fns = model_fns(model, functools.partial(head, rows=config.train.batch))
         sharded = ShardedModel.from_params(fns, plan, params, compute, reduce)
         microbatches = ModelInput(batch)
         zeros = sharded.zero_losses(microbatches)

@@ -171,8 +171,8 @@ class LabelledText(BaseModel):
     label: Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _load_json(schema: type[Schema], document: Document, by_line: bool) -> Iterator[tuple[str, Schema]]:
-    """The location and value of each line that is not blank, or of the whole document."""
+def load_json(schema: type[Schema], document: Document, by_line: bool) -> Iterator[tuple[str, Schema]]:
+    """The location and value of each line that is not blank, or of the whole document.  Raises DataError."""
     texts = _lines(document) if by_line else iter([(str(document.path), document.text.decode("utf-8-sig"))])
     for location, text in texts:
         if by_line and not text.strip():
@@ -192,20 +192,25 @@ def _load_json(schema: type[Schema], document: Document, by_line: bool) -> Itera
         yield location, value
 
 
+def fill_blank(question: str, option: str) -> str:
+    """A question of RACE with an option in the place of its blank, or after it.
+
+    White space is collapsed: this is how RACE is usually prepared, and WordPiece vocabularies ignore repeated
+    spaces."""
+    question = question if "_" in question else f"{question} _"
+    return " ".join(question.replace("_", option).split())
+
+
 def _parse_race(document: Document) -> Iterator[Example]:
-    for location, article in _load_json(RaceArticle, document, by_line=document.path.suffix == ".jsonl"):
+    for location, article in load_json(RaceArticle, document, by_line=document.path.suffix == ".jsonl"):
         questions = zip(article.questions, article.options, article.answers, strict=True)
         for i, (question, options, answer) in enumerate(questions):
-            # An option takes the place of the blank, or follows the question.  White space is collapsed: this is how
-            # RACE is usually prepared, and WordPiece vocabularies ignore repeated spaces.
-            question = question if "_" in question else f"{question} _"
-            texts = [" ".join(question.replace("_", option).split()) for option in options]
-            pairs = [(article.article, text) for text in texts]
+            pairs = [(article.article, fill_blank(question, option)) for option in options]
             yield Example(f"{location}: questions[{i}]", pairs, "ABCD".index(answer))
 
 
 def _parse_squad(document: Document) -> Iterator[Example]:
-    [(path, file)] = _load_json(SquadFile, document, by_line=False)
+    [(path, file)] = load_json(SquadFile, document, by_line=False)
     for i, article in enumerate(file.data):
         for j, paragraph in enumerate(article.paragraphs):
             for k, entry in enumerate(paragraph.qas):
@@ -233,7 +238,7 @@ def _check_answers(entry: SquadQuestion, context: str, location: str) -> None:
 
 
 def _parse_jsonl(document: Document) -> Iterator[Example]:
-    for location, line in _load_json(LabelledText, document, by_line=True):
+    for location, line in load_json(LabelledText, document, by_line=True):
         text_pair = line.pair if "pair" in line.model_fields_set else None
         yield Example(location, [(line.text, text_pair)], line.label)
 

@@ -1,0 +1,91 @@
+"""`text` and `validation`: perplexity of a text, in windows that slide over it."""
+
+from typing import ClassVar
+
+import numpy as np
+
+from spmd_lm.data.text_files import SUFFIXES
+from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, NumberTokenizer, Tokenizer
+from spmd_lm.errors import DataError
+from spmd_lm.evaluation.bootstrap import Metric
+from spmd_lm.evaluation.scoring import Scored, Windows, sliding_windows
+from spmd_lm.evaluation.tasks.task import EvalTask, TaskFigures, TaskInput
+
+BLOCK = 32
+"""Most neighbouring tokens that are resampled together: losses of neighbours are not independent."""
+
+
+class TextTask(EvalTask):
+    """`text=PATH`: each document by itself.  n: the scored tokens, all but a document's first.
+
+    nats_per_token, and perplexity, its exponential; nats_per_byte of the documents, where tokens stand for text."""
+
+    name = "text"
+    suffixes = SUFFIXES
+    slides = True
+    default_stride: ClassVar[int | None] = None  # the context
+
+    def __init__(self, given: TaskInput):
+        texts = [(str(document.path), self.prepare(document.text)) for document in self.documents(given)]
+        encoded = [self.encoded(given, text, location) for location, text in texts]
+        self.set_windows(given, encoded)
+        is_text = not isinstance(given.encoder.tokenizer, NumberTokenizer)
+        self.num_bytes = sum(len(text.encode()) for _, text in texts) if is_text else None
+
+    def prepare(self, text: bytes) -> str:
+        """The text that the model reads."""
+        return text.decode("utf-8-sig")
+
+    def encoded(self, given: TaskInput, text: str, location: str) -> np.ndarray:
+        ids = given.encoder.encode(text, location)
+        if len(ids) < 2:
+            count = "1 token" if len(ids) else "no tokens"
+            raise DataError(f"{location}: {count}, but a perplexity needs 2: one to predict another. Add text.")
+        return ids
+
+    def set_windows(self, given: TaskInput, documents: list[np.ndarray]) -> None:
+        """documents: token ids of each."""
+        stride = given.stride or min(self.default_stride or given.context, given.context)
+        parts = [sliding_windows(ids, given.context, stride) for ids in documents]
+        self.windows: Windows = Windows.concatenate(parts)
+        self.num_tokens = sum(map(len, documents))
+
+    def figures(self, scored: Scored) -> TaskFigures:
+        count = len(scored.log_likelihood)
+        starts = np.arange(0, count, max(1, min(BLOCK, count // BLOCK)))
+        loss = -np.add.reduceat(scored.log_likelihood, starts)
+        tokens = np.diff([*starts, count]).astype(np.float64)
+        metrics = {"perplexity": Metric(loss, tokens, np.exp), "nats_per_token": Metric(loss, tokens)}
+        if self.num_bytes:
+            metrics["nats_per_byte"] = Metric(loss, tokens * self.num_bytes / count)
+        metrics |= self.more_metrics(loss, tokens / count)
+        return TaskFigures.of(metrics, count, tokens=self.num_tokens, **self.more_counts())
+
+    def more_metrics(self, loss: np.ndarray, share: np.ndarray) -> dict[str, Metric]:
+        """Of a subclass.  For each block of tokens that is resampled, loss: in nats; share: of all scored tokens."""
+        return {}
+
+    def more_counts(self) -> dict[str, int]:
+        return {}
+
+
+class ValidationTask(TextTask):
+    """`validation`: the run's own validation split, as one text."""
+
+    name = "validation"
+    takes_path = False
+
+    def __init__(self, given: TaskInput):
+        ids = given.validation()
+        if len(ids) < 2:
+            raise DataError(f"--task validation: the split has {len(ids)} tokens. Raise data.validation_fraction.")
+        self.set_windows(given, [ids])
+        self.num_bytes = count_bytes(given.encoder.tokenizer, ids)
+
+
+def count_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int | None:
+    """Of the text that the ids stand for, without what separates documents; None if they stand for none."""
+    if isinstance(tokenizer, NumberTokenizer):
+        return None
+    ids = ids if tokenizer.eos_token_id is None else ids[ids != tokenizer.eos_token_id]
+    return len(ids) if isinstance(tokenizer, ByteTokenizer) else len(tokenizer.decode(ids).encode())

@@ -1,0 +1,80 @@
+"""`spmd-lm eval --task`: zero-shot tasks on a run's newest checkpoint, all by one compiled program."""
+
+from collections.abc import Sequence
+
+from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.config.schema import CausalLM, RunConfig
+from spmd_lm.config.suggest import did_you_mean
+from spmd_lm.data.corpus import Corpus, load_data
+from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
+from spmd_lm.errors import ConfigError
+from spmd_lm.evaluation.continuations import Encoder
+from spmd_lm.evaluation.scoring import Scorer
+from spmd_lm.evaluation.tasks.task import EvalTask, TaskInput, find_tasks
+
+
+def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None = None, fallback: bool = False) -> dict:
+    """{"step", "tasks": {NAME: {"metrics", "n", "ci95"}}}.  tasks: each NAME or NAME=PATH.  stride: tokens that windows
+    move by; None for each task's own.  fallback: as of `open_run`.
+
+    Raises ConfigError for a run that is no causal language model, an unknown task or a stride that does not fit, and
+    DataError for what is wrong with a task's files; all files are read before the checkpoint is."""
+    require_causal(config)
+    made = make_tasks(config, tasks, stride)
+    program, params, step = open_run(config, fallback)
+    scorer = Scorer(program, params)
+    return {"step": step, "tasks": {task.name: task.figures(scorer(task.windows)).to_dict() for task in made}}
+
+
+def require_causal(config: RunConfig) -> None:
+    """Raises ConfigError for a run that predicts anything but the next token."""
+    if not isinstance(config.objective, CausalLM):
+        raise ConfigError(
+            f"{config.run.directory}: objective.kind={config.objective.kind} gives a text no likelihood, which "
+            "zero-shot tasks are scored by. Evaluate a run with objective.kind=causal_lm, or leave out --task."
+        )
+
+
+def make_tasks(config: RunConfig, specs: Sequence[str], stride: int | None = None) -> list[EvalTask]:
+    """The tasks of NAME or NAME=PATH, with their items read.  Raises ConfigError and DataError."""
+    parsed = [parse_task(spec) for spec in specs]
+    names = [kind.name for kind, _ in parsed]
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError(f"--task {repeated[0]} is given twice, and figures go by its name. Evaluate one at a time.")
+    check_stride(stride, config.model.context, [kind for kind, _ in parsed])
+    encoder = Encoder(make_tokenizer(config.data), config.model.vocab)
+
+    def validation():
+        data = load_data(config.data, config.train.seed, config.model.vocab)
+        assert isinstance(data, Corpus)
+        return data.validation
+
+    return [kind(TaskInput(path, encoder, config.model.context, stride, validation)) for kind, path in parsed]
+
+
+def parse_task(spec: str) -> tuple[type[EvalTask], str]:
+    """The task, and its path or ''.  Raises ConfigError for one that is unknown, or lacks its path."""
+    (name, equals, path), known = spec.partition("="), find_tasks()
+    if name not in known:
+        near = did_you_mean(name, known)
+        suggestion = f"Did you mean {near}?" if near else f"Tasks: {', '.join(known)}."
+        raise ConfigError(f"--task {spec}: no task '{name}'. {suggestion}")
+    if known[name].takes_path and not path:
+        raise ConfigError(f"--task {spec}: no file is named. Write --task {name}=PATH.")
+    if equals and not known[name].takes_path:
+        raise ConfigError(f"--task {spec}: this task reads the run's own data. Write --task {name}.")
+    return known[name], path
+
+
+def check_stride(stride: int | None, context: int, kinds: Sequence[type[EvalTask]]) -> None:
+    """Raises ConfigError for a stride that some token would be skipped by, or that no task has a use for."""
+    if stride is None:
+        return
+    if not 1 <= stride <= context:
+        raise ConfigError(
+            f"--stride {stride}: windows of model.context={context} tokens move by 1 to {context} tokens, so that none "
+            f"is skipped. Use --stride {min(max(stride, 1), context)}."
+        )
+    if not any(kind.slides for kind in kinds):
+        sliding = ", ".join(name for name, kind in find_tasks().items() if kind.slides)
+        raise ConfigError(f"--stride {stride}: no task here has windows that move; {sliding} have. Leave it out.")
