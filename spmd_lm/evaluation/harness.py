@@ -56,8 +56,10 @@ class HarnessLM(LM):
         Raises DataError as `spmd-lm eval` does for its own items."""
         if not requests:
             return []
-        pairs = (request.args for request in requests)
-        items = [self.encoder.continuation(*pair, f"loglikelihood request {i}") for i, pair in enumerate(pairs)]
+        items = []
+        for i, request in enumerate(requests):
+            context, text = request.args
+            items.append(self.encoder.continuation(context, text, f"loglikelihood request {i}"))
         scored = self.scorer(continuation_windows(items, self.program.config.model.context)[0])
         return list(zip(scored.window_log_likelihood().tolist(), scored.window_greedy().tolist(), strict=True))
 
@@ -68,7 +70,7 @@ class HarnessLM(LM):
         context, parts, owner = self.program.config.model.context, [], []
         for i, request in enumerate(requests):
             where = f"loglikelihood_rolling request {i}"
-            if len(ids := self.encoder.encode(*request.args, where)):
+            if len(ids := self.encoder.encode(request.args[0], where)):
                 text = np.concatenate([self.encoder.document_start(where), ids])
                 parts.append(sliding_windows(text, context, context, last_is_full=True))
                 owner += [i] * len(parts[-1].start)

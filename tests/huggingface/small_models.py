@@ -43,6 +43,24 @@ TASKS = {
 }
 
 
+def random_model(name: str, hf_config: dict, dtype: str):
+    """A model of this class of transformers with random parameters, biases and norms included."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    config = getattr(transformers, name).config_class(**hf_config, bos_token_id=1, eos_token_id=2)
+    model = getattr(transformers, name)._from_config(config, attn_implementation="eager").eval()
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for path, p in model.named_parameters():
+            norm = p.ndim == 1 and path.endswith("weight")
+            p.copy_(torch.randn(p.shape, generator=draw) * 0.2 + norm)
+    return model.to(getattr(torch, dtype))
+
+
 def import_directory(directory: Path, run: Path, *overrides: str) -> RunConfig:
     """Imports a directory, and returns the configuration of the run."""
     model_dir = open_directory(directory)

@@ -101,3 +101,19 @@ def test_scores_tell_the_weight_of_what_was_likeliest(model, x64):
     loss, right = run(H, TABLE, BIAS, targets, WEIGHTS)
     assert float(loss) == pytest.approx(float(plain(H, TABLE, BIAS, targets, WEIGHTS)), rel=1e-13)
     assert float(right) == pytest.approx(WEIGHTS[targets == best].sum(), rel=1e-14)
+
+
+@pytest.mark.parametrize("chunk_rows", [7, ROWS * TIME])
+@pytest.mark.parametrize("model", [1, 2, 8])
+def test_scores_of_each_target(model, chunk_rows, x64, monkeypatch):
+    """Log-likelihoods, and whether argmax takes the target: of equal logits the first one, whichever shard has it."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_rows * PADDED // model * 8)
+    table, bias = TABLE.copy(), BIAS.copy()
+    table[[5, 9, 40, 60]], bias[[5, 9, 40, 60]] = table[9], 30.0  # four equal ones, the likeliest, in several shards
+    table[VOCAB:], bias[VOCAB:] = 0, 99.0  # padding is likelier still
+    targets = np.where(np.arange(TIME) % 2 == 0, np.resize([5, 9, 40, 60], TIME), TARGETS).astype(np.int32)
+    run = over_model(lambda *args: module.score_targets(*args, VOCAB), model, INS[:4], ((), ()))
+    scores, greedy = run(H, table, bias, targets)
+    every = jax.nn.log_softmax(H @ table[:VOCAB].T + bias[:VOCAB])
+    np.testing.assert_allclose(scores, np.take_along_axis(every, targets[..., None], -1)[..., 0], rtol=1e-12)
+    assert (np.asarray(greedy) == (targets == 5)).all() and np.asarray(greedy).any()
