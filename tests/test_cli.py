@@ -137,6 +137,26 @@ def test_a_loss_of_nan_sets_the_exit_code_of_eval(work, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: runs/debug: at step 7 eval_loss is nan. Lower optim.lr, ")
 
 
+def test_tasks_are_evaluated_in_place_of_the_validation_data(work, tmp_path, capsys):
+    figures = {
+        "metrics": {"perplexity": 1234.5678},
+        "n": 4321,
+        "truncated": 2,
+        "ci95": {"perplexity": [1200, math.inf]},
+    }
+    result = {"step": 7, "tasks": {"lambada": figures}}
+    calls = work("spmd_lm.evaluation.zero_shot", "evaluate_tasks", result)
+    assert main(["eval", DEBUG, "--task", "lambada=x.jsonl", "--task", "validation", "--stride", "3"]) == Exit.DONE
+    assert calls == [(load(DEBUG), ["lambada=x.jsonl", "validation"], 3, False)]
+    assert capsys.readouterr().out.splitlines() == [
+        "step                7",
+        "lambada.perplexity  1,234.57   95% [1,200, inf]",
+        "lambada.n           4,321",
+        "lambada.truncated   2",
+    ]
+    assert api.evaluate(load(DEBUG), tasks=["validation"]) == result and calls[-1][1:] == (["validation"], None, False)
+
+
 def test_json_has_null_for_nan_and_infinity(work, capsys):
     work("spmd_lm.training.bench", "bench", {"mfu": -math.inf, "seconds": {"all": [1.5, math.nan]}}, render=str)
     assert main(["bench", DEBUG, "--json", "-"]) == 0

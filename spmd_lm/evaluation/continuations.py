@@ -28,8 +28,12 @@ class Encoder(NamedTuple):
     vocab: int
 
     def encode(self, text: str | bytes, location: str) -> np.ndarray:
-        """Token ids, int64.  Raises DataError for one outside of the vocabulary."""
-        ids = self.tokenizer.encode(text).astype(np.int64)
+        """Token ids, int64.  Raises DataError for one outside of the vocabulary, and for a text that the tokenizer
+        cannot read."""
+        try:
+            ids = self.tokenizer.encode(text).astype(np.int64)
+        except DataError as error:
+            raise DataError(f"{location}: {error}") from None
         if ids.max(initial=0) >= self.vocab:
             raise DataError(
                 f"{location}: token {ids.max()} is not below model.vocab={self.vocab}. Correct the text, or evaluate a "

@@ -118,8 +118,8 @@ def test_what_is_generated_is_the_greedy_choice(lm, requests):
     texts = lm.generate_until(requests("generate_until", *((context, options) for context in contexts)))
     scored = lm.loglikelihood(requests("loglikelihood", *zip(contexts, texts, strict=True)))
     assert all(greedy for _, greedy in scored) and max(map(len, texts)) == 12
-    (beginning,) = lm.generate_until(requests("generate_until", ("", options)))
-    assert lm.loglikelihood(requests("loglikelihood", ("", beginning)))[0][1]
+    (opening,) = lm.generate_until(requests("generate_until", ("", options)))
+    assert lm.loglikelihood(requests("loglikelihood", ("", opening)))[0][1]
     text = max(texts, key=len)
     stopped = lm.generate_until(
         requests("generate_until", *((c, options | {"until": ["", text[3:5]]}) for c in contexts))

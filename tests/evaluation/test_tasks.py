@@ -182,6 +182,12 @@ def test_a_token_outside_of_the_vocabulary(tmp_path):
         make_tasks(make_config(model={"vocab": 128}, data=BYTES), [f"text={tmp_path}/text.txt"])
 
 
+def test_words_for_a_model_that_reads_ids(tmp_path):
+    path = write_lines(tmp_path / "lambada.jsonl", [{"text": "3 1 4"}, {"text": "so it was"}])
+    with pytest.raises(DataError, match=r"lambada.jsonl: line 2: prompt 'so it': a model of synthetic data reads"):
+        make_tasks(make_config(), [f"lambada={path}"])
+
+
 def test_an_empty_context_needs_a_token_that_starts_a_document(tmp_path):
     path = write_lines(tmp_path / "choice.jsonl", [{"context": "", "choices": ["1", "2"], "label": 0}])
     with pytest.raises(DataError, match="line 1: an empty context, and this run's tokenizer has no token to start"):

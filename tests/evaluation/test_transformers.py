@@ -93,10 +93,10 @@ def test_choices_agree_one_by_one(models, tmp_path):
     pairs = [("It was", f" {each}") for each in QUESTIONS[0]["choices"]]
     pairs += [("The clocks were", f" {each}") for each in QUESTIONS[1]["choices"]]
     pairs += [("\0", each) for each in QUESTIONS[2]["choices"]]
-    article, (cold, struck, early) = ARTICLE["article"], ARTICLE["options"]
+    article, (cold, struck, prompt) = ARTICLE["article"], ARTICLE["options"]
     in_race = [(f"{article}\nIn April it was", f" {each} .") for each in cold]
     in_race += [(f"{article}\nWhat struck?", f" {each}") for each in struck]
-    in_race += [(article, f"\n{each} is early.") for each in early]
+    in_race += [(article, f"\n{each} is early.") for each in prompt]
     for task, expected in ((choice, pairs), (race, in_race)):
         scored = scorer(task.windows)
         theirs, greedy = zip(*(their_continuation(model, *pair) for pair in expected), strict=True)
