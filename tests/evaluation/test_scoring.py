@@ -9,7 +9,7 @@ import pytest
 
 from spmd_lm.errors import NonFiniteError
 from spmd_lm.evaluation.bootstrap import RESAMPLES, Metric, estimate
-from spmd_lm.evaluation.scoring import Scorer, WindowLoader, Windows, sliding_windows
+from spmd_lm.evaluation.scoring import Scored, Scorer, WindowLoader, Windows, sliding_windows
 from spmd_lm.step.program import Program
 from tests.evaluation.items import figures
 from tests.helpers import FLOAT32, canonical, make_config, partitioned, program, run_of
@@ -41,6 +41,12 @@ def test_each_token_is_scored_once_with_all_the_context_of_its_window(length, st
         assert full if last_is_full or window < n - 1 else windows.stop[-1] == length
     assert scored == list(range(1, length))
     assert not any(row.loss_weights[n % 4 :].any() for row in rows[-1:] if n % 4)  # rows that pad the last batch
+
+
+def test_a_window_is_greedy_if_all_its_tokens_are():
+    scored = Scored(np.array([-1.0, -2, -4, -8, -16]), np.array([1, 1, 0, 1, 1], bool), np.array([0, 2, 4, 5]))
+    assert scored.window_log_likelihood().tolist() == [-3, -12, -16]
+    assert scored.window_greedy().tolist() == [True, False, True]
 
 
 def test_windows_move_by_the_stride():

@@ -13,6 +13,7 @@ from spmd_lm.config.load import dump
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, SubwordTokenizer
 from spmd_lm.errors import ConfigError, DataError, Exit
 from spmd_lm.evaluation.continuations import Encoder, continuation_windows
+from spmd_lm.evaluation.scoring import Scored
 from spmd_lm.evaluation.tasks.choice import race_question
 from spmd_lm.evaluation.tasks.lambada import last_word
 from spmd_lm.evaluation.tasks.task import find_tasks
@@ -112,6 +113,25 @@ def test_a_context_is_truncated_from_the_left():
 def test_the_last_word_of_a_passage():
     item = last_word(ENCODER, " A day\nin April \n", "here")
     assert bytes(item.context.tolist()) == b" A day\nin" and bytes(item.ids.tolist()) == b" April"
+
+
+def test_choices_are_compared_by_likelihood_and_by_byte(tmp_path):
+    """UTF-8 bytes, without the space that joins; of equal scores the first wins; a question is truncated once."""
+    lines = [
+        {"context": "x" * 20, "choices": ["\N{DEGREE SIGN}", " no", "yes!"], "label": 1},
+        {"context": "a ", "choices": ["b", "c"], "label": 0},
+    ]
+    (task,) = make_tasks(CONFIG, [f"choice={write_lines(tmp_path / 'choice.jsonl', lines)}"])
+    assert task.num_bytes.tolist() == [2, 2, 4, 1, 1] and task.truncated == 1
+    ids = [bytes(task.windows.tokens[a:b].tolist()) for a, b in zip(task.windows.first, task.windows.stop, strict=True)]
+    assert ids == [b" \xc2\xb0", b" no", b" yes!", b" b", b" c"]
+    ends = np.cumsum([0, *map(len, ids)])
+    of_choices = np.array([-2.0, -3, -3.5, -1, -1])
+    scored = Scored(np.repeat(of_choices, np.diff(ends)) / np.repeat(np.diff(ends), np.diff(ends)), ends > 99, ends)
+    figures = task.figures(scored)
+    assert figures.metrics == {"accuracy": 0.5, "accuracy_per_byte": 0.5}  # -1, -1.5, -0.875 per byte
+    better = scored._replace(log_likelihood=np.where(np.arange(ends[-1]) < 3, 2, 1) * scored.log_likelihood)
+    assert task.figures(better).metrics == {"accuracy": 1.0, "accuracy_per_byte": 0.5}
 
 
 @pytest.mark.parametrize(
