@@ -161,7 +161,7 @@ def test_a_memorised_text_has_a_perplexity_of_one(tmp_path):
         data={"source": "text", "path": "unread.txt"},
         precision=FLOAT32,
         optim={"warmup": 10, "clip": 1.0},
-        train={"batch": 1, "steps": 150},
+        train={"batch": 1, "steps": 100},
     )
     p = program(config)
     ids = np.frombuffer(text.encode(), np.uint8)

@@ -81,6 +81,22 @@ def test_counts_of_wikitext_103_s_validation_text(tmp_path):
 # --- items
 
 
+@pytest.mark.slow
+def test_published_passages_and_articles(tmp_path):
+    """Every token of a passage is read, and all of a last word is scored."""
+    tokenizer = gpt2(tmp_path)
+    path, articles = published("lambada_first1000.jsonl"), published("race_dev_middle.jsonl")
+    config = make_config(model={"vocab": 50257, "context": 1024}, data=BYTES | {"tokenizer": str(tmp_path)})
+    (task,) = make_tasks(config, [f"lambada={path}"])
+    w, texts = task.windows, [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert len(w.start) == len(texts) == 1000 and not task.truncated
+    for text, start, first, stop in zip(texts, w.start, w.first, w.stop, strict=True):
+        assert w.tokens[start:stop].tolist() == tokenizer.encode(text).tolist()
+        assert tokenizer.decode(w.tokens[first:stop]).lstrip() == text.split()[-1]
+    (race,) = make_tasks(make_config(model={"vocab": 256, "context": 4096}, data=BYTES), [f"race={articles}"])
+    assert len(race.label) == 1436 and len(race.windows.start) == 4 * 1436 and not race.truncated
+
+
 def test_tasks_are_found_in_their_package():
     assert [*find_tasks()] == ["choice", "lambada", "race", "text", "validation", "wikitext"]
 

@@ -10,8 +10,8 @@ import pytest
 from spmd_lm.checkpoints.saved_run import open_run
 from spmd_lm.cli import main
 from spmd_lm.evaluation.scoring import Scorer
-from spmd_lm.evaluation.zero_shot import evaluate_tasks, make_tasks
-from tests.evaluation.items import ARTICLE, PASSAGES, QUESTIONS, TEXT, write_items
+from spmd_lm.evaluation.zero_shot import make_tasks
+from tests.evaluation.items import ARTICLE, PASSAGES, QUESTIONS, TEXT, figures, write_items
 from tests.huggingface.small_models import FLOAT32, import_directory, random_model
 
 ODD = {"vocab_size": 259, "n_positions": 27, "n_embd": 24, "n_layer": 1, "n_head": 2, "n_inner": 40}
@@ -25,13 +25,14 @@ BYTES = ["data.source=text", "data.path=unread.txt", "data.tokenizer=bytes"]
 
 @pytest.fixture(scope="module", params=["tied", "untied, odd", pytest.param("deep, narrow", marks=pytest.mark.slow)])
 def models(request, tmp_path_factory):
-    """A configuration of an imported run, and transformers' model."""
+    """A configuration of an imported run, what scores with it, and transformers' model."""
     for name in ("torch", "transformers"):
         pytest.importorskip(name, reason="the extra `hf` is not installed")
     root = tmp_path_factory.mktemp("imported")
     model = random_model("GPT2LMHeadModel", SHAPES[request.param], "float32")
     model.save_pretrained(root / "model")
-    return import_directory(root / "model", root / "run", *FLOAT32, *BYTES), model
+    config = import_directory(root / "model", root / "run", *FLOAT32, *BYTES)
+    return config, Scorer(*open_run(config)[:2]), model
 
 
 def their_scores(model, context: bytes, ids: bytes) -> list[tuple[float, bool]]:
@@ -63,10 +64,9 @@ def their_text(model, text: bytes, stride: int) -> list[float]:
 
 
 def test_figures_agree(models, tmp_path):
-    config, model = models
-    result = evaluate_tasks(config, write_items(tmp_path), stride=7)
-    assert result["step"] == 0
-    got = {name: task["metrics"] for name, task in result["tasks"].items()}
+    config, scorer, model = models
+    found = figures(config, scorer, write_items(tmp_path), stride=7)
+    got = {name: task["metrics"] for name, task in found.items()}
     close = functools.partial(pytest.approx, rel=1e-5)
 
     nats = -math.fsum(their_text(model, TEXT.encode(), 7))
@@ -86,10 +86,9 @@ def test_figures_agree(models, tmp_path):
 
 def test_choices_agree_one_by_one(models, tmp_path):
     """The log-likelihoods, not only which is highest."""
-    config, model = models
+    config, scorer, model = models
     write_items(tmp_path)
     choice, race = make_tasks(config, [f"{name}={tmp_path}/{name}.jsonl" for name in ("choice", "race")])
-    scorer = Scorer(*open_run(config)[:2])
     pairs = [("It was", f" {each}") for each in QUESTIONS[0]["choices"]]
     pairs += [("The clocks were", f" {each}") for each in QUESTIONS[1]["choices"]]
     pairs += [("\0", each) for each in QUESTIONS[2]["choices"]]
@@ -112,8 +111,9 @@ def test_choices_agree_one_by_one(models, tmp_path):
 SIZES, LABELS = {"choice": [3, 2, 4], "race": [4, 4, 4]}, {"choice": [1, 0, 3], "race": [0, 1, 3]}
 
 
+@pytest.mark.parametrize("models", ["untied, odd"], indirect=True)
 def test_the_command_writes_them(models, tmp_path, capsys):
-    config, _ = models
+    config, *_ = models
     task = write_items(tmp_path)[2]
     run = [str(config.run.directory), "--devices", "8"]
     validation = ["validation", f"data.path={tmp_path / 'text.txt'}", "data.validation_fraction=0.5"]
