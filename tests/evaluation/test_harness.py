@@ -135,6 +135,7 @@ def test_options_of_generation(harness):
         ["\n"],
     )
     assert parse({"do_sample": True, "temperature": 0.7, "top_p": 0.9})[0] == Sampling(256, 0.7, 0, 0.9)
+    assert harness[0].cut("one, two. three", ["two", "", ".", "four", ","]) == "one"
     with pytest.raises(ConfigError, match="unknown option beams"):
         parse({"beams": 4})
 

@@ -131,6 +131,27 @@ def test_the_last_word_of_a_passage():
     assert bytes(item.context.tolist()) == b" A day\nin" and bytes(item.ids.tolist()) == b" April"
 
 
+def test_a_text_is_resampled_in_blocks_of_neighbours(tmp_path):
+    """Of a short one, tokens by themselves; two documents have a window each and no token in common."""
+    (tmp_path / "a.txt").write_text("a" * 13)
+    (tmp_path / "b.txt").write_text("b" * 9)
+    (task,) = make_tasks(CONFIG, [f"text={tmp_path}"])
+    assert task.windows.start.tolist() == [0, 13]
+    found = task.figures(Scored(-np.arange(20.0), np.zeros(20, bool), np.array([0, 12, 20])))
+    assert found.metrics["nats_per_token"] == 9.5 and found.metrics["nats_per_byte"] == pytest.approx(190 / 22)
+    assert (found.n, found.counts) == (20, {"tokens": 22})
+    low, high = found.ci95["nats_per_token"]
+    assert high - low == pytest.approx(2 * 1.96 * np.arange(20).std() / 20**0.5, rel=0.1)
+    (tmp_path / "a.txt").write_text("a" * 40)
+    (task,) = make_tasks(CONFIG, [f"text={tmp_path}/a.txt"], 5)
+    assert task.windows.start.tolist() == [0, 5, 10, 15, 20, 25]
+    equal_neighbours = np.repeat(np.arange(64.0), 32)  # of a long one, 64 blocks
+    low, high = task.figures(Scored(-equal_neighbours, equal_neighbours > 99, np.array([0, 2048]))).ci95[
+        "nats_per_token"
+    ]
+    assert high - low == pytest.approx(2 * 1.96 * np.arange(64).std() / 8, rel=0.1)
+
+
 def test_choices_are_compared_by_likelihood_and_by_byte(tmp_path):
     """UTF-8 bytes, without the space that joins; of equal scores the first wins; a question is truncated once."""
     lines = [
