@@ -1,6 +1,6 @@
 """`wikitext`: perplexity per original word of WikiText, whose files separate every token by a space.
 
-The convention of published figures (Megatron-LM's, arXiv:1909.08053, section 5.3): the text is stripped, written as
+The convention of published figures (Megatron-LM's, arXiv:1909.08053, appendix E): the text is stripped, written as
 people write it, tokenized, and scored in windows that move by 32 tokens; the loss of all tokens is divided by the words
 of the original, what single spaces separate.  WikiText-103's test text has 245,566 of these, and 270,329 tokens of
 GPT-2."""
