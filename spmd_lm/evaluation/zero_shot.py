@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from spmd_lm.checkpoints.saved_run import open_run
 from spmd_lm.config.schema import CausalLM, RunConfig
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.data.corpus import Corpus, load_data
+from spmd_lm.data.token_files.dataset import TokenDataset
 from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
 from spmd_lm.errors import ConfigError
 from spmd_lm.evaluation.continuations import Encoder
@@ -44,8 +47,11 @@ def make_tasks(config: RunConfig, specs: Sequence[str], stride: int | None = Non
     check_stride(stride, config.model.context, [kind for kind, _ in parsed])
     encoder = Encoder(make_tokenizer(config.data), config.model.vocab)
 
-    def validation():
+    def validation() -> np.ndarray:
         data = load_data(config.data, config.train.seed, config.model.vocab)
+        if isinstance(data, TokenDataset):
+            splits = [corpus.validation for corpus in data.corpora]
+            return np.concatenate([split.read(np.zeros(1, np.int64), split.size)[0] for split in splits if split.size])
         assert isinstance(data, Corpus)
         return data.validation
 

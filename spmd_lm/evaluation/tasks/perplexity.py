@@ -11,7 +11,7 @@ from spmd_lm.evaluation.bootstrap import Metric
 from spmd_lm.evaluation.scoring import Scored, Windows, sliding_windows
 from spmd_lm.evaluation.tasks.task import EvalTask, TaskFigures, TaskInput
 
-BLOCK = 32
+LARGEST_BLOCK = 32
 """Most neighbouring tokens that are resampled together: losses of neighbours are not independent."""
 
 
@@ -52,7 +52,7 @@ class TextTask(EvalTask):
 
     def figures(self, scored: Scored) -> TaskFigures:
         count = len(scored.log_likelihood)
-        starts = np.arange(0, count, max(1, min(BLOCK, count // BLOCK)))
+        starts = np.arange(0, count, max(1, min(LARGEST_BLOCK, count // LARGEST_BLOCK)))
         loss = -np.add.reduceat(scored.log_likelihood, starts)
         tokens = np.diff([*starts, count]).astype(np.float64)
         metrics = {"perplexity": Metric(loss, tokens, np.exp), "nats_per_token": Metric(loss, tokens)}

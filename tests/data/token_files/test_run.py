@@ -63,6 +63,8 @@ def test_killed_runs_go_on_with_the_next_sample(tmp_path, blend):
         process.wait()
     processes.run(*line)
     assert losses(tmp_path / "killed") == losses(tmp_path / "reference")
+    scored = json.loads(processes.run("eval", tmp_path / "killed", "--task", "validation", "--json", "-"))
+    assert scored["tasks"]["validation"]["n"] == 2 * (300 + 1) + 2 * (350 + 1) - 1  # of both corpora
 
 
 @pytest.mark.slow
