@@ -20,6 +20,7 @@ from spmd_lm.commands import (
     generate,
     import_hf,
     plan,
+    prepare,
     replay,
     report,
     supervise,
@@ -41,6 +42,7 @@ class Verb(NamedTuple):
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
     positionals: tuple[str, ...] = ("CONFIG",)  # before the overrides
     takes_config: bool = True  # overrides, and --devices; otherwise the one positional may be repeated
+    uses_devices: bool = True
 
     @property
     def usage(self) -> str:
@@ -62,6 +64,12 @@ VERBS = {
     "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan.run),
     "audit": Verb("compiles the step and compares its collectives with theory", audit.run, audit.add_options),
     "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench.run, bench.add_options),
+    "prepare": Verb(
+        "raw documents to a data set of tokens, cleaned and split",
+        prepare.run,
+        positionals=("RECIPE",),
+        uses_devices=False,
+    ),
     "sweep": Verb("runs of a configuration whose keys vary, resumable", sweep.run, sweep.add_options, ("SWEEP",)),
     "ckpt": Verb(
         "what is in a run's checkpoints, and whether it is intact: ls RUN, verify RUN, diff RUN@STEP RUN@STEP",
@@ -89,6 +97,7 @@ VERBS = {
 POSITIONALS = {
     "ACTION": "ls, verify or diff",
     "CONFIG": "a YAML file, or a run's directory",
+    "RECIPE": "a data set's YAML file, as in configs/prepare",
     "SWEEP": "a sweep's YAML file, as in configs/sweeps",
     "RUN_DIR": "a run's directory",
     "RUN": "a run's directory",
@@ -221,7 +230,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         if not command or command[0] not in VERBS:
             raise ConfigError("spmd-lm supervise: no verb given. Write `spmd-lm supervise -- train CONFIG ...`.")
         arguments.command, arguments.supervised = command, parse(command)
-    if VERBS[name].takes_config and arguments.devices is not None:
+    if getattr(arguments, "devices", None) is not None:
         arguments.overrides.append(f"run.simulate_devices={arguments.devices}")
     return name, arguments
 
@@ -234,6 +243,7 @@ def make_parser(verb: str) -> Parser:
         parser.add_argument(positional, nargs=nargs, metavar=positional, help=POSITIONALS[positional])
     if VERBS[verb].takes_config:
         parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changed keys; values are YAML")
+    if VERBS[verb].takes_config and VERBS[verb].uses_devices:
         parser.add_argument("--devices", metavar="N", help="simulate N devices on the CPU; run.simulate_devices=N")
     parser.add_argument("--json", metavar="PATH", help="write the result as JSON; - for standard output")
     if add_options := VERBS[verb].add_options:

@@ -16,7 +16,7 @@ LAYERS = (
     {"axes", "config"},
     {"ops", "batch"},
     {"models", "parallel", "data", "runtime"},
-    {"analysis", "plots"},
+    {"analysis", "plots", "prepare"},
     {"step"},
     {"checkpoints"},
     {"generation", "planning"},

@@ -12,7 +12,9 @@ from spmd_lm.planning.plan_report import describe
 from tests.parameter_count import model_parameters, parameters_by_formula
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SHIPPED = sorted(path for path in CONFIGS.rglob("*.yaml") if path.stem != "base" and path.parent.name != "sweeps")
+SHIPPED = sorted(
+    path for path in CONFIGS.rglob("*.yaml") if path.stem != "base" and path.parent.name not in ("prepare", "sweeps")
+)
 BERT_BASE = 109_482_240  # without a head, but with its pooler
 POOLER = 768 * 768 + 768
 PARAMETERS = {  # of the released weights; BERT's with the two heads of its pre-training

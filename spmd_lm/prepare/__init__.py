@@ -1,0 +1,1 @@
+"""`spmd-lm prepare`: from raw documents to a data set of tokens, cleaned, without duplicates and leaks, and split."""

@@ -1,0 +1,168 @@
+"""Chunks of cleaned documents: what the first stage leaves on disk for those that follow.
+
+A chunk is some MB of consecutive documents, and six files:
+
+  00000.text         texts, one after another
+  00000.ends.npy     uint64 [documents + 1]: where each begins, and the end
+  00000.digests.npy  uint64 [documents, 2]: a text's own random numbers, which say where it belongs
+  00000.exact.npy    uint64 [3, documents]: a hash of 128 bits in two, and the document; sorted
+  00000.bands.npy    uint64 [2, keys]: keys of bands of MinHash, and the documents; sorted
+  00000.json         a ChunkRecord; written last: a chunk without one is not there
+
+How documents are divided into chunks changes nothing of the result."""
+
+import dataclasses
+import io
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd_lm import files
+from spmd_lm.errors import DataError
+from spmd_lm.prepare import clean, shingles
+from spmd_lm.prepare.schema import Preparation
+from spmd_lm.prepare.sources import RawDocument
+from spmd_lm.runtime.outputs import writing
+
+RAW_CHUNK_BYTES = 2**23  # raw ones
+CHUNK_DOCUMENTS = 2**14
+MOST_TOLD = 10  # bad documents whose places are told
+
+
+class RawChunk(NamedTuple):
+    """Consecutive raw documents.  raw_bytes_read: of its source, for the progress bar."""
+
+    number: int
+    documents: list[RawDocument]
+    checksum: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkRecord:
+    """documents: that are left.  bad: where the first bad ones are, and what is wrong with them.  counts: of step and
+    reason."""
+
+    number: int
+    raw_documents: int
+    documents: int
+    text_bytes: int
+    checksum: int
+    counts: list[tuple[str, str, int]]
+    bad: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkCleaner:
+    """Makes chunks of raw ones; what it is called with decides all that it does."""
+
+    config: Preparation
+    directory: Path
+    leaks: Path | None
+
+    def __call__(self, chunk: RawChunk) -> ChunkRecord:
+        if record := finished_chunk(self.directory, chunk.number):
+            if record.checksum != chunk.checksum:
+                where = f"{chunk.documents[0].where}: changed since this data set was begun"
+                raise DataError(f"{where}. Remove {self.directory.parent}, and start again.")
+            return record
+        texts, counts, bad = list[str](), Counter[tuple[str, str]](), list[str]()
+        for raw in chunk.documents:
+            try:
+                verdict = clean.examine(raw, self.config, self.leaks)
+            except clean.BadInputError as error:
+                said = f"{raw.where}: {error}" + (f" ({error.detail})" if error.detail not in ("", str(error)) else "")
+                if self.config.on_bad == "error":
+                    raise DataError(f"{said}. Mend it, or set on_bad=skip.") from None
+                counts["read", str(error)] += 1
+                bad.append(said)
+                continue
+            if verdict.reason:
+                counts[verdict.step or "utf8", verdict.reason] += 1
+            if not verdict.step:
+                texts.append(verdict.text)
+        raw_documents, told = len(chunk.documents), [(*each, count) for each, count in sorted(counts.items())]
+        return self._write(chunk, texts, ChunkRecord(0, raw_documents, len(texts), 0, 0, told, bad[:MOST_TOLD]))
+
+    def _write(self, chunk: RawChunk, texts: list[str], record: ChunkRecord) -> ChunkRecord:
+        encoded = [text.encode() for text in texts]
+        ends = np.cumsum([0, *map(len, encoded)], dtype=np.uint64)
+        digests = hashes_128(encoded)
+        steps = self.config.steps
+        exact = hashes_128(map(clean.normalized, texts) if steps.exact_duplicates else [])
+        bands = np.empty((2, 0), np.uint64)
+        if steps.near_duplicates:
+            rows = shingles.rows_per_band(steps.near_duplicates.jaccard)
+            bands = np.stack(shingles.band_keys(map(shingles.shingle_set, texts), rows), dtype=np.uint64)
+        record = dataclasses.replace(record, number=chunk.number, text_bytes=int(ends[-1]), checksum=chunk.checksum)
+        path = chunk_path(self.directory, chunk.number)
+        with writing(path):
+            files.write_atomically(path.with_suffix(".text"), b"".join(encoded))
+            order = np.lexsort((exact[:, 1], exact[:, 0]))  # stable: documents of one hash stay in order
+            parts = {
+                "ends": ends,
+                "digests": digests,
+                "exact": np.stack([*exact[order].T, order.astype(np.uint64)]),
+                "bands": bands[:, np.argsort(bands[0], kind="stable")],
+            }
+            for name, array in parts.items():
+                save_array(path.with_suffix(f".{name}.npy"), array)
+            files.write_atomically(path.with_suffix(".json"), json.dumps(dataclasses.asdict(record)))
+        return record
+
+
+def hashes_128(texts: Iterable[bytes]) -> np.ndarray:
+    """uint64 [texts, 2]"""
+    data = b"".join(blake2b(text, digest_size=16).digest() for text in texts)
+    return np.frombuffer(data, "<u8").reshape(-1, 2)
+
+
+def chunk_path(directory: Path, number: int) -> Path:
+    return directory / f"{number:05}"
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    files.write_atomically(path, buffer.getvalue())
+
+
+def divide(documents: Iterable[RawDocument]) -> Iterator[RawChunk]:
+    """Into chunks of RAW_CHUNK_BYTES or CHUNK_DOCUMENTS, and a document."""
+    number, size, checksum, part = 0, 0, 0, list[RawDocument]()
+    for raw in documents:
+        part.append(raw)
+        size += len(raw.data) + 100
+        checksum = zlib.crc32(raw.data, zlib.crc32(f"{raw.file} {raw.line} {raw.problem}".encode(), checksum))
+        if size >= RAW_CHUNK_BYTES or len(part) >= CHUNK_DOCUMENTS:
+            yield RawChunk(number, part, checksum)
+            number, size, checksum, part = number + 1, 0, 0, []
+    if part:
+        yield RawChunk(number, part, checksum)
+
+
+def finished_chunk(directory: Path, number: int) -> ChunkRecord | None:
+    try:
+        value: dict[str, Any] = json.loads(chunk_path(directory, number).with_suffix(".json").read_bytes())
+    except FileNotFoundError:
+        return None
+    return ChunkRecord(**value | {"counts": [tuple(each) for each in value["counts"]]})
+
+
+def map_array(directory: Path, number: int, name: str) -> np.ndarray:
+    return np.load(chunk_path(directory, number).with_suffix(f".{name}.npy"), mmap_mode="r")
+
+
+def texts_of_chunk(directory: Path, number: int, documents: Iterable[int]) -> Iterator[bytes]:
+    """The texts of these documents of a chunk, by their places in it."""
+    ends = map_array(directory, number, "ends")
+    with open(chunk_path(directory, number).with_suffix(".text"), "rb") as file:
+        for document in documents:
+            start, end = int(ends[document]), int(ends[document + 1])
+            file.seek(start)
+            yield file.read(end - start)

@@ -1,0 +1,219 @@
+"""From a raw document to a text, or to the reason for which it is none.
+
+Texts are UTF-8 without a byte order mark, and their lines end in a line feed alone.  Bad input is what is no text; the
+steps remove what is a text, but not wanted."""
+
+import functools
+import importlib
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd_lm import files
+from spmd_lm.errors import ConfigError, DataError
+from spmd_lm.prepare import shingles
+from spmd_lm.prepare.schema import CleaningSteps, Preparation, Source
+from spmd_lm.prepare.sources import RawDocument
+
+LONG_LINE = 2**20  # bytes of JSON whose values are counted first: fewer cannot take much memory
+CONTROL = re.compile(r"[^\t\n\r -~]")
+UNUSED = "empty"
+"""Why a document is not used that is nobody's fault."""
+
+
+class BadInputError(ValueError):
+    """What is no document.  Its text is the reason, the same for all of a kind; detail says more."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason)
+        self.detail = detail
+
+
+class Verdict(NamedTuple):
+    """step: where a document went out, '' if nowhere.  reason: why, or what was done to it."""
+
+    text: str
+    step: str = ""
+    reason: str = ""
+
+
+def examine(raw: RawDocument, config: Preparation, leaks: Path | None) -> Verdict:
+    """Runs the steps that know one document alone.  leaks: the file of hashed n-grams.
+
+    Raises BadInputError."""
+    text, title, repaired = read_text(raw, config)
+    steps = config.steps
+    if not text:
+        return Verdict("", "read", UNUSED)
+    if steps.language and not call_hook(steps.language, text, raw.where):
+        return Verdict("", "language", "refused")
+    if steps.leaks and steps.leaks.titles and title and fold(title) in read_titles(steps.leaks.titles):
+        return Verdict("", "leaks", "title")
+    if steps.leaks and leaks and has_leak(text, leaks, steps.leaks.ngram):
+        return Verdict("", "leaks", f"{steps.leaks.ngram}-gram")
+    return Verdict(text, "", "repaired" if repaired else "")
+
+
+def read_text(raw: RawDocument, config: Preparation) -> tuple[str, str | None, bool]:
+    """Text, title, and whether the text was repaired."""
+    if raw.problem:
+        raise BadInputError(raw.problem.partition(":")[0], raw.problem)
+    repaired = False
+    try:
+        text = raw.data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if config.steps.utf8 != "repair":
+            raise BadInputError("not UTF-8", f"byte 0x{raw.data[error.start]:02x} at {error.start}") from None
+        text, repaired = misread(raw.data), True
+    title = raw.title
+    if raw.is_json:
+        text, title = read_json_line(text, raw, config.sources[raw.source])
+    if config.steps.utf8 == "repair":
+        given, text = text, repair(text)
+        repaired |= text != given
+    text = text.removeprefix("\ufeff")
+    if "\0" in text:
+        raise BadInputError("a NUL character", "it separates documents of bytes")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise BadInputError("not UTF-8", "half of a surrogate pair") from None
+    text = text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+    return text if text.strip() else "", title, repaired
+
+
+def read_json_line(line: str, raw: RawDocument, source: Source) -> tuple[str, str | None]:
+    """Text and title."""
+    if not line.strip():
+        return "", None
+    try:
+        value = files.parse_json(line.encode()) if len(line) > LONG_LINE else json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadInputError("not JSON", f"{error!s:.80}") from None
+    if not isinstance(value, dict):
+        raise BadInputError("not a JSON object")
+    text, title = value.get(source.text), value.get(source.title)
+    if not isinstance(text, str):
+        detail = "not text" if source.text in value else f"it has {', '.join(map(str, [*value][:5])) or 'no keys'}"
+        raise BadInputError(f"no text under '{source.text}'", detail[:80])
+    return text, title if isinstance(title, str) else None
+
+
+def repair(text: str) -> str:
+    """UTF-8 that was decoded as something else, undone; control characters, and halves of surrogate pairs, dropped."""
+    if text.isascii() and not CONTROL.search(text):  # nothing to find, at the speed of memory
+        return text
+    ftfy = require_ftfy()
+    # Encodings alone: quotation marks, ligatures and HTML are the author's.
+    options = {"uncurl_quotes": False, "unescape_html": False, "fix_latin_ligatures": False}
+    config = ftfy.TextFixerConfig(fix_character_width=False, fix_line_breaks=False, normalization=None, **options)
+    return ftfy.fix_text(text, config)
+
+
+def misread(data: bytes) -> str:
+    """Bytes in which some are not UTF-8, as Windows-1252, in which those mean something; `repair` mends the others."""
+    require_ftfy()
+    return data.decode("sloppy-windows-1252")
+
+
+def require_ftfy() -> Any:
+    try:
+        import ftfy
+        import ftfy.bad_codecs
+    except ImportError:
+        advice = "Run pip install 'spmd-lm[prepare]', or set steps.utf8=refuse"
+        raise ConfigError(f"steps.utf8=repair: ftfy is not installed. {advice}.") from None
+    return ftfy
+
+
+@functools.cache
+def load_hook(path: str) -> Callable[[str], Any]:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        advice = "Put its directory on PYTHONPATH"
+        raise ConfigError(f"steps.language={path}: cannot be imported: {error!s:.200}. {advice}.") from None
+
+
+def call_hook(path: str, text: str, where: str) -> bool:
+    hook = load_hook(path)
+    try:
+        return bool(hook(text))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error!s:.200}"
+        raise DataError(f"{where}: steps.language={path} raised {what}. Mend it, or leave it out.") from error
+
+
+def fold(title: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", title).casefold().split())
+
+
+@functools.cache
+def read_titles(path: str) -> frozenset[str]:
+    try:
+        text = files.read_bytes(Path(path).expanduser(), files.MAX_MODEL_FILE).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise DataError(f"steps.leaks.titles={path}: cannot be read: {reason}. Give a file of titles.") from None
+    return frozenset(filter(None, map(fold, text.splitlines())))
+
+
+@functools.cache
+def load_leaks(path: Path) -> np.ndarray:
+    """A memory map, which all processes share."""
+    return np.load(path, mmap_mode="r")
+
+
+def leak_hashes(documents: Iterable[RawDocument], ngram: int) -> np.ndarray:
+    """Sorted and unique: the n-grams of evaluation texts.  Of JSON, of every text in it.  DataError for bad input."""
+    found = [np.empty(0, np.uint64)]
+    for raw in documents:
+        try:
+            if raw.problem:
+                raise BadInputError(raw.problem)
+            texts = texts_within(json.loads(raw.data)) if raw.is_json and raw.data.strip() else [raw.data.decode()]
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{raw.where}: steps.leaks.files: {error!s:.100}. Mend it, or leave it out.") from None
+        found += (np.unique(shingles.ngram_hashes(shingles.word_hashes(text), ngram)) for text in texts)
+    return np.unique(np.concatenate(found))
+
+
+def texts_within(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from texts_within(each)
+
+
+def has_leak(text: str, leaks: Path, ngram: int) -> bool:
+    known, found = load_leaks(leaks), shingles.ngram_hashes(shingles.word_hashes(text), ngram)
+    if not len(known) or not len(found):
+        return False
+    at = np.searchsorted(known, found)
+    return bool((known[np.minimum(at, len(known) - 1)] == found).any())
+
+
+def check_steps(steps: CleaningSteps) -> None:
+    """Raises ConfigError or DataError, before the work, for what is not installed or cannot be read."""
+    load_leaks.cache_clear()  # of another data set that this process made
+    read_titles.cache_clear()
+    if steps.utf8 == "repair":
+        require_ftfy()
+    if steps.language:
+        load_hook(steps.language)
+    if steps.leaks and steps.leaks.titles:
+        read_titles(steps.leaks.titles)
+
+
+def normalized(text: str) -> bytes:
+    """What exact duplicates have in common: the text in Unicode's form C, with one space for all white space."""
+    text = text if text.isascii() else unicodedata.normalize("NFC", text)
+    return re.sub(r"\s+", " ", text).strip().encode() if not text.isascii() else b" ".join(text.encode().split())

@@ -1,0 +1,217 @@
+"""`prepare`, from its configuration to the manifest, in four stages, each of which finds what is done already.
+
+  read         documents, cleaned by themselves, in chunks with the keys of their duplicates    OUT.partial/read
+  duplicates   what becomes of each document                                                    OUT.partial/fates.npy
+  tokenize     the chunks' ids, by a given tokenizer or one that is trained first               OUT.partial/tokens
+  shards       the same ids, divided into shards of each split                                  OUT/SPLIT/shard-00000
+
+Data and manifest are the same for any number of workers, and however often it was stopped."""
+
+import itertools
+import json
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd_lm import __version__, files
+from spmd_lm.config.load import TOKENIZER_DIR
+from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, vocabulary_hash
+from spmd_lm.errors import DataError
+from spmd_lm.prepare import clean, duplicates, tokens
+from spmd_lm.prepare.chunks import ChunkCleaner, ChunkRecord, divide, finished_chunk, save_array
+from spmd_lm.prepare.report import Stages, make_steps
+from spmd_lm.prepare.schema import Preparation, Source, TrainedTokenizer
+from spmd_lm.prepare.sources import SourceReader, open_sources
+from spmd_lm.prepare.tokens import SPLITS, TokenizedChunk, Vocabulary
+from spmd_lm.prepare.workers import Workers
+from spmd_lm.prepare.workspace import FORMAT, FORMAT_VERSION, MANIFEST, Workspace, read_object
+from spmd_lm.runtime.directories import lock_directory
+from spmd_lm.runtime.outputs import writing
+
+LIBRARIES = ("numpy", "tokenizers")
+"""Whose versions the data may depend on."""
+
+
+def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
+    """Makes the data set, or what is left to do of it, and returns its report: the manifest, and what else is known.
+
+    log: takes lines of progress.  Raises ConfigError, DataError and OutputError."""
+    clean.check_steps(config.steps)
+    workspace, identity = Workspace(config.directory), identify(config)
+    if manifest := workspace.finished(identity):
+        return {"out": str(workspace.out), "finished_before": True, **manifest}
+    readers = open_sources(config)
+    with lock_directory(workspace.partial, log, True, key="out"):
+        workspace.begin(identity)
+        with Workers(config.processes) as workers, Stages(log) as stages:
+            records, sources = read_documents(config, workspace, readers, workers, stages)
+            corpus = duplicates.CleanedChunks.of(workspace.read, records)
+            fates = find_duplicates(config, workspace, corpus, workers, stages)
+            vocabulary = make_vocabulary(config, workspace, corpus, fates, stages)
+            tokenized = tokenize(config, workspace, corpus, vocabulary, workers, stages)
+            splits = write_shards(config, workspace, vocabulary, workers, stages)
+        manifest = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "vocab_size": vocabulary.vocab_size,
+            "eos_token_id": vocabulary.eos_token_id,
+            "tokenizer": vocabulary.sha256,
+            "splits": splits,
+            "steps": make_steps(config, records, fates, tokenized),
+            "sources": sources,
+            "config": identity["config"],
+            "versions": identity["versions"],
+        }
+        bad = list(itertools.islice(itertools.chain(*(record.bad for record in records)), 10))
+        report = {"steps": manifest["steps"], "bad": bad, "seconds": stages.seconds, "workers": config.processes}
+        workspace.finish(manifest, report)
+    return {"out": str(workspace.out), "finished_before": False, **manifest, "bad": bad}
+
+
+def identify(config: Preparation) -> dict[str, Any]:
+    """What the data are a function of, besides the sources' files."""
+    given = config.tokenizer
+    versions = {name: metadata.version(name) for name in LIBRARIES}
+    if config.steps.utf8 == "repair":
+        versions["ftfy"] = metadata.version("ftfy")
+    return {
+        "config": json.loads(json.dumps(config.identity())),
+        "versions": {"spmd_lm": __version__, "python": platform.python_version(), **versions},
+        "tokenizer": vocabulary_sha256(given) if isinstance(given, str) else None,
+    }
+
+
+def vocabulary_sha256(name: str) -> str:
+    try:
+        return vocabulary_hash(name)
+    except DataError as error:
+        raise DataError(str(error).replace("data.tokenizer=", "tokenizer=")) from None
+
+
+def read_documents(
+    config: Preparation, workspace: Workspace, readers: list[SourceReader], workers: Workers, stages: Stages
+) -> tuple[list[ChunkRecord], list[dict[str, Any]]]:
+    """The chunks, and what the sources were."""
+    done_file = workspace.partial / "read.json"
+    if done := read_object(done_file):
+        found = [finished_chunk(workspace.read, number) for number in range(done["chunks"])]
+        return [record for record in found if record], done["sources"]
+    leaks = index_leaks(config, workspace)
+    sizes = [reader.size for reader in readers]
+    size = None if None in sizes else sum(filter(None, sizes))
+    cleaner, records = ChunkCleaner(config, workspace.read, leaks), []
+    with stages.stage("read", size) as advance:
+        raw = itertools.chain.from_iterable(reader.documents() for reader in readers)
+        for record in workers.map(cleaner, divide(raw)):
+            records.append(record)
+            advance(sum(reader.bytes_read for reader in readers))
+    if not any(record.raw_documents for record in records):
+        raise DataError(f"sources: no document in {', '.join(reader.source.label for reader in readers)}.")
+    sources = [reader.record() for reader in readers]
+    with writing(done_file):
+        files.write_atomically(done_file, json.dumps({"chunks": len(records), "sources": sources}))
+    return records, sources
+
+
+def index_leaks(config: Preparation, workspace: Workspace) -> Path | None:
+    """The file of the evaluation texts' n-grams, if there are such texts."""
+    leaks = config.steps.leaks
+    if leaks is None or not leaks.files:
+        return None
+    path = workspace.partial / "leaks.npy"
+    readers = [SourceReader(i, Source(path=name), config.max_document_bytes) for i, name in enumerate(leaks.files)]
+    documents = itertools.chain.from_iterable(reader.documents() for reader in readers)
+    with writing(path):
+        save_array(path, clean.leak_hashes(documents, leaks.ngram))
+    return path
+
+
+def find_duplicates(
+    config: Preparation, workspace: Workspace, corpus: duplicates.CleanedChunks, workers: Workers, stages: Stages
+) -> np.ndarray:
+    """What becomes of each document: uint8 [documents]."""
+    path, near = workspace.partial / "fates.npy", config.steps.near_duplicates
+    if not path.exists():
+        fates = np.zeros(corpus.documents, np.uint8)
+        with stages.stage("duplicates", None):
+            if config.steps.exact_duplicates:
+                duplicates.mark_exact(corpus, fates)
+            if near:
+                duplicates.mark_near(corpus, fates, near.jaccard, workers)
+        with writing(path):
+            save_array(path, fates)
+    return np.load(path, mmap_mode="r")
+
+
+def make_vocabulary(
+    config: Preparation, workspace: Workspace, corpus: duplicates.CleanedChunks, fates: np.ndarray, stages: Stages
+) -> Vocabulary:
+    """The tokenizer, trained if that is asked for, with a copy in OUT."""
+    name = config.tokenizer
+    directory = workspace.out / TOKENIZER_DIR
+    if isinstance(name, TrainedTokenizer):
+        from spmd_lm.prepare.trained_tokenizer import train_tokenizer
+
+        if not (directory / "tokenizer.json").exists():
+            with stages.stage("train tokenizer", None), writing(directory / "tokenizer.json"):
+                train_tokenizer(name, corpus, fates, config.split, directory)
+        name = str(directory)
+    elif name != "bytes":
+        with writing(directory):
+            copy_vocabulary(name, directory)
+    sha256 = vocabulary_sha256(name)
+    tokenizer = tokens.load_tokenizer(name, sha256)
+    return Vocabulary(name, sha256, tokenizer.vocab_size, tokenizer.eos_token_id)
+
+
+def tokenize(
+    config: Preparation,
+    workspace: Workspace,
+    corpus: duplicates.CleanedChunks,
+    vocabulary: Vocabulary,
+    workers: Workers,
+    stages: Stages,
+) -> list[TokenizedChunk]:
+    fates = workspace.partial / "fates.npy"
+    tokenizer = tokens.ChunkTokenizer(
+        corpus, fates, workspace.tokens, vocabulary, config.steps.min_tokens, config.split
+    )
+    chunks, done = len(corpus.bases) - 1, []
+    with stages.stage("tokenize", chunks) as advance:
+        for chunk in workers.map(tokenizer, range(chunks)):
+            done.append(chunk)
+            advance(len(done))
+    if not any(chunk.documents for chunk in done):
+        raise DataError("sources: no document is left. Lower steps.min_tokens, or name other sources.")
+    return done
+
+
+def write_shards(
+    config: Preparation, workspace: Workspace, vocabulary: Vocabulary, workers: Workers, stages: Stages
+) -> dict[str, Any]:
+    """The manifest's `splits`: those that have a share."""
+    shares = {"train": 1.0, "validation": config.split.validation, "test": config.split.test}
+    chunks = len([*workspace.tokens.glob("*.json")])
+    maker = tokens.ShardMaker(workspace.out, workspace.tokens, vocabulary)
+    splits = {}
+    for split in [name for name in SPLITS if shares[name]]:
+        with writing(workspace.out / split / "shard"):
+            os.makedirs(workspace.out / split, exist_ok=True)
+        planned = [*tokens.plan_shards(workspace.tokens, chunks, split, config.shard_tokens, vocabulary.eos_tokens)]
+        headers = []
+        with stages.stage(f"{split} shards", len(planned)) as advance:
+            for header in workers.map(maker, planned):
+                headers.append(header)
+                advance(len(headers))
+        counts = {key: sum(each[key] for each in headers) for key in ("tokens", "documents", "text_bytes")}
+        splits[split] = {"shards": [each["name"] for each in headers], **counts}
+    return splits
+
+
+def manifest_path(config: Preparation) -> Path:
+    return config.directory / MANIFEST

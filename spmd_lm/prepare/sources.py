@@ -1,0 +1,223 @@
+"""Where documents come from: the files of a source in a fixed order, and the raw documents in them, one at a time.
+
+Nothing is decoded here but compression and Parquet.  A document that is too long, and a file that is damaged, is a raw
+document with a `problem`."""
+
+import glob
+import hashlib
+import os
+import stat
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from spmd_lm import files
+from spmd_lm.data.text_files import EXCLUDED, SUFFIXES
+from spmd_lm.errors import ConfigError, DataError
+from spmd_lm.prepare.schema import Preparation, Source
+from spmd_lm.prepare.streams import DAMAGE, HashingFile, decompressed, documents_of_lines, require_zstandard
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")  # a document a line
+COMPRESSED = (".gz", ".zst")
+SEARCHED = (".parquet", *(kind + end for kind in (*SUFFIXES, *JSON_SUFFIXES) for end in ("", *COMPRESSED)))
+"""How the names of files end that a directory is searched for."""
+
+PYTHON_STDLIB = "python-stdlib"
+PARQUET_ROWS = 256  # read at a time
+
+
+class RawDocument(NamedTuple):
+    """source: its index.  line: from 1 on; 0 for all of a file.  data: a line of JSON if is_json, else text."""
+
+    source: int
+    file: str
+    line: int
+    data: bytes
+    is_json: bool = False
+    title: str | None = None
+    problem: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+class SourceReader:
+    """A source's files, found; `documents` reads them.  DataError for a source that has none."""
+
+    def __init__(self, index: int, source: Source, most: int):
+        """most: bytes of a document."""
+        self.index, self.source, self.most = index, source, most
+        self.sha256, self.bytes_read, self.files_read = hashlib.sha256(), 0, 0
+        self.where = f"sources[{index}]={source.label}"
+        self.paths = [] if source.dataset or source.path == "-" else self._find_files()
+        if any(path.suffix == ".zst" for path, _ in self.paths):
+            require_zstandard(self.where)
+        if source.dataset:
+            require_datasets(self.where)
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of its files; None if that is not known."""
+        return sum(path.stat().st_size for path, _ in self.paths) if self.paths else None
+
+    def record(self) -> dict[str, Any]:
+        """What was read: of files the SHA-256 of their bytes, one file after another."""
+        if self.source.dataset:
+            return {"dataset": self.source.dataset, "name": self.source.name, "split": self.source.split}
+        digest = self.sha256.hexdigest()
+        return {"path": self.source.path, "files": self.files_read, "bytes": self.bytes_read, "sha256": digest}
+
+    def documents(self) -> Iterator[RawDocument]:
+        if self.source.dataset:
+            yield from self._dataset()
+        elif self.source.path == "-":
+            with open(0, "rb", buffering=0, closefd=False) as file:
+                yield from self._stream(file, "<stdin>", self.source.format or "jsonl", "")
+        for path, problem in self.paths:
+            if problem:
+                yield RawDocument(self.index, str(path), 0, b"", problem=problem)
+            else:
+                yield from self._file(path)
+
+    def _file(self, path: Path) -> Iterator[RawDocument]:
+        kind = self.source.format or format_of(path)
+        try:
+            with open(files.open_regular(path), "rb", buffering=0) as file:
+                if kind == "parquet":
+                    yield from self._parquet(file, path)
+                else:
+                    yield from self._stream(file, str(path), kind, path.suffix)
+        except OSError as error:
+            where = f"{path}: cannot be read: {error.strerror or error}"
+            raise DataError(f"{where}. Fix its permissions, or leave it out of {self.where}.") from error
+
+    def _stream(self, file: BinaryIO, name: str, kind: str, suffix: str) -> Iterator[RawDocument]:
+        """The documents of text or JSON lines.  What follows damage in a compressed file is lost."""
+        self.files_read += 1
+        line, per_line = 0, kind == "jsonl" or self.source.per == "line"
+        hashing = HashingFile(file, self._count)
+        try:
+            for line, data in documents_of_lines(decompressed(hashing, suffix), self.most, per_line):
+                problem = f"longer than {self.most:,} bytes" if data is None else ""
+                data = data.rstrip(b"\r\n") if data and per_line else data or b""
+                yield RawDocument(self.index, name, line, data, kind == "jsonl", problem=problem)
+        except DAMAGE as error:
+            yield RawDocument(self.index, name, line + per_line, b"", problem=f"damaged {suffix[1:]}: {error!s:.100}")
+        hashing.drain()
+
+    def _parquet(self, file: BinaryIO, path: Path) -> Iterator[RawDocument]:
+        from arro3.io import read_parquet
+
+        self.files_read += 1
+        HashingFile(file, self._count).drain()
+        row, key = 0, self.source.text
+        file.seek(max(os.fstat(file.fileno()).st_size - 4, 0))
+        if file.read() != b"PAR1":  # the library would panic
+            yield RawDocument(self.index, str(path), 0, b"", problem="damaged parquet: it does not end as one")
+            return
+        try:
+            for batch in read_parquet(str(path), batch_size=PARQUET_ROWS):
+                names = batch.schema.names
+                if key not in names:
+                    raise DataError(f"{path}: no column '{key}', but {', '.join(names)}. Set text in {self.where}.")
+                texts = batch[key].to_pylist()
+                titles = batch[self.source.title].to_pylist() if self.source.title in names else [None] * len(texts)
+                for text, title in zip(texts, titles, strict=True):
+                    row += 1
+                    yield self._keyed(str(path), row, text, title)
+        except BaseException as error:  # arro3's have no base of their own, and a panic of Rust is not an Exception
+            is_panic = type(error).__module__ == "pyo3_runtime"
+            if isinstance(error, DataError) or not (isinstance(error, Exception) or is_panic):
+                raise
+            yield RawDocument(self.index, str(path), row + 1, b"", problem=f"damaged parquet: {error!s:.100}")
+
+    def _dataset(self) -> Iterator[RawDocument]:
+        datasets = require_datasets(self.where)
+        name, split = str(self.source.dataset), self.source.split
+        if any(os.path.isfile(os.path.join(name, file)) for file in ("state.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(name)
+            rows = loaded[split] if isinstance(loaded, dict) else loaded
+        else:
+            rows = datasets.load_dataset(name, self.source.name, split=split, streaming=True)  # runs no code of its own
+        for row, value in enumerate(rows, 1):
+            yield self._keyed(name, row, value.get(self.source.text), value.get(self.source.title))
+
+    def _keyed(self, file: str, row: int, text: Any, title: Any) -> RawDocument:
+        """A row of a table."""
+        data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else b""
+        problem = "" if isinstance(text, str) else f"no text under '{self.source.text}'"
+        if len(data) > self.most:
+            data, problem = b"", f"longer than {self.most:,} bytes"
+        return RawDocument(
+            self.index, file, row, data, title=title if isinstance(title, str) else None, problem=problem
+        )
+
+    def _count(self, data: bytes) -> None:
+        self.sha256.update(data)
+        self.bytes_read += len(data)
+
+    def _find_files(self) -> list[tuple[Path, str]]:
+        """Files in order, each with the problem that it is not to be read for, mostly ''."""
+        pattern = str(self.source.path)
+        if pattern == PYTHON_STDLIB:
+            root = Path(sysconfig.get_path("stdlib"))
+            found = [each for each in walk_sources(root, (".py",)) if not EXCLUDED.intersection(each[0].parts)]
+            return [each for each in found if not each[0].name.startswith("_sysconfigdata")]
+        path = Path(pattern).expanduser()
+        try:
+            if path.is_dir():
+                found = walk_sources(path, SEARCHED)
+                problem = f"no file in this directory ends in {', '.join(SEARCHED[:6:3])} .. Name others by a glob"
+            elif os.path.lexists(path):
+                if not stat.S_ISREG(path.stat().st_mode):
+                    raise DataError(f"{self.where}: not a regular file. Name a file, a glob or a directory.")
+                found, problem = [(path, "")], ""
+            else:
+                matches = sorted(glob.glob(str(path), recursive=True))
+                found = [(Path(match), "") for match in matches if os.path.isfile(match)]
+                problem = f"no such file (working directory {Path.cwd()})"
+        except OSError as error:
+            raise DataError(f"{self.where}: cannot be read: {error.strerror}. Fix its permissions.") from error
+        if not found:
+            raise DataError(f"{self.where}: {problem}.")
+        return found
+
+
+def walk_sources(root: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
+    """Files below a directory, sorted; not hidden ones.  A link that leads out of it is a problem, not followed."""
+    inside = os.path.realpath(root)
+    found = []
+    for path in sorted(files.walk_files(root)):
+        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+        if path.name.endswith(suffixes) and not hidden:
+            is_inside = Path(os.path.realpath(path)).is_relative_to(inside)
+            found.append((path, "" if is_inside else "a link out of the directory"))
+    return found
+
+
+def format_of(path: Path) -> str:
+    name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
+    if name.endswith(JSON_SUFFIXES):
+        return "jsonl"
+    return "parquet" if name.endswith(".parquet") else "text"
+
+
+def require_datasets(where: str) -> Any:
+    """The library, which is no dependency."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"{where}: `datasets` is not installed. Run pip install datasets, or name files.") from None
+    return datasets
+
+
+def open_sources(config: Preparation) -> list[SourceReader]:
+    """Raises DataError, before anything is read, for a source that has no files."""
+    if [source.path for source in config.sources].count("-") > 1:
+        raise ConfigError("sources: standard input (-) can be read once. Leave one.")
+    if any(source.path == "-" for source in config.sources) and sys.stdin is None:
+        raise DataError("sources: there is no standard input.")
+    return [SourceReader(i, source, config.max_document_bytes) for i, source in enumerate(config.sources)]

@@ -1,0 +1,115 @@
+"""Bytes of a file as documents within bounds: decompressed, hashed on the way, and never more than one in memory."""
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, cast
+
+from spmd_lm.errors import ConfigError
+
+BUFFER = 2**20
+ZSTD_INPUT = 2**10  # bytes at a time, which make at most 32 MiB
+MAX_WINDOW = 2**27  # bytes that a zstandard file may ask for; its own limit of the command line
+
+try:
+    from zstandard import ZstdError
+except ImportError:
+
+    class ZstdError(Exception):  # type: ignore[no-redef]
+        """Where the library is not installed nothing raises it."""
+
+
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdError)
+"""What reading a damaged file raises."""
+
+
+class HashingFile(io.RawIOBase):
+    """Passes what is read of a file to `count` too."""
+
+    def __init__(self, file: BinaryIO, count: Callable[[bytes], None]):
+        self.file, self.count = file, count
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.file.read(len(buffer)) or b""
+        self.count(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def drain(self) -> None:
+        """Reads what is left."""
+        while self.read(BUFFER):
+            pass
+
+
+def require_zstandard(where: str) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        advice = "Run pip install 'spmd-lm[prepare]', or decompress it"
+        raise ConfigError(f"{where}: zstandard, which reads .zst, is not installed. {advice}.") from None
+    return zstandard
+
+
+class ZstdFile(io.RawIOBase):
+    """What a .zst decompresses to.  EOFError if it ends in the middle, which zstandard's own reader does not tell."""
+
+    def __init__(self, file: BinaryIO):
+        library = require_zstandard(".zst")
+        self.file, self.new_frame = file, library.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj
+        self.frame: Any = None
+        self.input, self.output = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.output and self._decompress():
+            pass
+        size = min(len(buffer), len(self.output))
+        buffer[:size], self.output = self.output[:size], self.output[size:]
+        return size
+
+    def _decompress(self) -> bool:
+        """Some more output, perhaps none; False at the end."""
+        self.input = self.input or self.file.read(ZSTD_INPUT)
+        if not self.input:
+            if self.frame is not None:
+                raise EOFError("it ends in the middle")
+            return False
+        self.frame = self.frame or self.new_frame()
+        self.output = memoryview(self.frame.decompress(self.input))
+        self.input = b""
+        if self.frame.eof:
+            self.frame, self.input = None, self.frame.unused_data
+        return True
+
+
+def decompressed(file: io.RawIOBase, suffix: str) -> BinaryIO:
+    buffered = io.BufferedReader(file, BUFFER)
+    if suffix == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=buffered))
+    if suffix == ".zst":
+        return io.BufferedReader(ZstdFile(buffered), BUFFER)
+    return buffered
+
+
+def documents_of_lines(file: BinaryIO, most: int, per_line: bool) -> Iterator[tuple[int, bytes | None]]:
+    """The number of each line, from 1 on, and its bytes; None for one that has more than `most`, whose rest is passed
+    over in parts.  per_line false: all of the file, as number 0."""
+    if not per_line:
+        data = file.read(most + 1)
+        yield 0, None if len(data) > most else data
+        return
+    number = 0
+    while line := file.readline(most + 2):
+        number += 1
+        if len(line) > most and len(line.rstrip(b"\r\n")) > most:
+            while not line.endswith(b"\n") and line:
+                line = file.readline(BUFFER)
+            yield number, None
+        else:
+            yield number, line

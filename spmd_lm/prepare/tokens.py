@@ -1,0 +1,200 @@
+"""From texts to shards of tokens, in two steps that any number of processes share: each chunk's documents are tokenized
+by themselves, and then their lengths say which shard each belongs to."""
+
+import functools
+import io
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd_lm import files
+from spmd_lm.data.token_files.shard import Header, ShardWriter, read_header, token_dtype
+from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, SubwordTokenizer
+from spmd_lm.errors import DataError
+from spmd_lm.prepare.chunks import chunk_path, map_array, texts_of_chunk
+from spmd_lm.prepare.duplicates import USED, CleanedChunks
+from spmd_lm.prepare.schema import SplitShares
+from spmd_lm.runtime.outputs import writing
+
+SPLITS = ("train", "validation", "test")
+BATCH_BYTES = 2**20  # of text that the library tokenizes at once: it takes 100 bytes and more for each token
+
+
+class Vocabulary(NamedTuple):
+    """name: `bytes`, or a path.  sha256: of its file, or `bytes`."""
+
+    name: str
+    sha256: str
+    vocab_size: int
+    eos_token_id: int | None
+
+    @property
+    def eos_tokens(self) -> int:
+        """That follow each document."""
+        return int(self.eos_token_id is not None)
+
+
+class TokenizedChunk(NamedTuple):
+    """A chunk's documents that have tokens enough.  few_tokens: how many have not."""
+
+    number: int
+    documents: int
+    few_tokens: int
+
+
+@dataclass(frozen=True)
+class ChunkTokenizer:
+    """Tokenizes the documents of a chunk that are used: 00000.bin has their ids, 00000.lengths.npy uint64
+    [3, documents] their splits, their counts of ids, and the bytes of their texts; 00000.json is written last."""
+
+    corpus: CleanedChunks
+    fates: Path
+    directory: Path
+    vocabulary: Vocabulary
+    min_tokens: int
+    shares: SplitShares
+
+    def __call__(self, number: int) -> TokenizedChunk:
+        path = chunk_path(self.directory, number)
+        if path.with_suffix(".json").exists():
+            return TokenizedChunk(*json.loads(path.with_suffix(".json").read_bytes()))
+        base, end = self.corpus.bases[number : number + 2].tolist()
+        positions = np.flatnonzero(np.load(self.fates, mmap_mode="r")[base:end] == USED)
+        splits = split_of(map_array(self.corpus.directory, number, "digests")[positions, 0], self.shares)
+        data, lengths = io.BytesIO(), []
+        dtype = token_dtype(self.vocabulary.vocab_size)
+        for split, (ids, text_bytes) in zip(splits.tolist(), self._encode(number, positions.tolist()), strict=True):
+            if len(ids) >= self.min_tokens:
+                data.write(ids.astype(dtype).tobytes())
+                lengths.append((split, len(ids), text_bytes))
+        done = TokenizedChunk(number, len(lengths), len(positions) - len(lengths))
+        with writing(path):
+            files.write_atomically(path.with_suffix(".bin"), data.getvalue())
+            with files.create(path.with_suffix(".lengths.npy")) as file:
+                np.save(file, np.array(lengths, np.uint64).reshape(-1, 3).T)
+            files.write_atomically(path.with_suffix(".json"), json.dumps(done))
+        return done
+
+    def _encode(self, number: int, positions: list[int]) -> Iterator[tuple[np.ndarray, int]]:
+        """Ids and bytes of each text."""
+        tokenizer = load_tokenizer(self.vocabulary.name, self.vocabulary.sha256)
+        for batch in batches(texts_of_chunk(self.corpus.directory, number, positions)):
+            if isinstance(tokenizer, ByteTokenizer):
+                encoded = [tokenizer.encode(text) for text in batch]
+            else:
+                encoded = tokenizer.encode_batch(batch)
+            yield from zip(encoded, map(len, batch), strict=True)
+
+
+def batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
+    batch, size = list[bytes](), 0
+    for text in texts:
+        if batch and size + len(text) > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch
+
+
+@functools.cache
+def load_tokenizer(name: str, sha256: str) -> ByteTokenizer | SubwordTokenizer:
+    """sha256: so that another vocabulary of the same name is another tokenizer."""
+    try:
+        return ByteTokenizer() if name == "bytes" else SubwordTokenizer(name)
+    except DataError as error:
+        raise DataError(str(error).replace("data.tokenizer=", "tokenizer=")) from None
+
+
+def split_of(digests: np.ndarray, shares: SplitShares) -> np.ndarray:
+    """The place in SPLITS of each text, which its own digest decides: uint64 [texts].  With larger shares documents
+    leave the training split, and none comes into it."""
+    fractions = (digests >> np.uint64(11)) * 2.0**-53
+    return np.where(fractions < shares.validation, 1, np.where(fractions >= 1 - shares.test, 2, 0)).astype(np.uint64)
+
+
+class ShardPart(NamedTuple):
+    """The documents start to stop of those of a split in a chunk."""
+
+    chunk: int
+    start: int
+    stop: int
+
+
+class PlannedShard(NamedTuple):
+    split: str
+    number: int
+    parts: list[ShardPart]
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}/shard-{self.number:05}"
+
+
+def plan_shards(directory: Path, chunks: int, split: str, shard_tokens: int, eos_tokens: int) -> Iterator[PlannedShard]:
+    """The shards of a split, each as full as whole documents make it."""
+    number, parts, room = 0, list[ShardPart](), shard_tokens
+    for chunk in range(chunks):
+        lengths = map_array(directory, chunk, "lengths")
+        sizes = lengths[1, lengths[0] == SPLITS.index(split)].astype(np.int64) + eos_tokens
+        ends, start = np.cumsum(sizes), 0
+        while start < len(ends):
+            before = int(ends[start - 1]) if start else 0
+            stop = int(np.searchsorted(ends, before + room, "right"))
+            if stop == start and not parts:
+                stop += 1  # longer than a shard
+            if stop > start:
+                parts.append(ShardPart(chunk, start, stop))
+                room -= int(ends[stop - 1]) - before
+                start = stop
+            if start < len(ends):
+                yield PlannedShard(split, number, parts)
+                number, parts, room = number + 1, [], shard_tokens
+    if parts:
+        yield PlannedShard(split, number, parts)
+
+
+@dataclass(frozen=True)
+class ShardMaker:
+    """Writes planned shards below `out`, unless they are there."""
+
+    out: Path
+    directory: Path
+    vocabulary: Vocabulary
+
+    def __call__(self, shard: PlannedShard) -> dict[str, Any]:
+        path = self.out / shard.name
+        header = (
+            self._write(path, shard)
+            if not path.with_suffix(".json").exists()
+            else read_header(path.with_suffix(".json"))
+        )
+        counts = {"tokens": header.tokens, "documents": header.documents, "text_bytes": header.text_bytes}
+        return {"name": shard.name, "split": shard.split, **counts}
+
+    def _write(self, path: Path, shard: PlannedShard) -> Header:
+        sha256, vocab_size, eos = self.vocabulary.sha256, self.vocabulary.vocab_size, self.vocabulary.eos_token_id
+        with writing(path):
+            writer = ShardWriter(path, vocab_size, eos, sha256)
+            try:
+                for part in shard.parts:
+                    for ids, text_bytes in self._documents(part, SPLITS.index(shard.split)):
+                        writer.add(ids, text_bytes)
+                return writer.finish()
+            except BaseException:
+                writer.abandon()
+                raise
+
+    def _documents(self, part: ShardPart, split: int) -> Iterator[tuple[np.ndarray, int]]:
+        lengths = np.array(map_array(self.directory, part.chunk, "lengths")).astype(np.int64)
+        ends = np.cumsum(lengths[1])
+        dtype = token_dtype(self.vocabulary.vocab_size)
+        path = chunk_path(self.directory, part.chunk).with_suffix(".bin")
+        ids = np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+        for place in np.flatnonzero(lengths[0] == split)[part.start : part.stop].tolist():
+            yield ids[ends[place] - lengths[1, place] : ends[place]], int(lengths[2, place])

@@ -1,0 +1,64 @@
+"""Processes that a stage's tasks are divided among: results come in the order of the tasks, whoever is done first.
+
+They are spawned, so that no thread of this process is forked with them, and import no jax.  They end with this process,
+even if it is killed (on Linux)."""
+
+import collections
+import itertools
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from spmd_lm.errors import UserError
+from spmd_lm.runtime.processes import PARENT, end_with_parent
+
+Input = TypeVar("Input")
+Output = TypeVar("Output")
+
+
+class Workers:
+    """`count` processes; for a count of 1 none but this one."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "Workers":
+        if self.count > 1:
+            context = multiprocessing.get_context("spawn")
+            self.pool = ProcessPoolExecutor(self.count, context, set_up_worker, (os.getpid(),))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.pool:
+            self.pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[[Input], Output], tasks: Iterable[Input]) -> Iterator[Output]:
+        """Results in the order of the tasks.  At most two tasks more than there are processes are in memory."""
+        if self.pool is None:
+            yield from map(function, tasks)
+            return
+        waiting: collections.deque[Future[Output]] = collections.deque()
+        rest = iter(tasks)
+        try:
+            for task in itertools.islice(rest, self.count + 1):
+                waiting.append(self.pool.submit(function, task))
+            while waiting:
+                result = waiting.popleft().result()
+                for task in itertools.islice(rest, 1):
+                    waiting.append(self.pool.submit(function, task))
+                yield result
+        except BrokenProcessPool:
+            advice = "Use fewer workers, and start again: what is finished is not done again"
+            raise UserError(f"a worker process was killed, perhaps because memory was short. {advice}.") from None
+
+
+def set_up_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would take the other workers' cores
+    os.environ[PARENT] = str(parent)
+    end_with_parent()

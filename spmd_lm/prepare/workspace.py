@@ -1,0 +1,93 @@
+"""The two directories of a data set: OUT, and OUT.partial beside it for what is only needed until OUT is finished.
+
+OUT.partial says which configuration it is of; OUT is finished once it has a manifest.  What is not ours is left
+alone."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from spmd_lm import files
+from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.outputs import writing
+
+MANIFEST, REPORT, IDENTITY = "manifest.json", "report.json", "identity.json"
+FORMAT, FORMAT_VERSION = "spmd_lm.tokens", 1
+TRACES = {".lock", f"{IDENTITY}.tmp"}
+"""What a start that is killed at once leaves."""
+
+
+class Workspace:
+    def __init__(self, out: Path):
+        self.out = Path(os.path.abspath(out))
+        self.partial = self.out.with_name(self.out.name + ".partial")
+        self.read, self.tokens = self.partial / "read", self.partial / "tokens"
+
+    def finished(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        """The manifest of this data set; None if it is not finished.
+
+        ConfigError if what is there is another data set, or none."""
+        if os.path.lexists(self.out) and not self.out.is_dir():
+            raise ConfigError(f"out={self.out}: exists and is not a directory. Choose another name.")
+        manifest = read_object(self.out / MANIFEST)
+        if manifest is None:
+            return None
+        if manifest.get("format") != FORMAT:
+            raise ConfigError(f"out={self.out}: its {MANIFEST} is not one of ours. Choose another out.")
+        if found := differing(manifest.get("config"), identity["config"]):
+            raise ConfigError(f"out={self.out}: a data set with another {found}. Choose another out.")
+        if read_object(self.partial / IDENTITY) is not None:  # ended before it was removed
+            shutil.rmtree(self.partial, ignore_errors=True)
+        return manifest
+
+    def begin(self, identity: dict[str, Any]) -> None:
+        """Makes both directories, or goes on in them.  ConfigError if they are not this data set's."""
+        found = read_object(self.partial / IDENTITY)
+        if found is None:
+            for directory, ours in ((self.partial, TRACES), (self.out, set[str]())):
+                others = sorted(set(os.listdir(directory)) - ours) if directory.is_dir() else []
+                if others:
+                    what = f"{directory}: exists and is not a data set that was begun (it contains {others[0]})"
+                    raise ConfigError(f"{what}. Nothing is overwritten; choose another out.")
+        elif key := differing(found, identity):
+            what = f"{self.partial}: begun with another {key}"
+            raise ConfigError(
+                f"{what}. Go on with that one, remove the directory and {self.out}, or choose another out."
+            )
+        with writing(self.partial / IDENTITY):
+            if found is None:
+                files.write_atomically(self.partial / IDENTITY, json.dumps(identity))  # from here on it is ours
+            for directory in (self.read, self.tokens, self.out):
+                directory.mkdir(parents=True, exist_ok=True)
+
+    def finish(self, manifest: dict[str, Any], report: dict[str, Any]) -> None:
+        """The manifest appears last: with it the data set is finished."""
+        for name, value in ((REPORT, report), (MANIFEST, manifest)):
+            with writing(self.out / name):
+                files.write_atomically(self.out / name, json.dumps(value, indent=1) + "\n")
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None if there is no such file."""
+    try:
+        value = files.parse_json(files.read_bytes(path, files.MAX_MODEL_FILE))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}. Choose another out.") from None
+    return value if isinstance(value, dict) else {}
+
+
+def differing(found: Any, wanted: dict[str, Any], prefix: str = "") -> str:
+    """The first key in which they differ; '' if none."""
+    if not isinstance(found, dict):
+        return prefix or "configuration"
+    for key in sorted(found.keys() | wanted.keys()):
+        ours, theirs = wanted.get(key), found.get(key)
+        if ours != theirs:
+            inner = differing(theirs, ours, f"{prefix}{key}.") if isinstance(ours, dict) else ""
+            return inner.rstrip(".") or f"{prefix}{key}"
+    return ""

@@ -1,0 +1,179 @@
+"""Any number of workers, and any number of kills, make the same files; what is not ours is left alone."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import spmd_lm
+from spmd_lm.cli import main
+from spmd_lm.errors import ConfigError, DataError, Exit
+from spmd_lm.prepare import chunks
+from tests.prepare.corpora import contents, make, sentence, texts, write_lines
+
+STEPS = {"exact_duplicates": True, "near_duplicates": True, "min_tokens": 60}
+KEYS = {"steps": STEPS, "split": {"validation": 0.1, "test": 0.1}, "shard_tokens": 20_000}
+TRAINED = {"train": "bpe", "vocab_size": 400}
+PROGRAM = """
+import sys
+from spmd_lm.prepare import chunks
+chunks.CHUNK_DOCUMENTS = 20
+from spmd_lm.cli import main
+sys.exit(main(["prepare", *sys.argv[1:]]))
+"""
+
+
+def write_documents(path: Path, count: int) -> str:
+    """A fifth of them near or exact duplicates, some with few words."""
+    draw = random.Random(0)
+    given = [sentence(seed, draw.randrange(10, 150)) for seed in range(count)]
+    given += [f"{text} {draw.choice(['', 'end'])}" for text in draw.choices(given, k=count // 4)]
+    draw.shuffle(given)
+    return write_lines(path, [{"text": text} for text in given])
+
+
+def write_recipe(directory: Path, tokenizer, count: int) -> Path:
+    recipe = directory / "r.yaml"  # JSON is YAML
+    source = write_documents(directory / "a.jsonl", count)
+    recipe.write_text(json.dumps({"sources": [source], "out": str(directory / "out"), "tokenizer": tokenizer, **KEYS}))
+    return recipe
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(Path(spmd_lm.__file__).parents[1])}
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def check_same_after_kills(directory: Path, kills: int, tokenizer, count: int) -> None:
+    """Kills the process at random points of the time that an undisturbed one takes; its workers end with it.  Where
+    it was done before, it begins anew."""
+    recipe, draw, out = write_recipe(directory, tokenizer, count), random.Random(kills), directory / "out"
+    began = time.monotonic()
+    undisturbed = start(str(recipe), f"out={directory / 'undisturbed'}", "workers=1")
+    assert undisturbed.wait() == 0, undisturbed.stderr.read()
+    seconds, expected = time.monotonic() - began, contents(directory / "undisturbed")
+    for life in range(kills):
+        if (out / "manifest.json").exists():
+            assert contents(out) == expected
+            shutil.rmtree(out)
+        process = start(str(recipe), f"workers={life % 2 + 1}")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(draw.uniform(0.2, 0.9) * seconds)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    last = start(str(recipe), "workers=2")
+    assert last.wait() == 0, last.stderr.read()
+    assert contents(out) == expected and not (directory / "out.partial").exists()
+
+
+def test_it_is_the_same_after_two_kills_and_with_two_workers(tmp_path):
+    check_same_after_kills(tmp_path, 2, "bytes", 400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", [TRAINED, {"train": "wordpiece", "vocab_size": 1000}], ids=["bpe", "wordpiece"])
+def test_it_is_the_same_after_twenty_kills(tmp_path, tokenizer):
+    check_same_after_kills(tmp_path, 20, tokenizer, 2000)
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", TRAINED], ids=["bytes", "bpe"])
+def test_it_goes_on_from_every_file_that_was_written(tmp_path, monkeypatch, tokenizer):
+    """Stops before each file, once, and starts again: finished ones are not written twice."""
+    from spmd_lm import files
+
+    monkeypatch.setattr(chunks, "CHUNK_DOCUMENTS", 150)
+    source = write_documents(tmp_path / "a.jsonl", 200)
+    keys = {**KEYS, "tokenizer": tokenizer}
+    make(tmp_path / "undisturbed", source, **keys)
+    write, written, stops = files.write_atomically, [], 0
+
+    def write_once(path: Path, content) -> None:
+        if path.name not in stopped_at and path.suffix == ".json":
+            stopped_at.add(path.name)
+            raise Stopped
+        written.append(path)
+        write(path, content)
+
+    stopped_at = set()
+    monkeypatch.setattr(files, "write_atomically", write_once)
+    while not (tmp_path / "out/manifest.json").exists():
+        try:
+            make(tmp_path / "out", source, **keys)
+        except Stopped:
+            stops += 1
+    assert stops >= 5 and contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+    records = [path for path in written if path.suffix == ".json" and path.name != "report.json"]
+    assert len(records) == len({*records})
+
+
+def test_a_finished_data_set_is_told_and_left_alone(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "r.yaml").write_text(f"sources: [{tmp_path}/a.txt]\nout: {tmp_path}/out\nworkers: 1\n")
+    recipe = str(tmp_path / "r.yaml")
+    assert main(["prepare", recipe, "split.validation=0.0"]) == Exit.DONE
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    capsys.readouterr()
+    (tmp_path / "a.txt").unlink()
+    assert main(["prepare", recipe, "split.validation=0.0", "workers=2", "--json", "-"]) == Exit.DONE
+    result = json.loads(capsys.readouterr().out)
+    assert result["finished_before"] and result["splits"]["train"]["tokens"] == 5
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert main(["prepare", recipe, "split.validation=0.0", "steps.min_tokens=2"]) == Exit.CONFIG
+    assert "a data set with another steps.min_tokens. Choose another out." in capsys.readouterr().err
+
+
+def test_what_is_not_ours_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for name, file in [("out", "letter.txt"), ("other", "manifest.json"), ("third.partial", "letter.txt")]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+        out = tmp_path / name.removesuffix(".partial")
+        with pytest.raises(ConfigError, match=r"(?i)choose another out"):
+            make(out, tmp_path / "a.txt")
+        assert [path.name for path in (tmp_path / name).iterdir()] == [file]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        make(tmp_path / "file", tmp_path / "a.txt")
+
+
+def test_what_was_begun_with_another_configuration_or_other_files_is_refused(tmp_path, monkeypatch):
+    source = tmp_path / "a.jsonl"
+    write_lines(source, [{"text": "one"}, {"text": 2}])
+    with pytest.raises(DataError, match="no text"):
+        make(tmp_path / "out", source, on_bad="error")
+    with pytest.raises(ConfigError, match=r"begun with another config\.on_bad\. Go on with that one"):
+        make(tmp_path / "out", source)
+
+    monkeypatch.setattr(chunks, "CHUNK_DOCUMENTS", 1)
+    with pytest.raises(DataError):
+        make(tmp_path / "new", source, on_bad="error")
+    write_lines(source, [{"text": "two"}, {"text": "2"}])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: changed since this data set was begun\. Remove"):
+        make(tmp_path / "new", source, on_bad="error")
+
+
+def test_workers_make_what_one_process_makes_and_import_no_jax(tmp_path, monkeypatch):
+    (tmp_path / "no_jax.py").write_text("import sys\ndef check(text): return 'jax' not in sys.modules\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(chunks, "CHUNK_DOCUMENTS", 50)
+    source = write_documents(tmp_path / "a.jsonl", 200)
+    keys = {**KEYS, "steps": STEPS | {"language": "no_jax:check"}}
+    make(tmp_path / "two", source, **keys, workers=2)
+    assert len(texts(tmp_path / "two")) > 100
+    monkeypatch.setattr("spmd_lm.prepare.clean.call_hook", lambda *_: True)
+    make(tmp_path / "one", source, **keys)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")

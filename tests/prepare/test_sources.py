@@ -1,0 +1,109 @@
+"""Every kind of source gives its documents, in an order of their own."""
+
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import spmd_lm
+from spmd_lm.errors import DataError
+from spmd_lm.prepare import sources as sources_module
+from tests.prepare.corpora import make, texts, write_lines
+
+
+def test_files_directories_globs_and_keys(tmp_path):
+    (tmp_path / "d/sub").mkdir(parents=True)
+    (tmp_path / "d/z.txt").write_text("z")
+    (tmp_path / "d/sub/a.md").write_text("a")
+    (tmp_path / "d/image.png").write_bytes(b"\x89PNG")
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\r\n")
+    (tmp_path / "x.tex").write_text("tex")
+    write_lines(tmp_path / "b.jsonl", [{"body": "body"}])
+    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": "gz"}))
+    given = [
+        str(tmp_path / "c.jsonl.gz"),
+        str(tmp_path / "d"),
+        {"path": str(tmp_path / "lines.txt"), "per": "line"},
+        {"path": str(tmp_path / "b.jsonl"), "text": "body"},
+        str(tmp_path / "**/*.tex"),
+    ]
+    report = make(tmp_path / "out", given)
+    assert texts(tmp_path / "out") == ["gz", "a", "z", "one", "two", "body", "tex"]
+    whole = (tmp_path / "lines.txt").read_bytes()
+    assert report["sources"][2] == {
+        "path": str(tmp_path / "lines.txt"),
+        "files": 1,
+        "bytes": len(whole),
+        "sha256": hashlib.sha256(whole).hexdigest(),
+    }
+    assert report["sources"][1]["files"] == 2 and report["sources"][1]["bytes"] == 2
+
+
+def write_parquet(path: Path, columns: dict[str, list]) -> str:
+    from arro3.core import Array, DataType, Table
+    from arro3.io import write_parquet as write
+
+    write(Table.from_pydict({name: Array(values, DataType.string()) for name, values in columns.items()}), str(path))
+    return str(path)
+
+
+def test_parquet(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources_module, "PARQUET_ROWS", 2)
+    source = write_parquet(
+        tmp_path / "a.parquet", {"text": ["one\n", "two", None, "four"], "title": ["a", "b", "c", "d"]}
+    )
+    (tmp_path / "titles").write_text("B")
+    report = make(tmp_path / "out", source, steps={"leaks": {"titles": str(tmp_path / "titles")}})
+    assert texts(tmp_path / "out") == ["one\n", "four"]
+    assert [each["reasons"] for each in report["steps"]] == [{"no text under 'text'": 1}, {"title": 1}]
+    assert report["sources"][0]["sha256"] == hashlib.sha256((tmp_path / "a.parquet").read_bytes()).hexdigest()
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'body', but text, title\. Set text in sources\[0\]="):
+        make(tmp_path / "other", [{"path": source, "text": "body"}])
+    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    report = make(tmp_path / "third", [str(tmp_path / "b.parquet"), source])
+    assert report["steps"][0]["reasons"]["damaged parquet"] == 1 and len(texts(tmp_path / "third")) == 3
+
+
+def test_standard_input(tmp_path):
+    (tmp_path / "r.yaml").write_text("sources: [{path: '-'}]\nout: out\nworkers: 2\nsplit: {validation: 0.0}\n")
+    environment = {"PYTHONPATH": str(Path(spmd_lm.__file__).parents[1])}
+    given = b'{"text": "one"}\n{"text": 1}\n'
+    command = [sys.executable, "-m", "spmd_lm", "prepare", "r.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, input=given, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (
+        texts(tmp_path / "out") == ["one"] and b"bad input: <stdin>:2: no text under 'text' (not text)" in done.stdout
+    )
+
+
+def test_a_hugging_face_data_set(tmp_path, monkeypatch):
+    """Its library is stood in for: what it is asked, and what becomes of its rows."""
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        return iter([{"body": "one", "title": "t"}, {"body": None}, {"body": "two"}])
+
+    def load_from_disk(path):
+        return {"train": [{"body": path[-4:]}]}
+
+    library = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=load_from_disk)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/dataset_dict.json").write_text("{}")
+    given = [
+        {"dataset": "some/thing", "name": "en", "split": "validation", "text": "body"},
+        {"dataset": str(tmp_path / "disk"), "text": "body"},
+    ]
+    report = make(tmp_path / "out", given)
+    assert asked == [
+        (("some/thing", "en"), {"split": "validation", "streaming": True})
+    ]  # and no code of the data set's
+    assert texts(tmp_path / "out") == ["one", "two", "disk"]
+    assert report["sources"][0] == {"dataset": "some/thing", "name": "en", "split": "validation"}
