@@ -25,11 +25,11 @@ from spmd_lm.errors import DataError
 from spmd_lm.prepare import clean, duplicates, tokens
 from spmd_lm.prepare.chunks import ChunkCleaner, ChunkRecord, divide, finished_chunk, save_array
 from spmd_lm.prepare.report import Stages, make_steps
-from spmd_lm.prepare.schema import Preparation, Source, TrainedTokenizer
-from spmd_lm.prepare.sources import SourceReader, open_sources
+from spmd_lm.prepare.schema import Preparation, TrainedTokenizer
+from spmd_lm.prepare.sources import SourceReader, open_evaluation_texts, open_sources
 from spmd_lm.prepare.tokens import SPLITS, TokenizedChunk, Vocabulary
 from spmd_lm.prepare.workers import Workers
-from spmd_lm.prepare.workspace import FORMAT, FORMAT_VERSION, MANIFEST, Workspace, read_object
+from spmd_lm.prepare.workspace import FORMAT, FORMAT_VERSION, Workspace, read_object
 from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.outputs import writing
 
@@ -45,11 +45,14 @@ def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
     workspace, identity = Workspace(config.directory), identify(config)
     if manifest := workspace.finished(identity):
         return {"out": str(workspace.out), "finished_before": True, **manifest}
-    readers = open_sources(config)
+    readers, evaluation = open_sources(config), open_evaluation_texts(config)
     with lock_directory(workspace.partial, log, True, key="out"):
         workspace.begin(identity)
+        leaks = index_leaks(config, workspace, evaluation)
         with Workers(config.processes) as workers, Stages(log) as stages:
-            records, sources = read_documents(config, workspace, readers, workers, stages)
+            records, sources = read_documents(
+                ChunkCleaner(config, workspace.read, leaks), workspace, readers, workers, stages
+            )
             corpus = duplicates.CleanedChunks.of(workspace.read, records)
             fates = find_duplicates(config, workspace, corpus, workers, stages)
             vocabulary = make_vocabulary(config, workspace, corpus, fates, stages)
@@ -94,17 +97,16 @@ def vocabulary_sha256(name: str) -> str:
 
 
 def read_documents(
-    config: Preparation, workspace: Workspace, readers: list[SourceReader], workers: Workers, stages: Stages
+    cleaner: ChunkCleaner, workspace: Workspace, readers: list[SourceReader], workers: Workers, stages: Stages
 ) -> tuple[list[ChunkRecord], list[dict[str, Any]]]:
     """The chunks, and what the sources were."""
     done_file = workspace.partial / "read.json"
     if done := read_object(done_file):
         found = [finished_chunk(workspace.read, number) for number in range(done["chunks"])]
         return [record for record in found if record], done["sources"]
-    leaks = index_leaks(config, workspace)
     sizes = [reader.size for reader in readers]
     size = None if None in sizes else sum(filter(None, sizes))
-    cleaner, records = ChunkCleaner(config, workspace.read, leaks), []
+    records = list[ChunkRecord]()
     with stages.stage("read", size) as advance:
         raw = itertools.chain.from_iterable(reader.documents() for reader in readers)
         for record in workers.map(cleaner, divide(raw)):
@@ -118,16 +120,15 @@ def read_documents(
     return records, sources
 
 
-def index_leaks(config: Preparation, workspace: Workspace) -> Path | None:
-    """The file of the evaluation texts' n-grams, if there are such texts."""
-    leaks = config.steps.leaks
-    if leaks is None or not leaks.files:
+def index_leaks(config: Preparation, workspace: Workspace, readers: list[SourceReader]) -> Path | None:
+    """The file of the evaluation texts' n-grams, if there are such texts: as they were when the data set was begun."""
+    path, leaks = workspace.partial / "leaks.npy", config.steps.leaks
+    if leaks is None or not readers:
         return None
-    path = workspace.partial / "leaks.npy"
-    readers = [SourceReader(i, Source(path=name), config.max_document_bytes) for i, name in enumerate(leaks.files)]
-    documents = itertools.chain.from_iterable(reader.documents() for reader in readers)
-    with writing(path):
-        save_array(path, clean.leak_hashes(documents, leaks.ngram))
+    if not path.exists():
+        documents = itertools.chain.from_iterable(reader.documents() for reader in readers)
+        with writing(path):
+            save_array(path, clean.leak_hashes(documents, leaks.ngram))
     return path
 
 
@@ -211,7 +212,3 @@ def write_shards(
         counts = {key: sum(each[key] for each in headers) for key in ("tokens", "documents", "text_bytes")}
         splits[split] = {"shards": [each["name"] for each in headers], **counts}
     return splits
-
-
-def manifest_path(config: Preparation) -> Path:
-    return config.directory / MANIFEST

@@ -47,11 +47,11 @@ class RawDocument(NamedTuple):
 class SourceReader:
     """A source's files, found; `documents` reads them.  DataError for a source that has none."""
 
-    def __init__(self, index: int, source: Source, most: int):
-        """most: bytes of a document."""
+    def __init__(self, index: int, source: Source, most: int, key: str = "sources"):
+        """most: bytes of a document.  key: of the list that the source is in."""
         self.index, self.source, self.most = index, source, most
         self.sha256, self.bytes_read, self.files_read = hashlib.sha256(), 0, 0
-        self.where = f"sources[{index}]={source.label}"
+        self.where = f"{key}[{index}]={source.label}"
         self.paths = [] if source.dataset or source.path == "-" else self._find_files()
         if any(path.suffix == ".zst" for path, _ in self.paths):
             require_zstandard(self.where)
@@ -221,3 +221,10 @@ def open_sources(config: Preparation) -> list[SourceReader]:
     if any(source.path == "-" for source in config.sources) and sys.stdin is None:
         raise DataError("sources: there is no standard input.")
     return [SourceReader(i, source, config.max_document_bytes) for i, source in enumerate(config.sources)]
+
+
+def open_evaluation_texts(config: Preparation) -> list[SourceReader]:
+    """Those of steps.leaks.files; raises as `open_sources` does."""
+    names = config.steps.leaks.files if config.steps.leaks else []
+    sources = [Source(path=name) for name in names]
+    return [SourceReader(i, each, config.max_document_bytes, "steps.leaks.files") for i, each in enumerate(sources)]

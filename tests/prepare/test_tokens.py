@@ -1,0 +1,137 @@
+"""Ids are those of the tokenizer, documents whole and in order, splits of each text's own, shards as full as can be."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from spmd_lm.data.token_files.shard import open_shard
+from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
+from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
+from spmd_lm.errors import DataError
+from spmd_lm.prepare import tokens
+from spmd_lm.prepare.schema import SplitShares
+from tests.prepare.corpora import id_arrays, make, sentence, step, texts, write_lines
+from tests.published import published
+
+TEXTS = [sentence(seed, 20 + seed % 60) for seed in range(300)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+
+
+def test_ids_are_those_of_the_vocabulary(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(tokens, "BATCH_BYTES", 1000)
+    vocabulary = published("bert_base_uncased_vocab.txt")
+    copy = tmp_path / "vocab.txt"
+    copy.write_bytes(vocabulary.read_bytes())
+    report = make(tmp_path / "out", source, tokenizer=str(copy))
+    tokenizer = SubwordTokenizer(str(copy))
+    expected = [[*tokenizer.encode(text).tolist(), tokenizer.eos_token_id] for text in TEXTS]
+    assert [ids.tolist() for ids in id_arrays(tmp_path / "out")] == expected
+    assert (tmp_path / "out/tokenizer/vocab.txt").read_bytes() == copy.read_bytes()
+    assert report["tokenizer"] == vocabulary_hash(str(copy)) and report["vocab_size"] == 30522
+    assert report["eos_token_id"] == tokenizer.eos_token_id
+
+
+def test_shards_are_as_full_as_whole_documents_make_them(tmp_path, source):
+    report = make(tmp_path / "out", source, shard_tokens=1000)
+    assert texts(tmp_path / "out") == TEXTS
+    names = report["splits"]["train"]["shards"]
+    shards = [open_shard(tmp_path / "out" / name) for name in names]
+    assert names == [f"train/shard-{i:05}" for i in range(len(names))] and len(names) > 20
+    for shard, following in itertools.pairwise(shards):
+        assert shard.header.tokens <= 1000 < shard.header.tokens + following.offsets[1]
+    counts = report["splits"]["train"]
+    assert counts["tokens"] == sum(shard.header.tokens for shard in shards) == sum(len(text) + 1 for text in TEXTS)
+    assert counts["documents"] == 300 and counts["text_bytes"] == sum(map(len, TEXTS))
+
+
+def test_a_document_longer_than_a_shard_has_one_of_its_own(tmp_path):
+    given = ["a" * 5, "b" * 100, "c" * 5, "d" * 5]
+    report = make(
+        tmp_path / "out", write_lines(tmp_path / "b.jsonl", [{"text": text} for text in given]), shard_tokens=12
+    )
+    sizes = [open_shard(tmp_path / "out" / name).header.tokens for name in report["splits"]["train"]["shards"]]
+    assert sizes == [6, 101, 12] and texts(tmp_path / "out") == given
+
+
+def test_the_split_of_a_text_is_its_own(tmp_path, source):
+    shares = {"validation": 0.1, "test": 0.2}
+    make(tmp_path / "out", source, split=shares)
+    in_split = {text: split for split in tokens.SPLITS for text in texts(tmp_path / "out", split)}
+    assert in_split.keys() == {*TEXTS}
+    others = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in [*reversed(TEXTS[::2]), "another"]])
+    make(tmp_path / "half", others, split=shares, workers=2)
+    assert all(in_split.get(text, split) == split for split in shares for text in texts(tmp_path / "half", split))
+
+    digests = np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64)
+    fewer, more = (tokens.split_of(digests, SplitShares(validation=v, test=t)) for v, t in [(0.1, 0.05), (0.2, 0.05)])
+    assert abs((fewer == 1).mean() - 0.1) < 0.01 and abs((fewer == 2).mean() - 0.05) < 0.01
+    assert (more[fewer > 0] == fewer[fewer > 0]).all()
+
+
+def test_documents_of_few_tokens_are_counted_by_the_tokenizer(tmp_path):
+    given = ["a" * 127, "b" * 128, "é" * 64]
+    source = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in given])
+    report = make(tmp_path / "out", source, steps={"min_tokens": 128})
+    assert texts(tmp_path / "out") == given[1:]
+    assert step(report, "min_tokens")["reasons"] == {"fewer than 128 tokens": 1}
+    with pytest.raises(DataError, match=r"no document is left\. Lower steps\.min_tokens"):
+        make(tmp_path / "none", source, steps={"min_tokens": 1000})
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_a_tokenizer_is_trained_on_the_training_split_alone(kind, tmp_path):
+    """A word that only validation texts have is none of its tokens."""
+    training, validation = [], []
+    for seed in range(400):
+        text = sentence(seed, 50)
+        digest = tokens.split_of(digests_of(text), SplitShares(validation=0.3))
+        (validation if digest[0] else training).append(text)
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in training + validation])
+    keys = {"tokenizer": {"train": kind, "vocab_size": 800}, "split": {"validation": 0.3}}
+    report = make(tmp_path / "out", source, **keys)
+    assert (report["splits"]["train"]["documents"], report["splits"]["validation"]["documents"]) == (
+        len(training),
+        len(validation),
+    )
+    alone = write_lines(tmp_path / "b.jsonl", [{"text": text} for text in training])
+    make(tmp_path / "alone", alone, **keys)
+    trained = (tmp_path / "out/tokenizer/tokenizer.json").read_text()
+    assert trained == (tmp_path / "alone/tokenizer/tokenizer.json").read_text()
+    assert Tokenizer.from_str(trained).get_vocab_size() <= 800 and report["vocab_size"] <= 800
+    tokenizer = SubwordTokenizer(str(tmp_path / "out/tokenizer"))
+    decoded = tokenizer.decode(id_arrays(tmp_path / "out")[0][:-1])
+    assert decoded == training[0] and tokenizer.eos_token_id == report["eos_token_id"] is not None
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["tokenizer"] == vocabulary_hash(
+        str(tmp_path / "out/tokenizer")
+    )
+
+
+def digests_of(text: str) -> np.ndarray:
+    from spmd_lm.prepare.chunks import hashes_128
+
+    return hashes_128([text.encode()])[:, 0]
+
+
+def test_a_sample_of_the_training_split_is_bounded_and_the_same(tmp_path, source):
+    keys = {"train": "bpe", "vocab_size": 400}
+    for name, most in [("all", 2**20), ("part", 5000), ("again", 5000)]:
+        make(tmp_path / name, source, tokenizer=keys | {"sample_bytes": most})
+    files = {name: (tmp_path / name / "tokenizer/tokenizer.json").read_bytes() for name in ("all", "part", "again")}
+    assert files["part"] == files["again"] != files["all"]
+
+
+def test_a_batch_is_encoded_as_its_texts_are(tmp_path):
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_bytes(published("bert_base_uncased_vocab.txt").read_bytes())
+    tokenizer = SubwordTokenizer(str(vocabulary))
+    given = ["", "one [MASK] two", "naïve — test", "x" * 300]
+    batch = tokenizer.encode_batch([text.encode() for text in given])
+    assert [ids.tolist() for ids in batch] == [tokenizer.encode(text).tolist() for text in given]
+    assert all(ids.dtype == tokenizer.dtype for ids in batch)
