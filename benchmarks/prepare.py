@@ -2,13 +2,15 @@
 
     python benchmarks/prepare.py [--megabytes 100] [--workers 2] [--tokenizer FILE]
 
-Generates text of Zipf-distributed words, a twentieth of it near duplicates, and prints a row: megabytes, MB/s of each
-stage, peak PSS.  With a tokenizer also its library's own speed on as many threads, beside which ours is."""
+Generates text of Zipf-distributed words, a twentieth of it near duplicates, and prints a row: MB/s, of each stage and
+by the processor's time, which other programs do not lengthen, and peak PSS.  With a tokenizer also its library's own
+speed on as many threads, beside which ours is."""
 
 import argparse
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -74,10 +76,11 @@ def measure(directory: Path, megabytes: int, workers: int, tokenizer: str) -> di
         time.sleep(0.2)
     if process.returncode:
         sys.exit(f"exit code {process.returncode}")
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     report = json.loads((directory / "out/report.json").read_text())
     speeds = {name: round(megabytes / max(each, 1e-3), 1) for name, each in report["seconds"].items()}
     return {"megabytes": megabytes, "workers": workers, "MB/s": round(megabytes / seconds, 2), "stages": speeds} | {
+        "MB per CPU second": round(megabytes / (used.ru_utime + used.ru_stime), 2),
         "peak PSS MiB": round(peak / 2**20),
         "steps": {step["name"]: step["out"] for step in report["steps"]},
     }

@@ -20,7 +20,7 @@ from spmd_lm.prepare.workers import Workers
 USED, EXACT, NEAR = 0, 1, 2
 """What becomes of a document."""
 
-RANGE_KEYS = 2**21  # gathered at a time: 32 MB, and sorted as much again
+RANGE_KEYS = 2**20  # gathered at a time: 16 MB, and sorted as much again
 MOST_NEIGHBOURS = 256  # with which a document is compared in one band: of 10,000 that share a template not all pairs
 PAIRS = 512  # that a worker compares at a time
 MAX_SHINGLES = 2**22  # that a worker remembers: 32 MB

@@ -39,7 +39,7 @@ class Workspace:
         if found := differing(manifest.get("config"), identity["config"]):
             raise ConfigError(f"out={self.out}: a data set with another {found}. Choose another out.")
         if read_object(self.partial / IDENTITY) is not None:  # ended before it was removed
-            shutil.rmtree(self.partial, ignore_errors=True)
+            self._remove_partial()
         return manifest
 
     def begin(self, identity: dict[str, Any]) -> None:
@@ -67,6 +67,15 @@ class Workspace:
         for name, value in ((REPORT, report), (MANIFEST, manifest)):
             with writing(self.out / name):
                 files.write_atomically(self.out / name, json.dumps(value, indent=1) + "\n")
+        self._remove_partial()
+
+    def _remove_partial(self) -> None:
+        """What says whose it is goes last: if this is stopped, a later start goes on with it."""
+        for path in self.partial.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != IDENTITY:
+                path.unlink(missing_ok=True)
         shutil.rmtree(self.partial, ignore_errors=True)
 
 

@@ -2,11 +2,12 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
 
-from spmd_lm.prepare import duplicates, shingles
+from spmd_lm.prepare import chunks, duplicates, shingles
 from tests.prepare.corpora import make, sentence, step, texts, write_lines
 from tests.published import published
 
@@ -81,16 +82,30 @@ def test_exact_duplicates_differ_in_white_space_and_composition_alone(tmp_path):
 
 
 def test_ranges_of_keys_and_chunks_change_nothing(tmp_path, monkeypatch):
-    """Of 300 documents, in chunks of 7 and ranges of 100 keys; and one that many share."""
+    """Of 300 documents, in chunks of 7 and ranges of 1,000 keys; and one that many share."""
     given = [sentence(seed % 90, 60) + f" {seed % 5}" for seed in range(300)]
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in given])
     steps = {"exact_duplicates": True, **NEAR}
     make(tmp_path / "one", source, steps=steps)
     monkeypatch.setattr("spmd_lm.prepare.chunks.CHUNK_DOCUMENTS", 7)
-    monkeypatch.setattr(duplicates, "RANGE_KEYS", 100)
+    monkeypatch.setattr(duplicates, "RANGE_KEYS", 1000)
     monkeypatch.setattr(duplicates, "MAX_SHINGLES", 300)
     make(tmp_path / "two", source, steps=steps)
     assert texts(tmp_path / "one") == texts(tmp_path / "two") == given[:90]
+
+
+def test_ranges_have_every_key_once_and_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(duplicates, "RANGE_KEYS", 50)
+    draw, runs = np.random.default_rng(0), []
+    for number in range(3):
+        run = np.stack([np.sort(draw.integers(0, 2**64, 100, np.uint64)), np.arange(100, dtype=np.uint64)])
+        chunks.save_array(chunks.chunk_path(tmp_path, number).with_suffix(".bands.npy"), run)
+        runs.append(run + np.array([[0], [100 * number]], np.uint64))
+    cleaned = duplicates.CleanedChunks(tmp_path, np.array([0, 100, 200, 300]))
+    ranges = [*duplicates.key_ranges(cleaned, "bands")]
+    everything = np.concatenate(runs, axis=1)
+    assert len(ranges) == 6 and max(keys.shape[1] for keys in ranges) < 80
+    assert (np.concatenate(ranges, axis=1) == everything[:, np.argsort(everything[0])]).all()
 
 
 def test_shingles_are_those_of_a_set_of_words():
@@ -104,9 +119,20 @@ def test_shingles_are_those_of_a_set_of_words():
 def test_words_are_the_same_whatever_part_of_a_text_is_in_memory(monkeypatch):
     text = sentence(3, 500)
     whole = shingles.word_hashes(text)
-    monkeypatch.setattr(shingles, "PART", 11)
+    monkeypatch.setattr(shingles, "PART", 17)
     assert (shingles.word_hashes(text) == whole).all() and len(whole) == 500
 
 
 def test_rows_of_a_band_follow_the_threshold():
     assert [shingles.rows_per_band(threshold) for threshold in (0.5, 0.7, 0.8, 0.9)] == [3, 5, 6, 10]
+
+
+def test_words_are_those_of_a_regular_expression():
+    """Letters, digits and underscores of any script, in lower case: equal hashes for equal words, and for no others."""
+    text = "Naïve, “quoted” — snake_case x2\u00a0Ünï ΑΒΓ αβγ 東京 cafe\u0301 don't ___ q" + "w" * 1000 + " naïve!"
+    words = re.findall(r"\w+", text.lower())
+    hashes = shingles.word_hashes(text).tolist()
+    assert len(hashes) == len(words) and len({*hashes}) == len({*words})
+    assert {*zip(words, hashes, strict=True)} == {*dict(zip(words, hashes, strict=True)).items()}
+    many = [f"{i:x}" for i in range(100_000)]
+    assert len({*shingles.word_hashes(" ".join(many)).tolist()}) == len(many)

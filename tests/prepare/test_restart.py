@@ -135,6 +135,17 @@ def test_a_finished_data_set_is_told_and_left_alone(tmp_path, capsys):
     assert "a data set with another steps.min_tokens. Choose another out." in capsys.readouterr().err
 
 
+def test_what_is_left_of_a_start_that_was_killed_while_it_tidied_up_goes(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda path, **_: (_ for _ in ()).throw(Stopped))
+        with pytest.raises(Stopped):
+            make(tmp_path / "out", tmp_path / "a.txt")
+    assert (tmp_path / "out/manifest.json").exists() and (tmp_path / "out.partial/identity.json").exists()
+    assert make(tmp_path / "out", tmp_path / "a.txt")["finished_before"]
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_what_is_not_ours_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     for name, file in [("out", "letter.txt"), ("other", "manifest.json"), ("third.partial", "letter.txt")]:

@@ -11,7 +11,7 @@ from spmd_lm.data.token_files.shard import open_shard
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import DataError
-from spmd_lm.prepare import tokens
+from spmd_lm.prepare import chunks, tokens
 from spmd_lm.prepare.schema import SplitShares
 from tests.prepare.corpora import id_arrays, make, sentence, step, texts, write_lines
 from tests.published import published
@@ -38,7 +38,9 @@ def test_ids_are_those_of_the_vocabulary(tmp_path, source, monkeypatch):
     assert report["eos_token_id"] == tokenizer.eos_token_id
 
 
-def test_shards_are_as_full_as_whole_documents_make_them(tmp_path, source):
+@pytest.mark.parametrize("chunk_documents", [40, 1000])
+def test_shards_are_as_full_as_whole_documents_make_them(chunk_documents, tmp_path, source, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_DOCUMENTS", chunk_documents)
     report = make(tmp_path / "out", source, shard_tokens=1000)
     assert texts(tmp_path / "out") == TEXTS
     names = report["splits"]["train"]["shards"]
@@ -114,9 +116,7 @@ def test_a_tokenizer_is_trained_on_the_training_split_alone(kind, tmp_path):
 
 
 def digests_of(text: str) -> np.ndarray:
-    from spmd_lm.prepare.chunks import hashes_128
-
-    return hashes_128([text.encode()])[:, 0]
+    return chunks.hashes_128([text.encode()])[:, 0]
 
 
 def test_a_sample_of_the_training_split_is_bounded_and_the_same(tmp_path, source):
