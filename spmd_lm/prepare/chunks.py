@@ -70,6 +70,8 @@ class ChunkCleaner:
             if record.checksum != chunk.checksum:
                 where = f"{chunk.documents[0].where}: changed since this data set was begun"
                 raise DataError(f"{where}. Remove {self.directory.parent}, and start again.")
+            if record.bad and self.config.on_bad == "error":
+                raise bad_input(record.bad[0])
             return record
         texts, counts, bad = list[str](), Counter[tuple[str, str]](), list[str]()
         for raw in chunk.documents:
@@ -78,7 +80,7 @@ class ChunkCleaner:
             except clean.BadInputError as error:
                 said = f"{raw.where}: {error}" + (f" ({error.detail})" if error.detail not in ("", str(error)) else "")
                 if self.config.on_bad == "error":
-                    raise DataError(f"{said}. Mend it, or set on_bad=skip.") from None
+                    raise bad_input(said) from None
                 counts["read", str(error)] += 1
                 bad.append(said)
                 continue
@@ -114,6 +116,10 @@ class ChunkCleaner:
                 save_array(path.with_suffix(f".{name}.npy"), array)
             files.write_atomically(path.with_suffix(".json"), json.dumps(dataclasses.asdict(record)))
         return record
+
+
+def bad_input(said: str) -> DataError:
+    return DataError(f"{said}. Mend it, or set on_bad=skip.")
 
 
 def hashes_128(texts: Iterable[bytes]) -> np.ndarray:

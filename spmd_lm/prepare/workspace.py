@@ -15,6 +15,8 @@ from spmd_lm.runtime.outputs import writing
 
 MANIFEST, REPORT, IDENTITY = "manifest.json", "report.json", "identity.json"
 FORMAT, FORMAT_VERSION = "spmd_lm.tokens", 1
+NO_DATA = {"on_bad"}
+"""Keys that no data depend on: bad input is counted, or there is no data set."""
 TRACES = {".lock", f"{IDENTITY}.tmp"}
 """What a start that is killed at once leaves."""
 
@@ -91,12 +93,14 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def differing(found: Any, wanted: dict[str, Any], prefix: str = "") -> str:
-    """The first key in which they differ; '' if none."""
+    """The first key in which they differ; '' if none.  NO_DATA may."""
     if not isinstance(found, dict):
-        return prefix or "configuration"
-    for key in sorted(found.keys() | wanted.keys()):
+        return prefix.rstrip(".") or "configuration"
+    for key in sorted((found.keys() | wanted.keys()) - NO_DATA):
         ours, theirs = wanted.get(key), found.get(key)
-        if ours != theirs:
-            inner = differing(theirs, ours, f"{prefix}{key}.") if isinstance(ours, dict) else ""
-            return inner.rstrip(".") or f"{prefix}{key}"
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            if inner := differing(theirs, ours, f"{prefix}{key}."):
+                return inner
+        elif ours != theirs:
+            return f"{prefix}{key}"
     return ""

@@ -17,6 +17,7 @@ import spmd_lm
 from spmd_lm.cli import main
 from spmd_lm.errors import ConfigError, DataError, Exit
 from spmd_lm.prepare import chunks
+from spmd_lm.runtime.directories import lock_directory
 from tests.prepare.corpora import contents, make, sentence, texts, write_lines
 
 STEPS = {"exact_duplicates": True, "near_duplicates": True, "min_tokens": 60}
@@ -25,6 +26,7 @@ TRAINED = {"train": "bpe", "vocab_size": 400}
 PROGRAM = """
 import sys
 from spmd_lm.prepare import chunks
+from spmd_lm.runtime.directories import lock_directory
 chunks.CHUNK_DOCUMENTS = 20
 from spmd_lm.cli import main
 sys.exit(main(["prepare", *sys.argv[1:]]))
@@ -165,8 +167,10 @@ def test_what_was_begun_with_another_configuration_or_other_files_is_refused(tmp
     write_lines(source, [{"text": "one"}, {"text": 2}])
     with pytest.raises(DataError, match="no text"):
         make(tmp_path / "out", source, on_bad="error")
-    with pytest.raises(ConfigError, match=r"begun with another config\.on_bad\. Go on with that one"):
-        make(tmp_path / "out", source)
+    with pytest.raises(ConfigError, match=r"begun with another config\.steps\.min_tokens\. Go on with that one"):
+        make(tmp_path / "out", source, steps={"min_tokens": 1})
+    make(tmp_path / "out", source, on_bad="skip")  # as the error says
+    assert texts(tmp_path / "out") == ["one"]
 
     monkeypatch.setattr(chunks, "CHUNK_DOCUMENTS", 1)
     with pytest.raises(DataError):
@@ -188,3 +192,26 @@ def test_workers_make_what_one_process_makes_and_import_no_jax(tmp_path, monkeyp
     monkeypatch.setattr("spmd_lm.prepare.clean.call_hook", lambda *_: True)
     make(tmp_path / "one", source, **keys)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_bad_input_that_was_skipped_before_it_was_stopped_is_an_error_where_it_is_to_be(tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": 2}])
+
+    def stop(*_):
+        raise Stopped
+
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr("spmd_lm.prepare.pipeline.find_duplicates", stop)
+        make(tmp_path / "out", source)
+    (tmp_path / "out.partial/read.json").unlink()  # as if it had been stopped before the last chunk
+    with pytest.raises(DataError, match=r"a\.jsonl:2: no text under 'text' \(not text\)\. Mend it"):
+        make(tmp_path / "out", source, on_bad="error")
+
+
+def test_a_second_one_is_refused_while_the_first_is_at_work(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with (
+        lock_directory(tmp_path / "out.partial", print, True, key="out"),
+        pytest.raises(ConfigError, match=rf"process {os.getpid()} on \S+ since \S+ is preparing data there"),
+    ):
+        make(tmp_path / "out", tmp_path / "a.txt")
