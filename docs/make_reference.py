@@ -1,4 +1,4 @@
-"""Writes docs/reference/: the configuration's keys from the schema, and the commands from their parser.
+"""Writes docs/reference/: the keys of configurations from their schemas, and the commands from their parser.
 
     python docs/make_reference.py
 
@@ -18,6 +18,7 @@ from spmd_lm import errors
 from spmd_lm.cli import POSITIONALS, VERBS, make_parser
 from spmd_lm.config import schema
 from spmd_lm.config.schema import RunConfig, variants, yaml_fields
+from spmd_lm.prepare import schema as recipe_schema
 
 HERE = Path(__file__).parent / "reference"
 GENERATED = "<!-- Written by docs/make_reference.py. -->"
@@ -52,7 +53,7 @@ def comments(path: str) -> dict[str, dict[str, str]]:
     }
 
 
-COMMENTS = comments(schema.__file__)
+COMMENTS = comments(recipe_schema.__file__) | comments(schema.__file__)
 
 
 def meaning(section: type[BaseModel], field: str) -> str:
@@ -62,8 +63,8 @@ def meaning(section: type[BaseModel], field: str) -> str:
 
 def type_name(about: dict[str, Any]) -> str:
     """A JSON schema in words."""
-    if "anyOf" in about:
-        return " or ".join(dict.fromkeys(name for each in about["anyOf"] if (name := type_name(each))))
+    if choices := about.get("anyOf") or about.get("oneOf"):
+        return " or ".join(dict.fromkeys(name for each in choices if (name := type_name(each))))
     if "enum" in about or "const" in about:
         return ", ".join(f"`{value}`" for value in about.get("enum", [about.get("const")]))
     if "$ref" in about:  # a section within the section
@@ -80,7 +81,9 @@ def type_name(about: dict[str, Any]) -> str:
 
 
 def value_name(value: Any) -> str:
-    return "" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    if value is None or isinstance(value, recipe_schema.CleaningSteps | recipe_schema.SplitShares):  # a table follows
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def rows(section: type[BaseModel]) -> list[str]:
@@ -114,6 +117,26 @@ def configuration() -> str:
     return "\n".join(lines) + "\n"
 
 
+def preparation() -> str:
+    """The keys of `spmd-lm prepare`, section by section."""
+    lines = [
+        "# Preparation",
+        "",
+        GENERATED,
+        "",
+        "The keys of `spmd-lm prepare`; [docs/prepare.md](../prepare.md) explains.",
+    ]
+    sections = {"": recipe_schema.Preparation, "sources": recipe_schema.Source, "steps": recipe_schema.CleaningSteps}
+    sections |= {"steps.leaks": recipe_schema.Leaks, "steps.near_duplicates": recipe_schema.NearDuplicates}
+    sections |= {"tokenizer": recipe_schema.TrainedTokenizer, "split": recipe_schema.SplitShares}
+    for name, section in sections.items():
+        lines += ["", f"## {name}" if name else "## The file", ""]
+        about = section.__doc__ if section.__doc__ != section.__mro__[1].__doc__ else None
+        lines += [*textwrap.wrap(re.sub(r"\s+", " ", about), 120), ""] if about else []
+        lines += rows(section)
+    return "\n".join(lines) + "\n"
+
+
 def commands() -> str:
     lines = ["# Commands", "", GENERATED, "", "    spmd-lm VERB CONFIG [section.key=value ...] [OPTION ...]", ""]
     lines += ["| exit code | |", "| --- | --- |"]
@@ -131,7 +154,7 @@ def commands() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"configuration.md": configuration, "commands.md": commands}
+PAGES = {"configuration.md": configuration, "preparation.md": preparation, "commands.md": commands}
 
 if __name__ == "__main__":
     HERE.mkdir(exist_ok=True)

@@ -58,8 +58,7 @@ class NearDuplicates(Section):
 
 
 class Leaks(Section):
-    # evaluation texts: of text and of JSON lines with a key `text`
-    files: list[ValidPath] = Field(default_factory=list)
+    files: list[ValidPath] | None = None  # evaluation texts; of JSON lines every text in them
     ngram: Annotated[int, Field(ge=2, le=100)] = 13  # lower-case words in a row that no document may share with them
     titles: ValidPath | None = None  # file with a title per line, of documents to remove
 
@@ -83,12 +82,13 @@ class CleaningSteps(Section):
     language: Annotated[str, AfterValidator(hook)] | None = None
     leaks: Leaks | None = None  # documents that evaluation texts are found in
     exact_duplicates: bool = False  # documents that differ in white space alone
+    # documents that are similar to an earlier one; `true` for all defaults
     near_duplicates: Annotated[NearDuplicates | None, BeforeValidator(switch)] = None
     min_tokens: CountOrZero = 0  # documents of fewer are removed
 
 
 class SplitShares(Section):
-    validation: Annotated[float, Field(ge=0, lt=1)] = 0.01  # of the documents
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.01
     test: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @model_validator(mode="after")
@@ -109,17 +109,18 @@ def tokenizer_tag(value: Any) -> str:
 
 
 class Preparation(Section):
-    sources: Annotated[list[Source], BeforeValidator(as_sources), Field(min_length=1)]  # in the order of the documents
+    # paths, or mappings; documents are in their order
+    sources: Annotated[list[Source], BeforeValidator(as_sources), Field(min_length=1)]
     out: ValidPath  # the directory to make
     # `bytes`, the path of a vocabulary, or one to train on the training split
     tokenizer: Annotated[
         Annotated[ValidPath, Tag(UNION_TAGS[0])] | Annotated[TrainedTokenizer, Tag(UNION_TAGS[1])],
         Discriminator(tokenizer_tag),
     ] = "bytes"
-    steps: CleaningSteps = CleaningSteps()
+    steps: CleaningSteps = CleaningSteps()  # what removes documents
     on_bad: Literal["skip", "error"] = "skip"  # what is no document: count it, or end with exit code 4
     max_document_bytes: Count = 2**26  # a longer document is bad input
-    split: SplitShares = SplitShares()
+    split: SplitShares = SplitShares()  # the shares of the documents that are not for training
     shard_tokens: Count = 10**8  # tokens of a shard, at most, if no document has more
     workers: Annotated[int, Field(ge=0, le=1024)] = 0  # processes; 0: one for each core
 

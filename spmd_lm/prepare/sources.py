@@ -225,6 +225,6 @@ def open_sources(config: Preparation) -> list[SourceReader]:
 
 def open_evaluation_texts(config: Preparation) -> list[SourceReader]:
     """Those of steps.leaks.files; raises as `open_sources` does."""
-    names = config.steps.leaks.files if config.steps.leaks else []
-    sources = [Source(path=name) for name in names]
+    names = config.steps.leaks.files if config.steps.leaks else None
+    sources = [Source(path=name) for name in names or []]
     return [SourceReader(i, each, config.max_document_bytes, "steps.leaks.files") for i, each in enumerate(sources)]
