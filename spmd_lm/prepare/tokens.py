@@ -4,6 +4,7 @@ by themselves, and then their lengths say which shard each belongs to."""
 import functools
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from spmd_lm.prepare.schema import SplitShares
 from spmd_lm.runtime.outputs import writing
 
 SPLITS = ("train", "validation", "test")
-BATCH_BYTES = 2**20  # of text that the library tokenizes at once: it takes 100 bytes and more for each token
+BATCH_BYTES = 2**20  # of text that the library tokenizes at once: it takes 60 to 160 bytes for each of them
+BETWEEN_WORDS = re.compile(rb"[a-z](?= [a-z])")
 
 
 class Vocabulary(NamedTuple):
@@ -85,9 +87,30 @@ class ChunkTokenizer:
         for batch in batches(texts_of_chunk(self.corpus.directory, number, positions)):
             if isinstance(tokenizer, ByteTokenizer):
                 encoded = [tokenizer.encode(text) for text in batch]
+            elif len(batch) == 1 and can_divide(tokenizer):
+                encoded = [np.concatenate([tokenizer.encode(part) for part in parts_of_document(batch[0])])]
             else:
                 encoded = tokenizer.encode_batch(batch)
             yield from zip(encoded, map(len, batch), strict=True)
+
+
+def parts_of_document(text: bytes) -> Iterator[bytes]:
+    """Divided before a space between two letters, where most tokenizers divide a text themselves."""
+    start = 0
+    while len(text) - start > BATCH_BYTES and (found := BETWEEN_WORDS.search(text, start + BATCH_BYTES)):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
+
+
+@functools.lru_cache(maxsize=8)
+def can_divide(tokenizer: SubwordTokenizer) -> bool:
+    """Whether the ids of a text are those of its parts, by example: Llama 2's puts a space before each text."""
+    probe = "It was one of two; and some were naïve, others 1,234 of old.\nNo more of them came then".encode()
+    cuts = [found.end() for found in BETWEEN_WORDS.finditer(probe)]
+    parts = [(probe[:cut], probe[cut:]) for cut in cuts]
+    undivided = tokenizer.encode(probe).tolist()
+    return all([*tokenizer.encode(a).tolist(), *tokenizer.encode(b).tolist()] == undivided for a, b in parts)
 
 
 def batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -2,10 +2,11 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from spmd_lm.data.token_files.shard import open_shard
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
@@ -135,3 +136,36 @@ def test_a_batch_is_encoded_as_its_texts_are(tmp_path):
     batch = tokenizer.encode_batch([text.encode() for text in given])
     assert [ids.tolist() for ids in batch] == [tokenizer.encode(text).tolist() for text in given]
     assert all(ids.dtype == tokenizer.dtype for ids in batch)
+
+
+def vocabulary_of(kind: str, directory: Path) -> SubwordTokenizer:
+    if kind == "bert":
+        (directory / "vocab.txt").write_bytes(published("bert_base_uncased_vocab.txt").read_bytes())
+    elif kind == "gpt2":
+        (directory / "vocab.json").write_bytes(published("gpt2_encoder.json").read_bytes())
+        (directory / "merges.txt").write_bytes(published("gpt2_vocab.bpe").read_bytes())
+    else:
+        words = {"<unk>": 0, "\u2581": 1} | {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz", 2)}
+        tokenizer = Tokenizer(models.BPE(words, [], unk_token="<unk>", fuse_unk=True))
+        if kind == "metaspace":
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        else:  # as Llama 2's
+            tokenizer.normalizer = normalizers.Sequence(
+                [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+            )
+        tokenizer.decoder = decoders.Metaspace()
+        tokenizer.save(str(directory / "tokenizer.json"))
+    return SubwordTokenizer(str(directory))
+
+
+@pytest.mark.parametrize(("kind", "divided"), [("bert", True), ("gpt2", True), ("metaspace", True), ("llama2", False)])
+def test_a_long_document_has_the_ids_of_all_of_it(kind, divided, tmp_path, monkeypatch):
+    """It is tokenized in parts where that is the same, so that it takes little memory."""
+    tokenizer = vocabulary_of(kind, tmp_path)
+    text = published("tinyshakespeare.txt").read_text()[:60_000] + published("wikitext2_test.txt").read_text()[:60_000]
+    monkeypatch.setattr(tokens, "BATCH_BYTES", 1000)
+    assert tokens.can_divide(tokenizer) == divided and len([*tokens.parts_of_document(text.encode())]) > 80
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "short"}, {"text": text}])
+    make(tmp_path / "out", source, tokenizer=str(tmp_path))
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    assert id_arrays(tmp_path / "out")[1].tolist() == [*tokenizer.encode(text).tolist(), *eos]
