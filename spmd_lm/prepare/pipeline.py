@@ -20,6 +20,7 @@ import numpy as np
 
 from spmd_lm import __version__, files
 from spmd_lm.config.load import TOKENIZER_DIR
+from spmd_lm.data.token_files.dataset import FORMAT, FORMAT_VERSION
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, vocabulary_hash
 from spmd_lm.errors import DataError
 from spmd_lm.prepare import clean, duplicates, tokens
@@ -29,7 +30,7 @@ from spmd_lm.prepare.schema import Preparation, TrainedTokenizer
 from spmd_lm.prepare.sources import SourceReader, open_evaluation_texts, open_sources
 from spmd_lm.prepare.tokens import SPLITS, TokenizedChunk, Vocabulary
 from spmd_lm.prepare.workers import Workers
-from spmd_lm.prepare.workspace import FORMAT, FORMAT_VERSION, Workspace, read_object
+from spmd_lm.prepare.workspace import Workspace, read_object
 from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.outputs import writing
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from spmd_lm import files
+from spmd_lm.data.token_files.dataset import FORMAT, MANIFEST
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.outputs import writing
 
-MANIFEST, REPORT, IDENTITY = "manifest.json", "report.json", "identity.json"
-FORMAT, FORMAT_VERSION = "spmd_lm.tokens", 1
+REPORT, IDENTITY = "report.json", "identity.json"
 NO_DATA = {"on_bad"}
 """Keys that no data depend on: bad input is counted, or there is no data set."""
 TRACES = {".lock", f"{IDENTITY}.tmp"}

@@ -19,8 +19,8 @@ from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import ConfigError, DataError
 
 MANIFEST = "manifest.json"
-FORMAT = "spmd_lm.tokens"
-SPLITS = ("train", "validation")
+FORMAT, FORMAT_VERSION = "spmd_lm.tokens", 1
+READ_SPLITS = ("train", "validation")
 """Those that training reads."""
 
 
@@ -52,7 +52,7 @@ class TokenDataset:
 
     def describe(self) -> str:
         """One line with its sizes."""
-        train, validation = (sum(getattr(each, split).size for each in self.corpora) for split in SPLITS)
+        train, validation = (sum(getattr(each, split).size for each in self.corpora) for split in READ_SPLITS)
         documents = sum(corpus.documents for corpus in self.corpora)
         return (
             f"{self.name}: {documents:,} documents, {train:,} training tokens, {validation:,} validation tokens, "
@@ -81,7 +81,7 @@ def _open_corpus(path: str, weight: float, data: Tokens, tokenizer: Tokenizer, v
     else:
         manifest = read_manifest(root)
         _require_tokenizer(manifest, root, data)
-        splits = [[open_shard(root / name) for name in manifest["splits"][split]["shards"]] for split in SPLITS]
+        splits = [[open_shard(root / name) for name in manifest["splits"][split]["shards"]] for split in READ_SPLITS]
         separator = manifest["eos_token_id"]
         checksums = [[(s.header.idx_crc32, s.header.block_crc32) for s in shards] for shards in splits]
         identity = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
@@ -112,9 +112,9 @@ def read_manifest(root: Path) -> dict[str, Any]:
         )
     manifest = read_json(path)
     splits = manifest.get("splits")
-    if manifest.get("format") != FORMAT or manifest.get("version") != 1 or not isinstance(splits, dict):
-        raise damaged(path, f"it is not the manifest of a data set in format {FORMAT}, version 1")
-    for split in SPLITS:
+    if manifest.get("format") != FORMAT or manifest.get("version") != FORMAT_VERSION or not isinstance(splits, dict):
+        raise damaged(path, f"it is not the manifest of a data set in format {FORMAT}, version {FORMAT_VERSION}")
+    for split in READ_SPLITS:
         names = splits.get(split, {}).get("shards")
         if not isinstance(names, list) or not all(_is_below(root, name) for name in names):
             raise damaged(path, f"its split {split!r} does not list shards in this directory")

@@ -172,9 +172,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = files.parse_json(files.read_bytes(path, LARGEST_HEADER))
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read: {error.strerror}. Prepare the data again, or copy it again."
-        ) from None
+        raise unreadable(path, error) from None
     except ValueError as error:
         raise damaged(path, f"not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -196,9 +194,7 @@ def map_file(path: Path, dtype: np.dtype, size: int, offset: int = 0) -> np.ndar
                 return np.empty(0, dtype)
             return np.memmap(file, dtype, "r", offset, size).view(np.ndarray)  # whose slices are faster
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read: {error.strerror}. Prepare the data again, or copy it again."
-        ) from None
+        raise unreadable(path, error) from None
 
 
 def block_range(shard: Shard, block: int) -> np.ndarray:
