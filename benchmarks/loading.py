@@ -20,7 +20,7 @@ from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.data.token_files.shard import ShardWriter
 
 CONTEXT, BATCH, DOCUMENT = 1024, 64, 1000
-SHARD_TOKENS = 2**26
+SHARD_TOKENS = 2**30  # one shard, so that all readers have the same pages
 VOCAB, EOS = 256, 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd_lm.analysis.topology import parse_topology
-from spmd_lm.config.load import load, load_run
+from spmd_lm.config.load import data_of_run, load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.devices import set_up_devices, simulate_devices
@@ -176,7 +176,7 @@ def read_batch(config: RunConfig, step: int = 1) -> "Batch":
 
     if step < 1:
         raise ConfigError(f"step={step}: a run's steps are counted from 1.")
-    corpus = load_data(config.data, config.train.seed, config.model.vocab)
+    corpus = load_data(data_of_run(config), config.train.seed, config.model.vocab)
     return make_loader(config, corpus, "training").rows(step - 1, 0, config.train.batch)
 
 

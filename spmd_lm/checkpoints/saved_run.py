@@ -112,7 +112,6 @@ def check_compatible(saved: Config, config: Config, directory: Path) -> list[str
         header = f"{directory} holds a run of another model (saved -> configured):"
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
         raise CheckpointError("\n".join([header, *other_model, advice]))
-    changes.pop("data.tokenizer", None)  # the same vocabulary by another path, or check_vocabulary refuses it
     return [line for key, line in changes.items() if not _is_under(key, ("run",)) or key == "run.compiler_options"]
 
 
@@ -128,10 +127,15 @@ def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> N
     own = meta["data"].get("vocabulary") if meta else None
     if not own and (saved or trained_with == "bytes"):
         own = vocabulary_hash(str(saved) if saved else "bytes")
+    if name in TRAINED_TOKENIZERS and directory == config.run.directory and own:
+        if trained_with not in (name, str(saved)):
+            advice = f"Use data.tokenizer={trained_with}, or another run.dir"
+            raise ConfigError(f"data.tokenizer={name}, but {directory} has data.tokenizer={trained_with}. {advice}.")
+        if not saved:
+            raise ConfigError(f"{directory}: the tokenizer that it trained is gone. Bring {TOKENIZER_DIR}/ back.")
+        name = str(saved)
     if not own or name == own or (not {"bytes", *TRAINED_TOKENIZERS} & {name, own} and vocabulary_hash(name) == own):
         return
-    if name in TRAINED_TOKENIZERS:  # its copy is gone: load puts the path of one in place of the name
-        raise ConfigError(f"{directory}: the tokenizer that it trained is gone from it. Bring {TOKENIZER_DIR}/ back.")
     advice = f"Use data.tokenizer={saved or trained_with or 'bytes'}, or another run."
     if saved and vocabulary_hash(str(saved)) != own:
         advice = f"Nor is {saved}, which was changed: bring the vocabulary back."

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from spmd_lm.config import checks, suggest, syntax
-from spmd_lm.config.schema import DEFAULT_KINDS, TRAINED_TOKENIZERS, Data, Run, RunConfig, Section
+from spmd_lm.config.schema import DEFAULT_KINDS, TRAINED_TOKENIZERS, Data, RunConfig, Section, Synthetic
 from spmd_lm.config.types import valid_path
 from spmd_lm.errors import ConfigError
 
@@ -71,8 +71,6 @@ def load(
     layers = [layer for layer in (under, *files, over, cell, command_line) if layer]
     inherited = Layer("", {}) if over else _inherit(layers, problems)
     layers = [_tokenizer_of_data(layers), *([inherited] if inherited else []), *layers]
-    if (trained := _trained_tokenizer(layers)).tree:
-        layers.append(trained)
     return _resolve(layers, inherited is None, problems)
 
 
@@ -100,6 +98,14 @@ def saved_tokenizer(directory: Path) -> Path | None:
     """The run's own copy of its tokenizer's files, if it has one."""
     copy = directory / TOKENIZER_DIR
     return copy if any(os.path.isfile(copy / name) for name in VOCABULARY_FILES) else None
+
+
+def data_of_run(config: RunConfig) -> Data | Synthetic:
+    """The section `data`, with the path of the tokenizer that the run has trained, once it has."""
+    data, saved = config.data, saved_tokenizer(config.run.directory)
+    if isinstance(data, Data) and data.tokenizer in TRAINED_TOKENIZERS and saved:
+        return data.model_copy(update={"tokenizer": str(saved)})
+    return data
 
 
 def dump(config: RunConfig) -> str:
@@ -149,20 +155,6 @@ def _tokenizer_of_data(layers: Sequence[Layer]) -> Layer:
         return Layer("", {})
     directory = os.path.join(os.path.expanduser(path), TOKENIZER_DIR)
     return Layer(path, {"data": {"tokenizer": directory}} if os.path.isdir(directory) else {})
-
-
-def _trained_tokenizer(layers: Sequence[Layer]) -> Layer:
-    """The tokenizer that the run has trained, where it is to train one."""
-    tree = _merge_layers(layers)
-    if _get(tree, "data", "tokenizer") not in TRAINED_TOKENIZERS:
-        return Layer("", {})
-    try:
-        section = tree.get("run", {})
-        directory = Run.model_validate({key: section[key] for key in ("name", "dir") if key in section}).directory
-    except (TypeError, ValidationError):  # validating the section reports it
-        return Layer("", {})
-    saved = saved_tokenizer(directory)
-    return Layer(str(directory), {"data": {"tokenizer": str(saved)}} if saved else {})
 
 
 def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str]) -> RunConfig:
@@ -303,7 +295,7 @@ def make_layer(origin: str, values: Iterable[tuple[str, Any]]) -> Layer:
     for path, value in values:
         for key in reversed(path.split(".")):
             value = {key: value}
-        tree = _merge(tree, value)
+        tree = merge_trees(tree, value)
     return Layer(origin, _sections(tree))
 
 
@@ -312,11 +304,12 @@ def _sections(tree: dict) -> dict[str, Any]:
     return {str(name): {} if section is None and name in FIELDS else section for name, section in tree.items()}
 
 
-def _merge(under: dict, over: dict) -> dict:
+def merge_trees(under: dict, over: dict) -> dict:
+    """`under` with the values of `over`; mappings are merged key by key."""
     result = dict(under)
     for key, value in over.items():
         nested = isinstance(value, dict) and isinstance(under.get(key), dict)
-        result[key] = _merge(under[key], value) if nested else value
+        result[key] = merge_trees(under[key], value) if nested else value
     return result
 
 
@@ -330,7 +323,9 @@ def _merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
             if old and new and old != new:
                 shared = {*SHARED_KEYS.get(name, ())}.intersection(suggest.keys_of_kind(name, new))
                 stacked[name] = {key: value for key, value in stacked[name].items() if key in shared}
-        stacked = _merge(stacked, layer.tree)
+                if new == "tokens" and stacked[name].get("tokenizer") in TRAINED_TOKENIZERS:
+                    del stacked[name]["tokenizer"]  # it trains one on documents
+        stacked = merge_trees(stacked, layer.tree)
     return stacked
 
 

@@ -4,7 +4,8 @@ After n samples, corpus i has given n w_i of them to within 1 - 1/(2k - 2) < 1, 
 (Tijdeman, "The chairman assignment problem", 1980).  Always taking the corpus that is furthest behind drifts further.
 
 The order repeats: weights are whole numbers whose sum is the period.  Those of a file are decimals, so they are exact,
-unless that would make the period longer than MAX_PERIOD; then they are rounded, by less than a millionth of the sum."""
+unless that would make the period longer than MAX_PERIOD; then they are rounded to whole numbers that sum to it, each by
+less than one, and those below one up to it."""
 
 import heapq
 import math

@@ -17,7 +17,6 @@ from spmd_lm.config.schema import (
     Data,
     Documents,
     MaskedLM,
-    PythonStdlib,
     RunConfig,
     Synthetic,
     Task,
@@ -70,7 +69,7 @@ class Corpus:
 Dataset = Corpus | TokenDataset | TaskDataset
 
 
-def load_data(data: PythonStdlib | Text | Tokens | Task | Synthetic, seed: int, vocab_size: int) -> Dataset:
+def load_data(data: Data | Synthetic, seed: int, vocab_size: int) -> Dataset:
     """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`.
 
     Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged
@@ -80,7 +79,10 @@ def load_data(data: PythonStdlib | Text | Tokens | Task | Synthetic, seed: int, 
     if isinstance(data, Documents):
         return _load_documents(data, vocab_size)
     tokenizer = _fitting_tokenizer(data, vocab_size)
-    return load_task(data, tokenizer) if isinstance(data, Task) else open_dataset(data, tokenizer, vocab_size)
+    if isinstance(data, Task):
+        return load_task(data, tokenizer)
+    assert isinstance(data, Tokens)
+    return open_dataset(data, tokenizer, vocab_size)
 
 
 def _fitting_tokenizer(data: Data, vocab_size: int) -> Tokenizer:
@@ -93,7 +95,7 @@ def _fitting_tokenizer(data: Data, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _load_documents(data: PythonStdlib | Text, vocab_size: int) -> Corpus:
+def _load_documents(data: Documents, vocab_size: int) -> Corpus:
     if isinstance(data, Text):
         name, documents = ", ".join(data.paths), read_documents(data.paths)
     else:

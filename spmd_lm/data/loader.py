@@ -251,7 +251,7 @@ class BlendLoader(Loader):
             merged_R[order] = sorted_R
             return merged_R
 
-        return jax.tree.map(merge, *parts)
+        return jax.tree.map(merge, *parts) if parts else self.loaders[0].read_examples(nth_R, sample_ids_R)
 
     def read(self, draws: RowDraws) -> Batch:
         raise NotImplementedError("the loaders of the corpora read their own rows")

@@ -15,7 +15,7 @@ class TokenArray(Protocol):
     def read(self, start_R: np.ndarray, length: int) -> np.ndarray:
         """The tokens from each start on, int32 [R, S] for S = length; no row goes past the last one.
 
-        Raises DataError for tokens that are not what was written, or not in the vocabulary."""
+        Raises DataError for tokens that are not what was written, or not in the vocabulary, where that is checked."""
 
     def document_starts(self) -> np.ndarray:
         """Where each document begins, and the end of the last one, int64 [D + 1]; a separator belongs to the document

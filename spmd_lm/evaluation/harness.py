@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from spmd_lm.checkpoints.saved_run import open_run
-from spmd_lm.config.load import load_run
+from spmd_lm.config.load import data_of_run, load_run
 from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
 from spmd_lm.errors import ConfigError
 from spmd_lm.evaluation.continuations import Encoder, continuation_windows
@@ -42,7 +42,7 @@ class HarnessLM(LM):
         require_causal(config)
         self.program, self.params, _ = open_run(config, fallback)
         self.scorer = Scorer(self.program, self.params)
-        self.encoder = Encoder(make_tokenizer(config.data), config.model.vocab)
+        self.encoder = Encoder(make_tokenizer(data_of_run(config)), config.model.vocab)
         self.generators: dict[Sampling, Generator] = {}
 
     @property

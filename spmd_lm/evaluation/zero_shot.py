@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import CausalLM, RunConfig
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.data.corpus import Corpus, load_data
@@ -45,10 +46,10 @@ def make_tasks(config: RunConfig, specs: Sequence[str], stride: int | None = Non
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ConfigError(f"--task {repeated[0]} is given twice, and figures go by its name. Evaluate one at a time.")
     check_stride(stride, config.model.context, [kind for kind, _ in parsed])
-    encoder = Encoder(make_tokenizer(config.data), config.model.vocab)
+    encoder = Encoder(make_tokenizer(data_of_run(config)), config.model.vocab)
 
     def validation() -> np.ndarray:
-        data = load_data(config.data, config.train.seed, config.model.vocab)
+        data = load_data(data_of_run(config), config.train.seed, config.model.vocab)
         if isinstance(data, TokenDataset):
             splits = [corpus.validation for corpus in data.corpora]
             return np.concatenate([split.read(np.zeros(1, np.int64), split.size)[0] for split in splits if split.size])

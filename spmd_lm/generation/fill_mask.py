@@ -8,6 +8,7 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import MaskedLM, RunConfig
 from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
@@ -40,7 +41,7 @@ def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[
     """For each [MASK] in `text` the `top` likeliest tokens, likeliest first.
 
     The text is read as one row, [CLS] text [SEP].  Raises DataError for a text without [MASK], or too long."""
-    tokenizer, model = make_tokenizer(program.config.data), program.config.model
+    tokenizer, model = make_tokenizer(data_of_run(program.config)), program.config.model
     special, _ = tokenizer.special_tokens_and_words()
     ids = row_of(text, tokenizer, special)
     if len(ids) > model.context:

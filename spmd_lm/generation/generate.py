@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
@@ -39,7 +40,7 @@ def generate_text(
     token for it.  An empty prompt starts a document.  tokenizer: that of the program's data, read again if it is None.
 
     Raises DataError as `encode_prompt` does."""
-    tokenizer, vocab = tokenizer or make_tokenizer(program.config.data), program.config.model.vocab
+    tokenizer, vocab = tokenizer or make_tokenizer(data_of_run(program.config)), program.config.model.vocab
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     prompt_ids = [encode_prompt(tokenizer, prompt, vocab) for prompt in prompts]
     texts = []

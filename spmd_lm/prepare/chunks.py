@@ -36,7 +36,7 @@ MOST_TOLD = 10  # bad documents whose places are told
 
 
 class RawChunk(NamedTuple):
-    """Consecutive raw documents.  raw_bytes_read: of its source, for the progress bar."""
+    """Consecutive raw documents."""
 
     number: int
     documents: list[RawDocument]

@@ -20,7 +20,7 @@ import numpy as np
 
 from spmd_lm import __version__, files
 from spmd_lm.config.load import TOKENIZER_DIR
-from spmd_lm.data.token_files.dataset import FORMAT, FORMAT_VERSION
+from spmd_lm.data.token_files.dataset import FORMAT, FORMAT_VERSION, READ_SPLITS
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, vocabulary_hash
 from spmd_lm.errors import DataError
 from spmd_lm.prepare import clean, duplicates, tokens
@@ -104,7 +104,11 @@ def read_documents(
     done_file = workspace.partial / "read.json"
     if done := read_object(done_file):
         found = [finished_chunk(workspace.read, number) for number in range(done["chunks"])]
-        return [record for record in found if record], done["sources"]
+        records = [record for record in found if record]
+        bad = [each for record in records for each in record.bad]
+        if bad and cleaner.config.on_bad == "error":
+            raise DataError(f"{bad[0]}. Mend it, leave it out, or set on_bad=skip.")
+        return records, done["sources"]
     sizes = [reader.size for reader in readers]
     size = None if None in sizes else sum(filter(None, sizes))
     records = list[ChunkRecord]()
@@ -196,12 +200,12 @@ def tokenize(
 def write_shards(
     config: Preparation, workspace: Workspace, vocabulary: Vocabulary, workers: Workers, stages: Stages
 ) -> dict[str, Any]:
-    """The manifest's `splits`: those that have a share."""
+    """The manifest's `splits`: those that have a share, and those that training reads."""
     shares = {"train": 1.0, "validation": config.split.validation, "test": config.split.test}
     chunks = len([*workspace.tokens.glob("*.json")])
     maker = tokens.ShardMaker(workspace.out, workspace.tokens, vocabulary)
     splits = {}
-    for split in [name for name in SPLITS if shares[name]]:
+    for split in [name for name in SPLITS if shares[name] or name in READ_SPLITS]:
         with writing(workspace.out / split / "shard"):
             os.makedirs(workspace.out / split, exist_ok=True)
         planned = [*tokens.plan_shards(workspace.tokens, chunks, split, config.shard_tokens, vocabulary.eos_tokens)]

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spmd_lm.config.load import make_layer, read_yaml_file
+from spmd_lm.config.load import make_layer, merge_trees, read_yaml_file
 from spmd_lm.config.suggest import BOUNDS, TYPES, did_you_mean
 from spmd_lm.config.syntax import read
 from spmd_lm.errors import ConfigError
@@ -22,7 +22,7 @@ def read_recipe(path: Path, overrides: Iterable[str] = ()) -> Preparation:
     if problems or tree is None:
         raise ConfigError(*(problems or [f"{path}: empty. Give sources and out."]))
     try:
-        return Preparation.model_validate(merge(tree, parse_overrides(overrides)))
+        return Preparation.model_validate(merge_trees(tree, parse_overrides(overrides)))
     except ValidationError as error:
         raise ConfigError(*(f"{path}: {describe_problem(each)}" for each in error.errors())) from None
 
@@ -39,15 +39,6 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     if problems:
         raise ConfigError(*problems)
     return make_layer("command line", values).tree
-
-
-def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`under` with the values of `over`; mappings are merged key by key."""
-    result = dict(under)
-    for key, value in over.items():
-        nested = isinstance(value, dict) and isinstance(under.get(key), dict)
-        result[key] = merge(under[key], value) if nested else value
-    return result
 
 
 def describe_problem(error: ErrorDetails) -> str:

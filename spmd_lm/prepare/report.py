@@ -62,7 +62,7 @@ def make_steps(
     counts["near_duplicates"] = Counter({"near duplicate": by_fate.get(NEAR, 0)})
     counts["min_tokens"] = Counter({f"fewer than {steps.min_tokens} tokens": few})
     asked = {"read": True, "utf8": steps.utf8 == "repair"}
-    asked |= {name: bool(getattr(steps, name) or getattr(steps, name) == {}) for name in STEP_ORDER}
+    asked |= {name: bool(getattr(steps, name)) for name in STEP_ORDER}
     documents, told = sum(record.raw_documents for record in records), []
     for name in [name for name in asked if asked[name]]:
         reasons = {reason: count for reason, count in sorted(counts.get(name, {}).items()) if count}

@@ -62,6 +62,12 @@ class Leaks(Section):
     ngram: Annotated[int, Field(ge=2, le=100)] = 13  # lower-case words in a row that no document may share with them
     titles: ValidPath | None = None  # file with a title per line, of documents to remove
 
+    @model_validator(mode="after")
+    def check_given(self) -> "Leaks":
+        if not self.files and not self.titles:
+            raise PydanticCustomError("leaks", "expected files or titles, without which no text is looked for")
+        return self
+
 
 def switch(value: Any) -> Any:
     """`true` for all defaults, `false` for nothing."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd_lm import files
 from spmd_lm.data.token_files.shard import Header, ShardWriter, read_header, token_dtype
-from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, SubwordTokenizer
+from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer, open_tokenizer
 from spmd_lm.errors import DataError
 from spmd_lm.prepare.chunks import chunk_path, map_array, texts_of_chunk
 from spmd_lm.prepare.duplicates import USED, CleanedChunks
@@ -85,7 +85,7 @@ class ChunkTokenizer:
         """Ids and bytes of each text."""
         tokenizer = load_tokenizer(self.vocabulary.name, self.vocabulary.sha256)
         for batch in batches(texts_of_chunk(self.corpus.directory, number, positions)):
-            if isinstance(tokenizer, ByteTokenizer):
+            if not isinstance(tokenizer, SubwordTokenizer):
                 encoded = [tokenizer.encode(text) for text in batch]
             elif len(batch) == 1 and can_divide(tokenizer):
                 encoded = [np.concatenate([tokenizer.encode(part) for part in parts_of_document(batch[0])])]
@@ -126,10 +126,10 @@ def batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 @functools.cache
-def load_tokenizer(name: str, sha256: str) -> ByteTokenizer | SubwordTokenizer:
+def load_tokenizer(name: str, sha256: str) -> Tokenizer:
     """sha256: so that another vocabulary of the same name is another tokenizer."""
     try:
-        return ByteTokenizer() if name == "bytes" else SubwordTokenizer(name)
+        return open_tokenizer(name)
     except DataError as error:
         raise DataError(str(error).replace("data.tokenizer=", "tokenizer=")) from None
 

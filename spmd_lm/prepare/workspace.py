@@ -40,6 +40,8 @@ class Workspace:
             raise ConfigError(f"out={self.out}: its {MANIFEST} is not one of ours. Choose another out.")
         if found := differing(manifest.get("config"), identity["config"]):
             raise ConfigError(f"out={self.out}: a data set with another {found}. Choose another out.")
+        if identity["tokenizer"] not in (None, manifest.get("tokenizer")):
+            raise ConfigError(f"out={self.out}: a data set of another vocabulary. Choose another out.")
         if read_object(self.partial / IDENTITY) is not None:  # ended before it was removed
             self._remove_partial()
         return manifest

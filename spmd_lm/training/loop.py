@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from spmd_lm.checkpoints.saved_run import check_data
+from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import Data, RunConfig, Synthetic
 from spmd_lm.data.corpus import Dataset, load_data, make_loader
 from spmd_lm.data.loader import Loader, batches_ahead
@@ -94,8 +95,9 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
 def open_data(run_dir: RunDir, progress: Progress, messages: list[str]) -> tuple[Dataset, str, Loader, Loader | None]:
     """The data, the hash of its vocabulary, and the loaders of training and validation; messages: logged with it."""
     config = run_dir.config
-    corpus = load_data(config.data, config.train.seed, config.model.vocab)
-    vocabulary = hash_of_vocabulary(corpus.tokenizer, config.data.tokenizer) if isinstance(config.data, Data) else ""
+    data = data_of_run(config)
+    corpus = load_data(data, config.train.seed, config.model.vocab)
+    vocabulary = hash_of_vocabulary(corpus.tokenizer, data.tokenizer) if isinstance(data, Data) else ""
     require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
     loader = make_loader(config, corpus, "training")
     validation = make_loader(config, corpus, "validation") if config.train.eval_every else None

@@ -11,6 +11,7 @@ import jax
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.fingerprint import fingerprints
 from spmd_lm.checkpoints.saved_run import check_compatible, check_data, checked_meta, open_checkpoints, warn
+from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.errors import CheckpointError, ConfigError
@@ -47,7 +48,7 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
     if not is_saved and not any(COMPARED[0] in logged.get(each, {}) for each in range(start + 1, step + 1)):
         raise ConfigError(f"{config.run.directory}: nothing of steps {start + 1} to {step} was logged or saved.")
 
-    data = load_data(config.data, config.train.seed, config.model.vocab)
+    data = load_data(data_of_run(config), config.train.seed, config.model.vocab)
     for line in check_data(checkpoints.meta(start), config, data.fingerprint, data.name):
         warn(line)
     program = Program(config)

@@ -9,7 +9,8 @@ from spmd_lm.config.schema import AdamW, Lion, PythonStdlib, RunConfig, Syntheti
 from spmd_lm.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "configs"
-CONFIGS = sorted(path for path in FOLDER.rglob("*.yaml") if path.stem != "base" and path.parent.name != "sweeps")
+OTHER = ("sweeps", "prepare")  # files with schemas of their own
+CONFIGS = sorted(path for path in FOLDER.rglob("*.yaml") if path.stem != "base" and path.parent.name not in OTHER)
 NAME = "run.name: expected letters, digits, '.', '_' or '-', not beginning with '.'"
 TINY = """
 model: {layers: 2, width: 64, heads: 8, context: 32, vocab: 256}

@@ -143,6 +143,13 @@ def test_neighbours_and_padding_change_nothing(x64):
         assert scorer(chosen).window_log_likelihood() == pytest.approx(together[order], rel=1e-12)
 
 
+def test_a_run_on_packed_documents_scores_a_text_as_one(x64):
+    windows, data = sliding_windows(np.arange(30) * 7 % 61, CONTEXT, 5), {"source": "tokens", "path": "x", "pack": True}
+    plain, packed = (program(make_config(model={"layers": 4}, data=d)) for d in ({"source": "synthetic"}, data))
+    scores = [Scorer(p, placed(p))(windows).log_likelihood for p in (plain, packed)]
+    np.testing.assert_allclose(*scores, rtol=1e-12)
+
+
 def test_a_model_that_is_not_finite_is_told(x64):
     p = program(make_config(model={"layers": 4}))
     scorer = Scorer(p, jax.tree.map(lambda w: w * np.nan, placed(p)))

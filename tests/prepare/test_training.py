@@ -4,12 +4,15 @@ import json
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from spmd_lm.config.load import load
 from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, keep_vocabulary, open_tokenizer
+from spmd_lm.data.tokenizers.training import train_bpe
 from spmd_lm.errors import ConfigError
 from tests import processes
-from tests.prepare.corpora import make, sentence, write_lines
+from tests.prepare.corpora import id_arrays, make, sentence, write_lines
 
 SMALL = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "model.vocab=300", "train.batch=8"]
 RUN = [*SMALL, "data.source=tokens", "parallel.model=1", "parallel.data=-1", "train.steps=2", "train.eval_every=1"]
@@ -52,3 +55,35 @@ def test_a_model_is_trained_evaluated_and_writes(prepared, tmp_path):
     assert evaluated["eval_nats_per_byte"] < evaluated["eval_loss"]
     out.rename(tmp_path / "moved")
     assert processes.run("generate", run, "--prompt", "w1 w2", "--tokens", "5").startswith("w1 w2")
+
+
+def test_without_a_validation_split_it_is_empty(tmp_path):
+    out = tmp_path / "out"
+    make(out, write_lines(tmp_path / "a.jsonl", [{"text": sentence(1, 400)}]), tokenizer="bytes")
+    config = load("configs/debug.yaml", [*RUN, f"data.path={out}", "train.eval_every=0"])
+    (corpus,) = load_data(config.data, 0, 300).corpora
+    assert corpus.train.size and not corpus.validation.size
+
+
+def test_a_sentencepiece_model_tokenizes(tmp_path):
+    from tests.data.tokenizers.test_sentencepiece import model
+
+    (tmp_path / "tokenizer.model").write_bytes(model())
+    out, lines = tmp_path / "out", [{"text": "the cat sat on the mat"}, {"text": "a hat and a cat"}]
+    make(out, write_lines(tmp_path / "a.jsonl", lines), tokenizer=str(tmp_path / "tokenizer.model"))
+    tokenizer = open_tokenizer(str(out / "tokenizer"))
+    assert [tokenizer.decode(ids[:-1]) for ids in id_arrays(out)] == [line["text"] for line in lines]
+
+
+def test_another_vocabulary_at_the_same_path_is_another_data_set(tmp_path):
+    vocabulary, source = tmp_path / "vocab", write_lines(tmp_path / "a.jsonl", [{"text": "a b"}])
+    keep_vocabulary(SubwordTokenizer("bpe", train_bpe(270, lambda: iter(["a b c"]))), "bpe", vocabulary)
+    make(tmp_path / "out", source, tokenizer=str(vocabulary))
+    keep_vocabulary(SubwordTokenizer("bpe", train_bpe(270, lambda: iter(["x yz yz"]))), "bpe", vocabulary)
+    with pytest.raises(ConfigError, match="a data set of another vocabulary"):
+        make(tmp_path / "out", source, tokenizer=str(vocabulary))
+
+
+def test_leaks_without_texts_are_refused(tmp_path):
+    with pytest.raises(ValidationError, match="expected files or titles"):
+        make(tmp_path / "out", "x.jsonl", steps={"leaks": {"ngram": 8}})

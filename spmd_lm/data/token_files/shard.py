@@ -77,9 +77,9 @@ class ShardWriter:
         """A document's ids, without an end-of-sequence token, which is added; and the bytes of its text.
 
         Raises DataError for an id that is not below the vocabulary's size, OSError for a disk that is full."""
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+        if (stray := stray_token(tokens, self.vocab_size)) is not None:
             raise DataError(
-                f"{self.path}: token {int(tokens.max())} is not below the {self.vocab_size} of the vocabulary. "
+                f"{self.path}: token {stray} is not below the {self.vocab_size} of the vocabulary. "
                 "Use the tokenizer that these ids are of."
             )
         ids = tokens.astype(self.dtype)
@@ -125,6 +125,14 @@ class ShardWriter:
         self.path.with_suffix(".bin.tmp").unlink(missing_ok=True)
 
 
+def stray_token(tokens: np.ndarray, vocab_size: int) -> int | None:
+    """An id that is not in the vocabulary; None if all are."""
+    if not tokens.size:
+        return None
+    low, high = int(tokens.min()), int(tokens.max())
+    return low if low < 0 else high if high >= vocab_size else None
+
+
 def block_checksums(data: bytes | bytearray | np.ndarray) -> list[int]:
     """CRC-32 of each BLOCK of bytes; the last one may be shorter."""
     view = np.frombuffer(data, np.uint8)
@@ -159,7 +167,8 @@ def read_header(path: Path) -> Header:
         raise damaged(path, f"it is not the header of a shard of version {Header.version}")
     header = Header(**value)
     counts = header.vocab_size, header.tokens, header.documents, header.text_bytes, header.idx_crc32
-    valid = all(type(count) is int and count >= 0 for count in (*counts, *header.block_crc32))
+    listed = header.block_crc32 if isinstance(header.block_crc32, list) else [None]
+    valid = all(type(count) is int and count >= 0 for count in (*counts, *listed))
     if not valid or header.dtype not in ("u2", "u4") or header.dtype != token_dtype(header.vocab_size).str[1:]:
         raise damaged(path, "its counts, vocabulary and dtype do not agree")
     if len(header.block_crc32) != -(-header.tokens * np.dtype(header.dtype).itemsize // BLOCK):

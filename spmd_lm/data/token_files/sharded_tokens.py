@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from spmd_lm.data.token_files.shard import BLOCK, Shard, block_range, check_block
+from spmd_lm.data.token_files.shard import BLOCK, Shard, block_range, check_block, stray_token
 from spmd_lm.errors import DataError
 
 Verify = Literal["touch", "full", "off"]
@@ -13,7 +13,7 @@ Verify = Literal["touch", "full", "off"]
 
 class ShardedTokens:
     """A TokenArray.  verify: when a BLOCK of a file is compared with its checksum: before a token of it is used first
-    (touch), all at the start (full), or never (off).  Ids are compared with vocab_size at the same time."""
+    (touch), all at the start (full), or never (off).  Ids are compared with vocab_size at the same time, or never."""
 
     def __init__(self, shards: Sequence[Shard], vocab_size: int, eos_token_id: int | None, verify: Verify = "touch"):
         """eos_token_id: what each document ends with; None if its last token is of its text."""
@@ -68,10 +68,9 @@ class ShardedTokens:
         for block in (np.flatnonzero(self.unchecked[base + first : base + stop]) + first).tolist():
             shard = self.shards[i]
             check_block(shard, block)
-            found = block_range(shard, block)
-            if found.size and not 0 <= int(found.min()) <= int(found.max()) < self.vocab_size:
+            if (stray := stray_token(block_range(shard, block), self.vocab_size)) is not None:
                 raise DataError(
-                    f"{shard.path}: it has the token {int(found.max())}, but the vocabulary has {self.vocab_size}. "
+                    f"{shard.path}: it has the token {stray}, but the vocabulary has {self.vocab_size}. "
                     "Use the data.tokenizer that it was made with, and a model.vocab that holds it."
                 )
             self.unchecked[base + block] = False

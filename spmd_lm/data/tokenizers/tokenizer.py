@@ -53,7 +53,7 @@ class ByteTokenizer:
     vocab_size = 256
     eos_token_id: int | None = 0
     bos_token_id: int | None = 0
-    bytes_per_token = np.ones(256, np.int64)
+    bytes_per_token = np.array([0] + [1] * 255)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         # surrogateescape: bytes of a command line that are not UTF-8 come back as they were typed
@@ -213,13 +213,18 @@ def make_tokenizer(data: Data | Synthetic) -> Tokenizer:
     """Raises DataError for a vocabulary that is missing or damaged."""
     if isinstance(data, Synthetic):
         return NumberTokenizer()
-    if data.tokenizer == "bytes":
+    return open_tokenizer(data.tokenizer)
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """That of `bytes`, or of the path of a vocabulary.  Raises DataError for one that is missing or damaged."""
+    if name == "bytes":
         return ByteTokenizer()
-    if vocabulary.is_sentencepiece(data.tokenizer):
+    if vocabulary.is_sentencepiece(name):
         from spmd_lm.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
-        return SentencePieceTokenizer(data.tokenizer)
-    return SubwordTokenizer(data.tokenizer)
+        return SentencePieceTokenizer(name)
+    return SubwordTokenizer(name)
 
 
 def hash_of_vocabulary(tokenizer: Tokenizer, name: str) -> str:

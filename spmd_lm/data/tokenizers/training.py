@@ -36,7 +36,8 @@ def train_bpe(vocab_size: int, texts: Texts) -> Tokenizer:
 
 
 def train_wordpiece(vocab_size: int, texts: Texts, *, lowercase: bool = True) -> Tokenizer:
-    """Of at most so many tokens, among them WORDPIECE_TOKENS; at most a third are letters."""
+    """Of at most so many tokens, among them WORDPIECE_TOKENS; at most a third are letters, and as many are letters
+    within words."""
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     counts: Counter[str] = Counter()
     for text in texts():

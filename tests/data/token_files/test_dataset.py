@@ -177,8 +177,14 @@ def test_megatron_s_files_read_back_exactly(tmp_path, dtype, code):
     train, validation = split_documents(shard, 0.2)
     assert [document.tolist() for document in (*documents(train), *documents(validation))] == expected
     assert len([*documents(validation)]) == 1
-    rows = loader(path=str(tmp_path / "corpus_text_document"), context=8).rows(0, 0, BATCH)
-    assert set(rows.tokens.ravel().tolist()) <= {*range(1, 9)}
+    path = str(tmp_path / "corpus_text_document")
+    data = {part: config(path=path, validation_fraction=part).data for part in (0.1, 0.5)}
+    prints = {load_data(data[part], SEED, 1000).fingerprint for part in data}
+    write_megatron(tmp_path / "corpus_text_document", [[[9, 2, 3], [4]], *TEXTS[1:]], dtype, code)
+    prints.add(load_data(data[0.1], SEED, 1000).fingerprint)
+    assert len(prints) == 3
+    rows = loader(path=path, context=8).rows(0, 0, BATCH)
+    assert set(rows.tokens.ravel().tolist()) <= {*range(1, 10)}
 
 
 @pytest.mark.parametrize(
@@ -250,6 +256,8 @@ def test_what_is_no_data_set_is_told(dataset, tmp_path):
         ({"splits": {"train": {"shards": ["../x"]}, "validation": {"shards": []}}}, "does not list shards in this"),
         ({"splits": {"train": {"shards": []}, "validation": {"shards": []}}}, "its training split has no tokens"),
         ({"tokenizer": 3}, "does not say which tokenizer"),
+        ({"eos_token_id": 7}, "its shards are of another tokenizer"),
+        ({"splits": {"train": [], "validation": {"shards": []}}}, "does not list shards in this"),
     ):
         manifest.write_text(json.dumps(good | change))
         told(said, path=str(dataset))

@@ -49,8 +49,8 @@ def test_nothing_has_its_name_before_the_end(tmp_path):
 
 def test_ids_beyond_the_vocabulary_are_not_written(tmp_path):
     writer = ShardWriter(tmp_path / "shard-00000", 1000, None, "bytes")
-    for ids in ([3, 1000], [-1, 3]):
-        with pytest.raises(DataError, match="is not below the 1000 of the vocabulary"):
+    for ids, stray in (([3, 1000], 1000), ([-1, 3], -1)):
+        with pytest.raises(DataError, match=f"token {stray} is not below the 1000 of the vocabulary"):
             writer.add(np.array(ids), 2)
 
 
@@ -87,6 +87,7 @@ def edit(**values):
         (".json", edit(tokens="9"), "do not agree"),
         (".json", edit(block_crc32=[]), "a checksum for each MiB"),
         (".json", edit(block_crc32=["0"]), "do not agree"),
+        (".json", edit(block_crc32=5), "do not agree"),
     ],
 )
 def test_damage_is_told_with_its_file(tmp_path, suffix, change, said):

@@ -4,16 +4,17 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_lm.config.load import load
+from spmd_lm.checkpoints.saved_run import check_vocabulary
+from spmd_lm.config.load import data_of_run, load
 from spmd_lm.config.schema import PythonStdlib, Text
 from spmd_lm.data.corpus import hold_out, load_data
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
 from spmd_lm.data.tokenizers.training import train_bpe, train_wordpiece
+from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.training import loop
 
@@ -114,14 +115,20 @@ def test_a_run_keeps_what_it_trained(tmp_path, documents):
 
     write_documents(documents, [f"{number}.txt" for number in range(12)], ("another", "zzyzx"))
     again = config(tmp_path, documents, "train.steps=3", "data.allow_change=true")
-    assert again.data.tokenizer == str(tmp_path / "run/tokenizer")
+    assert data_of_run(again).tokenizer == str(tmp_path / "run/tokenizer")
     assert loop.train(again) is Exit.DONE and file.read_text() == kept
 
+    other = config(tmp_path, documents, "train.steps=4", "data.tokenizer=wordpiece", "model.vocab=300")
+    with pytest.raises(ConfigError, match=r"data.tokenizer=wordpiece, but .* has data.tokenizer=bpe. Use data.tok"):
+        check_vocabulary(other, tmp_path / "run", {"config": again.model_dump(), "data": {"vocabulary": "x"}})
+    used = {"config": {}, "data": {"vocabulary": vocabulary_hash(str(tmp_path / "run/tokenizer"))}}
+    with pytest.raises(ConfigError, match=r"data.tokenizer=bpe is not the vocabulary of .*Use data.*run/tok"):
+        check_vocabulary(config(tmp_path / "another", documents), tmp_path / "run", used)  # as of run.init_from
     file.unlink()
-    with pytest.raises(ConfigError, match=r"the tokenizer that it trained is gone from it. Bring tokenizer/ back"):
+    with pytest.raises(ConfigError, match=r"the tokenizer that it trained is gone. Bring tokenizer/ back"):
         loop.train(config(tmp_path, documents, "train.steps=4"))
 
 
 def test_bytes_are_counted_as_bytes():
     corpus = load_data(PythonStdlib(source="python-stdlib"), 0, 256)
-    assert (corpus.tokenizer.bytes_per_token == np.ones(256)).all()
+    assert corpus.tokenizer.bytes_per_token.tolist() == [0] + [1] * 255
