@@ -43,7 +43,9 @@ def environment(on_gpu: bool) -> dict[str, str]:
     return env if on_gpu else env | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
 
 
-def commands(size: str, directory: str, programs: list[str], settings: list[str], eager: bool) -> dict[str, list[str]]:
+def commands(
+    size: str, directory: str, programs: list[str], settings: tuple[str, ...], eager: bool
+) -> dict[str, list[str]]:
     ours = [sys.executable, str(HERE / "gpu_framework.py"), size, directory, *settings]
     torch = [sys.executable, str(HERE / "gpu_torch.py"), directory, *["--eager"] * eager]
     of_program = {OURS: ours, TORCH: torch, UNROLLED: [*ours, "model.scan=false"]}
@@ -69,11 +71,21 @@ def make_row(contender: Contender, reference: Contender, about: dict) -> dict:
     }
 
 
+def all_settings(args: argparse.Namespace, on_gpu: bool) -> tuple[str, ...]:
+    return f"precision.compute={'bfloat16' if on_gpu else 'float32'}", *args.settings
+
+
+def require_packages(programs: list[str]) -> None:
+    """Raises ConfigError if PyTorch is to run and is not installed."""
+    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    if missing and TORCH in programs:
+        raise ConfigError(f"{' and '.join(missing)} cannot be imported. Install the extra hf: pip install -e '.[hf]'.")
+
+
 def time_size(size: str, args: argparse.Namespace, on_gpu: bool) -> dict:
-    """A row for each program.  Raises ConfigError for overrides that make no configuration."""
-    precision = "bfloat16" if on_gpu else "float32"
-    settings = [f"precision.compute={precision}", *args.settings]
-    config = load_size(size, tuple(settings))
+    """A row for each program."""
+    settings = all_settings(args, on_gpu)
+    config = load_size(size, settings)
     with tempfile.TemporaryDirectory() as directory:
         programs = commands(size, directory, args.programs, settings, args.eager)
         with started(programs, environment(on_gpu)) as contenders:
@@ -141,8 +153,6 @@ def parse_arguments(on_gpu: bool) -> argparse.Namespace:
         parser.error(f"no size {', '.join(unknown)}. Use {', '.join(ALL)}.")
     if args.rounds < 1:
         parser.error("--rounds is at least 1.")
-    if missing := [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]:
-        parser.error(f"{' and '.join(missing)} cannot be imported. Install the extra hf: pip install -e '.[hf]'.")
     args.programs = sorted(set(args.programs) | {OURS}, key=PROGRAMS.index)
     return args
 
@@ -150,6 +160,9 @@ def parse_arguments(on_gpu: bool) -> argparse.Namespace:
 def main() -> int:
     on_gpu = has_gpu()
     args = parse_arguments(on_gpu)
+    for size in args.sizes:  # ConfigError before the first of them takes minutes
+        load_size(size, all_settings(args, on_gpu))
+    require_packages(args.programs)
     if not on_gpu:
         print("No GPU here: tiny models in float32 on the CPU. The figures say nothing of a GPU.")
     results = []

@@ -97,6 +97,7 @@ WATCHERS = [
     "tests/step/test_train_step.py",
     "tests/test_own_loop.py",
     "tests/step/test_overlap.py",
+    "tests/evaluation/test_scoring.py",
 ]  # those tests that are marked `mutants`
 FIRST = {
     "models": ["tests/models"],
@@ -119,6 +120,7 @@ EQUIVALENT = {
     "drop residual_stream": "a CPU's compiler loses no gather; tests/planning/test_audit.py sees that an H100's does",
     "reshard(x, partition_spec('batch', SEQUENCE, None))": "as residual_stream, which it is",
     "reshard(jnp.arange(size": "indices that a device computes for itself, wherever they are laid out",
+    "turn partition_spec: partition_spec('batch', None)": "each device takes back the part of the scores that it gave",
     "unreduced=_sharding_axes(x, x_dims)": "XLA then sums at the product itself, which is where the layout asks for it",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; test_audit.py sees an H100's",
     "optimization_barrier(saved)": "a CPU's compiler looks through it; benchmarks/overlap.py sees a v5p's",

@@ -76,7 +76,7 @@ class WindowLoader(Loader):
 
     def __init__(self, windows: Windows, config: RunConfig):
         super().__init__(config, "validation", len(windows.start))
-        self.config_data = config.data
+        self.packs_documents = packs_documents(config.data)
         self.windows, self.num_validated = windows, self.num_examples  # train.eval_batches does not cut a task short
 
     def read(self, draws: RowDraws) -> Batch:
@@ -90,7 +90,7 @@ class WindowLoader(Loader):
             targets=tokens[:, 1:],
             loss_weights=is_scored[:, 1:].astype(np.float32),
             positions=np.broadcast_to(position[:-1].astype(np.int32), is_scored[:, 1:].shape),
-            segments=np.ones_like(tokens[:, 1:]) if packs_documents(self.config_data) else None,
+            segments=np.ones_like(tokens[:, 1:]) if self.packs_documents else None,
             sample_ids=draws.sample_ids_R.astype(np.int32),
         )
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.format import open_memmap
 
 from spmd_lm import files
 from spmd_lm.errors import DataError
@@ -161,7 +162,7 @@ def finished_chunk(directory: Path, number: int) -> ChunkRecord | None:
 
 
 def map_array(directory: Path, number: int, name: str) -> np.ndarray:
-    return np.load(chunk_path(directory, number).with_suffix(f".{name}.npy"), mmap_mode="r")
+    return open_memmap(chunk_path(directory, number).with_suffix(f".{name}.npy"), mode="r")
 
 
 def texts_of_chunk(directory: Path, number: int, documents: Iterable[int]) -> Iterator[bytes]:

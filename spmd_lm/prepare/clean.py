@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.format import open_memmap
 
 from spmd_lm import files
 from spmd_lm.errors import ConfigError, DataError
@@ -169,7 +170,7 @@ def read_titles(path: str) -> frozenset[str]:
 @functools.cache
 def load_leaks(path: Path) -> np.ndarray:
     """A memory map, which all processes share."""
-    return np.load(path, mmap_mode="r")
+    return open_memmap(path, mode="r")
 
 
 def leak_hashes(documents: Iterable[RawDocument], ngram: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import open_memmap
 
 from spmd_lm import __version__, files
 from spmd_lm.config.load import TOKENIZER_DIR
@@ -105,6 +106,11 @@ def read_documents(
     if done := read_object(done_file):
         found = [finished_chunk(workspace.read, number) for number in range(done["chunks"])]
         records = [record for record in found if record]
+        if len(records) < len(found):
+            raise DataError(
+                f"{workspace.partial}: {len(found) - len(records)} of its {len(found)} chunks are gone. Remove it and "
+                f"{workspace.out}, and start again."
+            )
         bad = [each for record in records for each in record.bad]
         if bad and cleaner.config.on_bad == "error":
             raise DataError(f"{bad[0]}. Mend it, leave it out, or set on_bad=skip.")
@@ -151,7 +157,7 @@ def find_duplicates(
                 duplicates.mark_near(corpus, fates, near.jaccard, workers)
         with writing(path):
             save_array(path, fates)
-    return np.load(path, mmap_mode="r")
+    return open_memmap(path, mode="r")
 
 
 def make_vocabulary(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.format import open_memmap
 
 from spmd_lm import files
 from spmd_lm.data.token_files.shard import Header, ShardWriter, read_header, token_dtype
@@ -65,7 +66,7 @@ class ChunkTokenizer:
         if path.with_suffix(".json").exists():
             return TokenizedChunk(*json.loads(path.with_suffix(".json").read_bytes()))
         base, end = self.corpus.bases[number : number + 2].tolist()
-        positions = np.flatnonzero(np.load(self.fates, mmap_mode="r")[base:end] == USED)
+        positions = np.flatnonzero(open_memmap(self.fates, mode="r")[base:end] == USED)
         splits = split_of(map_array(self.corpus.directory, number, "digests")[positions, 0], self.shares)
         data, lengths = io.BytesIO(), []
         dtype = token_dtype(self.vocabulary.vocab_size)

@@ -74,8 +74,11 @@ class Workspace:
         self._remove_partial()
 
     def _remove_partial(self) -> None:
-        """What says whose it is goes last: if this is stopped, a later start goes on with it."""
-        for path in self.partial.iterdir():
+        """What says that a stage is done goes first, and whose it is last; a directory has its name no more before its
+        first file goes.  So a later start, if this is stopped, takes no part of a stage for all of it."""
+        for path in sorted(self.partial.iterdir(), key=Path.is_dir):
+            if path in (self.read, self.tokens):
+                path = path.rename(path.with_name(f"removed-{path.name}-{os.getpid()}"))
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != IDENTITY:

@@ -125,6 +125,7 @@ def assert_same(got: dict, want: dict) -> None:
         assert {**got[name], "metrics": 0, "ci95": 0} == {**task, "metrics": 0, "ci95": 0}
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=slow) for name in SLOW)])
 def test_every_layout_gives_the_same_figures(layout, items, x64):
     """61 tokens of vocabulary: padded in all shards but one."""

@@ -207,6 +207,39 @@ def test_bad_input_that_was_skipped_before_it_was_stopped_is_an_error_where_it_i
         make(tmp_path / "out", source, on_bad="error")
 
 
+def test_what_is_left_where_tidying_up_was_stopped_is_not_taken_for_all(tmp_path, monkeypatch):
+    """Stopped at each file that goes, and the data set removed: it is made anew, whole."""
+    source = write_documents(tmp_path / "a.jsonl", 100)
+    make(tmp_path / "undisturbed", source, **KEYS)
+    out, remove = tmp_path / "out", shutil.rmtree
+
+    def stop(path, **_):
+        for each in sorted(Path(path).iterdir())[:1]:
+            each.unlink()
+        raise Stopped
+
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr("spmd_lm.prepare.workspace.shutil.rmtree", stop)
+        make(out, source, **KEYS)
+    remove(out)
+    make(out, source, **KEYS)
+    assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+def test_chunks_that_are_gone_are_told(tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
+
+    def stop(*_):
+        raise Stopped
+
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr("spmd_lm.prepare.pipeline.find_duplicates", stop)
+        make(tmp_path / "out", source)
+    next((tmp_path / "out.partial/read").glob("*.json")).unlink()
+    with pytest.raises(DataError, match="1 of its 1 chunks are gone"):
+        make(tmp_path / "out", source)
+
+
 def test_a_second_one_is_refused_while_the_first_is_at_work(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with (

@@ -241,9 +241,15 @@ def banned_uses(path: Path) -> list[str]:
     return found
 
 
+ALLOWED = {
+    "evaluation/tasks/task.py": {"import_module"},  # the modules of its own package
+    "prepare/clean.py": {"import_module"},  # of the function that steps.language names
+}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "spmd_lm").rglob("*.py")), ids=lambda path: path.stem)
 def test_the_package_runs_nothing_that_it_reads(path):
-    assert not banned_uses(path)
+    assert set(banned_uses(path)) == ALLOWED.get(str(path.relative_to(ROOT / "spmd_lm")), set())
 
 
 def test_the_scan_sees_what_is_banned(tmp_path):
