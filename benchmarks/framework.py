@@ -9,7 +9,8 @@ import jax
 import workload
 from workload import SIZES, Sizes
 
-from spmd_lm.config.schema import AdamW, Model, Precision, RunConfig, Synthetic, Train
+from spmd_lm.config.data_sections import Synthetic
+from spmd_lm.config.schema import AdamW, Model, Precision, RunConfig, Train
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 from spmd_lm.training.bench import random_batch

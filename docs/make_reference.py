@@ -2,7 +2,7 @@
 
     python docs/make_reference.py
 
-Types, bounds and defaults are pydantic's; a key's meaning is its comment in schema.py."""
+Types, bounds and defaults are pydantic's; a key's meaning is its comment in schema.py or data_sections.py."""
 
 import ast
 import io
@@ -16,8 +16,9 @@ from pydantic import BaseModel
 
 from spmd_lm import errors
 from spmd_lm.cli import POSITIONALS, VERBS, make_parser
-from spmd_lm.config import schema
-from spmd_lm.config.schema import RunConfig, variants, yaml_fields
+from spmd_lm.config import data_sections, schema
+from spmd_lm.config.schema import RunConfig, variants
+from spmd_lm.config.section import yaml_fields
 from spmd_lm.prepare import schema as recipe_schema
 
 HERE = Path(__file__).parent / "reference"
@@ -53,7 +54,7 @@ def comments(path: str) -> dict[str, dict[str, str]]:
     }
 
 
-COMMENTS = comments(recipe_schema.__file__) | comments(schema.__file__)
+COMMENTS = comments(recipe_schema.__file__) | comments(data_sections.__file__) | comments(schema.__file__)
 
 
 def meaning(section: type[BaseModel], field: str) -> str:

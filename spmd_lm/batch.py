@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd_lm.config.schema import ExtractiveQA, RunConfig, packs_documents
+from spmd_lm.config.data_sections import packs_documents
+from spmd_lm.config.schema import ExtractiveQA, RunConfig
 
 Leaf = Any
 """jax.Array on devices, np.ndarray on the host; in descriptions of a batch a ShapeDtypeStruct, sharding or spec."""

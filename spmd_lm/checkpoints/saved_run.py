@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
 from spmd_lm.checkpoints.directories import say_damaged
 from spmd_lm.checkpoints.record import Meta
+from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data
 from spmd_lm.config.load import TOKENIZER_DIR, saved_tokenizer
-from spmd_lm.config.schema import TRAINED_TOKENIZERS, Data, RunConfig
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from spmd_lm.parallel.trees import Tree

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from spmd_lm.config.schema import Model, RunConfig, packs_documents
+from spmd_lm.config.data_sections import packs_documents
+from spmd_lm.config.schema import Model, RunConfig
 from spmd_lm.config.suggest import Obstacle, divisors, nearest, nearest_multiple
 from spmd_lm.config.types import Dtype
 from spmd_lm.errors import ConfigError

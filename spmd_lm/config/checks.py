@@ -14,22 +14,8 @@ from pydantic import BaseModel
 
 from spmd_lm.config import layout_checks
 from spmd_lm.config.attention_kernels import FUSED_KERNELS, obstacles
-from spmd_lm.config.schema import (
-    TRAINED_TOKENIZERS,
-    Data,
-    Documents,
-    MaskedLM,
-    Model,
-    Objective,
-    OptimizerConfig,
-    Precision,
-    Run,
-    Synthetic,
-    Task,
-    Tokens,
-    Train,
-    packs_documents,
-)
+from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data, Documents, Synthetic, Task, Tokens, packs_documents
+from spmd_lm.config.schema import MaskedLM, Model, Objective, OptimizerConfig, Precision, Run, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}

@@ -16,7 +16,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from spmd_lm.config import checks, suggest, syntax
-from spmd_lm.config.schema import DEFAULT_KINDS, TRAINED_TOKENIZERS, Data, RunConfig, Section, Synthetic
+from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data, Synthetic
+from spmd_lm.config.schema import DEFAULT_KINDS, RunConfig
+from spmd_lm.config.section import Section
 from spmd_lm.config.types import valid_path
 from spmd_lm.errors import ConfigError
 

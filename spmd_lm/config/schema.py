@@ -1,18 +1,18 @@
-"""Every key of a run's YAML: its type, its default and its meaning.
+"""Every key of a run's YAML: its type, its default and its meaning; those of `data:` are in `data_sections.py`.
 
 A section is frozen and strict, and knows only itself.  Constraints between sections are checks in `checks.py`.  Derived
 values are properties; no field is ever rewritten.  This package does not import jax, so that a bad file fails at
 once."""
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, Field, field_validator
 from pydantic.types import NonNegativeFloat, PositiveFloat
 
+from spmd_lm.config.data_sections import PythonStdlib, Synthetic, Task, Text, Tokens
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
+from spmd_lm.config.section import Section
 from spmd_lm.config.types import (
     MOST,
     Count,
@@ -24,10 +24,6 @@ from spmd_lm.config.types import (
     ValidPath,
     without_repeats,
 )
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -163,96 +159,6 @@ class ExtractiveQA(Objective):
     @property
     def has_sequence_label(self) -> bool:
         return False
-
-
-class Data(Section):
-    source: str  # declared here, so that it is written before the other keys
-    # bytes; bpe or wordpiece, which is trained on the training documents and has model.vocab tokens; or the path of a
-    # vocabulary: data/tokenizers/vocabulary.py
-    tokenizer: ValidPath = "bytes"
-    allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
-
-
-TRAINED_TOKENIZERS = ("bpe", "wordpiece")
-"""Values of data.tokenizer that stand for a tokenizer which the run trains."""
-
-
-class Documents(Data):
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the documents; of a single document, its end
-
-
-def _as_list(paths: str | list[str]) -> list[str]:
-    return [paths] if isinstance(paths, str) else paths
-
-
-class PythonStdlib(Documents):
-    """The standard library's source files: text that every machine with Python has."""
-
-    source: Literal["python-stdlib"]
-
-
-class Text(Documents):
-    """UTF-8 files: paths, globs or directories, relative to the working directory."""
-
-    source: Literal["text"]
-    path: str | list[str]
-
-    @property
-    def paths(self) -> list[str]:
-        return _as_list(self.path)
-
-
-class BlendPart(Section):
-    path: ValidPath  # of one data set
-    weight: PositiveFloat  # its share of the samples is this over the sum of all weights
-
-
-class Tokens(Data):
-    """Token ids on disk: a directory of `spmd-lm prepare`, or Megatron-LM's .bin and .idx without their suffixes.
-    data.tokenizer is by default the one that a prepared data set was made with."""
-
-    source: Literal["tokens"]
-    path: ValidPath | None = None
-    blend: Annotated[list[BlendPart], Field(min_length=1, max_length=1000)] | None = None  # in place of path
-    pack: bool = False  # tokens attend within their document only, whose positions begin at 0
-    # compares files with their checksums: each MiB before its first use (touch), all at the start (full), never (off)
-    verify: Literal["touch", "full", "off"] = "touch"
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of Megatron-LM's documents, the last ones
-
-
-class Task(Data):
-    """Labelled examples in a task's own files; `data/tasks/files.py` describes their formats."""
-
-    source: Literal["task"]
-    task: Literal["mnli", "qqp", "sst2", "cola", "race", "squad", "jsonl"]
-    path: str | list[str]  # training examples; files, globs or directories
-    validation_path: str | list[str]  # validation examples; all of them are used
-
-    @property
-    def paths(self) -> list[str]:
-        return _as_list(self.path)
-
-    @property
-    def validation_paths(self) -> list[str]:
-        return _as_list(self.validation_path)
-
-
-class Synthetic(Section):
-    """A Markov chain whose entropy per token is known: each token has `branching` equally likely successors."""
-
-    source: Literal["synthetic"]
-    branching: Count = 4  # successors of a token
-    allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
-
-    @property
-    def entropy(self) -> float:
-        """Nats per token: the lowest loss that a model can expect."""
-        return math.log(self.branching)
-
-
-def packs_documents(data: Data | Synthetic) -> bool:
-    """Whether rows of a causal model hold several documents, each of which attends to itself alone."""
-    return isinstance(data, Tokens) and data.pack
 
 
 class Parallel(Section):
@@ -447,18 +353,3 @@ def variants(name: str) -> dict[str, type[Section]]:
         return {"": cast(type[Section], field.annotation)}
     types: tuple[type[Section], ...] = get_args(field.annotation)
     return {get_args(each.model_fields[str(field.discriminator)].annotation)[0]: each for each in types}
-
-
-def section_within(field: FieldInfo | None) -> type[Section] | None:
-    """The section that is the value of this key, or of which that is a list, if it is one."""
-    types: list[Any] = [field.annotation] if field else []
-    for each in types:
-        if isinstance(each, type) and issubclass(each, Section):
-            return each
-        types += get_args(each)
-    return None
-
-
-def yaml_fields(section: type[Section]) -> dict[str, FieldInfo]:
-    """The section's fields, by their keys as a YAML file spells them."""
-    return {field.alias or name: field for name, field in section.model_fields.items()}

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from spmd_lm.config.schema import RunConfig, Section, section_within, variants, yaml_fields
+from spmd_lm.config.schema import RunConfig, variants
+from spmd_lm.config.section import Section, section_within, yaml_fields
 
 Problems = Iterator[str]
 """What a check yields."""

@@ -12,17 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spmd_lm.config.schema import (
-    TRAINED_TOKENIZERS,
-    Data,
-    Documents,
-    MaskedLM,
-    RunConfig,
-    Synthetic,
-    Task,
-    Text,
-    Tokens,
-)
+from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data, Documents, Synthetic, Task, Text, Tokens
+from spmd_lm.config.schema import MaskedLM, RunConfig
 from spmd_lm.data.loader import CORPUS_STREAM, BlendLoader, CausalLMLoader, Loader, SplitName
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.shuffle import fold_in, permute

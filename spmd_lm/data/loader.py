@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from spmd_lm.batch import PER_ROW, Batch
-from spmd_lm.config.schema import RunConfig, packs_documents
+from spmd_lm.config.data_sections import packs_documents
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.blend import Blend
 from spmd_lm.data.shuffle import fold_in, permute
 from spmd_lm.data.token_array import TokenArray

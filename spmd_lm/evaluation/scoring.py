@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from spmd_lm.batch import Batch
-from spmd_lm.config.schema import RunConfig, packs_documents
+from spmd_lm.config.data_sections import packs_documents
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.loader import Loader, RowDraws
 from spmd_lm.errors import NonFiniteError
 from spmd_lm.parallel.trees import Tree

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmd_lm.config.data_sections import Data
 from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, Layer, load
-from spmd_lm.config.schema import Data, RunConfig
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
 from spmd_lm.errors import ConfigError
 from spmd_lm.files import write_atomically

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from spmd_lm.config.schema import Section
+from spmd_lm.config.section import Section
 from spmd_lm.config.types import Count, CountOrZero, ValidPath
 
 UNION_TAGS = ("<path>", "<train>")

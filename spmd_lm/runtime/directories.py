@@ -173,10 +173,8 @@ def _lock(file: TextIO, directory: Path, log: Callable[[str], None], key: str) -
     except BlockingIOError:
         file.seek(0)
         holder = file.read(MAX_NAME).strip() or "another process"
-        work = "preparing data" if key == "out" else "training"
-        raise ConfigError(
-            f"{key}={directory}: {holder} is {work} there. Wait for it, stop it, or choose another {key}."
-        ) from None
+        what = f"{key}={directory}: {holder} is writing there"
+        raise ConfigError(f"{what}. Wait for it, stop it, or choose another {key}.") from None
     except OSError as error:  # some network file systems have no locks
         log(f"{file.name} cannot be locked ({error.strerror}): make sure that no second run uses {directory}.")
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd_lm import plots
 from spmd_lm.analysis.scaling_law import fit
-from spmd_lm.config.schema import Synthetic
+from spmd_lm.config.data_sections import Synthetic
 from spmd_lm.errors import FitError
 from spmd_lm.reports.page import Content, Html, Page, cards, details, facts, figure, notice, table
 from spmd_lm.reports.runs import RunFiles, metric_figures

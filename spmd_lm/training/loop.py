@@ -11,8 +11,9 @@ from pathlib import Path
 import jax
 
 from spmd_lm.checkpoints.saved_run import check_data
+from spmd_lm.config.data_sections import Data, Synthetic
 from spmd_lm.config.load import data_of_run
-from spmd_lm.config.schema import Data, RunConfig, Synthetic
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import Dataset, load_data, make_loader
 from spmd_lm.data.loader import Loader, batches_ahead
 from spmd_lm.data.tokenizers.tokenizer import hash_of_vocabulary

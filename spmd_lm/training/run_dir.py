@@ -15,9 +15,10 @@ from spmd_lm.checkpoints.directories import CORRUPT, foreign_names, say_damaged
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_vocabulary
 from spmd_lm.checkpoints.tiers import Tiers
+from spmd_lm.config.data_sections import Data
 from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
-from spmd_lm.config.schema import Data, RunConfig
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, keep_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, OutputError, UserError
 from spmd_lm.files import read_bytes, write_atomically

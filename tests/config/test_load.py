@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spmd_lm.config.data_sections import PythonStdlib, Synthetic, Task, Text
 from spmd_lm.config.load import dump, load, load_run
-from spmd_lm.config.schema import AdamW, Lion, PythonStdlib, RunConfig, Synthetic, Task, Text
+from spmd_lm.config.schema import AdamW, Lion, RunConfig
 from spmd_lm.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "configs"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_lm.config.schema import PythonStdlib, Synthetic, Text
+from spmd_lm.config.data_sections import PythonStdlib, Synthetic, Text
 from spmd_lm.data.corpus import hold_out, load_data
 from spmd_lm.errors import ConfigError, DataError
 

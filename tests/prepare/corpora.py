@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd_lm.data.token_files.shard import documents, open_shard
+from spmd_lm.data.token_files.shard import open_shard
 from spmd_lm.prepare.pipeline import prepare
 from spmd_lm.prepare.schema import Preparation
+from tests.data.token_files.conftest import read_documents
 
 WORDS = [f"w{i}" for i in range(20_000)]
 
@@ -42,7 +43,7 @@ def texts(out: Path, split: str = "train") -> list[str]:
 
 def id_arrays(out: Path, split: str = "train") -> list[np.ndarray]:
     manifest = json.loads((out / "manifest.json").read_text())
-    return [ids for name in manifest["splits"][split]["shards"] for ids in documents(open_shard(out / name))]
+    return [ids for name in manifest["splits"][split]["shards"] for ids in read_documents(open_shard(out / name))]
 
 
 def step(report: dict[str, Any], name: str) -> dict[str, Any]:

@@ -244,6 +244,6 @@ def test_a_second_one_is_refused_while_the_first_is_at_work(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with (
         lock_directory(tmp_path / "out.partial", print, True, key="out"),
-        pytest.raises(ConfigError, match=rf"process {os.getpid()} on \S+ since \S+ is preparing data there"),
+        pytest.raises(ConfigError, match=rf"process {os.getpid()} on \S+ since \S+ is writing there"),
     ):
         make(tmp_path / "out", tmp_path / "a.txt")

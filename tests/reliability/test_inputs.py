@@ -16,7 +16,8 @@ import pytest
 from spmd_lm.checkpoints.record import RECORD_FILE, read_record
 from spmd_lm.cli import main
 from spmd_lm.config.load import load
-from spmd_lm.config.schema import RunConfig, Section, variants, yaml_fields
+from spmd_lm.config.schema import RunConfig, variants
+from spmd_lm.config.section import Section, yaml_fields
 from spmd_lm.config.types import MOST
 from spmd_lm.errors import CheckpointError, ConfigError, Exit
 from spmd_lm.runtime.metrics import Status

@@ -28,7 +28,7 @@ def holder(tmp_path):
 
 
 def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, holder):
-    who = rf"run\.dir={tmp_path}: process {holder.pid} on \S+ since \S+ is training there"
+    who = rf"run\.dir={tmp_path}: process {holder.pid} on \S+ since \S+ is writing there"
     with pytest.raises(ConfigError, match=who), lock_directory(tmp_path, no_log, True):
         pytest.fail("two at once")
     holder.kill()
@@ -74,7 +74,7 @@ def test_a_lock_on_a_file_that_its_holder_removed_does_not_count(tmp_path, monke
     monkeypatch.setattr(directories.fcntl, "flock", late_flock)
     with (
         lock_directory(tmp_path, no_log, True),
-        pytest.raises(ConfigError, match="is training there"),
+        pytest.raises(ConfigError, match="is writing there"),
         lock_directory(tmp_path, no_log, True),
     ):
         pytest.fail("two at once")

@@ -100,7 +100,7 @@ def test_another_sweep_in_the_same_directory_is_refused(done, monkeypatch, capsy
     with lock_directory(done / "runs/sweeps/two", print, True):
         command = [sys.executable, "-m", "spmd_lm", "sweep", "sweep.yaml"]
         second = subprocess.run(command, capture_output=True, text=True)
-    assert second.returncode == Exit.CONFIG and "is training there. Wait for it" in second.stderr
+    assert second.returncode == Exit.CONFIG and "is writing there. Wait for it" in second.stderr
     assert files(done / "runs") == before
 
 

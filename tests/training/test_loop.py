@@ -590,7 +590,7 @@ def test_a_second_run_in_the_directory_is_refused_and_harms_nothing(tmp_path):
 
     def intrude():
         before.update(snapshot(tmp_path))
-        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on \S+ since \S+ is training there"):
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on \S+ since \S+ is writing there"):
             loop.train(make_config(tmp_path, train__steps=20))
         assert snapshot(tmp_path) == before
         return 1

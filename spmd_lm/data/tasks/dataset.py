@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from spmd_lm.config.schema import Task
+from spmd_lm.config.data_sections import Task
 from spmd_lm.data.tasks.files import Example, Question, read_examples
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_lm.config.schema import Tokens
+from spmd_lm.config.data_sections import Tokens
 from spmd_lm.data.token_files.megatron import is_megatron, open_megatron, split_documents
 from spmd_lm.data.token_files.shard import Shard, damaged, open_shard, read_json
 from spmd_lm.data.token_files.sharded_tokens import ShardedTokens
@@ -58,8 +58,10 @@ class TokenDataset:
         """One line with its sizes."""
         train, validation = (sum(getattr(each, split).size for each in self.corpora) for split in READ_SPLITS)
         documents = sum(corpus.documents for corpus in self.corpora)
+        lacking = [corpus.path for corpus in self.corpora if not corpus.validation.size]
+        held_out = f"{validation:,} validation tokens" + (f" (none of {', '.join(lacking)})" if lacking else "")
         return (
-            f"{self.name}: {documents:,} documents, {train:,} training tokens, {validation:,} validation tokens, "
+            f"{self.name}: {documents:,} documents, {train:,} training tokens, {held_out}, "
             f"sha256 {self.fingerprint[:12]}"
         )
 

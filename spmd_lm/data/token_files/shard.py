@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,12 +217,6 @@ def check_block(shard: Shard, block: int) -> None:
     if shard.header.block_crc32 and block_checksums(tokens) != [shard.header.block_crc32[block]]:
         where = f"bytes {block * BLOCK:,} to {block * BLOCK + tokens.nbytes:,}"
         raise damaged(shard.path.with_suffix(".bin"), f"the checksum of {where} is not that of what was written")
-
-
-def documents(shard: Shard) -> Iterator[np.ndarray]:
-    """The ids of each document, its end-of-sequence token included."""
-    for start, stop in zip(shard.offsets[:-1].tolist(), shard.offsets[1:].tolist(), strict=True):
-        yield shard.tokens[start:stop]
 
 
 def unreadable(path: Path, error: OSError) -> DataError:

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import ArrayLike
 
-from spmd_lm.config.schema import Data, Synthetic
+from spmd_lm.config.data_sections import Data, Synthetic
 from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens, WordBoundaries
 from spmd_lm.data.tokenizers import vocabulary
 from spmd_lm.errors import ConfigError, DataError

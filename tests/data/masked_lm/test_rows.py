@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import PER_ROW, Batch, abstract_batch
-from spmd_lm.config.schema import RunConfig, Text
+from spmd_lm.config.data_sections import Text
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.data.loader import CausalLMLoader
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader

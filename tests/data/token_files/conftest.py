@@ -1,13 +1,13 @@
 """Data sets of token ids, small and of any shape."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from spmd_lm.data.token_files.shard import ShardWriter
+from spmd_lm.data.token_files.shard import Shard, ShardWriter
 
 
 def write_shard(path: Path, documents: Sequence[Sequence[int]], vocab: int = 1000, eos: int | None = 999):
@@ -16,6 +16,12 @@ def write_shard(path: Path, documents: Sequence[Sequence[int]], vocab: int = 100
     for document in documents:
         writer.add(np.array(document), len(document))
     return writer.finish()
+
+
+def read_documents(shard: Shard) -> Iterator[np.ndarray]:
+    """The ids of each document, its end-of-sequence token included."""
+    for start, stop in zip(shard.offsets[:-1].tolist(), shard.offsets[1:].tolist(), strict=True):
+        yield shard.tokens[start:stop]
 
 
 def write_dataset(root: Path, splits: dict[str, list[list[list[int]]]], vocab: int = 1000, eos: int | None = 999):

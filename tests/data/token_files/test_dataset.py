@@ -11,10 +11,9 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader, make_text_loader
 from spmd_lm.data.shuffle import fold_in, permute
 from spmd_lm.data.token_files.megatron import open_megatron, split_documents
-from spmd_lm.data.token_files.shard import documents
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
 from spmd_lm.errors import ConfigError, DataError
-from tests.data.token_files.conftest import write_dataset
+from tests.data.token_files.conftest import read_documents, write_dataset
 
 CONTEXT, BATCH, SEED = 16, 8, 5
 
@@ -99,6 +98,7 @@ def test_samples_come_in_the_order_of_the_specification(tmp_path, weights):
 def test_validation_is_blended_too_and_repeats_no_window(tmp_path):
     """The second corpus has no validation text; 24 rows are asked for, and the first corpus has fewer."""
     parts, _ = blend(tmp_path, [0.5, 0.2, 0.3])
+    assert f"(none of {parts[1]['path']})" in load_data(config(blend=parts).data, SEED, 1000).describe()
     rows = loader("validation", blend=parts)
     batches = [rows.rows(step, 0, BATCH) for step in range(len(rows))]
     weights = np.concatenate([batch.loss_weights[:, 0] for batch in batches])
@@ -173,10 +173,10 @@ def test_megatron_s_files_read_back_exactly(tmp_path, dtype, code):
     write_megatron(tmp_path / "corpus_text_document", TEXTS, dtype, code)
     shard = open_megatron(tmp_path / "corpus_text_document")
     expected = [[token for sequence in document for token in sequence] for document in TEXTS]
-    assert [document.tolist() for document in documents(shard)] == expected and shard.tokens.dtype == dtype
+    assert [document.tolist() for document in read_documents(shard)] == expected and shard.tokens.dtype == dtype
     train, validation = split_documents(shard, 0.2)
-    assert [document.tolist() for document in (*documents(train), *documents(validation))] == expected
-    assert len([*documents(validation)]) == 1
+    assert [document.tolist() for document in (*read_documents(train), *read_documents(validation))] == expected
+    assert len([*read_documents(validation)]) == 1
     path = str(tmp_path / "corpus_text_document")
     data = {part: config(path=path, validation_fraction=part).data for part in (0.1, 0.5)}
     prints = {load_data(data[part], SEED, 1000).fingerprint for part in data}

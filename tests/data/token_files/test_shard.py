@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spmd_lm.data.token_files.shard import BLOCK, ShardWriter, check_block, documents, open_shard
+from spmd_lm.data.token_files.shard import BLOCK, ShardWriter, check_block, open_shard
 from spmd_lm.errors import DataError
-from tests.data.token_files.conftest import write_shard
+from tests.data.token_files.conftest import read_documents, write_shard
 
 DOCUMENTS = [[1, 2, 3], [], [5] * 400]
 
@@ -23,7 +23,7 @@ def test_documents_come_back(tmp_path, texts, eos, vocab):
     header = write_shard(tmp_path / "shard-00000", texts, vocab, eos)
     shard = open_shard(tmp_path / "shard-00000")
     end = [] if eos is None else [eos]
-    assert [document.tolist() for document in documents(shard)] == [[*text, *end] for text in texts]
+    assert [document.tolist() for document in read_documents(shard)] == [[*text, *end] for text in texts]
     assert shard.tokens.dtype == ("<u2" if vocab == 65_536 else "<u4") and shard.header == header
     assert header.documents == len(texts) and header.text_bytes == sum(map(len, texts))
 

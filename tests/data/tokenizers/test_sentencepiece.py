@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_lm.config.schema import Text
+from spmd_lm.config.data_sections import Text
 from spmd_lm.data.corpus import load_data
 from spmd_lm.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from spmd_lm.data.tokenizers.tokenizer import make_tokenizer

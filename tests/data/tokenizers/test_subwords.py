@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_lm.config.schema import PythonStdlib, RunConfig, Text
+from spmd_lm.config.data_sections import PythonStdlib, Text
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.token_array import TokensInMemory

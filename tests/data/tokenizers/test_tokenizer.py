@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_lm.config.schema import PythonStdlib, Synthetic
+from spmd_lm.config.data_sections import PythonStdlib, Synthetic
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, NumberTokenizer, make_tokenizer
 from spmd_lm.errors import ConfigError
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_lm.checkpoints.saved_run import check_vocabulary
+from spmd_lm.config.data_sections import PythonStdlib, Text
 from spmd_lm.config.load import data_of_run, load
-from spmd_lm.config.schema import PythonStdlib, Text
 from spmd_lm.data.corpus import hold_out, load_data
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
 from spmd_lm.data.tokenizers.training import train_bpe, train_wordpiece

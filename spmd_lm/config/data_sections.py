@@ -1,0 +1,100 @@
+"""The keys of a run's `data:`, one section for each source of data."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.types import PositiveFloat
+
+from spmd_lm.config.section import Section
+from spmd_lm.config.types import Count, ValidPath
+
+
+class Data(Section):
+    source: str  # declared here, so that it is written before the other keys
+    # bytes; bpe or wordpiece, which is trained on the training documents and has model.vocab tokens; or the path of a
+    # vocabulary: data/tokenizers/vocabulary.py
+    tokenizer: ValidPath = "bytes"
+    allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
+
+
+TRAINED_TOKENIZERS = ("bpe", "wordpiece")
+"""Values of data.tokenizer that stand for a tokenizer which the run trains."""
+
+
+class Documents(Data):
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the documents; of a single document, its end
+
+
+def _as_list(paths: str | list[str]) -> list[str]:
+    return [paths] if isinstance(paths, str) else paths
+
+
+class PythonStdlib(Documents):
+    """The standard library's source files: text that every machine with Python has."""
+
+    source: Literal["python-stdlib"]
+
+
+class Text(Documents):
+    """UTF-8 files: paths, globs or directories, relative to the working directory."""
+
+    source: Literal["text"]
+    path: str | list[str]
+
+    @property
+    def paths(self) -> list[str]:
+        return _as_list(self.path)
+
+
+class BlendPart(Section):
+    path: ValidPath  # of one data set
+    weight: PositiveFloat  # its share of the samples is this over the sum of all weights
+
+
+class Tokens(Data):
+    """Token ids on disk: a directory of `spmd-lm prepare`, or Megatron-LM's .bin and .idx without their suffixes.
+    data.tokenizer is by default the one that a prepared data set was made with."""
+
+    source: Literal["tokens"]
+    path: ValidPath | None = None
+    blend: Annotated[list[BlendPart], Field(min_length=1, max_length=1000)] | None = None  # in place of path
+    pack: bool = False  # tokens attend within their document only, whose positions begin at 0
+    # compares files with their checksums: each MiB before its first use (touch), all at the start (full), never (off)
+    verify: Literal["touch", "full", "off"] = "touch"
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of Megatron-LM's documents, the last ones
+
+
+class Task(Data):
+    """Labelled examples in a task's own files; `data/tasks/files.py` describes their formats."""
+
+    source: Literal["task"]
+    task: Literal["mnli", "qqp", "sst2", "cola", "race", "squad", "jsonl"]
+    path: str | list[str]  # training examples; files, globs or directories
+    validation_path: str | list[str]  # validation examples; all of them are used
+
+    @property
+    def paths(self) -> list[str]:
+        return _as_list(self.path)
+
+    @property
+    def validation_paths(self) -> list[str]:
+        return _as_list(self.validation_path)
+
+
+class Synthetic(Section):
+    """A Markov chain whose entropy per token is known: each token has `branching` equally likely successors."""
+
+    source: Literal["synthetic"]
+    branching: Count = 4  # successors of a token
+    allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
+
+    @property
+    def entropy(self) -> float:
+        """Nats per token: the lowest loss that a model can expect."""
+        return math.log(self.branching)
+
+
+def packs_documents(data: Data | Synthetic) -> bool:
+    """Whether rows of a causal model hold several documents, each of which attends to itself alone."""
+    return isinstance(data, Tokens) and data.pack

@@ -1,0 +1,25 @@
+"""What all sections of a YAML file share: a strict, frozen model, and its keys as the file spells them."""
+
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False)
+
+
+def section_within(field: FieldInfo | None) -> type[Section] | None:
+    """The section that is the value of this key, or of which that is a list, if it is one."""
+    types: list[Any] = [field.annotation] if field else []
+    for each in types:
+        if isinstance(each, type) and issubclass(each, Section):
+            return each
+        types += get_args(each)
+    return None
+
+
+def yaml_fields(section: type[Section]) -> dict[str, FieldInfo]:
+    """The section's fields, by their keys as a YAML file spells them."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
