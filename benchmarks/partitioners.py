@@ -23,8 +23,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 
 from spmd_lm.analysis import topology
-from spmd_lm.analysis.wire import wire_bytes
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.wire import wire_bytes
 from spmd_lm.planning.audit import audit
 
 TOPOLOGIES = ("v5p:4x4x4", "h100:2x8", "cpu:8")

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from spmd_lm.analysis.memory import saved_bytes_per_token
 from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.memory import saved_bytes_per_token
 from spmd_lm.planning.audit import audit
 from spmd_lm.step.program import Program
 

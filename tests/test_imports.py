@@ -16,6 +16,7 @@ LAYERS = (
     {"axes", "config"},
     {"ops", "batch"},
     {"models", "parallel", "data", "runtime"},
+    {"cost_model"},
     {"analysis", "plots", "prepare"},
     {"step"},
     {"checkpoints"},

@@ -17,7 +17,7 @@ import numpy as np
 
 from spmd_lm.analysis.control_flow import CallPath, Shares, calls, path_to_entry
 from spmd_lm.analysis.hlo import HloModule, Instruction
-from spmd_lm.analysis.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, KINDS, REDUCE_SCATTER, wire_bytes
+from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, KINDS, REDUCE_SCATTER, wire_bytes
 
 PARTS = ("embedding", "blocks", "head", "messages", "weights", "gradients", "scalars")
 """Named scopes of the step, as they appear in the names of compiled operations."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd_lm.analysis.hlo import HloModule, Instruction
-from spmd_lm.analysis.wire import ALL_GATHER, REDUCE_SCATTER
+from spmd_lm.cost_model.wire import ALL_GATHER, REDUCE_SCATTER
 
 Shares = Mapping[str, np.ndarray]
 """For each conditional NAME, a branch or a loop of at most one iteration in a scope called when_NAME: the fraction

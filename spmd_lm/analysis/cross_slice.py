@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from spmd_lm.analysis.hlo import HloModule, Instruction
-from spmd_lm.analysis.wire import ALL_REDUCE
+from spmd_lm.cost_model.wire import ALL_REDUCE
 
 Groups = tuple[tuple[int, ...], ...]
 

@@ -25,7 +25,7 @@ from spmd_lm.analysis.exposed_state import State, Transfer, Wire
 from spmd_lm.analysis.hlo import HloModule, Instruction
 from spmd_lm.analysis.instruction_costs import InstructionCosts
 from spmd_lm.analysis.starts import Starts
-from spmd_lm.analysis.wire import COLLECTIVE_PERMUTE
+from spmd_lm.cost_model.wire import COLLECTIVE_PERMUTE
 
 
 class Speeds(NamedTuple):

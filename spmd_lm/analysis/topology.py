@@ -11,7 +11,7 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from spmd_lm.analysis.hardware import find_hardware
+from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.errors import ConfigError
 
 

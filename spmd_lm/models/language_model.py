@@ -67,16 +67,19 @@ class LanguageModel:
     scan_layers: bool = True
     collective_matmul: tuple[str, ...] = ()
 
-    @functools.cached_property
+    @property
     def names(self) -> Params:
         """The dimension names of every parameter."""
-        _, state = _abstract(self._modules)
-        return _to_params(state, lambda variable: variable.get_metadata("out_sharding"))
+        return self._names_and_shapes[0]
 
-    @functools.cached_property
+    @property
     def shapes(self) -> Params:
         """Shape and dtype of every parameter, unpadded."""
-        return jax.eval_shape(lambda: self.init(0))
+        return self._names_and_shapes[1]
+
+    @functools.cached_property
+    def _names_and_shapes(self) -> tuple[Params, Params]:
+        return _names_and_shapes(self.c, self.objective, self.dtype, jax.config.read("jax_enable_x64"))
 
     def init(self, seed: int) -> Params:
         """Matrices N(0, 0.02), biases zero, norms one: a function of the seed alone."""
@@ -276,3 +279,12 @@ class LanguageModel:
         x, cache = self._scan_layers(layer, self.embed(params, ModelInput(batch)), params["blocks"], cache)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self.logits(params, x, batch)["tokens"][:, 0], cache
+
+
+@functools.lru_cache(maxsize=64)
+def _names_and_shapes(c: Model, objective: Objective, dtype: str, x64: bool) -> tuple[Params, Params]:
+    """Traced once for all layouts of a model.  x64: whether jax knows float64, which what is traced depends on."""
+    model = LanguageModel(c, objective, dtype, kernel="xla")
+    _, state = _abstract(model._modules)
+    names = _to_params(state, lambda variable: variable.get_metadata("out_sharding"))
+    return names, jax.eval_shape(lambda: model.init(0))

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from spmd_lm.analysis import memory
 from spmd_lm.analysis.compiled_collectives import (
     CollectiveInstruction,
     CompiledCollective,
@@ -20,13 +19,14 @@ from spmd_lm.analysis.compiled_collectives import (
     compiled_collectives,
 )
 from spmd_lm.analysis.cross_slice import read_collectives_across_slices
-from spmd_lm.analysis.expected_collectives import ExpectedCollective, expected_collectives
 from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.analysis.topology import Topology, is_installed
-from spmd_lm.analysis.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from spmd_lm.axes import PIPE
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model import memory
+from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
+from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from spmd_lm.parallel.mesh import peers_across_slices
 from spmd_lm.parallel.pipeline.schedule import schedule_table
 from spmd_lm.planning.exposed_communication import exposed_communication, render_exposed, write_hlo

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from spmd_lm.analysis.control_flow import Shares
 from spmd_lm.analysis.exposed import Speeds, walk_schedule
-from spmd_lm.analysis.hardware import find_hardware
 from spmd_lm.analysis.hlo import HloModule
-from spmd_lm.analysis.wire import ALL_GATHER, COLLECTIVE_PERMUTE
+from spmd_lm.cost_model.hardware import find_hardware
+from spmd_lm.cost_model.wire import ALL_GATHER, COLLECTIVE_PERMUTE
 from spmd_lm.errors import OutputError
 from spmd_lm.parallel.mesh import domains_along
 from spmd_lm.runtime.formatting import format_bytes

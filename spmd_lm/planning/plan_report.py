@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
-from spmd_lm.analysis import flops, memory
-from spmd_lm.analysis.expected_collectives import expected_collectives
 from spmd_lm.axes import DATA, PIPE, is_dim_names
 from spmd_lm.config import checks
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model import flops, memory
+from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS

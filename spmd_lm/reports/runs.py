@@ -11,9 +11,9 @@ from typing import Any
 
 import spmd_lm
 from spmd_lm import plots
-from spmd_lm.analysis.expected_collectives import expected_collectives
 from spmd_lm.config.load import CONFIG_FILE, load_run
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.files import read_bytes, write_atomically
 from spmd_lm.planning.plan_report import describe

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.analysis import flops
-from spmd_lm.analysis.expected_collectives import expected_collectives
-from spmd_lm.analysis.memory import tokens_per_device
 from spmd_lm.axes import MODEL
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.overlap import branches_in_parts, prefetches
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model import flops
+from spmd_lm.cost_model.expected_collectives import expected_collectives
+from spmd_lm.cost_model.memory import tokens_per_device
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.transformer import Block

@@ -5,8 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.analysis.expected_collectives import expected_collectives
 from spmd_lm.axes import MESH_AXES
+from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.errors import LayoutError
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, domains_of_model, make_mesh, resolve
 from spmd_lm.runtime.formatting import format_bytes

@@ -10,9 +10,9 @@ import pytest
 
 from spmd_lm.analysis import topology
 from spmd_lm.analysis.compiled_collectives import CompiledCollective
-from spmd_lm.analysis.expected_collectives import ExpectedCollective, expected_collectives
-from spmd_lm.analysis.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.config.load import load
+from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
+from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning.audit import _compare, _mark_narrowed, _mark_unscattered, _with_available_kernel, audit, render

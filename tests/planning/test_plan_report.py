@@ -4,7 +4,7 @@ import math
 import jax
 import pytest
 
-from spmd_lm.analysis import flops
+from spmd_lm.cost_model import flops
 from spmd_lm.planning.plan_report import describe, render, summary
 from spmd_lm.runtime.formatting import format_bytes
 from tests.helpers import FLOAT32, make_config, program, run_of, shard_bytes

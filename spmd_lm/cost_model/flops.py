@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmd_lm.analysis.hardware import find_hardware
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, RunConfig
+from spmd_lm.cost_model.hardware import find_hardware
 
 
 def forward_per_sequence(config: RunConfig) -> float:

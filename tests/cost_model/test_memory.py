@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from spmd_lm.analysis import memory
+from spmd_lm.cost_model import memory
 from spmd_lm.step.program import abstract_plan
 from tests.helpers import FLOAT32, device_batch, make_config, program, run_of, shard_bytes
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import jax
 
-from spmd_lm.analysis.memory import at_least_float32, dtype_bytes, elements_per_device, tokens_per_device
-from spmd_lm.analysis.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames, is_dim_names
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
+from spmd_lm.cost_model.memory import at_least_float32, dtype_bytes, elements_per_device, tokens_per_device
+from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.pipeline.schedule import make_schedule, schedule_table
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import ZERO_WIDTH

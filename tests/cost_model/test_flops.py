@@ -2,9 +2,9 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.analysis.flops import forward_per_sequence, train_step
 from spmd_lm.batch import abstract_batch
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.flops import forward_per_sequence, train_step
 from spmd_lm.models.language_model import LanguageModel
 from tests import reference
 from tests.helpers import make_config

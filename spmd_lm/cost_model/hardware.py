@@ -4,7 +4,7 @@ import functools
 from importlib.resources import files
 from typing import NamedTuple
 
-from spmd_lm.analysis.wire import COLLECTIVE_PERMUTE
+from spmd_lm.cost_model.wire import COLLECTIVE_PERMUTE
 
 TERA, GIGA = 1e12, 1e9
 
@@ -55,7 +55,7 @@ class Hardware(NamedTuple):
 def _table() -> tuple[Hardware, ...]:
     import yaml  # here: topologies are parsed before anything slow is imported
 
-    return tuple(map(_parse, yaml.safe_load(files("spmd_lm.analysis").joinpath("hardware.yaml").read_text())))
+    return tuple(map(_parse, yaml.safe_load(files("spmd_lm.cost_model").joinpath("hardware.yaml").read_text())))
 
 
 def _parse(row: dict) -> Hardware:

@@ -3,7 +3,7 @@ import types
 import jax
 import pytest
 
-from spmd_lm.analysis.flops import peak
+from spmd_lm.cost_model.flops import peak
 
 
 def fake_device(kind, platform="gpu"):
