@@ -18,7 +18,7 @@ from spmd_lm import errors
 from spmd_lm.cli import POSITIONALS, VERBS, make_parser
 from spmd_lm.config import data_sections, schema
 from spmd_lm.config.schema import RunConfig, variants
-from spmd_lm.config.section import yaml_fields
+from spmd_lm.config.section import section_within, yaml_fields
 from spmd_lm.prepare import schema as recipe_schema
 
 HERE = Path(__file__).parent / "reference"
@@ -74,7 +74,8 @@ def type_name(about: dict[str, Any]) -> str:
         return ""
     if about["type"] == "array":
         items = type_name(about["items"])
-        return f"list of {items}" if "`" in items else f"list of {items}s"
+        word, *bounds = items.split(" ", 1)
+        return f"list of {items}" if "`" in items else " ".join([f"list of {word}s", *bounds])
     name = {"object": "mapping", "boolean": "`true`, `false`"}.get(about["type"], about["type"])
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {about[key]:g}" for key, sign in signs.items() if about.get(key, schema.MOST) != schema.MOST]
@@ -87,14 +88,22 @@ def value_name(value: Any) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def rows(section: type[BaseModel]) -> list[str]:
-    properties = section.model_json_schema(by_alias=True)["properties"]
-    lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
+def table(section: type[BaseModel], within: bool = False) -> list[str]:
+    """within: whether it has the keys of sections within the section too."""
+    return ["| key | type | default | |", "| --- | --- | --- | --- |", *rows(section, "", within)]
+
+
+def rows(section: type[BaseModel], prefix: str, within: bool) -> list[str]:
+    properties, lines = section.model_json_schema(by_alias=True)["properties"], []
     for key, field in yaml_fields(section).items():
         name = next(name for name, each in section.model_fields.items() if each is field)
+        about, inner = meaning(section, name), section_within(field) if within else None
         default = "required" if field.is_required() else value_name(field.default)
-        cells = key, type_name(properties[key]), default, meaning(section, name)
+        default = "" if inner or about.startswith("default:") else default
+        kind = type_name(properties[key])
+        cells = f"{prefix}{key}", kind, default, about
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("<name>", "NAME") for cell in cells) + " |")
+        lines += rows(inner, f"{prefix}{key}{'[]' * kind.startswith('list')}.", within) if inner else []
     return lines
 
 
@@ -114,7 +123,7 @@ def configuration() -> str:
             lines += ["", f"## {name}" + (f", `{discriminator}: {kind}`" if kind else ""), ""]
             about = section.__doc__ if section.__doc__ != section.__mro__[1].__doc__ else None
             lines += [*textwrap.wrap(re.sub(r"\s+", " ", about), 120), ""] if about else []
-            lines += rows(section)
+            lines += table(section, within=True)
     return "\n".join(lines) + "\n"
 
 
@@ -134,7 +143,7 @@ def preparation() -> str:
         lines += ["", f"## {name}" if name else "## The file", ""]
         about = section.__doc__ if section.__doc__ != section.__mro__[1].__doc__ else None
         lines += [*textwrap.wrap(re.sub(r"\s+", " ", about), 120), ""] if about else []
-        lines += rows(section)
+        lines += table(section)
     return "\n".join(lines) + "\n"
 
 

@@ -121,8 +121,11 @@ def tokens_have_one_path(data: Data | Synthetic, objective: Objective) -> Proble
     if not isinstance(data, Tokens):
         return
     if (data.path is None) == (data.blend is None):
-        given = "neither data.path nor data.blend" if data.path is None else "both data.path and data.blend"
-        yield f"data.source=tokens with {given}. Give data.path of one data set, or data.blend of several."
+        if data.path is None:
+            problem = "data.source=tokens with neither data.path nor data.blend"
+            yield f"{problem}. Give data.path of one data set, or data.blend of several."
+        else:
+            yield use("data.source=tokens with both data.path and data.blend", "data.path=null", "data.blend=null")
     if data.pack and objective.kind != "causal_lm":
         yield use(f"data.pack=true with {objective.kind=!s}, whose rows are of one document each", "data.pack=false")
 

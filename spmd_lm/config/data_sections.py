@@ -48,16 +48,17 @@ class Text(Documents):
 
 
 class BlendPart(Section):
-    path: ValidPath  # of one data set
+    path: ValidPath  # of a data set
     weight: PositiveFloat  # its share of the samples is this over the sum of all weights
 
 
 class Tokens(Data):
-    """Token ids on disk: a directory of `spmd-lm prepare`, or Megatron-LM's .bin and .idx without their suffixes.
-    data.tokenizer is by default the one that a prepared data set was made with."""
+    """Token ids on disk: a directory of `spmd-lm prepare`, or Megatron-LM's .bin and .idx without their suffixes."""
 
     source: Literal["tokens"]
-    path: ValidPath | None = None
+    # default: the one that a prepared data set was made with, of a blend its first; bytes where there is none
+    tokenizer: ValidPath = "bytes"
+    path: ValidPath | None = None  # of one data set
     blend: Annotated[list[BlendPart], Field(min_length=1, max_length=1000)] | None = None  # in place of path
     pack: bool = False  # tokens attend within their document only, whose positions begin at 0
     # compares files with their checksums: each MiB before its first use (touch), all at the start (full), never (off)

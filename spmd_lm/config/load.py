@@ -37,6 +37,8 @@ SHARED_KEYS = {"data": ("tokenizer",), "optim": ("warmup", "decay", "decay_steps
 """Keys that stay when the kind of their section changes: a model's token ids mean the same words in any text, and the
 shape of a learning rate schedule suits any optimizer.  Its lr does not."""
 
+RECIPE_KEYS = {"sources", "out"}
+"""Of a file of `spmd-lm prepare`."""
 
 MAX_CHARACTERS = 2**20
 """Of a configuration file."""
@@ -70,6 +72,8 @@ def load(
     files = [] if path is None else _read_chain(path, problems)
     if path is not None and not files:  # there is nothing to check the overrides against
         raise ConfigError(*problems)
+    if any(file.tree.keys() >= RECIPE_KEYS for file in files):
+        raise ConfigError(f"{path}: this is a recipe of `spmd-lm prepare`. Run `spmd-lm prepare {path}`.")
     layers = [layer for layer in (under, *files, over, cell, command_line) if layer]
     inherited = Layer("", {}) if over else _inherit(layers, problems)
     layers = [_tokenizer_of_data(layers), *([inherited] if inherited else []), *layers]
@@ -317,7 +321,8 @@ def merge_trees(under: dict, over: dict) -> dict:
 
 def _merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
     """Later layers win.  A section whose kind changes loses the old kind's keys, except the SHARED_KEYS that the new
-    kind has."""
+    kind has.  Of tokenizers that are trained on documents, token ids on disk have the one below them, if any."""
+    given: dict[str, Any] = {}
     stacked: dict[str, Any] = {name: {"kind": kind} for name, kind in DEFAULT_KINDS.items()}
     for layer in layers:
         for name in sorted(stacked.keys() & layer.tree.keys() & FIELDS.keys()):
@@ -326,7 +331,10 @@ def _merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
                 shared = {*SHARED_KEYS.get(name, ())}.intersection(suggest.keys_of_kind(name, new))
                 stacked[name] = {key: value for key, value in stacked[name].items() if key in shared}
                 if new == "tokens" and stacked[name].get("tokenizer") in TRAINED_TOKENIZERS:
-                    del stacked[name]["tokenizer"]  # it trains one on documents
+                    del stacked[name]["tokenizer"]
+                    stacked[name] |= given
+        tokenizer = _get(layer.tree, "data", "tokenizer")
+        given = given if tokenizer in (..., *TRAINED_TOKENIZERS) else {"tokenizer": tokenizer}
         stacked = merge_trees(stacked, layer.tree)
     return stacked
 

@@ -77,6 +77,7 @@ TYPES = {
     "model_type": "a mapping of keys",
 }
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+EXAMPLES = {"data.blend": " Write data.blend='[{path: a, weight: 0.7}, {path: b, weight: 0.3}]'."}
 SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
@@ -188,7 +189,9 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
     siblings, name = _key_and_siblings(section, errors[0])[1], key.rpartition(".")[2]
     default = _default(siblings.get(name))
     in_list = [error for error in errors if error["loc"] and isinstance(error["loc"][-1], int)]
-    if in_list:  # the value is a list, as it may be: that it has none of the other types is no error
+    if in_list and not key.endswith(
+        "]"
+    ):  # the value is a list, as it may be: that it has none of the other types is no error
         key, errors = f"{key}[{in_list[0]['loc'][-1]}]", in_list[:1]
     whole_value = errors[0]["input"]
     in_mapping = [error for error in errors if isinstance(whole_value, dict) and error["input"] is not whole_value]
@@ -214,7 +217,10 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
         what = f"expected {_either(dict.fromkeys(TYPES[each['type']] for each in errors))}, got {_show(value)}"
     else:
         what = f"{error['msg']}, got {_show(value)}"
-    return f"{key}: {what}.{_correction(error_type, value) or default}"
+    example = (
+        EXAMPLES.get(f"{section}.{key.partition('[')[0]}", "") if error_type in ("list_type", "model_type") else ""
+    )
+    return f"{key}: {what}.{_correction(error_type, value) or example or default}"
 
 
 def _wrong_choice(section: str, key: str, error: ErrorDetails, others: list[str]) -> str:

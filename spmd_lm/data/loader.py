@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from spmd_lm.batch import PER_ROW, Batch
-from spmd_lm.config.data_sections import packs_documents
+from spmd_lm.config.data_sections import Tokens, packs_documents
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.blend import Blend
 from spmd_lm.data.shuffle import fold_in, permute
@@ -165,6 +165,15 @@ def batches_ahead(loader: Loader, shardings: Batch, steps: range) -> Iterator[It
         yield batches()
 
 
+def how_to_add_text(config: RunConfig, split: SplitName) -> str:
+    """To a split that is too short."""
+    if not isinstance(config.data, Tokens):
+        return "Add text, change data.validation_fraction"
+    if split == "training":
+        return "Prepare more text"
+    return "Raise split.validation where it is prepared (data.validation_fraction is of Megatron-LM's files alone)"
+
+
 class CausalLMLoader(Loader):
     """Windows of token ids; targets are the tokens one position later.
 
@@ -174,9 +183,10 @@ class CausalLMLoader(Loader):
     def __init__(self, tokens: TokenArray, config: RunConfig, split: SplitName, seed: int | None = None):
         context, size = config.model.context, tokens.size
         if size < context + 1:
+            or_none = ", set train.eval_every=0" if split == "validation" else ""
             raise DataError(
                 f"{split} text: {size} tokens, but a row of model.context={context} and its last target need "
-                f"{context + 1}. Add text, change data.validation_fraction, or lower model.context."
+                f"{context + 1}. {how_to_add_text(config, split)}{or_none}, or lower model.context."
             )
         # Training leaves one context of text for the offset; a text too short for that has one window.
         num_windows = max(1, size // context - 1) if split == "training" else (size - 1) // context

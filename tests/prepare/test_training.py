@@ -1,16 +1,18 @@
 """From raw text to a model: a run on what `prepare` made."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from spmd_lm.cli import main
 from spmd_lm.config.load import load
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, keep_vocabulary, open_tokenizer
 from spmd_lm.data.tokenizers.training import train_bpe
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import ConfigError, DataError, Exit
 from tests import processes
 from tests.prepare.corpora import id_arrays, make, sentence, write_lines
 
@@ -87,3 +89,40 @@ def test_another_vocabulary_at_the_same_path_is_another_data_set(tmp_path):
 def test_leaks_without_texts_are_refused(tmp_path):
     with pytest.raises(ValidationError, match="expected files or titles"):
         make(tmp_path / "out", "x.jsonl", steps={"leaks": {"ngram": 8}})
+
+
+def test_a_data_set_has_its_own_tokenizer_whatever_the_base_trains_on_documents(prepared, tmp_path):
+    """Also where the base is a file's, and where the tokenizer is another model's."""
+    out, overrides = prepared[0], [*RUN, f"data.path={prepared[0]}"]
+    assert load("configs/quickstart.yaml", overrides).data.tokenizer == str(out / "tokenizer")
+    (tmp_path / "mine.yaml").write_text(f"base: {Path('configs/quickstart.yaml').resolve()}\n")
+    config = load(tmp_path / "mine.yaml", overrides)
+    assert config.data.tokenizer == str(out / "tokenizer") and load_data(config.data, 0, 300).corpora
+    assert load("configs/quickstart.yaml", [*overrides, "data.tokenizer=other"]).data.tokenizer == "other"
+
+
+def test_corpora_of_a_blend_that_have_other_vocabularies_are_told_apart(prepared, tmp_path):
+    out, bytes_out = prepared[0], tmp_path / "bytes"
+    make(bytes_out, write_lines(tmp_path / "b.jsonl", [{"text": sentence(1, 400)}]))
+    for first, second, tokenizer in ((out, bytes_out, out / "tokenizer"), (bytes_out, out, "bytes")):
+        blend = f"data.blend=[{{path: {first}, weight: 1}}, {{path: {second}, weight: 1}}]"
+        config = load("configs/quickstart.yaml", [*RUN, blend])
+        with pytest.raises(ConfigError) as told:
+            load_data(config.data, 0, 300)
+        assert str(told.value) == (
+            f"data.blend: {second} has another vocabulary than {first}, and corpora of one blend share theirs. "
+            f"Prepare {second} again, with tokenizer={tokenizer}."
+        )
+
+
+def test_too_short_a_validation_split_is_made_longer_where_it_is_prepared(prepared):
+    config = load("configs/debug.yaml", [*RUN, f"data.path={prepared[0]}", "model.context=4000"])
+    with pytest.raises(DataError, match=r"Raise split\.validation where .* set train\.eval_every=0, or lower model"):
+        make_loader(config, load_data(config.data, 0, 300), "validation")
+
+
+def test_a_recipe_is_no_configuration_of_a_run(tmp_path, capsys):
+    (tmp_path / "r.yaml").write_text("sources: [a.txt]\nout: b\nsteps: {min_tokens: 3}\n")
+    assert main(["plan", str(tmp_path / "r.yaml"), "model.layers=2"]) == Exit.CONFIG
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and f"is a recipe of `spmd-lm prepare`. Run `spmd-lm prepare {tmp_path}" in told

@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import MaskedLM, RunConfig
-from spmd_lm.data.loader import OFFSET_STREAM, ROW_STREAM, Loader, RowDraws, SplitName
+from spmd_lm.data.loader import OFFSET_STREAM, ROW_STREAM, Loader, RowDraws, SplitName, how_to_add_text
 from spmd_lm.data.masked_lm.masking import UNSELECTED, apply_replacements, choose_replacements
 from spmd_lm.data.shuffle import fold_in, uniform
 from spmd_lm.data.token_array import TokenArray
@@ -48,7 +48,7 @@ class MaskedLMLoader(Loader):
         if size_D.sum() < self.text_size:
             raise DataError(
                 f"{split} text: {size_D.sum()} tokens, but a row of model.context={config.model.context} holds "
-                f"{self.text_size}. Add text, change data.validation_fraction, or lower model.context."
+                f"{self.text_size}. {how_to_add_text(config, split)}, or lower model.context."
             )
         super().__init__(config, split, int(windows_D.sum()), seed=seed)
         if split == "validation" and not any(
@@ -56,7 +56,7 @@ class MaskedLMLoader(Loader):
         ):
             raise DataError(
                 f"{split} text: none of its {tokens.size} tokens is masked, so there is no loss to evaluate. "
-                "Add text, change data.validation_fraction, or set train.eval_every=0."
+                f"{how_to_add_text(config, split)}, or set train.eval_every=0."
             )
 
     def read(self, draws: RowDraws) -> Batch:

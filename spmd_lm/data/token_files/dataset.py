@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmd_lm.config.data_sections import Tokens
+from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.data.token_files.megatron import is_megatron, open_megatron, split_documents
 from spmd_lm.data.token_files.shard import Shard, damaged, open_shard, read_json
 from spmd_lm.data.token_files.sharded_tokens import ShardedTokens
@@ -123,8 +124,9 @@ def read_manifest(root: Path) -> dict[str, Any]:
     """What data.path's manifest says.  Raises DataError if it is missing, or not one that this version reads."""
     path = root / MANIFEST
     if not path.is_file():
+        here = "" if root.is_absolute() else f" (working directory {Path.cwd()})"
         raise DataError(
-            f"{root}: no prepared data set, which has a {MANIFEST}, and no {root.name}.idx beside it. "
+            f"{root}: no prepared data set, which has a {MANIFEST}, and no {root.name}.idx beside it{here}. "
             "Prepare it with `spmd-lm prepare`, or give the path of Megatron-LM's files without their suffixes."
         )
     manifest = read_json(path)
@@ -146,8 +148,16 @@ def _is_below(root: Path, name: Any) -> bool:
 
 
 def _require_tokenizer(manifest: dict[str, Any], root: Path, data: Tokens) -> None:
-    if vocabulary_hash(data.tokenizer) != manifest["tokenizer"]:
+    if vocabulary_hash(data.tokenizer) == manifest["tokenizer"]:
+        return
+    first = Path(data.blend[0].path if data.blend else root).expanduser()
+    if root != first and not is_megatron(first):  # whose vocabulary is data.tokenizer: it was opened before
+        own = first / TOKENIZER_DIR
         raise ConfigError(
-            f"data.tokenizer={data.tokenizer} is not the one that made the token ids in {root}. "
-            f"Leave it out: the data set has its own. Corpora of one blend have the same tokenizer."
+            f"data.blend: {root} has another vocabulary than {first}, and corpora of one blend share theirs. Prepare "
+            f"{root} again, with tokenizer={own if own.is_dir() else 'bytes'}."
         )
+    raise ConfigError(
+        f"data.tokenizer={data.tokenizer} is not the one that made the token ids in {root}. Leave it out: the data set "
+        "has its own, which counts where no file of the run's configuration names another."
+    )

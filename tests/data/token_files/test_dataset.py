@@ -249,6 +249,7 @@ def test_what_is_no_data_set_is_told(dataset, tmp_path):
             loader(**data)
 
     told("no prepared data set, which has a manifest.json, and no nowhere.idx", path=str(tmp_path / "nowhere"))
+    told(r"no nowhere.idx beside it \(working directory /.*\)\. Prepare", path="nowhere")
     manifest = dataset / "manifest.json"
     good = json.loads(manifest.read_text())
     for change, said in (
@@ -269,8 +270,10 @@ def test_what_is_no_data_set_is_told(dataset, tmp_path):
     ("settings", "said"),
     [
         ([], "data.source=tokens with neither data.path nor data.blend"),
-        (["data.path=a", "data.blend=[{path: b, weight: 1}]"], "data.source=tokens with both"),
+        (["data.path=a", "data.blend=[{path: b, weight: 1}]"], "with both .* Use data.path=null, or data.blend=null"),
         (["data.blend=[]"], "data.blend"),
+        (["data.blend=a"], r"data.blend: expected a list, got 'a'. Write data.blend='\[{path: a, weight: 0.7}, "),
+        (["data.blend=[a]"], r"data.blend\[0\]: expected a mapping of keys, got 'a'. Write data.blend='\[{path: a, "),
         (["data.blend=[{path: b, weight: 0}]"], r"data.blend\[0\].weight: must be more than 0, got 0"),
         (
             ["data.blend=[{path: a, weight: 1}, {path: b, wait: 1}]"],
