@@ -96,7 +96,7 @@ def strip_explanation(line: str) -> str:
     """Without what follows two spaces and more, unless these are between the parts of a command that was joined."""
     command, *rest = re.split(r" {2,}", line)
     for part in rest:
-        if not re.match(r"[\w.]+=|--|\"", part):
+        if not re.match(r"[\w.]+=|--|[\"']", part):
             break
         command += f" {part}"
     return command

@@ -33,7 +33,11 @@ from spmd_lm.runtime.outputs import writing
 
 RAW_CHUNK_BYTES = 2**23  # raw ones
 CHUNK_DOCUMENTS = 2**14
-MOST_TOLD = 10  # bad documents whose places are told
+MOST_TOLD = 10  # bad documents, and files without any, that are named
+
+
+class NothingLeftError(DataError):
+    """No document is left, so that there is nothing to keep either."""
 
 
 class RawChunk(NamedTuple):
@@ -44,10 +48,19 @@ class RawChunk(NamedTuple):
     checksum: int
 
 
+class ReadCount(NamedTuple):
+    """texts: documents that are some.  file: '' for those that are a file each.  problem: of the first that is none."""
+
+    source: int
+    file: str
+    texts: int
+    problem: str
+
+
 @dataclasses.dataclass(frozen=True)
 class ChunkRecord:
     """documents: that are left.  bad: where the first bad ones are, and what is wrong with them.  counts: of step and
-    reason."""
+    reason.  read: of each source, or file of lines in it."""
 
     number: int
     raw_documents: int
@@ -56,6 +69,24 @@ class ChunkRecord:
     checksum: int
     counts: list[tuple[str, str, int]]
     bad: list[str]
+    read: list[ReadCount]
+
+
+class Reading:
+    """Counts, of each source and file of lines, the documents of a chunk that have text."""
+
+    def __init__(self) -> None:
+        self.texts, self.problems = Counter[tuple[int, str]](), dict[tuple[int, str], str]()
+
+    def add(self, raw: RawDocument, problem: str) -> None:
+        """problem: why it has no text; '' if it has."""
+        key = raw.source, raw.file if raw.line else ""
+        self.texts[key] += not problem
+        if problem:
+            self.problems.setdefault(key, problem)
+
+    def counts(self) -> list[ReadCount]:
+        return [ReadCount(*key, texts, self.problems.get(key, "")) for key, texts in self.texts.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +105,27 @@ class ChunkCleaner:
             if record.bad and self.config.on_bad == "error":
                 raise bad_input(record.bad[0])
             return record
-        texts, counts, bad = list[str](), Counter[tuple[str, str]](), list[str]()
+        texts, counts, bad, reading = list[str](), Counter[tuple[str, str]](), list[str](), Reading()
         for raw in chunk.documents:
             try:
                 verdict = clean.examine(raw, self.config, self.leaks)
             except clean.BadInputError as error:
-                said = f"{raw.where}: {error}" + (f" ({error.detail})" if error.detail not in ("", str(error)) else "")
+                what = f"{error} ({error.detail})" if error.detail else str(error)
+                said = f"{raw.where}: {what}"
                 if self.config.on_bad == "error":
                     raise bad_input(said) from None
                 counts["read", str(error)] += 1
                 bad.append(said)
+                reading.add(raw, what)
                 continue
+            reading.add(raw, verdict.reason if verdict.step == "read" else "")
             if verdict.reason:
                 counts[verdict.step or "utf8", verdict.reason] += 1
             if not verdict.step:
                 texts.append(verdict.text)
         raw_documents, told = len(chunk.documents), [(*each, count) for each, count in sorted(counts.items())]
-        return self._write(chunk, texts, ChunkRecord(0, raw_documents, len(texts), 0, 0, told, bad[:MOST_TOLD]))
+        record = ChunkRecord(0, raw_documents, len(texts), 0, 0, told, bad[:MOST_TOLD], reading.counts())
+        return self._write(chunk, texts, record)
 
     def _write(self, chunk: RawChunk, texts: list[str], record: ChunkRecord) -> ChunkRecord:
         encoded = [text.encode() for text in texts]
@@ -158,7 +193,8 @@ def finished_chunk(directory: Path, number: int) -> ChunkRecord | None:
         value: dict[str, Any] = json.loads(chunk_path(directory, number).with_suffix(".json").read_bytes())
     except FileNotFoundError:
         return None
-    return ChunkRecord(**value | {"counts": [tuple(each) for each in value["counts"]]})
+    value["counts"], value["read"] = [*map(tuple, value["counts"])], [ReadCount(*each) for each in value["read"]]
+    return ChunkRecord(**value)
 
 
 def map_array(directory: Path, number: int, name: str) -> np.ndarray:

@@ -19,7 +19,7 @@ from spmd_lm import files
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.prepare import shingles
 from spmd_lm.prepare.schema import CleaningSteps, Preparation, Source
-from spmd_lm.prepare.sources import RawDocument
+from spmd_lm.prepare.sources import RawDocument, missing_text
 
 LONG_LINE = 2**20  # bytes: what is made of fewer cannot take much memory
 SPACES = bytes.maketrans(b"\t\n\v\f\r", b" " * 5)
@@ -64,7 +64,8 @@ def examine(raw: RawDocument, config: Preparation, leaks: Path | None) -> Verdic
 def read_text(raw: RawDocument, config: Preparation) -> tuple[str, str | None, bool]:
     """Text, title, and whether the text was repaired."""
     if raw.problem:
-        raise BadInputError(raw.problem.partition(":")[0], raw.problem)
+        reason, _, detail = raw.problem.partition(": ")
+        raise BadInputError(reason, detail)
     repaired = False
     try:
         text = raw.data.decode("utf-8-sig")
@@ -102,8 +103,7 @@ def read_json_line(line: str, raw: RawDocument, source: Source) -> tuple[str, st
         raise BadInputError("not a JSON object")
     text, title = value.get(source.text), value.get(source.title)
     if not isinstance(text, str):
-        detail = "not text" if source.text in value else f"it has {', '.join(map(str, [*value][:5])) or 'no keys'}"
-        raise BadInputError(f"no text under '{source.text}'", detail[:80])
+        raise BadInputError(f"no text under '{source.text}'", missing_text(source, value))
     return text, title if isinstance(title, str) else None
 
 
@@ -140,7 +140,7 @@ def load_hook(path: str) -> Callable[[str], Any]:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        advice = "Put its directory on PYTHONPATH"
+        advice = "Put its directory on PYTHONPATH, as in PYTHONPATH=. for this one"
         raise ConfigError(f"steps.language={path}: cannot be imported: {error!s:.200}. {advice}.") from None
 
 
@@ -182,7 +182,8 @@ def leak_hashes(documents: Iterable[RawDocument], ngram: int) -> np.ndarray:
                 raise BadInputError(raw.problem)
             texts = texts_within(json.loads(raw.data)) if raw.is_json and raw.data.strip() else [raw.data.decode()]
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{raw.where}: steps.leaks.files: {error!s:.100}. Mend it, or leave it out.") from None
+            advice = "Mend it, or leave it out, of a directory by a glob"
+            raise DataError(f"{raw.where}: steps.leaks.files: {error!s:.100}. {advice}.") from None
         found += (np.unique(shingles.ngram_hashes(shingles.word_hashes(text), ngram)) for text in texts)
     return np.unique(np.concatenate(found))
 

@@ -25,8 +25,16 @@ from spmd_lm.data.token_files.dataset import FORMAT, FORMAT_VERSION, READ_SPLITS
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, vocabulary_hash
 from spmd_lm.errors import DataError
 from spmd_lm.prepare import clean, duplicates, tokens
-from spmd_lm.prepare.chunks import ChunkCleaner, ChunkRecord, divide, finished_chunk, save_array
-from spmd_lm.prepare.report import Stages, make_steps
+from spmd_lm.prepare.chunks import (
+    MOST_TOLD,
+    ChunkCleaner,
+    ChunkRecord,
+    NothingLeftError,
+    divide,
+    finished_chunk,
+    save_array,
+)
+from spmd_lm.prepare.report import Stages, explain_nothing_left, find_warnings, make_steps
 from spmd_lm.prepare.schema import Preparation, TrainedTokenizer
 from spmd_lm.prepare.sources import SourceReader, open_evaluation_texts, open_sources
 from spmd_lm.prepare.tokens import SPLITS, TokenizedChunk, Vocabulary
@@ -50,32 +58,57 @@ def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
     readers, evaluation = open_sources(config), open_evaluation_texts(config)
     with lock_directory(workspace.partial, log, True, key="out"):
         workspace.begin(identity)
-        leaks = index_leaks(config, workspace, evaluation)
-        with Workers(config.processes) as workers, Stages(log) as stages:
-            records, sources = read_documents(
-                ChunkCleaner(config, workspace.read, leaks), workspace, readers, workers, stages
-            )
-            corpus = duplicates.CleanedChunks.of(workspace.read, records)
-            fates = find_duplicates(config, workspace, corpus, workers, stages)
-            vocabulary = make_vocabulary(config, workspace, corpus, fates, stages)
-            tokenized = tokenize(config, workspace, corpus, vocabulary, workers, stages)
-            splits = write_shards(config, workspace, vocabulary, workers, stages)
-        manifest = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "vocab_size": vocabulary.vocab_size,
-            "eos_token_id": vocabulary.eos_token_id,
-            "tokenizer": vocabulary.sha256,
-            "splits": splits,
-            "steps": make_steps(config, records, fates, tokenized),
+        try:
+            leaks = index_leaks(config, workspace, evaluation)
+            with Workers(config.processes) as workers, Stages(log) as stages:
+                cleaner = ChunkCleaner(config, workspace.read, leaks)
+                records, sources = read_documents(cleaner, workspace, readers, workers, stages)
+                made, steps = make_splits(config, workspace, records, workers, stages)
+        except NothingLeftError:
+            workspace.discard()
+            raise
+        manifest = made | {
+            "steps": steps,
             "sources": sources,
             "config": identity["config"],
             "versions": identity["versions"],
         }
-        bad = list(itertools.islice(itertools.chain(*(record.bad for record in records)), 10))
-        report = {"steps": manifest["steps"], "bad": bad, "seconds": stages.seconds, "workers": config.processes}
+        notes = {
+            "bad": first_bad(records),
+            "not_read": [reader.record_unread() for reader in readers if reader.unread],
+            "warnings": find_warnings(config, records, sources, manifest["splits"]),
+        }
+        report = {"steps": steps, **notes, "seconds": stages.seconds, "workers": config.processes}
         workspace.finish(manifest, report)
-    return {"out": str(workspace.out), "finished_before": False, **manifest, "bad": bad}
+    return {"out": str(workspace.out), "finished_before": False, **manifest, **notes}
+
+
+def make_splits(
+    config: Preparation, workspace: Workspace, records: list[ChunkRecord], workers: Workers, stages: Stages
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """From the cleaned documents to shards: what the manifest says of the tokens, and of the steps."""
+    corpus = duplicates.CleanedChunks.of(workspace.read, records)
+    fates = find_duplicates(config, workspace, corpus, workers, stages)
+    if not (fates == duplicates.USED).any():
+        raise NothingLeftError(explain_nothing_left(make_steps(config, records, fates, []), first_bad(records)))
+    vocabulary = make_vocabulary(config, workspace, corpus, fates, stages)
+    tokenized = tokenize(config, workspace, corpus, vocabulary, workers, stages)
+    steps = make_steps(config, records, fates, tokenized)
+    if not any(chunk.documents for chunk in tokenized):
+        raise NothingLeftError(explain_nothing_left(steps, first_bad(records)))
+    made = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "vocab_size": vocabulary.vocab_size,
+        "eos_token_id": vocabulary.eos_token_id,
+        "tokenizer": vocabulary.sha256,
+        "splits": write_shards(config, workspace, vocabulary, workers, stages),
+    }
+    return made, steps
+
+
+def first_bad(records: list[ChunkRecord]) -> list[str]:
+    return [each for record in records for each in record.bad][:MOST_TOLD]
 
 
 def identify(config: Preparation) -> dict[str, Any]:
@@ -124,7 +157,7 @@ def read_documents(
             records.append(record)
             advance(sum(reader.bytes_read for reader in readers))
     if not any(record.raw_documents for record in records):
-        raise DataError(f"sources: no document in {', '.join(reader.source.label for reader in readers)}.")
+        raise NothingLeftError(f"sources: no document in {', '.join(reader.source.label for reader in readers)}.")
     sources = [reader.record() for reader in readers]
     with writing(done_file):
         files.write_atomically(done_file, json.dumps({"chunks": len(records), "sources": sources}))
@@ -198,8 +231,6 @@ def tokenize(
         for chunk in workers.map(tokenizer, range(chunks)):
             done.append(chunk)
             advance(len(done))
-    if not any(chunk.documents for chunk in done):
-        raise DataError("sources: no document is left. Lower steps.min_tokens, or name other sources.")
     return done
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from spmd_lm.config.load import make_layer, merge_trees, read_yaml_file
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.config.suggest import BOUNDS, TYPES, did_you_mean
 from spmd_lm.config.syntax import read
 from spmd_lm.errors import ConfigError
@@ -21,6 +22,9 @@ def read_recipe(path: Path, overrides: Iterable[str] = ()) -> Preparation:
     tree = read_yaml_file(str(path), str(path), problems)
     if problems or tree is None:
         raise ConfigError(*(problems or [f"{path}: empty. Give sources and out."]))
+    if tree.keys() & {"base", *RunConfig.model_fields}:
+        what = "this is a configuration of a run, not a recipe, which has sources and out (configs/prepare)"
+        raise ConfigError(f"{path}: {what}. Run `spmd-lm train {path}`, or give a recipe.")
     try:
         return Preparation.model_validate(merge_trees(tree, parse_overrides(overrides)))
     except ValidationError as error:

@@ -11,12 +11,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from spmd_lm.prepare.chunks import ChunkRecord
+from spmd_lm.prepare.chunks import MOST_TOLD, ChunkRecord
 from spmd_lm.prepare.duplicates import EXACT, NEAR, count_fates
 from spmd_lm.prepare.schema import Preparation
 from spmd_lm.prepare.tokens import TokenizedChunk
-from spmd_lm.runtime.formatting import format_duration, format_table
+from spmd_lm.runtime.formatting import format_duration, format_table, pluralize
 from spmd_lm.runtime.outputs import unfailing
+
+BAD_IN_ERROR = 3  # bad documents that an error tells
 
 
 class Stages:
@@ -72,6 +74,41 @@ def make_steps(
     return told
 
 
+def explain_nothing_left(steps: list[dict[str, Any]], bad: list[str]) -> str:
+    """Why, and what to do."""
+    removed = {step["name"]: step for step in steps if step["out"] < step["in"]}
+    told = [f"{name} removed {s['in'] - s['out']:,} ({format_reasons(s['reasons'])})" for name, s in removed.items()]
+    ways = {"read": "mend the sources", "min_tokens": "lower steps.min_tokens"}
+    ways |= {name: f"leave out steps.{name}" for name in ("language", "leaks")}
+    way = ", or ".join(ways[name] for name in removed if name in ways).capitalize()
+    lines = [f"no document is left of {steps[0]['in']:,}: {', '.join(told)}", *bad[:BAD_IN_ERROR]]
+    return f"sources: {'; '.join(lines)}. {way}."
+
+
+def find_warnings(
+    config: Preparation, records: list[ChunkRecord], sources: list[dict[str, Any]], splits: dict[str, Any]
+) -> list[str]:
+    """Sources, and files of lines, that have no document though they have bytes; and splits that have none."""
+    texts, problems = Counter[tuple[int, str]](), dict[tuple[int, str], str]()
+    for index, file, count, problem in (each for record in records for each in record.read):
+        for key in dict.fromkeys([(index, ""), (index, file)]):
+            texts[key] += count
+            problems[key] = problems.get(key) or problem
+    told = []
+    for i, (source, about) in enumerate(zip(config.sources, sources, strict=True)):
+        unread = {file: (at, file) for at, file in texts if at == i and not texts[at, file]}
+        if not texts[i, ""]:  # none of its files
+            unread = {source.label: (i, "")} if about.get("bytes", 1) else {}
+        told += [f"{name}: not one document of it was read: {problems.get(unread[name], 'none')}." for name in unread]
+    if len(told) > MOST_TOLD:
+        told[MOST_TOLD:] = [f"and not one of {len(told) - MOST_TOLD} more files."]
+    for name, split in splits.items():
+        if not split["documents"] and getattr(config.split, name, True):
+            way = "Name more sources" if name == "train" else f"Raise split.{name}, or name more sources"
+            told.append(f"no document is in the split {name}. {way}.")
+    return told
+
+
 STEP_ORDER = ("language", "leaks", "exact_duplicates", "near_duplicates", "min_tokens")
 
 
@@ -79,11 +116,19 @@ def render_report(report: dict[str, Any]) -> str:
     """For people."""
     rows = [("step", "in", "out", "")]
     for step in report["steps"]:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in step["reasons"].items())
-        rows.append((step["name"], f"{step['in']:,}", f"{step['out']:,}", reasons))
+        rows.append((step["name"], f"{step['in']:,}", f"{step['out']:,}", format_reasons(step["reasons"])))
     shards = [("split", "shards", "documents", "tokens")]
     for name, split in report["splits"].items():
         shards.append((name, str(len(split["shards"])), f"{split['documents']:,}", f"{split['tokens']:,}"))
     bad = [f"bad input: {line}" for line in report.get("bad", [])]
+    for each in report.get("not_read", []):
+        count = pluralize(each["files"], "file")
+        bad.append(f"not read: {each['path']}: {count}: {format_reasons(each['suffixes'])}. Name them by a glob.")
     done = "was finished before, and is left as it is" if report["finished_before"] else "finished"
-    return "\n".join([*bad, *format_table(rows), "", *format_table(shards), "", f"{report['out']}: {done}"])
+    warnings = [f"warning: {line}" for line in report.get("warnings", [])]
+    tables = [*format_table(rows), "", *format_table(shards), ""]
+    return "\n".join([*bad, *tables, f"{report['out']}: {done}", *warnings])
+
+
+def format_reasons(reasons: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in reasons.items())

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from spmd_lm.config.data_sections import TRAINED_TOKENIZERS
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import Count, CountOrZero, ValidPath
 
@@ -58,7 +59,7 @@ class NearDuplicates(Section):
 
 
 class Leaks(Section):
-    files: list[ValidPath] | None = None  # evaluation texts; of JSON lines every text in them
+    files: list[ValidPath] | None = None  # evaluation texts; of JSON lines every text, of a directory all files
     ngram: Annotated[int, Field(ge=2, le=100)] = 13  # lower-case words in a row that no document may share with them
     titles: ValidPath | None = None  # file with a title per line, of documents to remove
 
@@ -84,7 +85,7 @@ class CleaningSteps(Section):
     """In the order in which they run; min_tokens comes last, when documents are tokenized."""
 
     utf8: Literal["repair", "refuse"] = "refuse"  # repair: by ftfy; refuse: what is not UTF-8 is bad input
-    # module:function of a text, which says whether to use it
+    # module:function of a text, which says whether to use it; found on PYTHONPATH
     language: Annotated[str, AfterValidator(hook)] | None = None
     leaks: Leaks | None = None  # documents that evaluation texts are found in
     exact_duplicates: bool = False  # documents that differ in white space alone
@@ -110,6 +111,12 @@ def as_sources(values: Any) -> Any:
     )
 
 
+def not_trained(name: str) -> str:
+    if name in TRAINED_TOKENIZERS:
+        raise PydanticCustomError("trained", f"expected {{train: {name}, vocab_size: 32000}}, or a vocabulary's path")
+    return name
+
+
 def tokenizer_tag(value: Any) -> str:
     return UNION_TAGS[isinstance(value, dict | TrainedTokenizer)]
 
@@ -120,7 +127,8 @@ class Preparation(Section):
     out: ValidPath  # the directory to make
     # `bytes`, the path of a vocabulary, or one to train on the training split
     tokenizer: Annotated[
-        Annotated[ValidPath, Tag(UNION_TAGS[0])] | Annotated[TrainedTokenizer, Tag(UNION_TAGS[1])],
+        Annotated[ValidPath, AfterValidator(not_trained), Tag(UNION_TAGS[0])]
+        | Annotated[TrainedTokenizer, Tag(UNION_TAGS[1])],
         Discriminator(tokenizer_tag),
     ] = "bytes"
     steps: CleaningSteps = CleaningSteps()  # what removes documents

@@ -9,7 +9,8 @@ import os
 import stat
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,8 +22,10 @@ from spmd_lm.prepare.streams import DAMAGE, HashingFile, decompressed, documents
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")  # a document a line
 COMPRESSED = (".gz", ".zst")
-SEARCHED = (".parquet", *(kind + end for kind in (*SUFFIXES, *JSON_SUFFIXES) for end in ("", *COMPRESSED)))
+LINES_OR_TEXT = (*SUFFIXES, *JSON_SUFFIXES)
+SEARCHED = (".parquet", *(kind + end for kind in LINES_OR_TEXT for end in ("", *COMPRESSED)))
 """How the names of files end that a directory is searched for."""
+ALL_FILES = ("",)
 
 PYTHON_STDLIB = "python-stdlib"
 PARQUET_ROWS = 256  # read at a time
@@ -45,11 +48,16 @@ class RawDocument(NamedTuple):
 
 
 class SourceReader:
-    """A source's files, found; `documents` reads them.  DataError for a source that has none."""
+    """A source's files, found; `documents` reads them.  DataError for a source that has none.
 
-    def __init__(self, index: int, source: Source, most: int, key: str = "sources"):
-        """most: bytes of a document.  key: of the list that the source is in."""
-        self.index, self.source, self.most = index, source, most
+    unread: files of a directory that are not read, by how their names end."""
+
+    def __init__(
+        self, index: int, source: Source, most: int, key: str = "sources", suffixes: tuple[str, ...] = SEARCHED
+    ):
+        """most: bytes of a document.  key: of the list that the source is in.  suffixes: of a directory's files."""
+        self.index, self.source, self.most, self.suffixes = index, source, most, suffixes
+        self.unread = Counter[str]()
         self.sha256, self.bytes_read, self.files_read = hashlib.sha256(), 0, 0
         self.where = f"{key}[{index}]={source.label}"
         self.paths = [] if source.dataset or source.path == "-" else self._find_files()
@@ -69,6 +77,9 @@ class SourceReader:
             return {"dataset": self.source.dataset, "name": self.source.name, "split": self.source.split}
         digest = self.sha256.hexdigest()
         return {"path": self.source.path, "files": self.files_read, "bytes": self.bytes_read, "sha256": digest}
+
+    def record_unread(self) -> dict[str, Any]:
+        return {"path": self.source.label, "files": self.unread.total(), "suffixes": dict(self.unread.most_common())}
 
     def documents(self) -> Iterator[RawDocument]:
         if self.source.dataset:
@@ -135,20 +146,27 @@ class SourceReader:
             yield RawDocument(self.index, str(path), row + 1, b"", problem=f"damaged parquet: {error!s:.100}")
 
     def _dataset(self) -> Iterator[RawDocument]:
-        datasets = require_datasets(self.where)
-        name, split = str(self.source.dataset), self.source.split
+        name = str(self.source.dataset)
+        try:
+            for row, value in enumerate(self._rows(), 1):
+                detail = missing_text(self.source, value)
+                yield self._keyed(name, row, value.get(self.source.text), value.get(self.source.title), detail)
+        except Exception as error:  # of many kinds: of its own, of the network's libraries
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            advice = "Look for its id, name and split, and at the network, or give a directory of it"
+            raise DataError(f"{self.where}: cannot be loaded: {what}. {advice}.") from error
+
+    def _rows(self) -> Iterable[dict[str, Any]]:
+        datasets, name, split = require_datasets(self.where), str(self.source.dataset), self.source.split
         if any(os.path.isfile(os.path.join(name, file)) for file in ("state.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(name)
-            rows = loaded[split] if isinstance(loaded, dict) else loaded
-        else:
-            rows = datasets.load_dataset(name, self.source.name, split=split, streaming=True)  # runs no code of its own
-        for row, value in enumerate(rows, 1):
-            yield self._keyed(name, row, value.get(self.source.text), value.get(self.source.title))
+            return loaded[split] if isinstance(loaded, dict) else loaded
+        return datasets.load_dataset(name, self.source.name, split=split, streaming=True)  # runs no code of its own
 
-    def _keyed(self, file: str, row: int, text: Any, title: Any) -> RawDocument:
-        """A row of a table."""
+    def _keyed(self, file: str, row: int, text: Any, title: Any, detail: str = "not text") -> RawDocument:
+        """A row of a table.  detail: why, where it has no text."""
         data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else b""
-        problem = "" if isinstance(text, str) else f"no text under '{self.source.text}'"
+        problem = "" if isinstance(text, str) else f"no text under '{self.source.text}': {detail}"
         if len(data) > self.most:
             data, problem = b"", f"longer than {self.most:,} bytes"
         return RawDocument(
@@ -164,13 +182,19 @@ class SourceReader:
         pattern = str(self.source.path)
         if pattern == PYTHON_STDLIB:
             root = Path(sysconfig.get_path("stdlib"))
-            found = [each for each in walk_sources(root, (".py",)) if not EXCLUDED.intersection(each[0].parts)]
-            return [each for each in found if not each[0].name.startswith("_sysconfigdata")]
+            paths = [each for each in visible_files(root) if not EXCLUDED.intersection(each.parts)]
+            names = [(each, each.name) for each in paths]
+            paths = [each for each, name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+            return check_links(root, paths)
         path = Path(pattern).expanduser()
         try:
             if path.is_dir():
-                found = walk_sources(path, SEARCHED)
-                problem = f"no file in this directory ends in {', '.join(SEARCHED[:6:3])} .. Name others by a glob"
+                present = visible_files(path)
+                self.unread.update(ending(each) for each in present if not each.name.endswith(self.suffixes))
+                found = check_links(path, [each for each in present if each.name.endswith(self.suffixes)])
+                problem = (
+                    f"no file in this directory ends in {', '.join(LINES_OR_TEXT)}, .parquet. Name others by a glob"
+                )
             elif os.path.lexists(path):
                 if not stat.S_ISREG(path.stat().st_mode):
                     raise DataError(f"{self.where}: not a regular file. Name a file, a glob or a directory.")
@@ -186,16 +210,34 @@ class SourceReader:
         return found
 
 
-def walk_sources(root: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
-    """Files below a directory, sorted; not hidden ones.  A link that leads out of it is a problem, not followed."""
+def visible_files(root: Path) -> list[Path]:
+    """Below a directory, sorted; not hidden ones."""
+    found = sorted(files.walk_files(root))
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+
+
+def check_links(root: Path, paths: list[Path]) -> list[tuple[Path, str]]:
+    """Paths with their problem: that a link leads out of the directory, and is not followed."""
     inside = os.path.realpath(root)
-    found = []
-    for path in sorted(files.walk_files(root)):
-        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-        if path.name.endswith(suffixes) and not hidden:
-            is_inside = Path(os.path.realpath(path)).is_relative_to(inside)
-            found.append((path, "" if is_inside else "a link out of the directory"))
-    return found
+    is_inside = [Path(os.path.realpath(path)).is_relative_to(inside) for path in paths]
+    return [(path, "" if yes else "a link out of the directory") for path, yes in zip(paths, is_inside, strict=True)]
+
+
+def ending(path: Path) -> str:
+    """The suffix of a name, with the one before a compression's."""
+    return "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED else path.suffix or "no suffix"
+
+
+def missing_text(source: Source, value: dict[str, Any]) -> str:
+    """Why keys have no text where the source says, and where they may have it."""
+    if source.text in value:
+        return "not text"
+    told = f"it has {', '.join(map(str, [*value][:5])) or 'no keys'}"[:80]
+    lengths = {str(key): len(each) for key, each in value.items() if isinstance(each, str)}
+    if not lengths:
+        return told
+    origin = "path" if source.path else "dataset"
+    return f"{told}: write {{{origin}: {source.label}, text: {max(lengths, key=lengths.__getitem__):.40}}}"
 
 
 def format_of(path: Path) -> str:
@@ -224,7 +266,8 @@ def open_sources(config: Preparation) -> list[SourceReader]:
 
 
 def open_evaluation_texts(config: Preparation) -> list[SourceReader]:
-    """Those of steps.leaks.files; raises as `open_sources` does."""
+    """Those of steps.leaks.files, of a directory all files; raises as `open_sources` does."""
     names = config.steps.leaks.files if config.steps.leaks else None
     sources = [Source(path=name) for name in names or []]
-    return [SourceReader(i, each, config.max_document_bytes, "steps.leaks.files") for i, each in enumerate(sources)]
+    key, most = "steps.leaks.files", config.max_document_bytes
+    return [SourceReader(i, each, most, key, ALL_FILES) for i, each in enumerate(sources)]

@@ -7,8 +7,7 @@ import numpy as np
 
 from spmd_lm.data.tokenizers.training import train_bpe, train_wordpiece
 from spmd_lm.data.tokenizers.vocabulary import write_vocabulary
-from spmd_lm.errors import DataError
-from spmd_lm.prepare.chunks import map_array, texts_of_chunk
+from spmd_lm.prepare.chunks import NothingLeftError, map_array, texts_of_chunk
 from spmd_lm.prepare.duplicates import USED, CleanedChunks
 from spmd_lm.prepare.schema import SplitShares, TrainedTokenizer
 from spmd_lm.prepare.tokens import split_of
@@ -17,13 +16,16 @@ from spmd_lm.prepare.tokens import split_of
 def train_tokenizer(
     settings: TrainedTokenizer, corpus: CleanedChunks, fates: np.ndarray, shares: SplitShares, directory: Path
 ) -> None:
-    """Writes tokenizer.json into the directory.  DataError if there is no text to train on."""
+    """Writes tokenizer.json into the directory.  NothingLeftError if there is no text to train on."""
 
     def texts() -> Iterator[str]:
         return training_texts(corpus, fates, shares, settings.sample_bytes)
 
     if next(texts(), None) is None:
-        raise DataError("tokenizer: no document is left to train on. Remove fewer of them, or give a vocabulary.")
+        raise NothingLeftError(
+            "tokenizer: no document is in the training split, to train it on. Lower split.validation and split.test, "
+            "or give a vocabulary."
+        )
     if settings.train == "bpe":
         trained = train_bpe(settings.vocab_size, texts)
     else:

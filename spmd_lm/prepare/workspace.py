@@ -6,10 +6,12 @@ alone."""
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from spmd_lm import files
+from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.data.token_files.dataset import FORMAT, MANIFEST
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.outputs import writing
@@ -39,9 +41,11 @@ class Workspace:
         if manifest.get("format") != FORMAT:
             raise ConfigError(f"out={self.out}: its {MANIFEST} is not one of ours. Choose another out.")
         if found := differing(manifest.get("config"), identity["config"]):
-            raise ConfigError(f"out={self.out}: a data set with another {found}. Choose another out.")
+            what = f"a data set that was made with a different value of {found}"
+            raise ConfigError(f"out={self.out}: {what}. Remove this directory, or choose another out.")
         if identity["tokenizer"] not in (None, manifest.get("tokenizer")):
-            raise ConfigError(f"out={self.out}: a data set of another vocabulary. Choose another out.")
+            what = "a data set of another vocabulary"
+            raise ConfigError(f"out={self.out}: {what}. Remove this directory, or choose another out.")
         if read_object(self.partial / IDENTITY) is not None:  # ended before it was removed
             self._remove_partial()
         return manifest
@@ -56,7 +60,7 @@ class Workspace:
                     what = f"{directory}: exists and is not a data set that was begun (it contains {others[0]})"
                     raise ConfigError(f"{what}. Nothing is overwritten; choose another out.")
         elif key := differing(found, identity):
-            what = f"{self.partial}: begun with another {key}"
+            what = f"{self.partial}: begun with a different value of {key}"
             raise ConfigError(
                 f"{what}. Go on with that one, remove the directory and {self.out}, or choose another out."
             )
@@ -71,6 +75,13 @@ class Workspace:
         for name, value in ((REPORT, report), (MANIFEST, manifest)):
             with writing(self.out / name):
                 files.write_atomically(self.out / name, json.dumps(value, indent=1) + "\n")
+        self._remove_partial()
+
+    def discard(self) -> None:
+        """Removes both directories before there is a shard: of all that is in them nobody has a use."""
+        shutil.rmtree(self.out / TOKENIZER_DIR, ignore_errors=True)
+        with suppress(OSError):
+            self.out.rmdir()
         self._remove_partial()
 
     def _remove_partial(self) -> None:

@@ -208,3 +208,26 @@ def test_a_full_disk_ends_in_a_line_and_leaves_no_half_file(tmp_path, monkeypatc
     assert not files
     monkeypatch.chdir(tmp_path)
     assert main(["prepare", "r.yaml"]) == 0 and len(texts(tmp_path / "out")) == 1
+
+
+def test_where_no_document_is_left_it_says_why_and_leaves_nothing(tmp_path):
+    """So that the same command, mended, makes the data set."""
+    source = tmp_path / "race.jsonl"
+    source.write_text('{"article": "An article.", "questions": ["q"]}\n' * 3)
+    with pytest.raises(DataError) as told:
+        make(tmp_path / "out", source)
+    why = f"no text under 'text' (it has article, questions: write {{path: {source}, text: article}})"
+    bad = "".join(f"; {source}:{line}: {why}" for line in (1, 2, 3))
+    removed = "read removed 3 (no text under 'text' 3)"
+    assert str(told.value) == f"sources: no document is left of 3: {removed}{bad}. Mend the sources."
+    right = {"path": str(source), "text": "article"}
+    for tokenizer in ({"train": "bpe", "vocab_size": 300}, "bytes"):
+        with pytest.raises(
+            DataError, match=r"min_tokens removed 3 \(fewer than 99 tokens 3\)\. Lower steps\.min_tokens"
+        ):
+            make(tmp_path / "out", [right], steps={"min_tokens": 99}, tokenizer=tokenizer)
+        assert [path.name for path in tmp_path.iterdir()] == ["race.jsonl"]
+    with pytest.raises(DataError, match="no document is in the training split"):
+        make(tmp_path / "out", [right], split={"validation": 0.999}, tokenizer={"train": "bpe", "vocab_size": 300})
+    make(tmp_path / "out", [right])
+    assert texts(tmp_path / "out") == ["An article."] * 3

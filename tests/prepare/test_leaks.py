@@ -45,3 +45,18 @@ def test_an_evaluation_text_that_is_damaged_ends_it(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match=r"eval\.jsonl:1: steps\.leaks\.files: .*Mend it"):
         make(tmp_path / "out", tmp_path / "a.txt", steps={"leaks": {"files": [str(tmp_path / "eval.jsonl")]}})
+
+
+def test_every_file_of_a_directory_of_evaluation_texts_counts_but_hidden_ones(tmp_path):
+    """Whatever its name ends with: a text that is not looked for stays in the training data."""
+    (tmp_path / "evals/.git").mkdir(parents=True)
+    names = ["wiki.test.tokens", "README", "deep.bin", ".hidden", ".git/config"]
+    found = {name: sentence(seed, 20) for seed, name in enumerate(names)}
+    for name, text in found.items():
+        (tmp_path / "evals" / name).write_text(text)
+    source = write_lines(tmp_path / "a.jsonl", [{"text": f"so {text} it"} for text in found.values()])
+    report = make(tmp_path / "out", source, steps={"leaks": {"files": [str(tmp_path / "evals")]}})
+    assert step(report, "leaks")["reasons"] == {"13-gram": 3}
+    (tmp_path / "evals/picture.png").write_bytes(b"\x89PNG")
+    with pytest.raises(DataError, match=r"picture\.png: steps\.leaks\.files: .* of a directory by a glob"):
+        make(tmp_path / "new", source, steps={"leaks": {"files": [str(tmp_path / "evals")]}})

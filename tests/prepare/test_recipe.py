@@ -88,3 +88,23 @@ def test_a_language_hook_says_what_goes_on(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("letters\nfives\n")
     with pytest.raises(DataError, match=r"a\.txt:2: steps\.language=hooks:check raised ZeroDivisionError"):
         make(tmp_path / "new", [source], steps={"language": "hooks:check"})
+
+
+def test_a_run_s_configuration_is_no_recipe(tmp_path):
+    for name in ("configs/quickstart.yaml", "configs/gpt2/124m.yaml"):
+        with pytest.raises(
+            ConfigError, match=rf"^{name}: this is a configuration of a run.* Run `spmd-lm train {name}`"
+        ):
+            read_recipe(Path(name))
+
+
+def test_a_tokenizer_to_train_and_that_of_a_data_set_are_told_how_to_write(tmp_path):
+    (tmp_path / "r.yaml").write_text("sources: [a]\nout: b\n")
+    with pytest.raises(ConfigError, match=r"tokenizer: expected {train: bpe, vocab_size: 32000}, .* got 'bpe'"):
+        read_recipe(tmp_path / "r.yaml", ["tokenizer=bpe"])
+    source = tmp_path / "a.txt"
+    source.write_text("text")
+    make(tmp_path / "first", source, tokenizer={"train": "bpe", "vocab_size": 300})
+    with pytest.raises(DataError, match=rf"tokenizer={tmp_path}/first: .* Did you mean {tmp_path}/first/tokenizer\?"):
+        make(tmp_path / "second", source, tokenizer=str(tmp_path / "first"))
+    make(tmp_path / "second", source, tokenizer=str(tmp_path / "first/tokenizer"))

@@ -134,7 +134,10 @@ def test_a_finished_data_set_is_told_and_left_alone(tmp_path, capsys):
     assert result["finished_before"] and result["splits"]["train"]["tokens"] == 5
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert main(["prepare", recipe, "split.validation=0.0", "steps.min_tokens=2"]) == Exit.CONFIG
-    assert "a data set with another steps.min_tokens. Choose another out." in capsys.readouterr().err
+    assert (
+        "made with a different value of steps.min_tokens. Remove this directory, or choose another out."
+        in capsys.readouterr().err
+    )
 
 
 def test_what_is_left_of_a_start_that_was_killed_while_it_tidied_up_goes(tmp_path, monkeypatch):
@@ -167,7 +170,9 @@ def test_what_was_begun_with_another_configuration_or_other_files_is_refused(tmp
     write_lines(source, [{"text": "one"}, {"text": 2}])
     with pytest.raises(DataError, match="no text"):
         make(tmp_path / "out", source, on_bad="error")
-    with pytest.raises(ConfigError, match=r"begun with another config\.steps\.min_tokens\. Go on with that one"):
+    with pytest.raises(
+        ConfigError, match=r"begun with a different value of config\.steps\.min_tokens\. Go on with that one"
+    ):
         make(tmp_path / "out", source, steps={"min_tokens": 1})
     make(tmp_path / "out", source, on_bad="skip")  # as the error says
     assert texts(tmp_path / "out") == ["one"]

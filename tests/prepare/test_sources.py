@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import spmd_lm
-from spmd_lm.errors import DataError
+from spmd_lm.cli import main
+from spmd_lm.errors import DataError, Exit
 from spmd_lm.prepare import sources as sources_module
+from spmd_lm.prepare.report import render_report
 from tests.prepare.corpora import make, texts, write_lines
 
 
@@ -107,3 +109,54 @@ def test_a_hugging_face_data_set(tmp_path, monkeypatch):
     ]  # and no code of the data set's
     assert texts(tmp_path / "out") == ["one", "two", "disk"]
     assert report["sources"][0] == {"dataset": "some/thing", "name": "en", "split": "validation"}
+
+
+def test_files_of_a_directory_that_are_not_read_are_told(tmp_path):
+    """In the reports; the manifest has the same bytes with and without them."""
+    for name in ("a.txt", "b.tex", "c.tex", "d.tar.gz", "Makefile", ".hidden.tex"):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text("text")
+    report = make(tmp_path / "out", tmp_path / "in")
+    unread = {"path": str(tmp_path / "in"), "files": 4, "suffixes": {".tex": 2, ".tar.gz": 1, "no suffix": 1}}
+    assert report["not_read"] == [unread] == json.loads((tmp_path / "out/report.json").read_text())["not_read"]
+    line = f"not read: {tmp_path / 'in'}: 4 files: .tex 2, no suffix 1, .tar.gz 1. Name them by a glob."
+    assert line in render_report(report).splitlines()
+    assert "not_read" not in json.loads((tmp_path / "out/manifest.json").read_text())
+
+
+def test_sources_and_files_that_nothing_was_read_of_are_told(tmp_path):
+    """Those that are empty are not: they have nothing to read."""
+    (tmp_path / "in").mkdir()
+    good = write_lines(tmp_path / "in/good.jsonl", [{"text": "one"}])
+    bad = write_lines(tmp_path / "in/bad.jsonl", [{"id": "1", "article": "a text", "questions": []}] * 2)
+    (tmp_path / "empty.txt").write_text("")
+    report = make(tmp_path / "out", [str(tmp_path / "in"), bad, good, str(tmp_path / "empty.txt")])
+    why = "not one document of it was read: no text under 'text' (it has id, article, questions: write {path:"
+    assert report["warnings"] == [
+        f"{bad}: {why} {tmp_path / 'in'}, text: article}}).",
+        f"{bad}: {why} {bad}, text: article}}).",
+    ]
+    assert render_report(report).splitlines()[-1] == f"warning: {report['warnings'][1]}"
+    report = make(tmp_path / "two", good, split={"validation": 0.001})
+    assert report["warnings"] == [
+        "no document is in the split validation. Raise split.validation, or name more sources."
+    ]
+
+
+def test_a_data_set_that_cannot_be_loaded_is_told_in_a_line(tmp_path, monkeypatch, capsys):
+    def load_dataset(*_, **options):
+        raise ConnectionError("Couldn't reach\nthe Hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    (tmp_path / "r.yaml").write_text(f"sources: [{{dataset: some/thing}}]\nout: {tmp_path}/out\nworkers: 1\n")
+    assert main(["prepare", str(tmp_path / "r.yaml")]) == Exit.DATA
+    told = capsys.readouterr().err
+    cause = "cannot be loaded: ConnectionError: Couldn't reach the Hub. Look for its id"
+    assert f"error: sources[0]=some/thing: {cause}" in told and "Traceback" not in told
+
+
+def test_keys_of_a_data_set_without_the_text_are_told(tmp_path, monkeypatch):
+    rows = [{"body": "one"}]
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *_, **options: iter(rows)))
+    with pytest.raises(DataError, match=r"\(it has body: write \{dataset: some/thing, text: body\}\)"):
+        make(tmp_path / "out", [{"dataset": "some/thing"}])

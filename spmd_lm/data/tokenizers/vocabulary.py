@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from spmd_lm import files
-from spmd_lm.config.load import VOCABULARY_FILES
+from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, saved_tokenizer
 from spmd_lm.data.tokenizers import trial
 from spmd_lm.errors import DataError, UserError
 
@@ -72,7 +72,8 @@ def _find_file(name: str) -> Path:
     for file in VOCABULARY_FILES:
         if os.path.isfile(path / file):
             return path / file
-    raise DataError(f"{where}: this directory has no {', '.join(VOCABULARY_FILES)}. Name one that has, or `bytes`.")
+    way = f"Did you mean {path / TOKENIZER_DIR}?" if saved_tokenizer(path) else "Name one that has, or `bytes`."
+    raise DataError(f"{where}: this directory has no {', '.join(VOCABULARY_FILES)}. {way}")
 
 
 def vocabulary_hash(name: str) -> str:
