@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.config.data_sections import Tokens
 from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import CausalLM, RunConfig
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.data.corpus import Corpus, load_data
-from spmd_lm.data.token_files.dataset import TokenDataset
-from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
-from spmd_lm.errors import ConfigError
+from spmd_lm.data.token_files.dataset import TokenDataset, open_test_splits
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.evaluation.continuations import Encoder
 from spmd_lm.evaluation.scoring import Scorer
 from spmd_lm.evaluation.tasks.task import EvalTask, TaskInput, find_tasks
@@ -48,15 +49,35 @@ def make_tasks(config: RunConfig, specs: Sequence[str], stride: int | None = Non
     check_stride(stride, config.model.context, [kind for kind, _ in parsed])
     encoder = Encoder(make_tokenizer(data_of_run(config)), config.model.vocab)
 
-    def validation() -> np.ndarray:
-        data = load_data(data_of_run(config), config.train.seed, config.model.vocab)
-        if isinstance(data, TokenDataset):
-            splits = [corpus.validation for corpus in data.corpora]
-            return np.concatenate([split.read(np.zeros(1, np.int64), split.size)[0] for split in splits if split.size])
-        assert isinstance(data, Corpus)
-        return data.validation
+    def split(name: str) -> np.ndarray:
+        ids = read_split(config, encoder.tokenizer, name)
+        if len(ids) < 2:
+            way = "Raise data.validation_fraction"
+            if isinstance(config.data, Tokens):
+                way = f"Raise split.{name} where the data is prepared"
+            raise DataError(f"--task {name}: the split has {len(ids)} tokens. {way}.")
+        return ids
 
-    return [kind(TaskInput(path, encoder, config.model.context, stride, validation)) for kind, path in parsed]
+    return [kind(TaskInput(path, encoder, config.model.context, stride, split)) for kind, path in parsed]
+
+
+def read_split(config: RunConfig, tokenizer: Tokenizer, name: str) -> np.ndarray:
+    """All tokens of the run's validation or test split, those of a blend one corpus after another [K]."""
+    section = data_of_run(config)
+    if name == "test" and not isinstance(section, Tokens):
+        what = f"data.source={section.source} has no test split, as data sets of `spmd-lm prepare` may have"
+        raise ConfigError(f"--task test: {what}. Use --task validation.")
+    if name == "test":
+        assert isinstance(section, Tokens)
+        splits = open_test_splits(section, tokenizer, config.model.vocab)
+    else:
+        data = load_data(section, config.train.seed, config.model.vocab)
+        if isinstance(data, Corpus):
+            return data.validation
+        assert isinstance(data, TokenDataset)
+        splits = [corpus.validation for corpus in data.corpora]
+    parts = [split.read(np.zeros(1, np.int64), split.size)[0] for split in splits if split.size]
+    return np.concatenate([np.empty(0, np.int32), *parts])
 
 
 def parse_task(spec: str) -> tuple[type[EvalTask], str]:

@@ -19,6 +19,7 @@ from spmd_lm.evaluation.tasks.lambada import last_word
 from spmd_lm.evaluation.tasks.task import find_tasks
 from spmd_lm.evaluation.tasks.wikitext import count_words, detokenize
 from spmd_lm.evaluation.zero_shot import evaluate_tasks, make_tasks, require_causal
+from tests.data.token_files.conftest import write_dataset
 from tests.evaluation.items import write_items, write_lines
 from tests.helpers import ORIGINAL_BERT, TASKS, make_config
 from tests.published import published
@@ -97,8 +98,31 @@ def test_published_passages_and_articles(tmp_path):
     assert len(race.label) == 1436 and len(race.windows.start) == 4 * 1436 and not race.truncated
 
 
+def test_the_test_split_of_prepared_data_is_scored(tmp_path):
+    """Of a blend those of all data sets that have one."""
+    for name, splits in {"a": ["train", "test"], "b": ["train"], "c": ["train", "test"]}.items():
+        given = {split: [[[97 + i, 98, 99]]] for i, split in enumerate(splits)} | {"validation": []}
+        write_dataset(tmp_path / name, given, vocab=256, eos=0)
+
+    def task(*names: str):
+        blend = [{"path": str(tmp_path / name), "weight": 1.0} for name in names]
+        config = make_config(model={"vocab": 256}, data={"source": "tokens", "blend": blend})
+        (made,) = make_tasks(config, ["test"])
+        return made
+
+    assert task("a").windows.tokens.tolist() == [98, 98, 99, 0] and task("a").num_bytes == 3
+    assert task("a", "b", "c").num_tokens == 8
+    with pytest.raises(DataError, match=r"--task test: no test split in .*/b\. Prepare it with .* split\.test=0\.01"):
+        task("b")
+    with pytest.raises(ConfigError, match=r"--task test: data\.source=text has no test split.* Use --task validation"):
+        make_tasks(CONFIG, ["test"])
+    config = make_config(model={"vocab": 256}, data={"source": "tokens", "path": str(tmp_path / "a")})
+    with pytest.raises(DataError, match=r"the split has 0 tokens\. Raise split\.validation where the data is prepared"):
+        make_tasks(config, ["validation"])
+
+
 def test_tasks_are_found_in_their_package():
-    assert [*find_tasks()] == ["choice", "lambada", "race", "text", "validation", "wikitext"]
+    assert [*find_tasks()] == ["choice", "lambada", "race", "test", "text", "validation", "wikitext"]
 
 
 @given(st.text(alphabet="ab \n", min_size=1, max_size=12), st.text(alphabet="ab ", min_size=1, max_size=6))
@@ -255,13 +279,13 @@ def test_an_empty_context_needs_a_token_that_starts_a_document(tmp_path):
     ("tasks", "stride", "message"),
     [
         (["lambda=x"], None, "--task lambda=x: no task 'lambda'. Did you mean lambada"),
-        (["nope"], None, "no task 'nope'. Tasks: choice, lambada, race, text, validation, wikitext."),
+        (["nope"], None, "no task 'nope'. Tasks: choice, lambada, race, test, text, validation, wikitext."),
         (["lambada"], None, "--task lambada: no file is named. Write --task lambada=PATH."),
         (["validation=x"], None, "--task validation=x: this task reads the run's own data."),
         (["text=TEXT", "text=TEXT"], None, "--task text is given twice"),
         (["text=TEXT"], 17, "--stride 17: windows of model.context=16 tokens move by 1 to 16.* Use --stride 16."),
         (["text=TEXT"], 0, "--stride 0: .* Use --stride 1."),
-        (["lambada=TEXT"], 4, "--stride 4: no task here has windows that move; text, validation, wikitext have."),
+        (["lambada=TEXT"], 4, "--stride 4: no task here has windows that move; test, text, validation, wikitext have."),
         ([], 4, "--stride 4: no task here"),
     ],
 )

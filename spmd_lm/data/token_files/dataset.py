@@ -88,10 +88,7 @@ def _open_corpus(path: str, weight: float, data: Tokens, tokenizer: Tokenizer, v
     else:
         manifest = read_manifest(root)
         _require_tokenizer(manifest, root, data)
-        splits = [[open_shard(root / name) for name in manifest["splits"][split]["shards"]] for split in READ_SPLITS]
-        for header in (shard.header for shards in splits for shard in shards):
-            if (header.tokenizer, header.eos_token_id) != (manifest["tokenizer"], manifest["eos_token_id"]):
-                raise damaged(root / MANIFEST, "its shards are of another tokenizer")
+        splits = [_open_shards(root, manifest, split) for split in READ_SPLITS]
         separator = manifest["eos_token_id"]
         checksums = [[(s.header.idx_crc32, s.header.block_crc32) for s in shards] for shards in splits]
         identity = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
@@ -100,6 +97,32 @@ def _open_corpus(path: str, weight: float, data: Tokens, tokenizer: Tokenizer, v
     if not train.size:
         raise DataError(f"{path}: its training split has no tokens. Prepare more text, or leave it out of data.blend.")
     return TokenCorpus(path, weight, train, validation, documents, identity)
+
+
+def _open_shards(root: Path, manifest: dict[str, Any], split: str) -> list[Shard]:
+    shards = [open_shard(root / name) for name in manifest["splits"][split]["shards"]]
+    for header in (shard.header for shard in shards):
+        if (header.tokenizer, header.eos_token_id) != (manifest["tokenizer"], manifest["eos_token_id"]):
+            raise damaged(root / MANIFEST, "its shards are of another tokenizer")
+    return shards
+
+
+def open_test_splits(data: Tokens, tokenizer: Tokenizer, model_vocab: int) -> list[ShardedTokens]:
+    """Of the data sets that have one; raises as `open_dataset` does, and DataError if none has."""
+    vocab_size, opened = min(tokenizer.vocab_size, model_vocab), []
+    roots = [Path(part.path).expanduser() for part in data.blend or []] or [Path(str(data.path)).expanduser()]
+    for root in (root for root in roots if not is_megatron(root)):
+        manifest = read_manifest(root)
+        _require_tokenizer(manifest, root, data)
+        if "test" in manifest["splits"]:
+            shards = _nonempty(_open_shards(root, manifest, "test"))
+            opened.append(ShardedTokens(shards, vocab_size, manifest["eos_token_id"], data.verify))
+    if not opened:
+        raise DataError(
+            f"--task test: no test split in {', '.join(map(str, roots))}. Prepare it with a share, as in "
+            "split.test=0.01, or use --task validation."
+        )
+    return opened
 
 
 def _sample_hash(shard: Shard) -> str:
@@ -133,7 +156,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
     splits = manifest.get("splits")
     if manifest.get("format") != FORMAT or manifest.get("version") != FORMAT_VERSION or not isinstance(splits, dict):
         raise damaged(path, f"it is not the manifest of a data set in format {FORMAT}, version {FORMAT_VERSION}")
-    for split in READ_SPLITS:
+    for split in (*READ_SPLITS, *(["test"] if "test" in splits else [])):
         value = splits.get(split)
         names = value.get("shards") if isinstance(value, dict) else None
         if not isinstance(names, list) or not all(_is_below(root, name) for name in names):

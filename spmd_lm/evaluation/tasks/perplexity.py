@@ -1,4 +1,4 @@
-"""`text` and `validation`: perplexity of a text, in windows that slide over it."""
+"""`text`, `validation` and `test`: perplexity of a text, in windows that slide over it."""
 
 from typing import ClassVar
 
@@ -76,11 +76,15 @@ class ValidationTask(TextTask):
     takes_path = False
 
     def __init__(self, given: TaskInput):
-        ids = given.validation()
-        if len(ids) < 2:
-            raise DataError(f"--task validation: the split has {len(ids)} tokens. Raise data.validation_fraction.")
+        ids = given.split(self.name)
         self.set_windows(given, [ids])
         self.num_bytes = count_bytes(given.encoder.tokenizer, ids)
+
+
+class PreparedTestTask(ValidationTask):
+    """`test`: the split for tests that `spmd-lm prepare` made, as one text."""
+
+    name = "test"
 
 
 def count_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int | None:

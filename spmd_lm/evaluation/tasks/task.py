@@ -19,14 +19,14 @@ from spmd_lm.evaluation.scoring import Scored, Windows
 
 class TaskInput(NamedTuple):
     """path: what follows NAME= on the command line; '' for a task without files.  context: tokens that the model
-    reads.  stride: as the user gave it; None for the task's default.  validation: reads the run's own validation
-    tokens, [K]."""
+    reads.  stride: as the user gave it; None for the task's default.  split: reads the tokens of the run's own
+    split of this name [K]; DataError if it has too few, or there is none."""
 
     path: str
     encoder: Encoder
     context: int
     stride: int | None
-    validation: Callable[[], np.ndarray]
+    split: Callable[[str], np.ndarray]
 
 
 class TaskFigures(NamedTuple):
