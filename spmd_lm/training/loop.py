@@ -115,6 +115,8 @@ def initial_state(
 ) -> TrainState:
     """The newest saved state, or the state before the first step, on devices."""
     saved_step, path = run_dir.saved_step, run_dir.path
+    if not run_dir.config.checkpoint.every:
+        progress.log("checkpoint.every=0: nothing will be saved at the end; set it to evaluate, generate or continue.")
     if saved_step is None:
         how = pretrained.describe() if pretrained else "starting"
         progress.log(f"{path}: {how}; {pluralize(progress.steps, 'step')} to go")

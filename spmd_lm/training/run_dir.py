@@ -262,7 +262,8 @@ def read_saved_config(directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def mark_failed(status: Status, clock: Clock) -> Iterator[None]:
-    """Records what ends the run early in its status.json, if it has one yet."""
+    """Records what ends the run early in its status.json, if it has one yet.  A start that is refused, before it has
+    written there, is none that counts."""
     try:
         yield
     except DamagedCheckpointError:  # training starts again from an older one
@@ -276,5 +277,8 @@ def mark_failed(status: Status, clock: Clock) -> Iterator[None]:
         with suppress(OSError, OutputError, CheckpointError):  # a full disk must not hide the original error
             here = Status.read(status.path.parent)  # another run's, if the directory was moved and made again
             if jax.process_index() == 0 and here and here.run_id == status.run_id:
-                status.write(clock, state="failed", exit_code=int(code))
+                if here.restarts < status.restarts and isinstance(error, UserError):
+                    here.write(state="failed", exit_code=int(code))
+                else:
+                    status.write(clock, state="failed", exit_code=int(code))
         raise

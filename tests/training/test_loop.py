@@ -210,6 +210,21 @@ def test_stopping_by_signal_and_resuming_equals_never_having_stopped(tmp_path, r
     assert status(tmp_path / "run")["restarts"] == 1
 
 
+def test_a_start_that_is_refused_is_no_restart(tmp_path, capsys):
+    """Its data is not the run's: status.json says that it failed, and the lives are those that did steps."""
+    config = make_config(tmp_path)
+    kill_at(3, signal.SIGTERM)
+    loop.train(config)
+    FakeProgram.at = {}
+    with pytest.raises(DataError):
+        loop.train(make_config(tmp_path, data__branching=8))
+    refused = status(tmp_path)
+    assert (refused["state"], refused["exit_code"], refused["restarts"]) == ("failed", int(Exit.DATA), 0)
+    assert len(refused["lives"]) == 1 and refused["lives"][0]["exit_code"] == int(Exit.PREEMPTED)
+    assert loop.train(config) is Exit.DONE
+    assert status(tmp_path)["restarts"] == 1 and "in total with 1 restart" in capsys.readouterr().out
+
+
 def test_every_start_is_recorded_with_what_it_ran_on(tmp_path):
     """One that a signal stopped, one that a machine's end cut short, and one that came to the end."""
     config = make_config(tmp_path)
@@ -444,7 +459,9 @@ def test_without_periodic_saves_only_a_signal_saves(tmp_path, capsys):
     config = make_config(tmp_path / "a", checkpoint__every=0)
     assert loop.train(config) is Exit.DONE
     assert not (tmp_path / "a" / "checkpoints").exists()
-    assert "Nothing was saved (checkpoint.every=0)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.index("checkpoint.every=0: nothing will be saved") < out.index("starting; 12 steps to go")
+    assert "Nothing was saved (checkpoint.every=0)" in out
     config = make_config(tmp_path / "b", checkpoint__every=0)
     kill_at(7, signal.SIGTERM)
     assert loop.train(config) is Exit.PREEMPTED
