@@ -3,7 +3,6 @@ by themselves, and then their lengths say which shard each belongs to."""
 
 import functools
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from spmd_lm import files
-from spmd_lm.data.token_files.shard import Header, ShardWriter, read_header, token_dtype
+from spmd_lm.data.token_files.shard import Header, ShardWriter, open_shard, token_dtype
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer, open_tokenizer
 from spmd_lm.errors import DataError
 from spmd_lm.prepare.chunks import chunk_path, map_array, texts_of_chunk
 from spmd_lm.prepare.duplicates import USED, CleanedChunks
 from spmd_lm.prepare.schema import SplitShares
+from spmd_lm.prepare.stage_files import read_stage, write_stage
 from spmd_lm.runtime.outputs import writing
 
 SPLITS = ("train", "validation", "test")
@@ -52,7 +51,7 @@ class TokenizedChunk(NamedTuple):
 @dataclass(frozen=True)
 class ChunkTokenizer:
     """Tokenizes the documents of a chunk that are used: 00000.bin has their ids, 00000.lengths.npy uint64
-    [3, documents] their splits, their counts of ids, and the bytes of their texts; 00000.json is written last."""
+    [3, documents] their splits, their counts of ids, and the bytes of their texts; 00000.json a TokenizedChunk."""
 
     corpus: CleanedChunks
     fates: Path
@@ -63,8 +62,8 @@ class ChunkTokenizer:
 
     def __call__(self, number: int) -> TokenizedChunk:
         path = chunk_path(self.directory, number)
-        if path.with_suffix(".json").exists():
-            return TokenizedChunk(*json.loads(path.with_suffix(".json").read_bytes()))
+        if done := read_stage(path):
+            return TokenizedChunk(*done)
         base, end = self.corpus.bases[number : number + 2].tolist()
         positions = np.flatnonzero(open_memmap(self.fates, mode="r")[base:end] == USED)
         splits = split_of(map_array(self.corpus.directory, number, "digests")[positions, 0], self.shares)
@@ -75,11 +74,8 @@ class ChunkTokenizer:
                 data.write(ids.astype(dtype).tobytes())
                 lengths.append((split, len(ids), text_bytes))
         done = TokenizedChunk(number, len(lengths), len(positions) - len(lengths))
-        with writing(path):
-            files.write_atomically(path.with_suffix(".bin"), data.getvalue())
-            with files.create(path.with_suffix(".lengths.npy")) as file:
-                np.save(file, np.array(lengths, np.uint64).reshape(-1, 3).T)
-            files.write_atomically(path.with_suffix(".json"), json.dumps(done))
+        table = np.array(lengths, np.uint64).reshape(-1, 3).T
+        write_stage(path, done, {".bin": data.getvalue(), ".lengths.npy": table})
         return done
 
     def _encode(self, number: int, positions: list[int]) -> Iterator[tuple[np.ndarray, int]]:
@@ -193,11 +189,8 @@ class ShardMaker:
 
     def __call__(self, shard: PlannedShard) -> dict[str, Any]:
         path = self.out / shard.name
-        header = (
-            self._write(path, shard)
-            if not path.with_suffix(".json").exists()
-            else read_header(path.with_suffix(".json"))
-        )
+        is_there = path.with_suffix(".json").exists()
+        header = open_shard(path).header if is_there else self._write(path, shard)
         counts = {"tokens": header.tokens, "documents": header.documents, "text_bytes": header.text_bytes}
         return {"name": shard.name, "split": shard.split, **counts}
 

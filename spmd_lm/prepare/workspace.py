@@ -76,7 +76,7 @@ class Workspace:
     def _remove_partial(self) -> None:
         """What says that a stage is done goes first, and whose it is last; a directory has its name no more before its
         first file goes.  So a later start, if this is stopped, takes no part of a stage for all of it."""
-        for path in sorted(self.partial.iterdir(), key=Path.is_dir):
+        for path in sorted(self.partial.iterdir(), key=removal_order):
             if path in (self.read, self.tokens):
                 path = path.rename(path.with_name(f"removed-{path.name}-{os.getpid()}"))
             if path.is_dir():
@@ -84,6 +84,11 @@ class Workspace:
             elif path.name != IDENTITY:
                 path.unlink(missing_ok=True)
         shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def removal_order(path: Path) -> tuple[bool, bool]:
+    """Records before what they are of."""
+    return path.is_dir(), path.suffix != ".json"
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

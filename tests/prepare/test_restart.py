@@ -91,6 +91,10 @@ class Stopped(Exception):
     pass
 
 
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", TRAINED], ids=["bytes", "bpe"])
 def test_it_goes_on_from_every_file_that_was_written(tmp_path, monkeypatch, tokenizer):
     """Stops before each file, once, and starts again: finished ones are not written twice."""
@@ -238,6 +242,44 @@ def test_chunks_that_are_gone_are_told(tmp_path, monkeypatch):
     next((tmp_path / "out.partial/read").glob("*.json")).unlink()
     with pytest.raises(DataError, match="1 of its 1 chunks are gone"):
         make(tmp_path / "out", source)
+
+
+DAMAGE = {  # of a file below `a`, and the start that is to find it stops before this function of the pipeline
+    "a short text": ("out.partial/read/00001.text", lambda data: data[:5000], "find_duplicates"),
+    "no text": ("out.partial/read/00001.text", None, "find_duplicates"),
+    "an empty record": ("out.partial/read/00000.json", lambda data: b"", "find_duplicates"),
+    "another digit": ("out.partial/read/00000.json", lambda data: data.replace(b"150", b"151"), "find_duplicates"),
+    "a flipped bit of a key": ("out.partial/read/00001.exact.npy", flipped, "find_duplicates"),
+    "a record of all": ("out.partial/read.json", lambda data: data[:-9], "find_duplicates"),
+    "fates": ("out.partial/fates.npy", lambda data: data[:-30], "make_vocabulary"),
+    "a tokenizer": ("out/tokenizer/tokenizer.json", lambda data: data.replace(b'"a"', b'"a1"'), "tokenize"),
+    "an empty record of tokens": ("out.partial/tokens/00001.json", lambda data: b"", "write_shards"),
+    "tokens": ("out.partial/tokens/00000.bin", flipped, "write_shards"),
+    "a shard": ("out/train/shard-00000.bin", lambda data: data[:-2], "Workspace.finish"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_is_damaged_between_a_stop_and_a_start_is_told(case, tmp_path, monkeypatch):
+    name, change, stage = DAMAGE[case]
+    monkeypatch.setattr(chunks, "CHUNK_DOCUMENTS", 150)
+    source = write_documents(tmp_path / "a.jsonl", 200)
+    keys = {**KEYS, "tokenizer": TRAINED}
+
+    def stop(*_):
+        raise Stopped
+
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(f"spmd_lm.prepare.pipeline.{stage}", stop)
+        make(tmp_path / "out", source, **keys)
+    path = tmp_path / name
+    if change:
+        path.write_bytes(change(path.read_bytes()))
+    else:
+        path.unlink()
+    with pytest.raises(DataError, match=rf"{name}.* Remove ") as error:
+        make(tmp_path / "out", source, **keys)
+    assert "damaged" in str(error.value) and not (tmp_path / "out/manifest.json").exists()
 
 
 def test_a_second_one_is_refused_while_the_first_is_at_work(tmp_path):
