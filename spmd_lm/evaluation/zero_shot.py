@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.config.data_sections import TRAINED_TOKENIZERS
 from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import CausalLM, RunConfig
 from spmd_lm.config.suggest import did_you_mean
@@ -24,6 +25,8 @@ def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None =
     Raises ConfigError for a run that is no causal language model, an unknown task or a stride that does not fit, and
     DataError for what is wrong with a task's files; all files are read before the checkpoint is."""
     require_causal(config)
+    if getattr(data_of_run(config), "tokenizer", None) in TRAINED_TOKENIZERS:
+        open_run(config, fallback)  # says that the tokenizer is gone, or that the run has not begun
     made = make_tasks(config, tasks, stride)
     program, params, step = open_run(config, fallback)
     scorer = Scorer(program, params)
