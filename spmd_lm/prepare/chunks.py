@@ -131,7 +131,8 @@ def divide(documents: Iterable[RawDocument]) -> Iterator[RawChunk]:
     for raw in documents:
         part.append(raw)
         size += len(raw.data) + 100
-        checksum = zlib.crc32(raw.data, zlib.crc32(f"{raw.file} {raw.line} {raw.problem}".encode(), checksum))
+        name = f"{raw.file} {raw.line} {raw.problem}".encode("utf-8", "surrogatepass")  # which may be no UTF-8
+        checksum = zlib.crc32(raw.data, zlib.crc32(name, checksum))
         if size >= RAW_CHUNK_BYTES or len(part) >= CHUNK_DOCUMENTS:
             yield RawChunk(number, part, checksum)
             number, size, checksum, part = number + 1, 0, 0, []

@@ -46,10 +46,11 @@ def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
 
     log: takes lines of progress.  Raises ConfigError, DataError and OutputError."""
     clean.check_steps(config.steps)
-    workspace, identity = Workspace(config.directory), identify(config)
+    evaluation = open_evaluation_texts(config)
+    workspace, identity = Workspace(config.directory), identify(config, evaluation)
     if manifest := workspace.finished(identity):
         return {"out": str(workspace.out), "finished_before": True, **manifest}
-    readers, evaluation = open_sources(config), open_evaluation_texts(config)
+    readers = open_sources(config, (workspace.out, workspace.partial))
     with lock_directory(workspace.partial, log, True, key="out"):
         workspace.begin(identity)
         leaks = index_leaks(config, workspace, evaluation)
@@ -72,6 +73,7 @@ def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
             "steps": make_steps(config, records, fates, tokenized),
             "sources": sources,
             "config": identity["config"],
+            "sha256": identity["sha256"],
             "versions": identity["versions"],
         }
         bad = list(itertools.islice(itertools.chain(*(record.bad for record in records)), 10))
@@ -80,14 +82,19 @@ def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
     return {"out": str(workspace.out), "finished_before": False, **manifest, "bad": bad}
 
 
-def identify(config: Preparation) -> dict[str, Any]:
+def identify(config: Preparation, evaluation: list[SourceReader]) -> dict[str, Any]:
     """What the data are a function of, besides the sources' files."""
-    given = config.tokenizer
+    given, leaks, sha256 = config.tokenizer, config.steps.leaks, dict[str, Any]()
+    if leaks and leaks.titles:
+        sha256["steps.leaks.titles"] = clean.titles_sha256(leaks.titles)
+    if evaluation:
+        sha256["steps.leaks.files"] = [reader.read_through()["sha256"] for reader in evaluation]
     versions = {name: metadata.version(name) for name in LIBRARIES}
     if config.steps.utf8 == "repair":
         versions["ftfy"] = metadata.version("ftfy")
     return {
         "config": json.loads(json.dumps(config.identity())),
+        "sha256": sha256,
         "versions": {"spmd_lm": __version__, "python": platform.python_version(), **versions},
         "tokenizer": vocabulary_sha256(given) if isinstance(given, str) else None,
     }

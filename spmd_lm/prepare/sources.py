@@ -47,9 +47,11 @@ class RawDocument(NamedTuple):
 class SourceReader:
     """A source's files, found; `documents` reads them.  DataError for a source that has none."""
 
-    def __init__(self, index: int, source: Source, most: int, key: str = "sources"):
-        """most: bytes of a document.  key: of the list that the source is in."""
+    def __init__(self, index: int, source: Source, most: int, key: str = "sources", own: tuple[Path, ...] = ()):
+        """most: bytes of a document.  key: of the list that the source is in.  own: directories that `prepare` writes,
+        whose files are read only if they are named themselves."""
         self.index, self.source, self.most = index, source, most
+        self.own = [os.path.realpath(directory) for directory in own]
         self.sha256, self.bytes_read, self.files_read = hashlib.sha256(), 0, 0
         self.where = f"{key}[{index}]={source.label}"
         self.paths = [] if source.dataset or source.path == "-" else self._find_files()
@@ -69,6 +71,12 @@ class SourceReader:
             return {"dataset": self.source.dataset, "name": self.source.name, "split": self.source.split}
         digest = self.sha256.hexdigest()
         return {"path": self.source.path, "files": self.files_read, "bytes": self.bytes_read, "sha256": digest}
+
+    def read_through(self) -> dict[str, Any]:
+        """The record of all that there is to read."""
+        for _ in self.documents():
+            pass
+        return self.record()
 
     def documents(self) -> Iterator[RawDocument]:
         if self.source.dataset:
@@ -169,7 +177,7 @@ class SourceReader:
         path = Path(pattern).expanduser()
         try:
             if path.is_dir():
-                found = walk_sources(path, SEARCHED)
+                found = [each for each in walk_sources(path, SEARCHED) if not self._is_own(each[0])]
                 problem = f"no file in this directory ends in {', '.join(SEARCHED[:6:3])} .. Name others by a glob"
             elif os.path.lexists(path):
                 if not stat.S_ISREG(path.stat().st_mode):
@@ -177,13 +185,16 @@ class SourceReader:
                 found, problem = [(path, "")], ""
             else:
                 matches = sorted(glob.glob(str(path), recursive=True))
-                found = [(Path(match), "") for match in matches if os.path.isfile(match)]
+                found = [(Path(each), "") for each in matches if os.path.isfile(each) and not self._is_own(each)]
                 problem = f"no such file (working directory {Path.cwd()})"
         except OSError as error:
             raise DataError(f"{self.where}: cannot be read: {error.strerror}. Fix its permissions.") from error
         if not found:
             raise DataError(f"{self.where}: {problem}.")
         return found
+
+    def _is_own(self, path: str | Path) -> bool:
+        return any(Path(os.path.realpath(path)).is_relative_to(directory) for directory in self.own)
 
 
 def walk_sources(root: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
@@ -214,13 +225,13 @@ def require_datasets(where: str) -> Any:
     return datasets
 
 
-def open_sources(config: Preparation) -> list[SourceReader]:
-    """Raises DataError, before anything is read, for a source that has no files."""
+def open_sources(config: Preparation, own: tuple[Path, ...]) -> list[SourceReader]:
+    """own: as of SourceReader.  Raises DataError, before anything is read, for a source that has no files."""
     if [source.path for source in config.sources].count("-") > 1:
         raise ConfigError("sources: standard input (-) can be read once. Leave one.")
     if any(source.path == "-" for source in config.sources) and sys.stdin is None:
         raise DataError("sources: there is no standard input.")
-    return [SourceReader(i, source, config.max_document_bytes) for i, source in enumerate(config.sources)]
+    return [SourceReader(i, each, config.max_document_bytes, own=own) for i, each in enumerate(config.sources)]
 
 
 def open_evaluation_texts(config: Preparation) -> list[SourceReader]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_lm import files
-from spmd_lm.data.token_files.dataset import FORMAT, MANIFEST
+from spmd_lm.data.token_files.dataset import FORMAT, MANIFEST, check_files
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.outputs import writing
 
@@ -24,13 +24,15 @@ TRACES = {".lock", f"{IDENTITY}.tmp"}
 class Workspace:
     def __init__(self, out: Path):
         self.out = Path(os.path.abspath(out))
+        if not self.out.name:
+            raise ConfigError(f"out={out}: has no name. Choose another out.")
         self.partial = self.out.with_name(self.out.name + ".partial")
         self.read, self.tokens = self.partial / "read", self.partial / "tokens"
 
     def finished(self, identity: dict[str, Any]) -> dict[str, Any] | None:
         """The manifest of this data set; None if it is not finished.
 
-        ConfigError if what is there is another data set, or none."""
+        ConfigError if what is there is another data set, or none; DataError if it is damaged."""
         if os.path.lexists(self.out) and not self.out.is_dir():
             raise ConfigError(f"out={self.out}: exists and is not a directory. Choose another name.")
         manifest = read_object(self.out / MANIFEST)
@@ -38,10 +40,12 @@ class Workspace:
             return None
         if manifest.get("format") != FORMAT:
             raise ConfigError(f"out={self.out}: its {MANIFEST} is not one of ours. Choose another out.")
-        if found := differing(manifest.get("config"), identity["config"]):
+        made_of = {"config": manifest.get("config"), "sha256": manifest.get("sha256", {})}
+        if found := differing(made_of, {key: identity[key] for key in made_of}).removeprefix("config."):
             raise ConfigError(f"out={self.out}: a data set with another {found}. Choose another out.")
         if identity["tokenizer"] not in (None, manifest.get("tokenizer")):
             raise ConfigError(f"out={self.out}: a data set of another vocabulary. Choose another out.")
+        check_files(self.out)
         if read_object(self.partial / IDENTITY) is not None:  # ended before it was removed
             self._remove_partial()
         return manifest

@@ -244,6 +244,46 @@ def test_chunks_that_are_gone_are_told(tmp_path, monkeypatch):
         make(tmp_path / "out", source)
 
 
+@pytest.mark.parametrize("name", ["titles", "files"])
+def test_leaks_are_those_that_it_was_begun_with(name, tmp_path, monkeypatch):
+    """Of a list of titles, or an evaluation text, that changes in between no mixture is made."""
+    source, listed = write_lines(tmp_path / "a.jsonl", [{"text": "one two"}, {"text": "three"}]), tmp_path / "listed"
+    steps = {"leaks": {"ngram": 2, name: str(listed) if name == "titles" else [str(listed)]}}
+
+    def stop(*_):
+        raise Stopped
+
+    listed.write_text("three four")
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr("spmd_lm.prepare.pipeline.find_duplicates", stop)
+        make(tmp_path / "out", source, steps=steps)
+    listed.write_text("one two")
+    with pytest.raises(ConfigError, match=rf"begun with another sha256\.steps\.leaks\.{name}\. Go on with that one"):
+        make(tmp_path / "out", source, steps=steps)
+    listed.write_text("three four")
+    make(tmp_path / "out", source, steps=steps)
+    assert make(tmp_path / "out", source, steps=steps)["finished_before"]
+    listed.write_text("one two")
+    with pytest.raises(ConfigError, match=rf"a data set with another sha256\.steps\.leaks\.{name}\. Choose another"):
+        make(tmp_path / "out", source, steps=steps)
+
+
+def test_a_finished_data_set_that_is_damaged_is_told(tmp_path):
+    source, out = write_documents(tmp_path / "a.jsonl", 50), tmp_path / "out"
+    for name in ("train/shard-00000.bin", "test/shard-00000.idx", "train/shard-00000.json", "tokenizer/tokenizer.json"):
+        make(out, source, **KEYS, tokenizer=TRAINED)
+        (out / name).write_bytes((out / name).read_bytes()[:-2])
+        told = name.replace("/tokenizer.json", "")
+        with pytest.raises(DataError, match=rf"{told}: damaged: .*Remove the data set, and prepare or copy it again"):
+            make(out, source, **KEYS, tokenizer=TRAINED)
+        shutil.rmtree(out)
+
+
+def test_the_root_is_no_data_set(tmp_path):
+    with pytest.raises(ConfigError, match=r"out=/: has no name\. Choose another out"):
+        make(Path("/"), tmp_path / "a.txt")
+
+
 DAMAGE = {  # of a file below `a`, and the start that is to find it stops before this function of the pipeline
     "a short text": ("out.partial/read/00001.text", lambda data: data[:5000], "find_duplicates"),
     "no text": ("out.partial/read/00001.text", None, "find_duplicates"),
