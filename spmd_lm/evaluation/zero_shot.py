@@ -15,7 +15,7 @@ from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
 from spmd_lm.errors import ConfigError
 from spmd_lm.evaluation.continuations import Encoder
 from spmd_lm.evaluation.scoring import Scorer
-from spmd_lm.evaluation.tasks.task import EvalTask, TaskInput, find_tasks
+from spmd_lm.evaluation.tasks.task import EvalTask, TaskInput, ValidationText, find_tasks
 
 
 def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None = None, fallback: bool = False) -> dict:
@@ -51,15 +51,28 @@ def make_tasks(config: RunConfig, specs: Sequence[str], stride: int | None = Non
     check_stride(stride, config.model.context, [kind for kind, _ in parsed])
     encoder = Encoder(make_tokenizer(data_of_run(config)), config.model.vocab)
 
-    def validation() -> np.ndarray:
-        data = load_data(data_of_run(config), config.train.seed, config.model.vocab)
-        if isinstance(data, TokenDataset):
-            splits = [corpus.validation for corpus in data.corpora]
-            return np.concatenate([split.read(np.zeros(1, np.int64), split.size)[0] for split in splits if split.size])
-        assert isinstance(data, Corpus)
-        return data.validation
+    def validation() -> ValidationText:
+        return validation_text(config)
 
     return [kind(TaskInput(path, encoder, config.model.context, stride, validation)) for kind, path in parsed]
+
+
+def validation_text(config: RunConfig) -> ValidationText:
+    """A run's validation split.  Its bytes are those that headers of prepared shards tell; elsewhere what the tokens
+    spell, if they spell bytes."""
+    data = load_data(data_of_run(config), config.train.seed, config.model.vocab)
+    if isinstance(data, TokenDataset):
+        splits = [corpus.validation for corpus in data.corpora if corpus.validation.size]
+        read = (split.read(np.zeros(1, np.int64), split.size)[0] for split in splits)
+        tokens = np.concatenate([np.empty(0, np.int32), *read])
+        headers = [shard.header for split in splits for shard in split.shards]
+        if all(header.tokenizer for header in headers):  # Megatron-LM's files do not say
+            return ValidationText(tokens, sum(header.text_bytes for header in headers))
+    else:
+        assert isinstance(data, Corpus)
+        tokens = data.validation
+    sizes = data.tokenizer.bytes_per_token
+    return ValidationText(tokens, None if sizes is None else int(sizes[tokens].sum()))
 
 
 def parse_task(spec: str) -> tuple[type[EvalTask], str]:

@@ -17,16 +17,23 @@ from spmd_lm.evaluation.continuations import Encoder
 from spmd_lm.evaluation.scoring import Scored, Windows
 
 
+class ValidationText(NamedTuple):
+    """tokens: [K].  num_bytes: of the documents that they are of; None if that is not known."""
+
+    tokens: np.ndarray
+    num_bytes: int | None
+
+
 class TaskInput(NamedTuple):
     """path: what follows NAME= on the command line; '' for a task without files.  context: tokens that the model
     reads.  stride: as the user gave it; None for the task's default.  validation: reads the run's own validation
-    tokens, [K]."""
+    text."""
 
     path: str
     encoder: Encoder
     context: int
     stride: int | None
-    validation: Callable[[], np.ndarray]
+    validation: Callable[[], ValidationText]
 
 
 class TaskFigures(NamedTuple):
