@@ -20,6 +20,7 @@ from spmd_lm.prepare import chunks
 from spmd_lm.runtime.directories import lock_directory
 from tests.prepare.corpora import contents, make, sentence, texts, write_lines
 
+ROOT = Path(spmd_lm.__file__).parents[1]
 STEPS = {"exact_duplicates": True, "near_duplicates": True, "min_tokens": 60}
 KEYS = {"steps": STEPS, "split": {"validation": 0.1, "test": 0.1}, "shard_tokens": 20_000}
 TRAINED = {"train": "bpe", "vocab_size": 400}
@@ -49,10 +50,12 @@ def write_recipe(directory: Path, tokenizer, count: int) -> Path:
     return recipe
 
 
-def start(*arguments: str) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": str(Path(spmd_lm.__file__).parents[1])}
+def start(*arguments: str, path: Path = ROOT) -> subprocess.Popen:
+    """path: of modules, besides ours."""
+    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
 
 def check_same_after_kills(directory: Path, kills: int, tokenizer, count: int) -> None:
@@ -85,6 +88,27 @@ def test_it_is_the_same_after_two_kills_and_with_two_workers(tmp_path):
 @pytest.mark.parametrize("tokenizer", [TRAINED, {"train": "wordpiece", "vocab_size": 1000}], ids=["bpe", "wordpiece"])
 def test_it_is_the_same_after_twenty_kills(tmp_path, tokenizer):
     check_same_after_kills(tmp_path, 20, tokenizer, 2000)
+
+
+IN_A_WORKER = """
+import pathlib, sys, time
+if "--multiprocessing-fork" in sys.orig_argv:
+    pathlib.Path(__file__).with_name("starts").touch()
+    time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_processes_that_are_stopped_while_they_start_say_nothing(number, tmp_path):
+    """Ctrl-C and a scheduler signal all of them; a kill is of the first, which the others follow."""
+    (tmp_path / "sitecustomize.py").write_text(IN_A_WORKER)
+    recipe = write_recipe(tmp_path, "bytes", 50)
+    process = start(str(recipe), "workers=2", path=tmp_path)
+    while not (tmp_path / "starts").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
+    assert process.communicate(timeout=60)[1] == b"" and process.returncode == -number
 
 
 class Stopped(Exception):
