@@ -13,16 +13,16 @@ MOST_DRAWS = 2**20  # at a time: 8 MiB of indices
 
 
 class Metric(NamedTuple):
-    """transform(sum of values / sum of weights), over N items."""
+    """transform(sum of values / sum of weights), over N items.  The transform increases."""
 
     values: np.ndarray  # [N]
     weights: np.ndarray  # [N]
     transform: Callable[[np.ndarray], np.ndarray] = np.asarray
 
-    def of(self, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """The metric for sums of values and of weights."""
+    def of(self, ratio: np.ndarray) -> np.ndarray:
+        """The metric for a sum of values over a sum of weights."""
         with np.errstate(over="ignore"):  # the perplexity of a model that is certain of something else is infinite
-            return self.transform(values / weights)
+            return self.transform(ratio)
 
 
 def estimate(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, list[float]]]:
@@ -31,9 +31,10 @@ def estimate(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str,
     values, intervals = {}, {}
     resampled = _resampled_sums(columns.astype(np.float64))
     for i, (name, metric) in enumerate(metrics.items()):
-        values[name] = float(metric.of(*columns[:, 2 * i : 2 * i + 2].sum(0, dtype=np.float64)))
-        drawn = metric.of(*resampled[:, 2 * i : 2 * i + 2].T)
-        intervals[name] = np.quantile(drawn, [0.025, 0.975], method="linear").tolist()
+        value, weight = columns[:, 2 * i : 2 * i + 2].sum(0, dtype=np.float64)
+        values[name] = float(metric.of(value / weight))
+        drawn = resampled[:, 2 * i] / resampled[:, 2 * i + 1]  # whose quantiles are finite, as an exponential's are not
+        intervals[name] = metric.of(np.quantile(drawn, [0.025, 0.975], method="linear")).tolist()
     return values, intervals
 
 

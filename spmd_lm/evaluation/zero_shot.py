@@ -5,17 +5,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_lm.checkpoints.saved_run import open_run
-from spmd_lm.config.data_sections import Tokens
+from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Tokens
 from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import CausalLM, RunConfig
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.data.corpus import Corpus, load_data
 from spmd_lm.data.token_files.dataset import TokenDataset, open_test_splits
+from spmd_lm.data.token_files.sharded_tokens import ShardedTokens
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.evaluation.continuations import Encoder
 from spmd_lm.evaluation.scoring import Scorer
-from spmd_lm.evaluation.tasks.task import EvalTask, TaskInput, find_tasks
+from spmd_lm.evaluation.tasks.task import EvalTask, SplitText, TaskInput, find_tasks
 
 
 def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None = None, fallback: bool = False) -> dict:
@@ -25,6 +26,8 @@ def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None =
     Raises ConfigError for a run that is no causal language model, an unknown task or a stride that does not fit, and
     DataError for what is wrong with a task's files; all files are read before the checkpoint is."""
     require_causal(config)
+    if getattr(data_of_run(config), "tokenizer", None) in TRAINED_TOKENIZERS:
+        open_run(config, fallback)  # says that the tokenizer is gone, or that the run has not begun
     made = make_tasks(config, tasks, stride)
     program, params, step = open_run(config, fallback)
     scorer = Scorer(program, params)
@@ -49,35 +52,50 @@ def make_tasks(config: RunConfig, specs: Sequence[str], stride: int | None = Non
     check_stride(stride, config.model.context, [kind for kind, _ in parsed])
     encoder = Encoder(make_tokenizer(data_of_run(config)), config.model.vocab)
 
-    def split(name: str) -> np.ndarray:
-        ids = read_split(config, encoder.tokenizer, name)
-        if len(ids) < 2:
+    def split(name: str) -> SplitText:
+        text = read_split(config, encoder.tokenizer, name)
+        if len(text.tokens) < 2:
             way = "Raise data.validation_fraction"
             if isinstance(config.data, Tokens):
                 way = f"Raise split.{name} where the data is prepared"
-            raise DataError(f"--task {name}: the split has {len(ids)} tokens. {way}.")
-        return ids
+            raise DataError(f"--task {name}: the split has {len(text.tokens)} tokens. {way}.")
+        return text
 
     return [kind(TaskInput(path, encoder, config.model.context, stride, split)) for kind, path in parsed]
 
 
-def read_split(config: RunConfig, tokenizer: Tokenizer, name: str) -> np.ndarray:
-    """All tokens of the run's validation or test split, those of a blend one corpus after another [K]."""
+def read_split(config: RunConfig, tokenizer: Tokenizer, name: str) -> SplitText:
+    """The run's validation or test split, of a blend one corpus after another.  Its bytes are those that headers of
+    prepared shards tell; elsewhere what the tokens spell, if they spell bytes."""
     section = data_of_run(config)
     if name == "test" and not isinstance(section, Tokens):
         what = f"data.source={section.source} has no test split, as data sets of `spmd-lm prepare` may have"
         raise ConfigError(f"--task test: {what}. Use --task validation.")
     if name == "test":
         assert isinstance(section, Tokens)
-        splits = open_test_splits(section, tokenizer, config.model.vocab)
-    else:
-        data = load_data(section, config.train.seed, config.model.vocab)
-        if isinstance(data, Corpus):
-            return data.validation
-        assert isinstance(data, TokenDataset)
-        splits = [corpus.validation for corpus in data.corpora]
-    parts = [split.read(np.zeros(1, np.int64), split.size)[0] for split in splits if split.size]
-    return np.concatenate([np.empty(0, np.int32), *parts])
+        return read_shards(open_test_splits(section, tokenizer, config.model.vocab), tokenizer)
+    data = load_data(section, config.train.seed, config.model.vocab)
+    if isinstance(data, Corpus):
+        return SplitText(data.validation, count_bytes(data.tokenizer, data.validation))
+    assert isinstance(data, TokenDataset)
+    return read_shards([corpus.validation for corpus in data.corpora], data.tokenizer)
+
+
+def read_shards(splits: list[ShardedTokens], tokenizer: Tokenizer) -> SplitText:
+    """All of them, one after another."""
+    splits = [split for split in splits if split.size]
+    read = (split.read(np.zeros(1, np.int64), split.size)[0] for split in splits)
+    tokens = np.concatenate([np.empty(0, np.int32), *read])
+    headers = [shard.header for split in splits for shard in split.shards]
+    if all(header.tokenizer for header in headers):  # Megatron-LM's files do not say
+        return SplitText(tokens, sum(header.text_bytes for header in headers))
+    return SplitText(tokens, count_bytes(tokenizer, tokens))
+
+
+def count_bytes(tokenizer: Tokenizer, tokens: np.ndarray) -> int | None:
+    """Of what the tokens spell; None if they do not spell bytes."""
+    sizes = tokenizer.bytes_per_token
+    return None if sizes is None else int(sizes[tokens].sum())
 
 
 def parse_task(spec: str) -> tuple[type[EvalTask], str]:

@@ -1,35 +1,32 @@
 """Chunks of cleaned documents: what the first stage leaves on disk for those that follow.
 
-A chunk is some MB of consecutive documents, and six files:
+A chunk is some MB of consecutive documents, and six files (stage_files.py):
 
   00000.text         texts, one after another
   00000.ends.npy     uint64 [documents + 1]: where each begins, and the end
   00000.digests.npy  uint64 [documents, 2]: a text's own random numbers, which say where it belongs
   00000.exact.npy    uint64 [3, documents]: a hash of 128 bits in two, and the document; sorted
   00000.bands.npy    uint64 [2, keys]: keys of bands of MinHash, and the documents; sorted
-  00000.json         a ChunkRecord; written last: a chunk without one is not there
+  00000.json         a ChunkRecord
 
 How documents are divided into chunks changes nothing of the result."""
 
 import dataclasses
-import io
-import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from spmd_lm import files
 from spmd_lm.errors import DataError
 from spmd_lm.prepare import clean, shingles
 from spmd_lm.prepare.schema import Preparation
 from spmd_lm.prepare.sources import RawDocument
-from spmd_lm.runtime.outputs import writing
+from spmd_lm.prepare.stage_files import read_stage, write_stage
 
 RAW_CHUNK_BYTES = 2**23  # raw ones
 CHUNK_DOCUMENTS = 2**14
@@ -65,7 +62,6 @@ class ChunkRecord:
     number: int
     raw_documents: int
     documents: int
-    text_bytes: int
     checksum: int
     counts: list[tuple[str, str, int]]
     bad: list[str]
@@ -124,7 +120,7 @@ class ChunkCleaner:
             if not verdict.step:
                 texts.append(verdict.text)
         raw_documents, told = len(chunk.documents), [(*each, count) for each, count in sorted(counts.items())]
-        record = ChunkRecord(0, raw_documents, len(texts), 0, 0, told, bad[:MOST_TOLD], reading.counts())
+        record = ChunkRecord(0, raw_documents, len(texts), 0, told, bad[:MOST_TOLD], reading.counts())
         return self._write(chunk, texts, record)
 
     def _write(self, chunk: RawChunk, texts: list[str], record: ChunkRecord) -> ChunkRecord:
@@ -137,20 +133,16 @@ class ChunkCleaner:
         if steps.near_duplicates:
             rows = shingles.rows_per_band(steps.near_duplicates.jaccard)
             bands = np.stack(shingles.band_keys(map(shingles.shingle_set, texts), rows), dtype=np.uint64)
-        record = dataclasses.replace(record, number=chunk.number, text_bytes=int(ends[-1]), checksum=chunk.checksum)
-        path = chunk_path(self.directory, chunk.number)
-        with writing(path):
-            files.write_atomically(path.with_suffix(".text"), b"".join(encoded))
-            order = np.lexsort((exact[:, 1], exact[:, 0]))  # stable: documents of one hash stay in order
-            parts = {
-                "ends": ends,
-                "digests": digests,
-                "exact": np.stack([*exact[order].T, order.astype(np.uint64)]),
-                "bands": bands[:, np.argsort(bands[0], kind="stable")],
-            }
-            for name, array in parts.items():
-                save_array(path.with_suffix(f".{name}.npy"), array)
-            files.write_atomically(path.with_suffix(".json"), json.dumps(dataclasses.asdict(record)))
+        record = dataclasses.replace(record, number=chunk.number, checksum=chunk.checksum)
+        order = np.lexsort((exact[:, 1], exact[:, 0]))  # stable: documents of one hash stay in order
+        contents: dict[str, bytes | np.ndarray] = {
+            ".text": b"".join(encoded),
+            ".ends.npy": ends,
+            ".digests.npy": digests,
+            ".exact.npy": np.stack([*exact[order].T, order.astype(np.uint64)]),
+            ".bands.npy": bands[:, np.argsort(bands[0], kind="stable")],
+        }
+        write_stage(chunk_path(self.directory, chunk.number), dataclasses.asdict(record), contents)
         return record
 
 
@@ -168,19 +160,14 @@ def chunk_path(directory: Path, number: int) -> Path:
     return directory / f"{number:05}"
 
 
-def save_array(path: Path, array: np.ndarray) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    files.write_atomically(path, buffer.getvalue())
-
-
 def divide(documents: Iterable[RawDocument]) -> Iterator[RawChunk]:
     """Into chunks of RAW_CHUNK_BYTES or CHUNK_DOCUMENTS, and a document."""
     number, size, checksum, part = 0, 0, 0, list[RawDocument]()
     for raw in documents:
         part.append(raw)
         size += len(raw.data) + 100
-        checksum = zlib.crc32(raw.data, zlib.crc32(f"{raw.file} {raw.line} {raw.problem}".encode(), checksum))
+        name = f"{raw.file} {raw.line} {raw.problem}".encode("utf-8", "surrogatepass")  # which may be no UTF-8
+        checksum = zlib.crc32(raw.data, zlib.crc32(name, checksum))
         if size >= RAW_CHUNK_BYTES or len(part) >= CHUNK_DOCUMENTS:
             yield RawChunk(number, part, checksum)
             number, size, checksum, part = number + 1, 0, 0, []
@@ -189,9 +176,9 @@ def divide(documents: Iterable[RawDocument]) -> Iterator[RawChunk]:
 
 
 def finished_chunk(directory: Path, number: int) -> ChunkRecord | None:
-    try:
-        value: dict[str, Any] = json.loads(chunk_path(directory, number).with_suffix(".json").read_bytes())
-    except FileNotFoundError:
+    """None if it is not there.  Raises DataError if it is damaged."""
+    value = read_stage(chunk_path(directory, number))
+    if not value:
         return None
     value["counts"], value["read"] = [*map(tuple, value["counts"])], [ReadCount(*each) for each in value["read"]]
     return ChunkRecord(**value)

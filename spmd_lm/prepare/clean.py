@@ -4,6 +4,7 @@ Texts are UTF-8 without a byte order mark, and their lines end in a line feed al
 steps remove what is a text, but not wanted."""
 
 import functools
+import hashlib
 import importlib
 import json
 import re
@@ -165,6 +166,11 @@ def read_titles(path: str) -> frozenset[str]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(f"steps.leaks.titles={path}: cannot be read: {reason}. Give a file of titles.") from None
     return frozenset(filter(None, map(fold, text.splitlines())))
+
+
+def titles_sha256(path: str) -> str:
+    """Of the file that `check_steps` has read."""
+    return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
 
 
 @functools.cache

@@ -7,6 +7,7 @@
 
 Data and manifest are the same for any number of workers, and however often it was stopped."""
 
+import functools
 import itertools
 import json
 import os
@@ -19,27 +20,20 @@ from typing import Any
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from spmd_lm import __version__, files
+from spmd_lm import __version__
 from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.data.token_files.dataset import FORMAT, FORMAT_VERSION, READ_SPLITS
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, vocabulary_hash
 from spmd_lm.errors import DataError
 from spmd_lm.prepare import clean, duplicates, tokens
-from spmd_lm.prepare.chunks import (
-    MOST_TOLD,
-    ChunkCleaner,
-    ChunkRecord,
-    NothingLeftError,
-    divide,
-    finished_chunk,
-    save_array,
-)
+from spmd_lm.prepare.chunks import MOST_TOLD, ChunkCleaner, ChunkRecord, NothingLeftError, divide, finished_chunk
 from spmd_lm.prepare.report import Stages, explain_nothing_left, find_warnings, make_steps
 from spmd_lm.prepare.schema import Preparation, TrainedTokenizer
 from spmd_lm.prepare.sources import SourceReader, open_evaluation_texts, open_sources
+from spmd_lm.prepare.stage_files import damaged_stage, read_stage, write_stage
 from spmd_lm.prepare.tokens import SPLITS, TokenizedChunk, Vocabulary
 from spmd_lm.prepare.workers import Workers
-from spmd_lm.prepare.workspace import Workspace, read_object
+from spmd_lm.prepare.workspace import Workspace
 from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.runtime.outputs import writing
 
@@ -52,10 +46,11 @@ def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
 
     log: takes lines of progress.  Raises ConfigError, DataError and OutputError."""
     clean.check_steps(config.steps)
-    workspace, identity = Workspace(config.directory), identify(config)
+    evaluation = open_evaluation_texts(config)
+    workspace, identity = Workspace(config.directory), identify(config, evaluation)
     if manifest := workspace.finished(identity):
         return {"out": str(workspace.out), "finished_before": True, **manifest}
-    readers, evaluation = open_sources(config), open_evaluation_texts(config)
+    readers = open_sources(config, (workspace.out, workspace.partial))
     with lock_directory(workspace.partial, log, True, key="out"):
         workspace.begin(identity)
         try:
@@ -71,6 +66,7 @@ def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
             "steps": steps,
             "sources": sources,
             "config": identity["config"],
+            "sha256": identity["sha256"],
             "versions": identity["versions"],
         }
         notes = {
@@ -111,14 +107,19 @@ def first_bad(records: list[ChunkRecord]) -> list[str]:
     return [each for record in records for each in record.bad][:MOST_TOLD]
 
 
-def identify(config: Preparation) -> dict[str, Any]:
+def identify(config: Preparation, evaluation: list[SourceReader]) -> dict[str, Any]:
     """What the data are a function of, besides the sources' files."""
-    given = config.tokenizer
+    given, leaks, sha256 = config.tokenizer, config.steps.leaks, dict[str, Any]()
+    if leaks and leaks.titles:
+        sha256["steps.leaks.titles"] = clean.titles_sha256(leaks.titles)
+    if evaluation:
+        sha256["steps.leaks.files"] = [reader.read_through()["sha256"] for reader in evaluation]
     versions = {name: metadata.version(name) for name in LIBRARIES}
     if config.steps.utf8 == "repair":
         versions["ftfy"] = metadata.version("ftfy")
     return {
         "config": json.loads(json.dumps(config.identity())),
+        "sha256": sha256,
         "versions": {"spmd_lm": __version__, "python": platform.python_version(), **versions},
         "tokenizer": vocabulary_sha256(given) if isinstance(given, str) else None,
     }
@@ -135,9 +136,8 @@ def read_documents(
     cleaner: ChunkCleaner, workspace: Workspace, readers: list[SourceReader], workers: Workers, stages: Stages
 ) -> tuple[list[ChunkRecord], list[dict[str, Any]]]:
     """The chunks, and what the sources were."""
-    done_file = workspace.partial / "read.json"
-    if done := read_object(done_file):
-        found = [finished_chunk(workspace.read, number) for number in range(done["chunks"])]
+    if done := read_stage(workspace.read):
+        found = [*workers.map(functools.partial(finished_chunk, workspace.read), range(done["chunks"]))]
         records = [record for record in found if record]
         if len(records) < len(found):
             raise DataError(
@@ -159,38 +159,35 @@ def read_documents(
     if not any(record.raw_documents for record in records):
         raise NothingLeftError(f"sources: no document in {', '.join(reader.source.label for reader in readers)}.")
     sources = [reader.record() for reader in readers]
-    with writing(done_file):
-        files.write_atomically(done_file, json.dumps({"chunks": len(records), "sources": sources}))
+    write_stage(workspace.read, {"chunks": len(records), "sources": sources}, {})
     return records, sources
 
 
 def index_leaks(config: Preparation, workspace: Workspace, readers: list[SourceReader]) -> Path | None:
     """The file of the evaluation texts' n-grams, if there are such texts: as they were when the data set was begun."""
-    path, leaks = workspace.partial / "leaks.npy", config.steps.leaks
+    path, leaks = workspace.partial / "leaks", config.steps.leaks
     if leaks is None or not readers:
         return None
-    if not path.exists():
+    if not read_stage(path):
         documents = itertools.chain.from_iterable(reader.documents() for reader in readers)
-        with writing(path):
-            save_array(path, clean.leak_hashes(documents, leaks.ngram))
-    return path
+        write_stage(path, "n-grams", {".npy": clean.leak_hashes(documents, leaks.ngram)})
+    return path.with_suffix(".npy")
 
 
 def find_duplicates(
     config: Preparation, workspace: Workspace, corpus: duplicates.CleanedChunks, workers: Workers, stages: Stages
 ) -> np.ndarray:
     """What becomes of each document: uint8 [documents]."""
-    path, near = workspace.partial / "fates.npy", config.steps.near_duplicates
-    if not path.exists():
+    path, near = workspace.partial / "fates", config.steps.near_duplicates
+    if not read_stage(path):
         fates = np.zeros(corpus.documents, np.uint8)
         with stages.stage("duplicates", None):
             if config.steps.exact_duplicates:
                 duplicates.mark_exact(corpus, fates)
             if near:
                 duplicates.mark_near(corpus, fates, near.jaccard, workers)
-        with writing(path):
-            save_array(path, fates)
-    return open_memmap(path, mode="r")
+        write_stage(path, "fates", {".npy": fates})
+    return open_memmap(path.with_suffix(".npy"), mode="r")
 
 
 def make_vocabulary(
@@ -202,9 +199,14 @@ def make_vocabulary(
     if isinstance(name, TrainedTokenizer):
         from spmd_lm.prepare.trained_tokenizer import train_tokenizer
 
-        if not (directory / "tokenizer.json").exists():
-            with stages.stage("train tokenizer", None), writing(directory / "tokenizer.json"):
+        record, trained = workspace.partial / "tokenizer", directory / "tokenizer.json"
+        sha256 = read_stage(record)
+        if not sha256 or not trained.exists():
+            with stages.stage("train tokenizer", None), writing(trained):
                 train_tokenizer(name, corpus, fates, config.split, directory)
+            write_stage(record, vocabulary_sha256(str(trained)), {})
+        elif vocabulary_sha256(str(trained)) != sha256:
+            raise damaged_stage(record.with_suffix(".json"), f"{trained} is another tokenizer than was trained")
         name = str(directory)
     elif name != "bytes":
         with writing(directory):

@@ -53,10 +53,18 @@ class SourceReader:
     unread: files of a directory that are not read, by how their names end."""
 
     def __init__(
-        self, index: int, source: Source, most: int, key: str = "sources", suffixes: tuple[str, ...] = SEARCHED
+        self,
+        index: int,
+        source: Source,
+        most: int,
+        key: str = "sources",
+        suffixes: tuple[str, ...] = SEARCHED,
+        own: tuple[Path, ...] = (),
     ):
-        """most: bytes of a document.  key: of the list that the source is in.  suffixes: of a directory's files."""
+        """most: bytes of a document.  key: of the list that the source is in.  suffixes: of a directory's files.  own:
+        directories that `prepare` writes, whose files are read only if they are named themselves."""
         self.index, self.source, self.most, self.suffixes = index, source, most, suffixes
+        self.own = [os.path.realpath(directory) for directory in own]
         self.unread = Counter[str]()
         self.sha256, self.bytes_read, self.files_read = hashlib.sha256(), 0, 0
         self.where = f"{key}[{index}]={source.label}"
@@ -80,6 +88,12 @@ class SourceReader:
 
     def record_unread(self) -> dict[str, Any]:
         return {"path": self.source.label, "files": self.unread.total(), "suffixes": dict(self.unread.most_common())}
+
+    def read_through(self) -> dict[str, Any]:
+        """The record of all that there is to read."""
+        for _ in self.documents():
+            pass
+        return self.record()
 
     def documents(self) -> Iterator[RawDocument]:
         if self.source.dataset:
@@ -189,7 +203,7 @@ class SourceReader:
         path = Path(pattern).expanduser()
         try:
             if path.is_dir():
-                present = visible_files(path)
+                present = [each for each in visible_files(path) if not self._is_own(each)]
                 self.unread.update(ending(each) for each in present if not each.name.endswith(self.suffixes))
                 found = check_links(path, [each for each in present if each.name.endswith(self.suffixes)])
                 problem = (
@@ -201,13 +215,16 @@ class SourceReader:
                 found, problem = [(path, "")], ""
             else:
                 matches = sorted(glob.glob(str(path), recursive=True))
-                found = [(Path(match), "") for match in matches if os.path.isfile(match)]
+                found = [(Path(each), "") for each in matches if os.path.isfile(each) and not self._is_own(each)]
                 problem = f"no such file (working directory {Path.cwd()})"
         except OSError as error:
             raise DataError(f"{self.where}: cannot be read: {error.strerror}. Fix its permissions.") from error
         if not found:
             raise DataError(f"{self.where}: {problem}.")
         return found
+
+    def _is_own(self, path: str | Path) -> bool:
+        return any(Path(os.path.realpath(path)).is_relative_to(directory) for directory in self.own)
 
 
 def visible_files(root: Path) -> list[Path]:
@@ -256,13 +273,13 @@ def require_datasets(where: str) -> Any:
     return datasets
 
 
-def open_sources(config: Preparation) -> list[SourceReader]:
-    """Raises DataError, before anything is read, for a source that has no files."""
+def open_sources(config: Preparation, own: tuple[Path, ...]) -> list[SourceReader]:
+    """own: as of SourceReader.  Raises DataError, before anything is read, for a source that has no files."""
     if [source.path for source in config.sources].count("-") > 1:
         raise ConfigError("sources: standard input (-) can be read once. Leave one.")
     if any(source.path == "-" for source in config.sources) and sys.stdin is None:
         raise DataError("sources: there is no standard input.")
-    return [SourceReader(i, source, config.max_document_bytes) for i, source in enumerate(config.sources)]
+    return [SourceReader(i, each, config.max_document_bytes, own=own) for i, each in enumerate(config.sources)]
 
 
 def open_evaluation_texts(config: Preparation) -> list[SourceReader]:

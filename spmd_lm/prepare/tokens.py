@@ -3,7 +3,6 @@ by themselves, and then their lengths say which shard each belongs to."""
 
 import functools
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,19 +11,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.format import open_memmap
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel
 
-from spmd_lm import files
-from spmd_lm.data.token_files.shard import Header, ShardWriter, read_header, token_dtype
+from spmd_lm.data.token_files.shard import Header, ShardWriter, open_shard, token_dtype
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer, open_tokenizer
 from spmd_lm.errors import DataError
 from spmd_lm.prepare.chunks import chunk_path, map_array, texts_of_chunk
 from spmd_lm.prepare.duplicates import USED, CleanedChunks
 from spmd_lm.prepare.schema import SplitShares
+from spmd_lm.prepare.stage_files import read_stage, write_stage
 from spmd_lm.runtime.outputs import writing
 
 SPLITS = ("train", "validation", "test")
 BATCH_BYTES = 2**20  # of text that the library tokenizes at once: it takes 60 to 160 bytes for each of them
-BETWEEN_WORDS = re.compile(rb"[a-z](?= [a-z])")
+LIKELY_CUTS = re.compile(rb"[A-Za-z](?= [A-Za-z])")
+"""Where most tokenizers divide a text themselves."""
+
+KNOWN_CUTS = re.compile(
+    rb"(?= [!-~\xc3-\xe0\xe4-\xf4])"  # before a space that begins a word, whatever its letters
+    rb"|[!-~](?=\n)"
+    rb"|(?:\xe3\x80[\x81\x82]|\xef\xbc\x8c)(?=[\xe5-\xe8\n])"  # after a Chinese comma or full stop
+)
+"""Where GPT-2's and BERT's pre-tokenizers do.  GPT-2's is a regular expression that never looks back.  None of its
+alternatives goes on over such a place, and the one that ends there would end there too if the text did: the last space
+before what is no white space begins a token; so does the first line feed after what is none, and a letter after
+punctuation that is no apostrophe.  Bytes after a space that may be white space, as U+3000, are left out, and so are
+letters that an older Unicode may not know."""
+
+EXAMPLE = "It was one of TWO; AND SOME were naïve, others 1,234 of old.\nNo more of Them came then".encode()
 
 
 class Vocabulary(NamedTuple):
@@ -52,7 +67,7 @@ class TokenizedChunk(NamedTuple):
 @dataclass(frozen=True)
 class ChunkTokenizer:
     """Tokenizes the documents of a chunk that are used: 00000.bin has their ids, 00000.lengths.npy uint64
-    [3, documents] their splits, their counts of ids, and the bytes of their texts; 00000.json is written last."""
+    [3, documents] their splits, their counts of ids, and the bytes of their texts; 00000.json a TokenizedChunk."""
 
     corpus: CleanedChunks
     fates: Path
@@ -63,8 +78,8 @@ class ChunkTokenizer:
 
     def __call__(self, number: int) -> TokenizedChunk:
         path = chunk_path(self.directory, number)
-        if path.with_suffix(".json").exists():
-            return TokenizedChunk(*json.loads(path.with_suffix(".json").read_bytes()))
+        if done := read_stage(path):
+            return TokenizedChunk(*done)
         base, end = self.corpus.bases[number : number + 2].tolist()
         positions = np.flatnonzero(open_memmap(self.fates, mode="r")[base:end] == USED)
         splits = split_of(map_array(self.corpus.directory, number, "digests")[positions, 0], self.shares)
@@ -75,11 +90,8 @@ class ChunkTokenizer:
                 data.write(ids.astype(dtype).tobytes())
                 lengths.append((split, len(ids), text_bytes))
         done = TokenizedChunk(number, len(lengths), len(positions) - len(lengths))
-        with writing(path):
-            files.write_atomically(path.with_suffix(".bin"), data.getvalue())
-            with files.create(path.with_suffix(".lengths.npy")) as file:
-                np.save(file, np.array(lengths, np.uint64).reshape(-1, 3).T)
-            files.write_atomically(path.with_suffix(".json"), json.dumps(done))
+        table = np.array(lengths, np.uint64).reshape(-1, 3).T
+        write_stage(path, done, {".bin": data.getvalue(), ".lengths.npy": table})
         return done
 
     def _encode(self, number: int, positions: list[int]) -> Iterator[tuple[np.ndarray, int]]:
@@ -88,29 +100,42 @@ class ChunkTokenizer:
         for batch in batches(texts_of_chunk(self.corpus.directory, number, positions)):
             if not isinstance(tokenizer, SubwordTokenizer):
                 encoded = [tokenizer.encode(text) for text in batch]
-            elif len(batch) == 1 and can_divide(tokenizer):
-                encoded = [np.concatenate([tokenizer.encode(part) for part in parts_of_document(batch[0])])]
+            elif len(batch) == 1 and (cuts := cuts_of(tokenizer)):
+                encoded = [np.concatenate([tokenizer.encode(part) for part in parts_of_document(batch[0], cuts)])]
             else:
                 encoded = tokenizer.encode_batch(batch)
             yield from zip(encoded, map(len, batch), strict=True)
 
 
-def parts_of_document(text: bytes) -> Iterator[bytes]:
-    """Divided before a space between two letters, where most tokenizers divide a text themselves."""
+def parts_of_document(text: bytes, cuts: re.Pattern[bytes]) -> Iterator[bytes]:
     start = 0
-    while len(text) - start > BATCH_BYTES and (found := BETWEEN_WORDS.search(text, start + BATCH_BYTES)):
+    while len(text) - start > BATCH_BYTES and (found := cuts.search(text, start + BATCH_BYTES)):
         yield text[start : found.end()]
         start = found.end()
     yield text[start:]
 
 
 @functools.lru_cache(maxsize=8)
-def can_divide(tokenizer: SubwordTokenizer) -> bool:
-    """Whether the ids of a text are those of its parts, by example: Llama 2's puts a space before each text."""
-    probe = "It was one of two; and some were naïve, others 1,234 of old.\nNo more of them came then".encode()
-    cuts = [found.end() for found in BETWEEN_WORDS.finditer(probe)]
-    parts = [(probe[:cut], probe[cut:]) for cut in cuts]
-    undivided = tokenizer.encode(probe).tolist()
+def cuts_of(tokenizer: SubwordTokenizer) -> re.Pattern[bytes] | None:
+    """Where a text can be divided so that its ids are those of its parts: by what is known of the pre-tokenizer, or by
+    example.  None if nowhere: Llama 2's puts a space before each text."""
+    backend = tokenizer.backend
+    splitter, normalizer = backend.pre_tokenizer, backend.normalizer
+    is_byte_level = isinstance(splitter, ByteLevel) and splitter.use_regex and not splitter.add_prefix_space
+    is_bert = isinstance(splitter, BertPreTokenizer) and isinstance(normalizer, BertNormalizer)
+    is_known = is_bert or (is_byte_level and normalizer is None)
+    cuts = KNOWN_CUTS if is_known else LIKELY_CUTS
+    added = backend.get_added_tokens_decoder().values()
+    in_text = [token for token in added if not (token.special and backend.encode_special_tokens)]
+    if any(token.lstrip or token.rstrip or cuts.search(token.content.encode()) for token in in_text):
+        return None  # they are looked for in a text before it is divided
+    return cuts if is_known or divides(tokenizer, EXAMPLE, cuts) else None
+
+
+def divides(tokenizer: SubwordTokenizer, text: bytes, cuts: re.Pattern[bytes]) -> bool:
+    """Whether the ids of the text are those of its two parts, wherever it is cut."""
+    parts = [(text[: found.end()], text[found.end() :]) for found in cuts.finditer(text)]
+    undivided = tokenizer.encode(text).tolist()
     return all([*tokenizer.encode(a).tolist(), *tokenizer.encode(b).tolist()] == undivided for a, b in parts)
 
 
@@ -193,11 +218,8 @@ class ShardMaker:
 
     def __call__(self, shard: PlannedShard) -> dict[str, Any]:
         path = self.out / shard.name
-        header = (
-            self._write(path, shard)
-            if not path.with_suffix(".json").exists()
-            else read_header(path.with_suffix(".json"))
-        )
+        is_there = path.with_suffix(".json").exists()
+        header = open_shard(path).header if is_there else self._write(path, shard)
         counts = {"tokens": header.tokens, "documents": header.documents, "text_bytes": header.text_bytes}
         return {"name": shard.name, "split": shard.split, **counts}
 

@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +30,7 @@ class Workers:
 
     def __enter__(self) -> "Workers":
         if self.count > 1:
+            sys.warnoptions.append("ignore:resource_tracker")  # of the process that tidies up if this one is killed
             context = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(self.count, context, set_up_worker, (os.getpid(),))
         return self
@@ -46,19 +48,32 @@ class Workers:
         rest = iter(tasks)
         try:
             for task in itertools.islice(rest, self.count + 1):
-                waiting.append(self.pool.submit(function, task))
+                waiting.append(self._submit(function, task))
             while waiting:
                 result = waiting.popleft().result()
                 for task in itertools.islice(rest, 1):
-                    waiting.append(self.pool.submit(function, task))
+                    waiting.append(self._submit(function, task))
                 yield result
         except BrokenProcessPool:
             advice = "Use fewer workers, and start again: what is finished is not done again"
             raise UserError(f"a worker process was killed, perhaps because memory was short. {advice}.") from None
 
+    def _submit(self, function: Callable[[Input], Output], task: Input) -> Future[Output]:
+        """A process that this starts inherits that Ctrl-C waits, until `set_up_worker` answers it."""
+        assert self.pool
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return self.pool.submit(function, task)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
 
 def set_up_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would take the other workers' cores
     os.environ[PARENT] = str(parent)
-    end_with_parent()
+    try:
+        end_with_parent()
+    except SystemExit:  # which the pool would log
+        os._exit(128 + signal.SIGTERM)

@@ -5,6 +5,7 @@ alone."""
 
 import json
 import os
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from spmd_lm import files
 from spmd_lm.config.load import TOKENIZER_DIR
-from spmd_lm.data.token_files.dataset import FORMAT, MANIFEST
+from spmd_lm.data.token_files.dataset import FORMAT, MANIFEST, check_files
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.outputs import writing
 
@@ -26,13 +27,15 @@ TRACES = {".lock", f"{IDENTITY}.tmp"}
 class Workspace:
     def __init__(self, out: Path):
         self.out = Path(os.path.abspath(out))
+        if not self.out.name:
+            raise ConfigError(f"out={out}: has no name. Choose another out.")
         self.partial = self.out.with_name(self.out.name + ".partial")
         self.read, self.tokens = self.partial / "read", self.partial / "tokens"
 
     def finished(self, identity: dict[str, Any]) -> dict[str, Any] | None:
         """The manifest of this data set; None if it is not finished.
 
-        ConfigError if what is there is another data set, or none."""
+        ConfigError if what is there is another data set, or none; DataError if it is damaged."""
         if os.path.lexists(self.out) and not self.out.is_dir():
             raise ConfigError(f"out={self.out}: exists and is not a directory. Choose another name.")
         manifest = read_object(self.out / MANIFEST)
@@ -40,12 +43,14 @@ class Workspace:
             return None
         if manifest.get("format") != FORMAT:
             raise ConfigError(f"out={self.out}: its {MANIFEST} is not one of ours. Choose another out.")
-        if found := differing(manifest.get("config"), identity["config"]):
+        made_of = {"config": manifest.get("config"), "sha256": manifest.get("sha256", {})}
+        if found := differing(made_of, {key: identity[key] for key in made_of}).removeprefix("config."):
             what = f"a data set that was made with a different value of {found}"
             raise ConfigError(f"out={self.out}: {what}. Remove this directory, or choose another out.")
         if identity["tokenizer"] not in (None, manifest.get("tokenizer")):
             what = "a data set of another vocabulary"
             raise ConfigError(f"out={self.out}: {what}. Remove this directory, or choose another out.")
+        check_files(self.out)
         if read_object(self.partial / IDENTITY) is not None:  # ended before it was removed
             self._remove_partial()
         return manifest
@@ -87,14 +92,19 @@ class Workspace:
     def _remove_partial(self) -> None:
         """What says that a stage is done goes first, and whose it is last; a directory has its name no more before its
         first file goes.  So a later start, if this is stopped, takes no part of a stage for all of it."""
-        for path in sorted(self.partial.iterdir(), key=Path.is_dir):
+        for path in sorted(self.partial.iterdir(), key=removal_order):
             if path in (self.read, self.tokens):
-                path = path.rename(path.with_name(f"removed-{path.name}-{os.getpid()}"))
+                path = path.rename(path.with_name(f"removed-{path.name}-{secrets.token_hex(4)}"))
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != IDENTITY:
                 path.unlink(missing_ok=True)
         shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def removal_order(path: Path) -> tuple[bool, bool]:
+    """Records before what they are of."""
+    return path.is_dir(), path.suffix != ".json"
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -193,6 +193,12 @@ def test_a_memorised_text_has_a_perplexity_of_one(tmp_path):
 # --- intervals
 
 
+def test_an_infinite_perplexity_has_an_infinite_interval():
+    losses = np.array([800.0, 900.0, 1000.0])
+    found, intervals = estimate({"perplexity": Metric(losses, np.ones(3), np.exp)})
+    assert found["perplexity"] == np.inf and intervals["perplexity"] == [np.inf, np.inf]
+
+
 def test_intervals_are_those_of_a_plain_bootstrap():
     values, sizes = np.random.default_rng(1).normal(3, 1, 400), np.random.default_rng(2).uniform(1, 2, 400)
     metrics = {"mean": Metric(values, np.ones(400)), "ratio": Metric(values, sizes, np.exp)}

@@ -22,6 +22,7 @@ from spmd_lm.evaluation.zero_shot import evaluate_tasks, make_tasks, require_cau
 from tests.data.token_files.conftest import write_dataset
 from tests.evaluation.items import write_items, write_lines
 from tests.helpers import ORIGINAL_BERT, TASKS, make_config
+from tests.prepare.corpora import make as prepare
 from tests.published import published
 
 BYTES = {"source": "text", "path": "unread.txt"}
@@ -163,7 +164,7 @@ def test_a_text_is_resampled_in_blocks_of_neighbours(tmp_path):
     assert task.windows.start.tolist() == [0, 13]
     found = task.figures(Scored(-np.arange(20.0), np.zeros(20, bool), np.array([0, 12, 20])))
     assert found.metrics["nats_per_token"] == 9.5 and found.metrics["nats_per_byte"] == pytest.approx(190 / 22)
-    assert (found.n, found.counts) == (20, {"tokens": 22})
+    assert (found.n, found.counts) == (20, {"tokens": 22, "skipped": 0})
     low, high = found.ci95["nats_per_token"]
     assert high - low == pytest.approx(2 * 1.96 * np.arange(20).std() / 20**0.5, rel=0.1)
     (tmp_path / "a.txt").write_text("a" * 40)
@@ -247,6 +248,45 @@ def test_bad_choices(line, message, tmp_path):
     path = write_lines(tmp_path / "choice.jsonl", [line])
     with pytest.raises(DataError, match=message):
         make_tasks(CONFIG, [f"choice={path}"])
+
+
+@pytest.mark.parametrize("name", ["text", "wikitext"])
+def test_a_file_of_one_token_among_others_is_skipped(name, tmp_path):
+    for file, text in {"a.txt": "a", "b.txt": "so it was", "c.txt": "and so on"}.items():
+        (tmp_path / file).write_text(text)
+    (task,) = make_tasks(CONFIG, [f"{name}={tmp_path}"])
+    found = task.figures(Scored(-np.ones(16), np.zeros(16, bool), np.array([0, 8, 16])))
+    assert found.counts == {"tokens": 18, "skipped": 1} | ({"words": 6} if name == "wikitext" else {})
+    assert found.metrics["nats_per_byte"] == pytest.approx(16 / 18)
+    with pytest.raises(DataError, match=r"a\.txt: 1 token, but a perplexity needs 2"):
+        make_tasks(CONFIG, [f"{name}={tmp_path}/a*"])
+
+
+# --- the validation split
+
+
+def test_bytes_of_the_validation_split(tmp_path):
+    """Of prepared data those of the documents, whatever their tokens spell; else of tokens that spell bytes."""
+    lines = write_lines(tmp_path / "a.jsonl", [{"text": f"Naïve Ärger  {i}!"} for i in range(60)])
+    for kind, bytes_told in (("wordpiece", False), ("bpe", True)):
+        out = tmp_path / kind
+        report = prepare(out, lines, tokenizer={"train": kind, "vocab_size": 300}, split={"validation": 0.4})
+        vocabulary = {"tokenizer": str(out / "tokenizer")}
+        data = vocabulary | {"source": "tokens", "path": str(out)}
+        (task,) = make_tasks(make_config(model={"vocab": 300}, data=data), ["validation"])
+        assert task.num_bytes == report["splits"]["validation"]["text_bytes"] > 100
+        (tmp_path / "b.txt").write_text("Naïve Ärger  " * 100)
+        in_memory = vocabulary | BYTES | {"path": str(tmp_path / "b.txt"), "validation_fraction": 0.5}
+        config = make_config(model={"vocab": 300}, data=in_memory | vocabulary)
+        (task,) = make_tasks(config, ["validation"])
+        assert (task.num_bytes == pytest.approx(800, rel=0.1)) if bytes_told else task.num_bytes is None
+
+
+def test_a_validation_split_without_tokens(tmp_path):
+    prepare(tmp_path / "out", write_lines(tmp_path / "a.jsonl", [{"text": "one " * 100}]), split={"validation": 0.0})
+    config = make_config(model={"vocab": 256}, data={"source": "tokens", "path": str(tmp_path / "out")})
+    with pytest.raises(DataError, match="--task validation: the split has 0 tokens"):
+        make_tasks(config, ["validation"])
 
 
 @pytest.mark.parametrize("task", ["text", "wikitext"])

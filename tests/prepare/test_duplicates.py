@@ -99,7 +99,7 @@ def test_ranges_have_every_key_once_and_in_order(tmp_path, monkeypatch):
     draw, runs = np.random.default_rng(0), []
     for number in range(3):
         run = np.stack([np.sort(draw.integers(0, 2**64, 100, np.uint64)), np.arange(100, dtype=np.uint64)])
-        chunks.save_array(chunks.chunk_path(tmp_path, number).with_suffix(".bands.npy"), run)
+        np.save(chunks.chunk_path(tmp_path, number).with_suffix(".bands.npy"), run)
         runs.append(run + np.array([[0], [100 * number]], np.uint64))
     cleaned = duplicates.CleanedChunks(tmp_path, np.array([0, 100, 200, 300]))
     ranges = [*duplicates.key_ranges(cleaned, "bands")]

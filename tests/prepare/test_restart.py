@@ -20,6 +20,7 @@ from spmd_lm.prepare import chunks
 from spmd_lm.runtime.directories import lock_directory
 from tests.prepare.corpora import contents, make, sentence, texts, write_lines
 
+ROOT = Path(spmd_lm.__file__).parents[1]
 STEPS = {"exact_duplicates": True, "near_duplicates": True, "min_tokens": 60}
 KEYS = {"steps": STEPS, "split": {"validation": 0.1, "test": 0.1}, "shard_tokens": 20_000}
 TRAINED = {"train": "bpe", "vocab_size": 400}
@@ -49,10 +50,12 @@ def write_recipe(directory: Path, tokenizer, count: int) -> Path:
     return recipe
 
 
-def start(*arguments: str) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": str(Path(spmd_lm.__file__).parents[1])}
+def start(*arguments: str, path: Path = ROOT) -> subprocess.Popen:
+    """path: of modules, besides ours."""
+    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
 
 def check_same_after_kills(directory: Path, kills: int, tokenizer, count: int) -> None:
@@ -87,8 +90,33 @@ def test_it_is_the_same_after_twenty_kills(tmp_path, tokenizer):
     check_same_after_kills(tmp_path, 20, tokenizer, 2000)
 
 
+IN_A_WORKER = """
+import pathlib, sys, time
+if "--multiprocessing-fork" in sys.orig_argv:
+    pathlib.Path(__file__).with_name("starts").touch()
+    time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_processes_that_are_stopped_while_they_start_say_nothing(number, tmp_path):
+    """Ctrl-C and a scheduler signal all of them; a kill is of the first, which the others follow."""
+    (tmp_path / "sitecustomize.py").write_text(IN_A_WORKER)
+    recipe = write_recipe(tmp_path, "bytes", 50)
+    process = start(str(recipe), "workers=2", path=tmp_path)
+    while not (tmp_path / "starts").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
+    assert process.communicate(timeout=60)[1] == b"" and process.returncode == -number
+
+
 class Stopped(Exception):
     pass
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", TRAINED], ids=["bytes", "bpe"])
@@ -223,10 +251,11 @@ def test_what_is_left_where_tidying_up_was_stopped_is_not_taken_for_all(tmp_path
             each.unlink()
         raise Stopped
 
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr("spmd_lm.prepare.workspace.shutil.rmtree", stop)
-        make(out, source, **KEYS)
-    remove(out)
+    for _ in range(3):  # what was renamed before is in the way of nothing
+        with monkeypatch.context() as patched, pytest.raises(Stopped):
+            patched.setattr("spmd_lm.prepare.workspace.shutil.rmtree", stop)
+            make(out, source, **KEYS)
+        remove(out)
     make(out, source, **KEYS)
     assert contents(out) == contents(tmp_path / "undisturbed")
 
@@ -243,6 +272,85 @@ def test_chunks_that_are_gone_are_told(tmp_path, monkeypatch):
     next((tmp_path / "out.partial/read").glob("*.json")).unlink()
     with pytest.raises(DataError, match="1 of its 1 chunks are gone"):
         make(tmp_path / "out", source)
+
+
+@pytest.mark.parametrize("name", ["titles", "files"])
+def test_leaks_are_those_that_it_was_begun_with(name, tmp_path, monkeypatch):
+    """Of a list of titles, or an evaluation text, that changes in between no mixture is made."""
+    source, listed = write_lines(tmp_path / "a.jsonl", [{"text": "one two"}, {"text": "three"}]), tmp_path / "listed"
+    steps = {"leaks": {"ngram": 2, name: str(listed) if name == "titles" else [str(listed)]}}
+
+    def stop(*_):
+        raise Stopped
+
+    listed.write_text("three four")
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr("spmd_lm.prepare.pipeline.find_duplicates", stop)
+        make(tmp_path / "out", source, steps=steps)
+    listed.write_text("one two")
+    changed = rf"a different value of sha256\.steps\.leaks\.{name}\. "
+    with pytest.raises(ConfigError, match=rf"begun with {changed}Go on with that one"):
+        make(tmp_path / "out", source, steps=steps)
+    listed.write_text("three four")
+    make(tmp_path / "out", source, steps=steps)
+    assert make(tmp_path / "out", source, steps=steps)["finished_before"]
+    listed.write_text("one two")
+    with pytest.raises(ConfigError, match=rf"{changed}Remove this directory, or choose another"):
+        make(tmp_path / "out", source, steps=steps)
+
+
+def test_a_finished_data_set_that_is_damaged_is_told(tmp_path):
+    source, out = write_documents(tmp_path / "a.jsonl", 50), tmp_path / "out"
+    for name in ("train/shard-00000.bin", "test/shard-00000.idx", "train/shard-00000.json", "tokenizer/tokenizer.json"):
+        make(out, source, **KEYS, tokenizer=TRAINED)
+        (out / name).write_bytes((out / name).read_bytes()[:-2])
+        told = name.replace("/tokenizer.json", "")
+        with pytest.raises(DataError, match=rf"{told}: damaged: .*Remove the data set, and prepare or copy it again"):
+            make(out, source, **KEYS, tokenizer=TRAINED)
+        shutil.rmtree(out)
+
+
+def test_the_root_is_no_data_set(tmp_path):
+    with pytest.raises(ConfigError, match=r"out=/: has no name\. Choose another out"):
+        make(Path("/"), tmp_path / "a.txt")
+
+
+DAMAGE = {  # of a file below `a`, and the start that is to find it stops before this function of the pipeline
+    "a short text": ("out.partial/read/00001.text", lambda data: data[:5000], "find_duplicates"),
+    "no text": ("out.partial/read/00001.text", None, "find_duplicates"),
+    "an empty record": ("out.partial/read/00000.json", lambda data: b"", "find_duplicates"),
+    "another digit": ("out.partial/read/00000.json", lambda data: data.replace(b"150", b"151"), "find_duplicates"),
+    "a flipped bit of a key": ("out.partial/read/00001.exact.npy", flipped, "find_duplicates"),
+    "a record of all": ("out.partial/read.json", lambda data: data[:-9], "find_duplicates"),
+    "fates": ("out.partial/fates.npy", lambda data: data[:-30], "make_vocabulary"),
+    "a tokenizer": ("out/tokenizer/tokenizer.json", lambda data: data.replace(b'"a"', b'"a1"'), "tokenize"),
+    "an empty record of tokens": ("out.partial/tokens/00001.json", lambda data: b"", "write_shards"),
+    "tokens": ("out.partial/tokens/00000.bin", flipped, "write_shards"),
+    "a shard": ("out/train/shard-00000.bin", lambda data: data[:-2], "Workspace.finish"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_is_damaged_between_a_stop_and_a_start_is_told(case, tmp_path, monkeypatch):
+    name, change, stage = DAMAGE[case]
+    monkeypatch.setattr(chunks, "CHUNK_DOCUMENTS", 150)
+    source = write_documents(tmp_path / "a.jsonl", 200)
+    keys = {**KEYS, "tokenizer": TRAINED}
+
+    def stop(*_):
+        raise Stopped
+
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(f"spmd_lm.prepare.pipeline.{stage}", stop)
+        make(tmp_path / "out", source, **keys)
+    path = tmp_path / name
+    if change:
+        path.write_bytes(change(path.read_bytes()))
+    else:
+        path.unlink()
+    with pytest.raises(DataError, match=rf"{name}.* Remove ") as error:
+        make(tmp_path / "out", source, **keys)
+    assert "damaged" in str(error.value) and not (tmp_path / "out/manifest.json").exists()
 
 
 def test_a_second_one_is_refused_while_the_first_is_at_work(tmp_path):

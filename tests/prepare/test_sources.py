@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import types
@@ -45,6 +46,33 @@ def test_files_directories_globs_and_keys(tmp_path):
         "sha256": hashlib.sha256(whole).hexdigest(),
     }
     assert report["sources"][1]["files"] == 2 and report["sources"][1]["bytes"] == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_name_that_is_not_utf8(workers, tmp_path):
+    (tmp_path / "in").mkdir()
+    for name, content in ((b"a\xff.txt", b"good"), (b"b\xff.txt", b"a\0b")):
+        Path(os.fsdecode(os.fsencode(tmp_path / "in") + b"/" + name)).write_bytes(content)
+    report = make(tmp_path / "out", tmp_path / "in", workers=workers)
+    assert texts(tmp_path / "out") == ["good"] and report["bad"][0].startswith(f"{tmp_path}/in/b\udcff.txt: a NUL")
+
+
+@pytest.mark.parametrize("source", ["", "**/*.json*"])
+def test_what_it_writes_is_none_of_its_sources(source, tmp_path, monkeypatch):
+    """Stopped and started again, with OUT in the directory that it reads."""
+    (tmp_path / "in").mkdir()
+    write_lines(tmp_path / "in/a.jsonl", [{"text": "one"}])
+    (tmp_path / "link").symlink_to("in")
+    source, out = str(tmp_path / "link" / source), tmp_path / "in/out"
+
+    def stop(*_):
+        raise InterruptedError
+
+    with monkeypatch.context() as patched, pytest.raises(InterruptedError):
+        patched.setattr("spmd_lm.prepare.pipeline.write_stage", stop)  # all is read, and not told so
+        make(out, source)
+    make(out, source)
+    assert texts(out) == ["one"]
 
 
 def write_parquet(path: Path, columns: dict[str, list]) -> str:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from spmd_lm.data.token_files.shard import open_shard
 from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
@@ -158,14 +160,75 @@ def vocabulary_of(kind: str, directory: Path) -> SubwordTokenizer:
     return SubwordTokenizer(str(directory))
 
 
-@pytest.mark.parametrize(("kind", "divided"), [("bert", True), ("gpt2", True), ("metaspace", True), ("llama2", False)])
-def test_a_long_document_has_the_ids_of_all_of_it(kind, divided, tmp_path, monkeypatch):
+CUTS = {"bert": tokens.KNOWN_CUTS, "gpt2": tokens.KNOWN_CUTS, "metaspace": tokens.LIKELY_CUTS, "llama2": None}
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_a_long_document_has_the_ids_of_all_of_it(kind, tmp_path, monkeypatch):
     """It is tokenized in parts where that is the same, so that it takes little memory."""
     tokenizer = vocabulary_of(kind, tmp_path)
     text = published("tinyshakespeare.txt").read_text()[:60_000] + published("wikitext2_test.txt").read_text()[:60_000]
+    text = text[:30_000].upper() + text[30_000:]
     monkeypatch.setattr(tokens, "BATCH_BYTES", 1000)
-    assert tokens.can_divide(tokenizer) == divided and len([*tokens.parts_of_document(text.encode())]) > 80
+    assert tokens.cuts_of(tokenizer) == CUTS[kind]
+    assert len([*tokens.parts_of_document(text.encode(), CUTS[kind] or tokens.LIKELY_CUTS)]) > 100
     source = write_lines(tmp_path / "a.jsonl", [{"text": "short"}, {"text": text}])
     make(tmp_path / "out", source, tokenizer=str(tmp_path))
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     assert id_arrays(tmp_path / "out")[1].tolist() == [*tokenizer.encode(text).tolist(), *eos]
+
+
+FRAGMENTS = [
+    *"'sS1.-。，、！「他们のカ\u0301\u3099é한א1٣\U0001f600",
+    "'s",
+    "'ll",
+    "THE",
+    "ſt",
+    " a",
+    " 他",
+    "。\n",
+    ", ",
+    "Ⅷ½",
+]
+FRAGMENTS += ["<|endoftext|>", "[SEP]", *"\t\r\xa0\x1c\x85\u2028\u1680", *"  \n\u3000" * 6]  # white space is half of it
+
+
+@pytest.fixture(scope="module", params=["gpt2", "bert"])
+def known(request, tmp_path_factory) -> SubwordTokenizer:
+    return vocabulary_of(request.param, tmp_path_factory.mktemp("known"))
+
+
+@given(text=st.lists(st.sampled_from(FRAGMENTS), min_size=4, max_size=12).map("".join))
+@settings(max_examples=500, deadline=None)
+def test_ids_of_any_text_are_those_of_its_parts(known, text):
+    """And so are the words that the pre-tokenizer makes, which any vocabulary would divide further."""
+    data = text.encode()
+    assert tokens.divides(known, data, tokens.KNOWN_CUTS)
+    for found in tokens.KNOWN_CUTS.finditer(data):
+        parts = data[: found.end()].decode(), data[found.end() :].decode()
+        assert [*words_of(known, parts[0]), *words_of(known, parts[1])] == words_of(known, text)
+
+
+def words_of(tokenizer: SubwordTokenizer, text: str) -> list[str]:
+    normalizer = tokenizer.backend.normalizer
+    normal = normalizer.normalize_str(text) if normalizer else text
+    return [word for word, _ in tokenizer.backend.pre_tokenizer.pre_tokenize_str(normal)]
+
+
+@pytest.mark.parametrize(
+    "text", ["NO SMALL LETTER, " * 3000, "слово за слово " * 2000, "他们说，这是一个测试。" * 2000, "x,\n" * 20_000]
+)
+def test_text_without_small_letters_is_divided_too(text, monkeypatch):
+    monkeypatch.setattr(tokens, "BATCH_BYTES", 1000)
+    parts = [*tokens.parts_of_document(text.encode(), tokens.KNOWN_CUTS)]
+    assert max(map(len, parts)) < 1100 and b"".join(parts) == text.encode()
+
+
+def test_a_vocabulary_whose_added_tokens_span_words_does_not_divide(tmp_path):
+    tokenizer = vocabulary_of("gpt2", tmp_path)
+    assert tokens.cuts_of(tokenizer) and tokenizer.encode("<|endoftext|>").tolist() == [tokenizer.eos_token_id]
+    for token in ("two words", AddedToken("<x>", rstrip=True)):
+        (tmp_path / "vocab.json").unlink(missing_ok=True)
+        tokenizer.backend.add_tokens([token])
+        tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+        assert tokens.cuts_of(SubwordTokenizer(str(tmp_path))) is None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmd_lm.config.data_sections import Tokens
-from spmd_lm.config.load import TOKENIZER_DIR
+from spmd_lm.config.load import TOKENIZER_DIR, saved_tokenizer
 from spmd_lm.data.token_files.megatron import is_megatron, open_megatron, split_documents
 from spmd_lm.data.token_files.shard import Shard, damaged, open_shard, read_json
 from spmd_lm.data.token_files.sharded_tokens import ShardedTokens
@@ -156,7 +156,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
     splits = manifest.get("splits")
     if manifest.get("format") != FORMAT or manifest.get("version") != FORMAT_VERSION or not isinstance(splits, dict):
         raise damaged(path, f"it is not the manifest of a data set in format {FORMAT}, version {FORMAT_VERSION}")
-    for split in (*READ_SPLITS, *(["test"] if "test" in splits else [])):
+    for split in (*READ_SPLITS, *splits):
         value = splits.get(split)
         names = value.get("shards") if isinstance(value, dict) else None
         if not isinstance(names, list) or not all(_is_below(root, name) for name in names):
@@ -167,12 +167,34 @@ def read_manifest(root: Path) -> dict[str, Any]:
 
 
 def _is_below(root: Path, name: Any) -> bool:
-    return isinstance(name, str) and (root / name).resolve().is_relative_to(root.resolve())
+    try:
+        return isinstance(name, str) and (root / name).resolve().is_relative_to(root.resolve())
+    except ValueError:  # no file can have this name
+        return False
+
+
+def check_files(root: Path) -> None:
+    """Raises DataError for a file of a prepared data set that is missing or damaged; the tokens are not read."""
+    manifest = read_manifest(root)
+    check_own_tokenizer(root, manifest)
+    for split in manifest["splits"].values():
+        for name in split["shards"]:
+            open_shard(root / name)
+
+
+def check_own_tokenizer(root: Path, manifest: dict[str, Any]) -> None:
+    """Raises DataError unless the vocabulary beside the ids is the one that made them."""
+    own = "bytes" if manifest["tokenizer"] == "bytes" else saved_tokenizer(root)
+    if own is None:
+        raise damaged(root / TOKENIZER_DIR, "its vocabulary is missing")
+    if vocabulary_hash(str(own)) != manifest["tokenizer"]:
+        raise damaged(root / TOKENIZER_DIR, "its vocabulary is not the one that made the token ids")
 
 
 def _require_tokenizer(manifest: dict[str, Any], root: Path, data: Tokens) -> None:
     if vocabulary_hash(data.tokenizer) == manifest["tokenizer"]:
         return
+    check_own_tokenizer(root, manifest)
     first = Path(data.blend[0].path if data.blend else root).expanduser()
     if root != first and not is_megatron(first):  # whose vocabulary is data.tokenizer: it was opened before
         own = first / TOKENIZER_DIR

@@ -220,8 +220,10 @@ def check_block(shard: Shard, block: int) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path}: cannot be read: {error.strerror}. Mend that, or prepare the data again.")
+    return DataError(
+        f"{path}: cannot be read: {error.strerror}. Mend that, or remove the data set and prepare it again."
+    )
 
 
 def damaged(path: Path, what: str) -> DataError:
-    return DataError(f"{path}: damaged: {what}. Prepare the data again, or copy it again.")
+    return DataError(f"{path}: damaged: {what}. Remove the data set, and prepare or copy it again.")

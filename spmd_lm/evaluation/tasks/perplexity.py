@@ -5,7 +5,7 @@ from typing import ClassVar
 import numpy as np
 
 from spmd_lm.data.text_files import SUFFIXES
-from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, NumberTokenizer, Tokenizer
+from spmd_lm.data.tokenizers.tokenizer import NumberTokenizer
 from spmd_lm.errors import DataError
 from spmd_lm.evaluation.bootstrap import Metric
 from spmd_lm.evaluation.scoring import Scored, Windows, sliding_windows
@@ -16,9 +16,10 @@ LARGEST_BLOCK = 32
 
 
 class TextTask(EvalTask):
-    """`text=PATH`: each document by itself.  n: the scored tokens, all but a document's first.
+    """`text=PATH`: each document by itself.  n: the scored tokens, all but a document's first.  skipped: documents of a
+    directory or a glob that have too few.
 
-    nats_per_token, and perplexity, its exponential; nats_per_byte of the documents, where tokens stand for text."""
+    nats_per_token, and perplexity, its exponential; nats_per_byte of the documents, where their bytes are known."""
 
     name = "text"
     suffixes = SUFFIXES
@@ -26,22 +27,26 @@ class TextTask(EvalTask):
     default_stride: ClassVar[int | None] = None  # the context
 
     def __init__(self, given: TaskInput):
-        texts = [(str(document.path), self.prepare(document.text)) for document in self.documents(given)]
-        encoded = [self.encoded(given, text, location) for location, text in texts]
-        self.set_windows(given, encoded)
+        documents = self.documents(given)
+        texts = [(self.prepare(document.text), str(document.path)) for document in documents]
+        encoded = [given.encoder.encode(text, location) for text, location in texts]
+        scored = [i for i, ids in enumerate(encoded) if len(ids) > 1]
+        if not scored:
+            count = "1 token" if len(encoded[0]) else "no tokens"
+            raise DataError(f"{texts[0][1]}: {count}, but a perplexity needs 2: one to predict another. Add text.")
+        self.set_windows(given, [encoded[i] for i in scored])
+        self.skipped = len(documents) - len(scored)
         is_text = not isinstance(given.encoder.tokenizer, NumberTokenizer)
-        self.num_bytes = sum(len(text.encode()) for _, text in texts) if is_text else None
+        self.num_bytes = sum(len(texts[i][0].encode()) for i in scored) if is_text else None
+        self.words = sum(self.count_words(documents[i].text) for i in scored)
 
     def prepare(self, text: bytes) -> str:
         """The text that the model reads."""
         return text.decode("utf-8-sig")
 
-    def encoded(self, given: TaskInput, text: str, location: str) -> np.ndarray:
-        ids = given.encoder.encode(text, location)
-        if len(ids) < 2:
-            count = "1 token" if len(ids) else "no tokens"
-            raise DataError(f"{location}: {count}, but a perplexity needs 2: one to predict another. Add text.")
-        return ids
+    def count_words(self, text: bytes) -> int:
+        """Of a subclass: those of a document, if a metric is of them."""
+        return 0
 
     def set_windows(self, given: TaskInput, documents: list[np.ndarray]) -> None:
         """documents: token ids of each."""
@@ -66,7 +71,7 @@ class TextTask(EvalTask):
         return {}
 
     def more_counts(self) -> dict[str, int]:
-        return {}
+        return {"skipped": self.skipped}
 
 
 class ValidationTask(TextTask):
@@ -76,20 +81,15 @@ class ValidationTask(TextTask):
     takes_path = False
 
     def __init__(self, given: TaskInput):
-        ids = given.split(self.name)
-        self.set_windows(given, [ids])
-        self.num_bytes = count_bytes(given.encoder.tokenizer, ids)
+        text = given.split(self.name)
+        self.set_windows(given, [text.tokens])
+        self.num_bytes = text.num_bytes
+
+    def more_counts(self) -> dict[str, int]:
+        return {}
 
 
 class PreparedTestTask(ValidationTask):
     """`test`: the split for tests that `spmd-lm prepare` made, as one text."""
 
     name = "test"
-
-
-def count_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int | None:
-    """Of the text that the ids stand for, without what separates documents; None if they stand for none."""
-    if isinstance(tokenizer, NumberTokenizer):
-        return None
-    ids = ids if tokenizer.eos_token_id is None else ids[ids != tokenizer.eos_token_id]
-    return len(ids) if isinstance(tokenizer, ByteTokenizer) else len(tokenizer.decode(ids).encode())

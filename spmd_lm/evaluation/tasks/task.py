@@ -17,16 +17,23 @@ from spmd_lm.evaluation.continuations import Encoder
 from spmd_lm.evaluation.scoring import Scored, Windows
 
 
+class SplitText(NamedTuple):
+    """tokens: [K].  num_bytes: of the documents that they are of; None if that is not known."""
+
+    tokens: np.ndarray
+    num_bytes: int | None
+
+
 class TaskInput(NamedTuple):
     """path: what follows NAME= on the command line; '' for a task without files.  context: tokens that the model
-    reads.  stride: as the user gave it; None for the task's default.  split: reads the tokens of the run's own
-    split of this name [K]; DataError if it has too few, or there is none."""
+    reads.  stride: as the user gave it; None for the task's default.  split: reads the run's own split of this name;
+    DataError if it has too few tokens, or there is none."""
 
     path: str
     encoder: Encoder
     context: int
     stride: int | None
-    split: Callable[[str], np.ndarray]
+    split: Callable[[str], SplitText]
 
 
 class TaskFigures(NamedTuple):

@@ -12,7 +12,6 @@ import numpy as np
 
 from spmd_lm.evaluation.bootstrap import Metric
 from spmd_lm.evaluation.tasks.perplexity import TextTask
-from spmd_lm.evaluation.tasks.task import TaskInput
 
 QUOTES = {
     # What stands between a pair loses the spaces at its ends.  In this order: a bracket may span quotes.
@@ -50,17 +49,14 @@ class WikiTextTask(TextTask):
     name = "wikitext"
     default_stride: ClassVar[int | None] = 32
 
-    def __init__(self, given: TaskInput):
-        self.words = 0
-        super().__init__(given)
-
     def prepare(self, text: bytes) -> str:
-        original = text.decode("utf-8-sig").strip()
-        self.words += count_words(original)
-        return detokenize(original)
+        return detokenize(text.decode("utf-8-sig").strip())
+
+    def count_words(self, text: bytes) -> int:
+        return count_words(text.decode("utf-8-sig"))
 
     def more_metrics(self, loss: np.ndarray, share: np.ndarray) -> dict[str, Metric]:
         return {"word_perplexity": Metric(loss, share * self.words, np.exp)}
 
     def more_counts(self) -> dict[str, int]:
-        return {"words": self.words}
+        return {"words": self.words, **super().more_counts()}

@@ -12,6 +12,7 @@ from spmd_lm.data.corpus import load_data, make_loader, make_text_loader
 from spmd_lm.data.shuffle import fold_in, permute
 from spmd_lm.data.token_files.megatron import open_megatron, split_documents
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
+from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import ConfigError, DataError
 from tests.data.token_files.conftest import read_documents, write_dataset
 
@@ -259,10 +260,17 @@ def test_what_is_no_data_set_is_told(dataset, tmp_path):
         ({"tokenizer": 3}, "does not say which tokenizer"),
         ({"eos_token_id": 7}, "its shards are of another tokenizer"),
         ({"splits": {"train": [], "validation": {"shards": []}}}, "does not list shards in this"),
+        ({"splits": {"train": {"shards": ["a\0b"]}, "validation": {"shards": []}}}, "does not list shards in this"),
+        ({"splits": {"train": {"shards": ["\ud800"]}, "validation": {"shards": []}}}, "does not list shards in this"),
     ):
         manifest.write_text(json.dumps(good | change))
         told(said, path=str(dataset))
     manifest.write_text(json.dumps(good | {"tokenizer": "0" * 64}))
+    told("tokenizer: damaged: its vocabulary is missing. Remove the data set", path=str(dataset))
+    (dataset / "tokenizer").mkdir()
+    (dataset / "tokenizer/vocab.txt").write_text("[UNK]\n")
+    told("tokenizer: damaged: its vocabulary is not the one that made the token ids", path=str(dataset))
+    manifest.write_text(json.dumps(good | {"tokenizer": vocabulary_hash(str(dataset / "tokenizer"))}))
     told("data.tokenizer=bytes is not the one that made the token ids", ConfigError, path=str(dataset))
 
 

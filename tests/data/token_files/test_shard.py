@@ -95,7 +95,7 @@ def test_damage_is_told_with_its_file(tmp_path, suffix, change, said):
     broken(tmp_path / "shard-00000", suffix, change)
     with pytest.raises(DataError, match=said) as error:
         open_shard(tmp_path / "shard-00000")
-    assert f"shard-00000{suffix}: " in str(error.value) and "repare the data again" in str(error.value)
+    assert f"shard-00000{suffix}: " in str(error.value) and "emove the data set, " in str(error.value)
 
 
 def test_a_missing_file_is_told(tmp_path):

@@ -16,6 +16,7 @@ from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer
 from spmd_lm.data.tokenizers.training import train_bpe, train_wordpiece
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.evaluation.zero_shot import evaluate_tasks
 from spmd_lm.training import loop
 
 TEXTS = ["the cat sat on the mat. the cat ran.", "a mat, a hat, a cat: ünïcödé", "the end of the story"] * 5
@@ -127,6 +128,8 @@ def test_a_run_keeps_what_it_trained(tmp_path, documents):
     file.unlink()
     with pytest.raises(ConfigError, match=r"the tokenizer that it trained is gone. Bring tokenizer/ back"):
         loop.train(config(tmp_path, documents, "train.steps=4"))
+    with pytest.raises(ConfigError, match=r"the tokenizer that it trained is gone. Bring tokenizer/ back"):
+        evaluate_tasks(config(tmp_path, documents), ["validation"])
 
 
 def test_bytes_are_counted_as_bytes():
