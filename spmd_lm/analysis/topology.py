@@ -174,7 +174,7 @@ def _gpu_options(topology: Topology) -> dict[str, Any]:
     hosts, gpus = topology.shape
     gpu = GPUS[topology.kind]
     hardware = find_hardware(gpu.name)
-    assert hardware and hardware.memory_bandwidth, gpu.name
+    assert hardware and hardware.memory, gpu.name
     target_config = f"""
 gpu_device_info {{
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
@@ -184,7 +184,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   core_count: {gpu.cores} fpus_per_core: {gpu.fpus} clock_rate_ghz: {gpu.ghz}
-  memory_bandwidth: {round(hardware.memory_bandwidth)} l2_cache_size: {gpu.l2} device_memory_size: {gpu.memory}
+  memory_bandwidth: {round(hardware.memory.bandwidth)} l2_cache_size: {gpu.l2} device_memory_size: {gpu.memory}
   cuda_compute_capability {{ major: {gpu.capability} }}
   dnn_version: "9.10.0"
 }}

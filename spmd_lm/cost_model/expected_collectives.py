@@ -75,6 +75,12 @@ class _Runs(NamedTuple):
     chunk_scatters: float = 0
 
 
+def layer_passes(config: RunConfig, plan: Plan) -> tuple[float, float]:
+    """Layers that a device runs in a step, the mean over the stages: forward alone, and forward with backward."""
+    runs = _runs(config, plan)
+    return runs.forward_passes, runs.layer_passes
+
+
 def _runs(config: RunConfig, plan: Plan) -> _Runs:
     p, m, chunk_layers = config.parallel, config.parallel.microbatches, config.layers_per_chunk
     if plan.layout.pipe == 1:
