@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from spmd_lm.axes import DATA, MODEL, PIPE, REPLICA
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective
-from spmd_lm.cost_model.memory import dtype_bytes, elements_per_device, tokens_per_device
+from spmd_lm.cost_model.memory import dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.plan import Plan
 
@@ -49,7 +49,7 @@ def _data_parallel(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollective
     devices, axes = plan.layout.batch_shards, plan.nontrivial_axes(REPLICA, DATA)
     if devices == 1:
         return
-    sizes = elements_per_device(plan, plan.padded_shapes, plan.gathered_specs)
+    sizes = plan.elements_per_device(gathered=True)
     reduce, compute, stage = config.precision.reduce, config.precision.compute, plan.zero.stage
     times = config.parallel.microbatches if stage == 3 else 1
     collectives = MATRICES * config.model.layers // plan.layout.pipe if stage == 3 else 1

@@ -15,11 +15,11 @@ from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected
 from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.kernels import Kernels
 from spmd_lm.cost_model.megatron_collectives import megatron_collectives
-from spmd_lm.cost_model.memory import dtype_bytes, elements_per_device
+from spmd_lm.cost_model.memory import dtype_bytes
 from spmd_lm.cost_model.systems import System, Window
 from spmd_lm.cost_model.work import LayerWork, head_seconds
 from spmd_lm.parallel.mesh import OUTERMOST_FIRST
-from spmd_lm.parallel.pipeline.schedule import make_schedule
+from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
 
 
@@ -61,7 +61,7 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: Syst
     compute = in_layers + microbatches * head_seconds(config, plan, system, kernels)
     rows = (megatron_collectives if system.saves_for_backward else expected_collectives)(config, plan)
     times = [_on_links(row, plan, hardware, system) for row in rows]
-    bubble = make_schedule(config.parallel.schedule, plan.layout.pipe, microbatches, config.chunks).bubble
+    bubble = schedule_counts(config.parallel.schedule, plan.layout.pipe, microbatches, config.chunks).bubble
     windows = {"compute": compute, "last_microbatch": in_layers * (1 / microbatches + bubble)}
     hidden_by = [system.hides(time.row, config, plan) for time in times]
     collectives = tuple(_expose(times, hidden_by, windows, system.hidden_tensor_parallelism))
@@ -138,4 +138,4 @@ def _optimizer_seconds(config: RunConfig, plan: Plan, system: System, kernels: K
     p = config.precision
     state = 2 * (1 + config.optim.num_moments) * dtype_bytes(p.params)
     per_parameter = system.optimizer_bytes or state + 2 * dtype_bytes(p.reduce) + dtype_bytes(p.compute)
-    return kernels.traffic(per_parameter * elements_per_device(plan, plan.padded_shapes, plan.param_specs))
+    return kernels.traffic(per_parameter * plan.elements_per_device())

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,16 @@ def interleave(x: Array, dim: int, first: int, second: int) -> Array:
     return split.swapaxes(dim, dim + 1).reshape(x.shape)
 
 
+class Parameter(NamedTuple):
+    """One array of the parameters.  path: its keys in the tree.  names: of its dimensions.  sharded_names: as ZeRO
+    shards them between steps.  shape: as devices hold it, padded."""
+
+    path: tuple[str, ...]
+    names: DimNames
+    sharded_names: DimNames
+    shape: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """names, shapes: trees of the parameters' dimension names and canonical shapes.  mesh: abstract until devices bind.
@@ -92,13 +103,12 @@ class Plan:
 
     def __post_init__(self):
         problems = []
-        leaves = jax.tree_util.tree_leaves_with_path(self.sharded_names, is_leaf=is_dim_names)
-        for (path, names), leaf in zip(leaves, jax.tree.leaves(self.padded_shapes), strict=True):
-            where = ".".join(key.key for key in path)
-            for name, size in zip(names, leaf.shape, strict=True):
+        for parameter in self.parameters:
+            for name, size in zip(parameter.sharded_names, parameter.shape, strict=True):
                 chunks = self.chunks if name == "layers" else 1
                 if size % (parts := self._num_shards(name) * chunks):
-                    on = " x ".join(self.param_rules.axes(name)) + " x chunks" * (chunks > 1)
+                    where, axes = ".".join(parameter.path), self.param_rules.axes(name)
+                    on = " x ".join(axes) + " x chunks" * (chunks > 1)
                     problems.append(f"{where}: dimension '{name}' of size {size} is not divisible by {on} = {parts}")
         if problems:
             raise LayoutError(*problems)
@@ -123,6 +133,28 @@ class Plan:
         return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis in physical)
 
     # ---- names, shapes and specs of the parameters, and so of gradients and optimizer state
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All of them, in the order of their tree."""
+        names = jax.tree_util.tree_leaves_with_path(self.names, is_leaf=is_dim_names)
+        parameters = []
+        for (keys, gathered), leaf in zip(names, jax.tree.leaves(self.shapes), strict=True):
+            sharded = zero.sharded_names(gathered) if self.zero.stage else gathered
+            shape = tuple(map(self._padded_size, sharded, leaf.shape))
+            parameters.append(Parameter(tuple(key.key for key in keys), gathered, sharded, shape))
+        return tuple(parameters)
+
+    def elements_per_device(self, *path: str, gathered: bool = False) -> int:
+        """Of the parameters below `path`, as ZeRO shards them, or gathered over `data`."""
+        return sum(
+            self.elements_of(each, gathered=gathered) for each in self.parameters if each.path[: len(path)] == path
+        )
+
+    def elements_of(self, parameter: Parameter, *, gathered: bool = False) -> int:
+        """The same of one."""
+        names = parameter.names if gathered else parameter.sharded_names
+        return math.prod(parameter.shape) // math.prod(map(self._num_shards, names))
 
     @functools.cached_property
     def sharded_names(self) -> Tree:
@@ -159,7 +191,13 @@ class Plan:
         return jax.tree.map(padded, self.sharded_names, self.shapes, is_leaf=is_dim_names)
 
     def _num_shards(self, name: str | None) -> int:
-        return math.prod(self.sizes[axis] for axis in self.param_rules.axes(name))
+        return self._shards[name]
+
+    @functools.cached_property
+    def _shards(self) -> dict[str | None, int]:
+        """By the name of a dimension."""
+        sizes, table = self.sizes, self.param_rules.table
+        return {None: 1} | {name: math.prod(sizes[axis] for axis in axes) for name, axes in table.items()}
 
     def _padded_size(self, name: str | None, size: int) -> int:
         if name == "vocab":
