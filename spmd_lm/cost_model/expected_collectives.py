@@ -110,7 +110,7 @@ class _Step:
         self.config, self.plan, self.runs = config, plan, _runs(config, plan)
         self.compute, self.wide = config.precision.compute, at_least_float32(config.precision.compute)
         self.layers = config.model.layers // plan.layout.pipe
-        self.tokens = tokens_per_device(config, plan)
+        self.tokens = tokens_per_device(config, plan.layout)
         # One microbatch's residual stream with the whole sequence; and how its partial sums are added over `model`.
         self.activations = self.compute, self.tokens * config.model.width
         # The share of a chunk's layers that no loop runs: all where they are unrolled; with prefetch the last one, and
@@ -136,7 +136,7 @@ class _Step:
         parameters = []
         for each in plan.parameters:
             uses = ("embedding", "head") if each.path == tied_table else each.path[:1]
-            parameters.append((each.sharded_names, plan.elements_of(each, gathered=True), uses))
+            parameters.append((each.sharded_names, each.gathered_elements, uses))
         return parameters
 
 

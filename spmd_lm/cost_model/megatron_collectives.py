@@ -63,4 +63,4 @@ def _data_parallel(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollective
 
 def _activations(config: RunConfig, plan: Plan) -> int:
     """A: bytes of one microbatch's activations on a device, sequences x context x width."""
-    return tokens_per_device(config, plan) * config.model.width * dtype_bytes(config.precision.compute)
+    return tokens_per_device(config, plan.layout) * config.model.width * dtype_bytes(config.precision.compute)

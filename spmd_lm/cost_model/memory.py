@@ -4,6 +4,7 @@ State is exact: it is what the compiled step takes as arguments.  The rest is th
 most, with activations by formula (arXiv:2205.05198, table 2, in the dtypes and with the kernels of this program); on a
 TPU the compiler's peak is within a tenth of the sum."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import Remat, RunConfig
 from spmd_lm.ops import cross_entropy
+from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan, padded_vocab
 
@@ -26,22 +28,24 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     return {"parameters": params, config.optim.moments: config.optim.num_moments * params}
 
 
+@functools.cache
 def dtype_bytes(dtype: str) -> int:
     return jax.numpy.dtype(dtype).itemsize
 
 
+@functools.cache
 def at_least_float32(dtype: str) -> str:
     return jax.numpy.promote_types(dtype, "float32").name
 
 
-def tokens_per_device(config: RunConfig, plan: Plan) -> int:
+def tokens_per_device(config: RunConfig, layout: Layout) -> int:
     """Tokens of one microbatch on a device, with the whole sequence."""
-    return config.train.batch // config.parallel.microbatches // plan.layout.batch_shards * config.model.context
+    return config.train.batch // config.parallel.microbatches // layout.batch_shards * config.model.context
 
 
 def stream_bytes(config: RunConfig, plan: Plan) -> int:
     """One microbatch's residual stream on a device."""
-    size = tokens_per_device(config, plan) * config.model.width * dtype_bytes(config.precision.compute)
+    size = tokens_per_device(config, plan.layout) * config.model.width * dtype_bytes(config.precision.compute)
     return size // (plan.layout.model if plan.sequence else 1)
 
 
@@ -101,7 +105,7 @@ class _Sizes:
         # The gradients of a step at its end, in the dtype in which they are reduced.
         self.gradients = sharded * dtype_bytes(p.reduce) if scatters_in_backward else unsharded
         # What forward saves in the layers that run in one loop.
-        tokens = tokens_per_device(config, plan)
+        tokens = tokens_per_device(config, plan.layout)
         self.saved = int(tokens * config.layers_per_chunk * saved_bytes_per_token(config, plan))
         # The logits of one chunk of cross-entropy, at least float32.
         vocab = padded_vocab(m.vocab, shards) // shards if config.objective.predicts_tokens else 0

@@ -32,7 +32,7 @@ class LayerWork:
     def __init__(self, config: RunConfig, plan: Plan, system: System):
         m, self.shards = config.model, plan.layout.model
         self.model, self.separate = m, not system.fuses_elementwise
-        self.tokens = tokens_per_device(config, plan)
+        self.tokens = tokens_per_device(config, plan.layout)
         self.batch = self.tokens / m.context * m.heads / self.shards  # heads of all sequences
         self.stream = self.tokens * m.width / (self.shards if plan.sequence else 1)
         self.hidden = self.tokens * m.mlp_dim / self.shards
@@ -102,7 +102,7 @@ def head_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels
     """Logits and cross-entropy of one microbatch, forward and backward; 0 for an objective without a vocabulary."""
     if not config.objective.predicts_tokens:
         return 0.0
-    tokens, vocab = tokens_per_device(config, plan), padded_vocab(config.model.vocab, plan.layout.model)
+    tokens, vocab = tokens_per_device(config, plan.layout), padded_vocab(config.model.vocab, plan.layout.model)
     logits = Product(tokens, config.model.width, vocab / plan.layout.model)
     products = sum(map(kernels.product, (logits, *logits.of_backward)))
     return products + kernels.traffic(tokens * logits.columns * system.logit_bytes) + HEAD_OPERATIONS * kernels.overhead

@@ -52,7 +52,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
         "batch": {
             "sequences": config.train.batch,
             "microbatches": config.parallel.microbatches,
-            "sequences_per_device_and_microbatch": memory.tokens_per_device(config, plan) // m.context,
+            "sequences_per_device_and_microbatch": memory.tokens_per_device(config, plan.layout) // m.context,
             "tokens": config.train.batch * m.context,
             "steps": config.train.steps,
         },
@@ -67,7 +67,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
 def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     parameters = []
     for each in plan.parameters:
-        size = plan.elements_of(each) * memory.dtype_bytes(config.precision.params)
+        size = each.elements * memory.dtype_bytes(config.precision.params)
         # `data` as one axis, which in the mesh may be several
         spec = [list(PARAMETERS.axes(name)) for name in each.sharded_names]
         parameter = {"name": ".".join(each.path), "shape": list(each.shape), "names": list(each.sharded_names)}

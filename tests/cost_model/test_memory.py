@@ -78,7 +78,7 @@ def test_bytes_of_every_leaf_add_up(x64):
     for gathered, specs in ((False, plan.param_specs), (True, plan.gathered_specs)):
         leaves = zip(jax.tree.leaves(plan.padded_shapes), jax.tree.leaves(specs), strict=True)
         sizes = [math.prod(NamedSharding(plan.mesh, spec).shard_shape(leaf.shape)) for leaf, spec in leaves]
-        assert sizes == [plan.elements_of(each, gathered=gathered) for each in plan.parameters]
+        assert sizes == [each.gathered_elements if gathered else each.elements for each in plan.parameters]
         assert plan.elements_per_device(gathered=gathered) == sum(sizes)
     parts = {part: plan.elements_per_device(part) for part in plan.shapes}
     assert sum(parts.values()) == plan.elements_per_device()
