@@ -55,6 +55,24 @@ def plan(config: RunConfig) -> Report:
     return Report(description, render(description))
 
 
+def search_layouts(config: RunConfig, topologies: Sequence[str], top: int = 1, out: str | Path | None = None) -> Report:
+    """Costs every layout of a run on the hardware in `topologies`, as in ["h100:8x8", "v5p:4x4x4"], without compiling,
+    and compiles the `top` fastest, of which it tells what the compiler makes.
+
+    out: a file for the run under the fastest layout.  Raises ConfigError if none fits, if the hardware's speed is not
+    known, or if a step cannot be compiled."""
+    targets = [parse_topology(topology) for topology in topologies]
+    if top:
+        simulate_devices(1)  # compiling ahead of time runs on the CPU
+    from spmd_lm.planning import search, search_report
+
+    found = search.search(config, [search.make_target(topology) for topology in targets])
+    if out is not None:
+        search_report.write_best(found, Path(out))
+    description = search_report.describe(found, top)
+    return Report(description, search_report.render(description))
+
+
 def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None = None) -> Report:
     """Compiles the train step for `topology`, as in "v5p:4x4x4", present or not, or for the devices that are here, and
     compares its collectives with theory; report["ok"] says whether they agree.

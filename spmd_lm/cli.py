@@ -61,7 +61,7 @@ VERBS = {
         evaluate.add_options,
     ),
     "generate": Verb("samples text from a run's newest checkpoint", generate.run, generate.add_options),
-    "plan": Verb("prints mesh, shardings and memory, and trains nothing", plan.run),
+    "plan": Verb("prints mesh, shardings and memory, or searches for a layout", plan.run, plan.add_options),
     "audit": Verb("compiles the step and compares its collectives with theory", audit.run, audit.add_options),
     "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench.run, bench.add_options),
     "prepare": Verb(

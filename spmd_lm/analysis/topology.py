@@ -16,10 +16,11 @@ from spmd_lm.errors import ConfigError
 
 
 class Tpu(NamedTuple):
-    """host_bounds: chips of one host along each dimension of a slice.  max_length: most chips along one dimension.
-    libtpu: its name there, if that is another one.  chip_config: how libtpu runs a chip.  devices_per_chip: as jax
-    counts them."""
+    """kind: as jax calls a device.  host_bounds: chips of one host along each dimension of a slice.  max_length: most
+    chips along one dimension.  libtpu: its name there, if that is another one.  chip_config: how libtpu runs a chip.
+    devices_per_chip: as jax counts them."""
 
+    kind: str
     host_bounds: tuple[int, ...]
     max_length: int
     libtpu: str = ""
@@ -41,11 +42,11 @@ class Gpu(NamedTuple):
 
 
 TPUS = {
-    "v4": Tpu((2, 2, 1), 16, chip_config="megacore"),  # one device a chip, as on a Cloud TPU VM
-    "v5p": Tpu((2, 2, 1), 28),
-    "v5e": Tpu((2, 2), 16),
-    "v6e": Tpu((2, 2), 16),
-    "7x": Tpu((2, 2, 1), 24, libtpu="tpu7x", devices_per_chip=2),
+    "v4": Tpu("TPU v4", (2, 2, 1), 16, chip_config="megacore"),  # one device a chip, as on a Cloud TPU VM
+    "v5p": Tpu("TPU v5", (2, 2, 1), 28),
+    "v5e": Tpu("TPU v5 lite", (2, 2), 16),
+    "v6e": Tpu("TPU v6 lite", (2, 2), 16),
+    "7x": Tpu("TPU7x", (2, 2, 1), 24, libtpu="tpu7x", devices_per_chip=2),
 }
 GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 85_100_068_864, 40 << 20, 164 << 10, 1.41),
@@ -79,6 +80,18 @@ class Topology:
         if self.kind == "cpu":
             return "cpu"
         return "tpu" if self.kind in TPUS else "gpu"
+
+    @property
+    def device_kind(self) -> str:
+        """As jax calls a device."""
+        if self.kind in TPUS:
+            return TPUS[self.kind].kind
+        return GPUS[self.kind].name if self.kind in GPUS else self.kind
+
+    @property
+    def domain(self) -> int:
+        """Devices that share fast links: those of a TPU slice, of a host of GPUs, or all that a CPU simulates."""
+        return self.shape[1] if self.platform == "gpu" else self.size // self.slices
 
     @property
     def size(self) -> int:
@@ -174,7 +187,7 @@ def _gpu_options(topology: Topology) -> dict[str, Any]:
     hosts, gpus = topology.shape
     gpu = GPUS[topology.kind]
     hardware = find_hardware(gpu.name)
-    assert hardware and hardware.memory_bandwidth, gpu.name
+    assert hardware and hardware.memory, gpu.name
     target_config = f"""
 gpu_device_info {{
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
@@ -184,7 +197,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   core_count: {gpu.cores} fpus_per_core: {gpu.fpus} clock_rate_ghz: {gpu.ghz}
-  memory_bandwidth: {round(hardware.memory_bandwidth)} l2_cache_size: {gpu.l2} device_memory_size: {gpu.memory}
+  memory_bandwidth: {round(hardware.memory.bandwidth)} l2_cache_size: {gpu.l2} device_memory_size: {gpu.memory}
   cuda_compute_capability {{ major: {gpu.capability} }}
   dnn_version: "9.10.0"
 }}

@@ -1,10 +1,41 @@
-"""`spmd-lm plan`: what a run will be, before it runs and without its devices."""
+"""`spmd-lm plan`: what a run will be, before it runs and without its devices; with --search, which layout to choose."""
 
-from spmd_lm.commands.common import Arguments, load_configuration, write_result
+import argparse
+
+from spmd_lm.analysis.topology import parse_topology
+from spmd_lm.commands.common import Arguments, at_least, check_writable, load_configuration, write_result
+from spmd_lm.errors import ConfigError
 
 
 def run(arguments: Arguments) -> int:
-    from spmd_lm.api import plan
+    if not arguments.search:
+        for option in ("topology", "top", "out"):
+            if getattr(arguments, option) is not None:
+                raise ConfigError(f"--{option} is of a search. Add --search, or leave it out.")
+        from spmd_lm.api import plan
 
-    report = plan(load_configuration(arguments))
+        report = plan(load_configuration(arguments))
+        return write_result(arguments, report, str(report))
+    if not arguments.topology:
+        raise ConfigError("--search needs hardware to search on. Add --topology T, such as h100:8x8 or v5p:4x4x4.")
+    if arguments.devices is not None:
+        raise ConfigError("--topology has devices of its own. Leave out --devices.")
+    for topology in arguments.topology:
+        parse_topology(topology)
+    if arguments.out is not None:
+        check_writable("--out", arguments.out)
+    config = load_configuration(arguments)
+    from spmd_lm.api import search_layouts
+
+    top = 1 if arguments.top is None else arguments.top
+    report = search_layouts(config, arguments.topology, top=top, out=arguments.out)
     return write_result(arguments, report, str(report))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--search", action="store_true", help="cost every layout on --topology, and show the fastest")
+    help = "hardware to search on, as of audit; may be given several times"
+    parser.add_argument("--topology", metavar="T", action="append", help=help)
+    help = "of a search, layouts to compile, to confirm memory and traffic; default 1"
+    parser.add_argument("--top", metavar="N", type=at_least(0), help=help)
+    parser.add_argument("--out", metavar="FILE", help="of a search, write the run under the fastest layout as YAML")

@@ -11,18 +11,17 @@ Stages of a pipeline send different amounts: rows are means over the stages.  A 
 device, even where the first or the last stage has no neighbour to send to."""
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax
-
-from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames, is_dim_names
+from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
-from spmd_lm.cost_model.memory import at_least_float32, dtype_bytes, elements_per_device, tokens_per_device
+from spmd_lm.cost_model.memory import at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
-from spmd_lm.parallel.pipeline.schedule import make_schedule, schedule_table
+from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import ZERO_WIDTH
 
@@ -75,25 +74,32 @@ class _Runs(NamedTuple):
     chunk_scatters: float = 0
 
 
+def layer_passes(config: RunConfig, plan: Plan) -> tuple[float, float]:
+    """Layers that a device runs in a step, the mean over the stages: forward alone, and forward with backward."""
+    runs = _runs(config, plan)
+    return runs.forward_passes, runs.layer_passes
+
+
 def _runs(config: RunConfig, plan: Plan) -> _Runs:
     p, m, chunk_layers = config.parallel, config.parallel.microbatches, config.layers_per_chunk
     if plan.layout.pipe == 1:
         return _Runs(0, m * config.model.layers, m, m, m)
-    table = schedule_table(make_schedule(p.schedule, plan.layout.pipe, m, config.chunks))
-    mean = {name: float(times.mean()) for name, times in table.runs(p.run_idle_stages).items()}
+    counts = schedule_counts(p.schedule, plan.layout.pipe, m, config.chunks)
+    if p.run_idle_stages:  # both branches run in every tick
+        counts = counts.with_idle_stages()
     breadth_first = p.schedule == "breadth_first"
     # Otherwise what goes to the head runs forward only as the beginning of its backward pass.
-    skipped = 0 if breadth_first or p.run_idle_stages else mean["forward_to_head"]
+    skipped = 0 if breadth_first or p.run_idle_stages else counts.last
     return _Runs(
-        forward_passes=(mean["forward_active"] - skipped) * chunk_layers,
-        layer_passes=mean["backward_active"] * chunk_layers,
-        embedding=mean["forward_from_embedding"],
-        embedding_grad=m * mean["embedding_of_all_microbatches"] if breadth_first else mean["backward_from_embedding"],
-        head=m * mean["head_of_all_microbatches"] if breadth_first else mean["backward_to_head"],
-        received=mean["forward_receives"] + mean["backward_receives"],
-        messages=sum(table.ticks.values()),
-        chunk_gathers=mean["forward_loads_chunk"] + mean["backward_loads_chunk"],
-        chunk_scatters=mean["backward_last_of_chunk"],
+        forward_passes=(counts.active - skipped) * chunk_layers,
+        layer_passes=counts.active * chunk_layers,
+        embedding=counts.first,
+        embedding_grad=m * counts.per_step if breadth_first else counts.first,
+        head=m * counts.per_step if breadth_first else counts.last,
+        received=counts.received,
+        messages=2 * counts.ticks,
+        chunk_gathers=counts.chunk_loads,
+        chunk_scatters=counts.chunk_ends,
     )
 
 
@@ -104,7 +110,7 @@ class _Step:
         self.config, self.plan, self.runs = config, plan, _runs(config, plan)
         self.compute, self.wide = config.precision.compute, at_least_float32(config.precision.compute)
         self.layers = config.model.layers // plan.layout.pipe
-        self.tokens = tokens_per_device(config, plan)
+        self.tokens = tokens_per_device(config, plan.layout)
         # One microbatch's residual stream with the whole sequence; and how its partial sums are added over `model`.
         self.activations = self.compute, self.tokens * config.model.width
         # The share of a chunk's layers that no loop runs: all where they are unrolled; with prefetch the last one, and
@@ -121,18 +127,16 @@ class _Step:
         bytes_ = wire_bytes(kind, elements * dtype_bytes(dtype), math.prod(self.plan.sizes[axis] for axis in axes))
         return ExpectedCollective(kind, axes, part, dtype, count, count * bytes_, formula, repeated * bytes_)
 
+    @functools.cached_property
     def parameters(self) -> list[tuple[DimNames, int, tuple[str, ...]]]:
         """Of each its names as ZeRO shards it; its elements on one device of `model` and `pipe`, unsharded over `data`;
         and the parts of a step that use it, each of which contributes to its gradient."""
         config, plan = self.config, self.plan
         tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
         parameters = []
-        leaves = jax.tree_util.tree_leaves_with_path(plan.sharded_names, is_leaf=is_dim_names)
-        shapes, specs = jax.tree.leaves(plan.padded_shapes), jax.tree.leaves(plan.gathered_specs)
-        for (path, names), shape, spec in zip(leaves, shapes, specs, strict=True):
-            keys = tuple(key.key for key in path)
-            uses = ("embedding", "head") if keys == tied_table else keys[:1]
-            parameters.append((names, elements_per_device(plan, shape, spec), uses))
+        for each in plan.parameters:
+            uses = ("embedding", "head") if each.path == tied_table else each.path[:1]
+            parameters.append((each.sharded_names, each.gathered_elements, uses))
         return parameters
 
 
@@ -264,7 +268,7 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     plan, precision = step.plan, step.config.precision
     if not plan.zero.stage:
         return
-    matrices = [(elements, uses) for names, elements, uses in step.parameters() if ZERO_WIDTH in names]
+    matrices = [(elements, uses) for names, elements, uses in step.parameters if ZERO_WIDTH in names]
     kinds = (
         (ALL_GATHER, "weights", precision.compute, _weight_gathers(step)),
         (REDUCE_SCATTER, "gradients", precision.reduce, _gradient_scatters(step)),
@@ -327,7 +331,7 @@ def _gradient_sums(step: _Step) -> Iterator[ExpectedCollective]:
     plan, dtype = step.plan, step.config.precision.reduce
     formula = "what is not scattered, once" if plan.zero.stage else "P, once"
     sizes: dict[Axes, list[float]] = defaultdict(list)
-    for names, elements, _ in step.parameters():
+    for names, elements, _ in step.parameters:
         sizes[plan.grad_reduce_axes(names)].append(elements / (plan.layout.data if ZERO_WIDTH in names else 1))
     for axes in sorted(sizes.keys() - {()}):
         devices = math.prod(plan.sizes[axis] for axis in axes)
@@ -345,7 +349,7 @@ def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
         (plan.nontrivial_axes(PIPE), step.wide, losses, "losses"),
     ]
     shardings = set()
-    for names, *_ in step.parameters():
+    for names, *_ in step.parameters:
         shardings.add(plan.nontrivial_axes(*(axis for name in names for axis in plan.param_rules.axes(name))))
     norm_dtype = at_least_float32(precision.params)
     scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in sorted(shardings)]

@@ -66,11 +66,12 @@ def peak(device: jax.Device, dtype: str, simulated_devices: int = 1) -> Peak | N
     hardware = find_hardware(device.device_kind)
     if not hardware or dtype == "float64":
         return None
-    name, flops = hardware.device_kind, hardware.peak_flops
-    # By default float32 inputs run as bfloat16 passes on a TPU, and as TF32, at half the rate, on a GPU.
-    if dtype == "float32" and device.platform == "gpu":
-        return Peak(flops / 2, f"{name}, published, tf32")
-    return Peak(flops, f"{name}, published, bfloat16")
+    # By default float32 inputs run as bfloat16 passes on a TPU, and as TF32 on a GPU.
+    if device.platform == "tpu":
+        dtype = "bfloat16"
+    shown = {"float32": "tf32"}.get(dtype, dtype)
+    rate = hardware.peaks.get(dtype)
+    return Peak(rate, f"{hardware.device_kind}, published, {shown}") if rate else None
 
 
 @functools.cache

@@ -1,12 +1,21 @@
 """How fast devices are, from one table, hardware.yaml: matrix products, memory, and the links between devices."""
 
 import functools
+import math
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from spmd_lm.cost_model.wire import COLLECTIVE_PERMUTE
+from spmd_lm.cost_model.wire import ALL_REDUCE, COLLECTIVE_PERMUTE
 
-TERA, GIGA = 1e12, 1e9
+TERA, GIGA, MICRO, GIB = 1e12, 1e9, 1e-6, 2**30
+
+
+class Latency(NamedTuple):
+    """Seconds: to start a collective, and for each hop over a link or over the network."""
+
+    start: float
+    link: float
+    network: float
 
 
 class Links(NamedTuple):
@@ -19,6 +28,7 @@ class Links(NamedTuple):
     link: float
     closes_at: int
     network: float | None
+    latency: Latency
 
     def bandwidth(self, kind: str, devices: int, domains: int) -> float:
         """Of a collective over `devices` in so many domains, which are hosts of GPUs, or slices of TPUs.
@@ -35,20 +45,70 @@ class Links(NamedTuple):
         """Whether a group is closed on a torus: each way round has links of its own."""
         return domains == 1 and 0 < self.closes_at <= devices
 
+    def delay(self, kind: str, devices: int, domains: int) -> float:
+        """Seconds of a collective besides those of its bytes.
+
+        A ring gathers or scatters in a hop to each other device, of which one a domain crosses the network, and sums
+        in twice as many; a sum takes a tree where that has fewer."""
+        start, link, network = self.latency
+        if kind == COLLECTIVE_PERMUTE:
+            return start + (network if domains > 1 else link)
+        crossing = domains if domains > 1 else 0
+        around = (devices - 1 - crossing) * link + crossing * network
+        if kind == ALL_REDUCE:
+            up = math.log2(devices / domains) * link + math.log2(domains) * network
+            return start + 2 * min(around, up)
+        return start + around
+
+
+class Memory(NamedTuple):
+    """size: bytes.  bandwidth: bytes per second from and to it.  share: of these, what kernels reach."""
+
+    size: float
+    bandwidth: float
+    share: float
+
+
+class Products(NamedTuple):
+    """The share of the peak that products of matrices reach.
+
+    limit: of the largest.  half_inner: the inner dimension at which half of that is reached: each tile of a result
+    begins and ends with work that is none.  attention: of attention in one kernel.  tile: rows and columns of a result
+    that one core computes at a time.  cores: that share a device's work, and some of which have none the last time
+    round."""
+
+    limit: float
+    half_inner: float
+    attention: float
+    tile: tuple[int, int]
+    cores: int
+
+    def share(self, rows: float, inner: float, columns: float, batch: float) -> float:
+        (height, width), cores = self.tile, self.cores
+        tiles = batch * math.ceil(rows / height) * math.ceil(columns / width)
+        used = batch * rows * columns / (height * width) / (cores * math.ceil(tiles / cores))
+        return self.limit * used * inner / (inner + self.half_inner)
+
 
 class Hardware(NamedTuple):
     """One kind of device.
 
-    peak_flops: dense bfloat16 per second.  source: where the figures come from.  The others are None where no one has
-    entered them.  efficiency: share of the peak that products are assumed to reach.  memory_bandwidth: bytes per
-    second of HBM."""
+    peaks: dense FLOP/s by dtype; of float32 on a GPU tf32's.  source: where the figures come from.  efficiency: share
+    of the peak that audit assumes of products.  The others are None where no one has entered them."""
 
     device_kind: str
-    peak_flops: float
+    peaks: dict[str, float]
     source: str
     efficiency: float | None = None
-    memory_bandwidth: float | None = None
+    memory: Memory | None = None
     links: Links | None = None
+    products: Products | None = None
+    devices_per_host: int = 0
+
+    @property
+    def peak_flops(self) -> float:
+        """Of 16 bits."""
+        return self.peaks.get("bfloat16") or self.peaks["float16"]
 
 
 @functools.cache
@@ -58,13 +118,20 @@ def _table() -> tuple[Hardware, ...]:
     return tuple(map(_parse, yaml.safe_load(files("spmd_lm.cost_model").joinpath("hardware.yaml").read_text())))
 
 
-def _parse(row: dict) -> Hardware:
-    hardware = Hardware(row["device_kind"], TERA * row["peak"], row["source"])
+def _parse(row: dict[str, Any]) -> Hardware:
+    peaks = {dtype: TERA * rate for dtype, rate in row["peak"].items()}
+    hardware = Hardware(row["device_kind"], peaks, row["source"])
     if "link" not in row:
         return hardware
+    memory, latency = row["memory"], Latency(**{name: MICRO * time for name, time in row["latency"].items()})
     network = GIGA * row["network"] if "network" in row else None
-    links = Links(GIGA * row["link"], row.get("closes_at", 0), network)
-    return hardware._replace(efficiency=row["efficiency"], memory_bandwidth=GIGA * row["memory"], links=links)
+    return hardware._replace(
+        efficiency=row["efficiency"],
+        memory=Memory(GIB * memory["size"], GIGA * memory["bandwidth"], memory["share"]),
+        links=Links(GIGA * row["link"], row.get("closes_at", 0), network, latency),
+        products=Products(**row["products"], cores=row["cores"]),
+        devices_per_host=row.get("devices_per_host", 0),
+    )
 
 
 def find_hardware(device_kind: str) -> Hardware | None:

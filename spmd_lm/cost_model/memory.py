@@ -4,18 +4,17 @@ State is exact: it is what the compiled step takes as arguments.  The rest is th
 most, with activations by formula (arXiv:2205.05198, table 2, in the dtypes and with the kernels of this program); on a
 TPU the compiler's peak is within a tenth of the sum."""
 
-import math
+import functools
 from typing import NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
 
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import Remat, RunConfig
 from spmd_lm.ops import cross_entropy
-from spmd_lm.parallel.pipeline.schedule import make_schedule, schedule_table
+from spmd_lm.parallel.mesh import Layout
+from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan, padded_vocab
-from spmd_lm.parallel.trees import Tree
 
 
 def table(config: RunConfig, plan: Plan) -> dict[str, int]:
@@ -25,37 +24,29 @@ def table(config: RunConfig, plan: Plan) -> dict[str, int]:
 
 def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     """The rows of `table` that outlive a step."""
-    params = bytes_per_device(plan, plan.padded_shapes, plan.param_specs, config.precision.params)
+    params = plan.elements_per_device() * dtype_bytes(config.precision.params)
     return {"parameters": params, config.optim.moments: config.optim.num_moments * params}
 
 
+@functools.cache
 def dtype_bytes(dtype: str) -> int:
     return jax.numpy.dtype(dtype).itemsize
 
 
+@functools.cache
 def at_least_float32(dtype: str) -> str:
     return jax.numpy.promote_types(dtype, "float32").name
 
 
-def tokens_per_device(config: RunConfig, plan: Plan) -> int:
+def tokens_per_device(config: RunConfig, layout: Layout) -> int:
     """Tokens of one microbatch on a device, with the whole sequence."""
-    return config.train.batch // config.parallel.microbatches // plan.layout.batch_shards * config.model.context
+    return config.train.batch // config.parallel.microbatches // layout.batch_shards * config.model.context
 
 
 def stream_bytes(config: RunConfig, plan: Plan) -> int:
     """One microbatch's residual stream on a device."""
-    size = tokens_per_device(config, plan) * config.model.width * dtype_bytes(config.precision.compute)
+    size = tokens_per_device(config, plan.layout) * config.model.width * dtype_bytes(config.precision.compute)
     return size // (plan.layout.model if plan.sequence else 1)
-
-
-def bytes_per_device(plan: Plan, shapes: Tree, specs: Tree, dtype: str) -> int:
-    """Bytes that one device holds of arrays of these shapes under these PartitionSpecs."""
-    return elements_per_device(plan, shapes, specs) * dtype_bytes(dtype)
-
-
-def elements_per_device(plan: Plan, shapes: Tree, specs: Tree) -> int:
-    shards = jax.tree.map(lambda x, spec: NamedSharding(plan.mesh, spec).shard_shape(x.shape), shapes, specs)
-    return sum(map(math.prod, jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, tuple))))
 
 
 def saved_bytes_per_token(config: RunConfig, plan: Plan) -> float:
@@ -90,35 +81,31 @@ class _Sizes:
     def __init__(self, config: RunConfig, plan: Plan):
         m, p, shards = config.model, config.precision, plan.layout.model
         size, wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
-        shapes, scatters_in_backward = plan.padded_shapes, plan.zero.scatters_in_backward
+        scatters_in_backward = plan.zero.scatters_in_backward
         cast = p.compute != p.params
         copied = cast or plan.zero.stage > 0  # otherwise the parameters themselves serve
-        gathered = {name: bytes_per_device(plan, shapes[name], plan.gathered_specs[name], p.compute) for name in shapes}
-
-        def sharded(dtype: str) -> int:
-            return bytes_per_device(plan, shapes, plan.param_specs, dtype)
+        parts = {part: plan.elements_per_device(part, gathered=True) * size for part in plan.shapes}
 
         self.layers = m.unique_layers // plan.layout.pipe  # of which one stage has weights
-        self.layer = gathered["blocks"] // self.layers  # the weights of one
-        shapes_ahead, specs_ahead = (
-            {key: tree["blocks"][key] for key in plan.prefetch} for tree in (shapes, plan.gathered_specs)
-        )
+        self.layer = parts["blocks"] // self.layers  # the weights of one
         # What is gathered ahead, for one layer; its gradients are scattered as much later.
-        self.ahead = bytes_per_device(plan, shapes_ahead, specs_ahead, p.compute) // self.layers
-        self.embedding = gathered["embedding"]  # its weights
-        self.rest = gathered["embedding"] + gathered["head"] if copied else 0  # the weights of embedding and head
-        self.resident = gathered["blocks"] if copied else 0  # layers' weights that are present in every phase
+        ahead = sum(plan.elements_per_device("blocks", key, gathered=True) for key in plan.prefetch)
+        self.ahead = ahead * size // self.layers
+        self.embedding = parts["embedding"]  # its weights
+        self.rest = parts["embedding"] + parts["head"] if copied else 0  # the weights of embedding and head
+        self.resident = parts["blocks"] if copied else 0  # layers' weights that are present in every phase
         if plan.zero.gathers_on_use:
-            self.resident = cast * bytes_per_device(plan, shapes["blocks"], plan.param_specs["blocks"], p.compute)
+            self.resident = cast * plan.elements_per_device("blocks") * size
         self.widening = wide // size  # how many times larger float32, or a wider compute dtype, is
         # The embedding's gradient is in at least float32, and then rounded to the compute dtype.
         self.rounding = self.embedding * (1 + self.widening)
+        sharded, unsharded = plan.elements_per_device(), sum(parts.values())
         # The sum of gradients over microbatches, in the parameters' dtype or float32.
-        self.accumulated = sharded(p.params) if scatters_in_backward else sum(gathered.values()) * self.widening
+        self.accumulated = sharded * dtype_bytes(p.params) if scatters_in_backward else unsharded * self.widening
         # The gradients of a step at its end, in the dtype in which they are reduced.
-        self.gradients = sharded(p.reduce) if scatters_in_backward else sum(gathered.values())
+        self.gradients = sharded * dtype_bytes(p.reduce) if scatters_in_backward else unsharded
         # What forward saves in the layers that run in one loop.
-        tokens = tokens_per_device(config, plan)
+        tokens = tokens_per_device(config, plan.layout)
         self.saved = int(tokens * config.layers_per_chunk * saved_bytes_per_token(config, plan))
         # The logits of one chunk of cross-entropy, at least float32.
         vocab = padded_vocab(m.vocab, shards) // shards if config.objective.predicts_tokens else 0
@@ -166,9 +153,9 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
 def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     """With several stages, whose buffers of inputs and cotangents exist in every tick."""
     p = config.parallel
-    table = schedule_table(make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks))
+    counts = schedule_counts(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
     breadth_first, stream = p.schedule == "breadth_first", stream_bytes(config, plan)
-    buffers = (table.input_slots + table.output_grad_slots + 2 + (p.microbatches if breadth_first else 0)) * stream
+    buffers = (counts.input_slots + counts.output_grad_slots + 2 + (p.microbatches if breadth_first else 0)) * stream
     weights, layer_gradients = sizes.resident + sizes.rest, sizes.accumulated + sizes.layer + sizes.ahead
     chunk = 0
     if plan.zero.scatter_per == "chunk":

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,19 @@ def interleave(x: Array, dim: int, first: int, second: int) -> Array:
     return split.swapaxes(dim, dim + 1).reshape(x.shape)
 
 
+class Parameter(NamedTuple):
+    """One array of the parameters.  path: its keys in the tree.  names: of its dimensions.  sharded_names: as ZeRO
+    shards them between steps.  shape: padded.  elements, gathered_elements: on one device between steps, and gathered
+    over `data`."""
+
+    path: tuple[str, ...]
+    names: DimNames
+    sharded_names: DimNames
+    shape: tuple[int, ...]
+    elements: int
+    gathered_elements: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """names, shapes: trees of the parameters' dimension names and canonical shapes.  mesh: abstract until devices bind.
@@ -92,13 +106,12 @@ class Plan:
 
     def __post_init__(self):
         problems = []
-        leaves = jax.tree_util.tree_leaves_with_path(self.sharded_names, is_leaf=is_dim_names)
-        for (path, names), leaf in zip(leaves, jax.tree.leaves(self.padded_shapes), strict=True):
-            where = ".".join(key.key for key in path)
-            for name, size in zip(names, leaf.shape, strict=True):
+        for parameter in self.parameters:
+            for name, size in zip(parameter.sharded_names, parameter.shape, strict=True):
                 chunks = self.chunks if name == "layers" else 1
-                if size % (parts := self._num_shards(name) * chunks):
-                    on = " x ".join(self.param_rules.axes(name)) + " x chunks" * (chunks > 1)
+                if size % (parts := self._shards[name] * chunks):
+                    where, axes = ".".join(parameter.path), self.param_rules.axes(name)
+                    on = " x ".join(axes) + " x chunks" * (chunks > 1)
                     problems.append(f"{where}: dimension '{name}' of size {size} is not divisible by {on} = {parts}")
         if problems:
             raise LayoutError(*problems)
@@ -119,10 +132,38 @@ class Plan:
 
     def nontrivial_axes(self, *names: str) -> tuple[str, ...]:
         """The mesh axes among `names` that have more than one device, in the mesh's order."""
-        physical = {axis for name in names for axis in (self.data_axes if name == DATA else (name,))}
-        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis in physical)
+        if names not in self._nontrivial_axes:
+            physical = {axis for name in names for axis in (self.data_axes if name == DATA else (name,))}
+            axes = tuple(axis for axis, size in self.sizes.items() if size > 1 and axis in physical)
+            self._nontrivial_axes[names] = axes
+        return self._nontrivial_axes[names]
+
+    @functools.cached_property
+    def _nontrivial_axes(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """Those that were asked for: planners ask for the same ones thousands of times."""
+        return {}
 
     # ---- names, shapes and specs of the parameters, and so of gradients and optimizer state
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All of them, in the order of their tree."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.names, is_leaf=is_dim_names)
+        parameters = []
+        for (keys, names), leaf in zip(leaves, jax.tree.leaves(self.shapes), strict=True):
+            sharded = zero.sharded_names(names) if self.zero.stage else names
+            shape = tuple(map(self._padded_size, sharded, leaf.shape))
+            elements, gathered = (
+                math.prod(shape) // math.prod([self._shards[name] for name in by]) for by in (sharded, names)
+            )
+            path = tuple(key.key for key in keys)
+            parameters.append(Parameter(path, names, sharded, shape, elements, gathered))
+        return tuple(parameters)
+
+    def elements_per_device(self, *path: str, gathered: bool = False) -> int:
+        """Of the parameters below `path`, as ZeRO shards them, or gathered over `data`."""
+        below = [each for each in self.parameters if each.path[: len(path)] == path]
+        return sum([each.gathered_elements if gathered else each.elements for each in below])
 
     @functools.cached_property
     def sharded_names(self) -> Tree:
@@ -145,7 +186,7 @@ class Plan:
 
         def spec(names: DimNames, leaf: jax.ShapeDtypeStruct) -> P:
             sizes = zip(names, leaf.shape, strict=True)
-            return self.param_rules.spec(tuple(None if size % self._num_shards(name) else name for name, size in sizes))
+            return self.param_rules.spec(tuple(None if size % self._shards[name] else name for name, size in sizes))
 
         return jax.tree.map(spec, self.sharded_names, self.shapes, is_leaf=is_dim_names)
 
@@ -158,13 +199,16 @@ class Plan:
 
         return jax.tree.map(padded, self.sharded_names, self.shapes, is_leaf=is_dim_names)
 
-    def _num_shards(self, name: str | None) -> int:
-        return math.prod(self.sizes[axis] for axis in self.param_rules.axes(name))
+    @functools.cached_property
+    def _shards(self) -> dict[str | None, int]:
+        """By the name of a dimension."""
+        sizes, table = self.sizes, self.param_rules.table
+        return {None: 1} | {name: math.prod(sizes[axis] for axis in axes) for name, axes in table.items()}
 
     def _padded_size(self, name: str | None, size: int) -> int:
         if name == "vocab":
             return padded_vocab(size, self.layout.model)
-        return padded_width(size, self._num_shards(name)) if name == zero.ZERO_WIDTH else size
+        return padded_width(size, self._shards[name]) if name == zero.ZERO_WIDTH else size
 
     @functools.cached_property
     def batch_spec(self) -> P:

@@ -5,6 +5,7 @@ One dimension of every matrix, `width`, is sharded between steps.  `gather` unsh
 replicated, and their gradients are all-reduced once per step: the same bytes as gathering and scattering them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Literal, Self
 
@@ -63,6 +64,7 @@ class ZeroPolicy:
         return self.scatter_per in ("chunk", "layer")
 
 
+@functools.cache
 def sharded_names(names: DimNames) -> DimNames:
     """The dimension names of a parameter as ZeRO shards it.  A vector's are unchanged."""
     matrix = len([name for name in names if name != "layers"]) > 1

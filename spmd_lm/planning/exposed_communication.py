@@ -29,7 +29,7 @@ def exposed_communication(module: HloModule, mesh: Mesh, shares: Shares | None) 
     """What walk_schedule returns, and {assumptions}, for a step on this mesh; None for devices of unknown speed, such
     as a CPU's, whose schedule says nothing about it, and across a network of unknown speed."""
     hardware = find_hardware(mesh.devices.flat[0].device_kind)
-    if not hardware or not hardware.links or not hardware.memory_bandwidth or not hardware.efficiency:
+    if not hardware or not hardware.links or not hardware.memory or not hardware.efficiency:
         return None
     links, sizes = hardware.links, dict(mesh.shape)
     if links.network is None and domains_along(mesh, mesh.axis_names) > 1:
@@ -44,14 +44,14 @@ def exposed_communication(module: HloModule, mesh: Mesh, shares: Shares | None) 
         return links.is_ring(math.prod(sizes[axis] for axis in axes), domains_along(mesh, axes))
 
     flops = hardware.peak_flops * hardware.efficiency
-    result = walk_schedule(module, Speeds(flops, hardware.memory_bandwidth, sizes, bandwidth, is_ring), shares)
+    result = walk_schedule(module, Speeds(flops, hardware.memory.bandwidth, sizes, bandwidth, is_ring), shares)
     axes = [axis for axis, size in sizes.items() if size > 1]
     return result | {
         "assumptions": {
             "hardware": hardware.device_kind,
             "peak_flops": hardware.peak_flops,
             "efficiency": hardware.efficiency,
-            "memory_bandwidth": hardware.memory_bandwidth,
+            "memory_bandwidth": hardware.memory.bandwidth,
             "bandwidth": {axis: bandwidth(ALL_GATHER, (axis,)) for axis in axes},
             "permute_bandwidth": {axis: bandwidth(COLLECTIVE_PERMUTE, (axis,)) for axis in axes},
             "source": hardware.source,

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from spmd_lm.axes import DATA, PIPE, is_dim_names
+from spmd_lm.axes import DATA, PIPE
 from spmd_lm.config import checks
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
@@ -52,7 +52,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
         "batch": {
             "sequences": config.train.batch,
             "microbatches": config.parallel.microbatches,
-            "sequences_per_device_and_microbatch": memory.tokens_per_device(config, plan) // m.context,
+            "sequences_per_device_and_microbatch": memory.tokens_per_device(config, plan.layout) // m.context,
             "tokens": config.train.batch * m.context,
             "steps": config.train.steps,
         },
@@ -66,12 +66,11 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
 
 def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     parameters = []
-    leaves = jax.tree_util.tree_leaves_with_path(plan.sharded_names, is_leaf=is_dim_names)
-    shapes, specs = jax.tree.leaves(plan.padded_shapes), jax.tree.leaves(plan.param_specs)
-    for (path, names), leaf, mesh_spec in zip(leaves, shapes, specs, strict=True):
-        size = memory.bytes_per_device(plan, leaf, mesh_spec, config.precision.params)
-        spec = [list(PARAMETERS.axes(name)) for name in names]  # `data` as one axis, which in the mesh may be several
-        parameter = {"name": ".".join(key.key for key in path), "shape": list(leaf.shape), "names": list(names)}
+    for each in plan.parameters:
+        size = each.elements * memory.dtype_bytes(config.precision.params)
+        # `data` as one axis, which in the mesh may be several
+        spec = [list(PARAMETERS.axes(name)) for name in each.sharded_names]
+        parameter = {"name": ".".join(each.path), "shape": list(each.shape), "names": list(each.sharded_names)}
         parameters.append(parameter | {"spec": spec, "bytes_per_device": size})
     return parameters
 

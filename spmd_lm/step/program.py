@@ -63,9 +63,8 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
     ahead = layout.data > 1 and prefetches(config, platform)
     first_parts = Block.FIRST if ahead and not breadth_first else ()
     how = (config.partitioner, p.sequence, config.chunks, p.run_idle_stages, first_parts, ahead and breadth_first)
-    plan = Plan(layout, mesh, platform, names, shapes, zero, *how)
-    in_parts = branches_in_parts(config, platform, kind, tokens_per_device(config, plan))
-    return dataclasses.replace(plan, collective_matmul=in_parts)
+    in_parts = branches_in_parts(config, platform, kind, tokens_per_device(config, layout))
+    return Plan(layout, mesh, platform, names, shapes, zero, *how, collective_matmul=in_parts)
 
 
 def _fit(tree: Tree, like: Tree) -> Tree:

@@ -1,9 +1,11 @@
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
+from jax.sharding import NamedSharding
 
 from spmd_lm.cost_model import memory
 from spmd_lm.step.program import abstract_plan
@@ -73,9 +75,14 @@ def test_logits_are_held_a_chunk_at_a_time(x64):
 
 def test_bytes_of_every_leaf_add_up(x64):
     plan = abstract_plan(make_config(parallel={"data": 4, "model": 2}), 8, "cpu", "")
-    whole = memory.bytes_per_device(plan, plan.padded_shapes, plan.param_specs, "float32")
-    leaves = zip(jax.tree.leaves(plan.padded_shapes), jax.tree.leaves(plan.param_specs), strict=True)
-    assert whole == sum(memory.bytes_per_device(plan, *leaf, "float32") for leaf in leaves)
+    for gathered, specs in ((False, plan.param_specs), (True, plan.gathered_specs)):
+        leaves = zip(jax.tree.leaves(plan.padded_shapes), jax.tree.leaves(specs), strict=True)
+        sizes = [math.prod(NamedSharding(plan.mesh, spec).shard_shape(leaf.shape)) for leaf, spec in leaves]
+        assert sizes == [each.gathered_elements if gathered else each.elements for each in plan.parameters]
+        assert plan.elements_per_device(gathered=gathered) == sum(sizes)
+    parts = {part: plan.elements_per_device(part) for part in plan.shapes}
+    assert sum(parts.values()) == plan.elements_per_device()
+    assert 0 < plan.elements_per_device("blocks", "attention") < parts["blocks"]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_lm.parallel.pipeline.schedule import IDLE, PipelineTask, Schedule, make_schedule, render, schedule_table
+from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 
 ONE_CHUNK = [(kind, p, m, 1) for kind in ("gpipe", "1f1b") for p in (1, 2, 3, 4, 8, 16) for m in range(1, 34)]
 CHUNKS = [
@@ -211,3 +212,28 @@ def test_how_often_each_condition_is_true():
 def test_idle_stages_that_run_work_in_every_tick():
     runs = schedule_table(make_schedule("1f1b", 4, 8)).runs(run_idle_stages=True)
     assert {int(n) for times in runs.values() for n in times} == {1, 14}
+
+
+PER_HALF = ("active", "from_embedding", "to_head")
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "breadth_first"])
+def test_closed_forms_count_what_the_table_has(kind):
+    chunks = (1,) if kind in ("gpipe", "1f1b") else (1, 2, 3)
+    for p, v, m in itertools.product(range(2, 6), chunks, range(1, 13)):
+        if v > 1 and (m % p if kind == "interleaved" else m < p):
+            continue
+        table, counts = schedule_table(schedule := make_schedule(kind, p, m, v)), schedule_counts(kind, p, m, v)
+        assert set(table.ticks.values()) == {counts.ticks} and counts.bubble == pytest.approx(schedule.bubble)
+        assert (table.input_slots, table.output_grad_slots) == (counts.input_slots, counts.output_grad_slots)
+        for idle, expected in ((False, counts), (True, counts.with_idle_stages())):
+            mean = {name: float(times.mean()) for name, times in table.runs(idle).items()}
+            both = [(mean[f"forward_{name}"], mean[f"backward_{name}"]) for name in PER_HALF]
+            fields = (expected.active, expected.first, expected.last)
+            assert both == [pytest.approx((each, each)) for each in fields]
+            assert mean["forward_receives"] + mean["backward_receives"] == pytest.approx(expected.received)
+            for name in ("embedding_of_all_microbatches", "head_of_all_microbatches"):
+                assert mean[name] == pytest.approx(expected.per_step)
+            if kind == "breadth_first":
+                assert mean["forward_loads_chunk"] + mean["backward_loads_chunk"] == expected.chunk_loads
+                assert mean["backward_last_of_chunk"] == expected.chunk_ends

@@ -1,0 +1,70 @@
+"""Seconds of one kernel on one device: a product of matrices, attention in one kernel, or an operation on elements.
+
+A kernel takes as long as its FLOPs or its memory traffic need, whichever is more (the roofline of Williams, Waterman
+and Patterson, 2009), and a fixed overhead."""
+
+from typing import NamedTuple
+
+from spmd_lm.cost_model.hardware import Hardware, Products
+
+
+class Product(NamedTuple):
+    """[rows, inner] by [inner, columns], for each of a batch.  Sizes on one device."""
+
+    rows: float
+    inner: float
+    columns: float
+    batch: float = 1
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.inner * self.columns * self.batch
+
+    @property
+    def elements(self) -> float:
+        """Read and written."""
+        return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
+
+    @property
+    def of_backward(self) -> "tuple[Product, Product]":
+        """The gradients of the left operand and of the right one."""
+        left = Product(self.rows, self.columns, self.inner, self.batch)
+        return left, Product(self.inner, self.rows, self.columns, self.batch)
+
+
+class Kernels(NamedTuple):
+    """Of one kind of device, as one system's programs use it.
+
+    software: share of the hardware's rate of products that they reach.  overhead: seconds of each kernel besides its
+    work.  size: bytes of an element."""
+
+    hardware: Hardware
+    software: float
+    overhead: float
+    size: int
+
+    def product(self, p: Product) -> float:
+        share = self._curve.share(p.rows, p.inner, p.columns, p.batch)
+        return max(self._flops(p.flops, share), self.traffic(p.elements * self.size)) + self.overhead
+
+    def attention(self, flops: float) -> float:
+        """Softmax and both of its products in one kernel, which keeps the scores on the chip."""
+        return self._flops(flops, self._curve.attention) + self.overhead
+
+    def elementwise(self, elements: float, operations: float) -> float:
+        """So many elements read and written, by so many kernels."""
+        return self.traffic(elements * self.size) + operations * self.overhead
+
+    def traffic(self, bytes_: float) -> float:
+        """Read from and written to HBM, without any overhead."""
+        memory = self.hardware.memory
+        assert memory
+        return bytes_ / (memory.bandwidth * memory.share)
+
+    def _flops(self, flops: float, share: float) -> float:
+        return flops / (self.hardware.peak_flops * share * self.software)
+
+    @property
+    def _curve(self) -> Products:
+        assert self.hardware.products
+        return self.hardware.products

@@ -1,0 +1,141 @@
+"""How long a step takes, before anything is compiled.
+
+A step is, one after the other: the compute of one device, kernel by kernel (work.py, kernels.py); the communication
+that nothing hides; the bubble of its pipeline, (p - 1) / (v m) of what a stage does for m microbatches in v chunks
+(arXiv:2104.04473, section 2.2); and the optimizer.  All stages wait for the last one, which has the head.  Batches are
+loaded beside the step.  A collective takes as long as its bytes on the slowest link that it crosses, and its hops."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from spmd_lm.axes import DATA
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives, layer_passes
+from spmd_lm.cost_model.hardware import Hardware
+from spmd_lm.cost_model.kernels import Kernels
+from spmd_lm.cost_model.megatron_collectives import megatron_collectives
+from spmd_lm.cost_model.memory import dtype_bytes
+from spmd_lm.cost_model.systems import System, Window
+from spmd_lm.cost_model.work import LayerWork, head_seconds
+from spmd_lm.parallel.mesh import OUTERMOST_FIRST
+from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
+from spmd_lm.parallel.plan import Plan
+
+
+class CollectiveTime(NamedTuple):
+    """Of all collectives of one row of theory, in one step.  link: `link`, or `network` if they cross hosts."""
+
+    row: ExpectedCollective
+    link: str
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by what they are spent on."""
+
+    compute: float
+    exposed: float
+    bubble: float
+    optimizer: float
+    collectives: tuple[CollectiveTime, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed + self.bubble + self.optimizer
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """`input` is what a step waits for its batch: nothing, because batches are loaded beside it."""
+        spent = {name: getattr(self, name) for name in ("compute", "exposed", "bubble", "optimizer")}
+        return spent | {"input": 0.0}
+
+
+def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: System) -> StepTime:
+    """Of a step of `config` under `plan`, as `system` runs it."""
+    kernels = Kernels(hardware, system.software, system.kernel_overhead, dtype_bytes(config.precision.compute))
+    microbatches = config.parallel.microbatches
+    in_layers = _layers_seconds(config, plan, system, kernels)
+    compute = in_layers + microbatches * head_seconds(config, plan, system, kernels)
+    rows = (megatron_collectives if system.saves_for_backward else expected_collectives)(config, plan)
+    times = [_on_links(row, plan, hardware, system) for row in rows]
+    bubble = schedule_counts(config.parallel.schedule, plan.layout.pipe, microbatches, config.chunks).bubble
+    windows = {"compute": compute, "last_microbatch": in_layers * (1 / microbatches + bubble)}
+    hidden_by = [system.hides(time.row, config, plan) for time in times]
+    collectives = tuple(_expose(times, hidden_by, windows, system.hidden_tensor_parallelism))
+    in_stage = in_layers + sum(time.seconds for time in times if time.row.part in ("blocks", "messages"))
+    return StepTime(
+        compute=compute,
+        exposed=sum(time.exposed_seconds for time in collectives),
+        bubble=bubble * in_stage,
+        optimizer=_optimizer_seconds(config, plan, system, kernels),
+        collectives=collectives,
+    )
+
+
+def _layers_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
+    """Of one device's layers, for all microbatches, with what backward runs again."""
+    layer, policy = LayerWork(config, plan, system).seconds(kernels), config.remat_policy.policy
+    if system.saves_for_backward:
+        ahead, passes, policy = (
+            0.0,
+            config.model.layers / plan.layout.pipe * config.parallel.microbatches,
+            config.remat.policy,
+        )
+    else:  # in a pipeline the pass ahead of backward's is what runs again
+        ahead, passes = layer_passes(config, plan)
+    again = {"none": 0.0, "selective": layer.attention}.get(policy, layer.forward)
+    return ahead * layer.forward + passes * (layer.forward + again + layer.backward)
+
+
+def _on_links(row: ExpectedCollective, plan: Plan, hardware: Hardware, system: System) -> CollectiveTime:
+    """With nothing hidden."""
+    links = hardware.links
+    assert links
+    devices = math.prod(plan.sizes[axis] for axis in row.axes)
+    domains = devices // devices_within_host(plan, row.axes, hardware.devices_per_host)
+    lanes = devices if system.one_adapter and domains > 1 else domains
+    seconds = row.bytes / links.bandwidth(row.kind, devices, lanes) + row.count * links.delay(
+        row.kind, devices, domains
+    )
+    return CollectiveTime(row, "network" if domains > 1 else "link", seconds, seconds)
+
+
+def devices_within_host(plan: Plan, axes: tuple[str, ...], devices_per_host: int) -> int:
+    """How many devices of a group along these mesh axes share a host, as parallel/mesh.py numbers them.
+
+    devices_per_host: 0 for any number."""
+    within, distance = 1, 1
+    for axis in reversed(OUTERMOST_FIRST):
+        for name in reversed(plan.data_axes if axis == DATA else (axis,)):
+            if name in axes:
+                near = devices_per_host // distance if devices_per_host else plan.sizes[name]
+                within *= math.gcd(plan.sizes[name], max(1, near))
+            distance *= plan.sizes[name]
+    return within
+
+
+def _expose(
+    times: list[CollectiveTime], hidden_by: list[Window | None], windows: dict[str, float], in_blocks: float
+) -> list[CollectiveTime]:
+    """With what is hidden taken off: each window of compute hides as many seconds as it has.  in_blocks: share that is
+    hidden of a layer's collectives over `model`."""
+    left, exposed = dict(windows), []
+    for time, window in zip(times, hidden_by, strict=True):
+        hidden = in_blocks * time.seconds if time.row.part == "blocks" else 0.0
+        if window:
+            hidden = min(time.seconds, left[window])
+            left[window] -= hidden
+        exposed.append(time._replace(exposed_seconds=time.seconds - hidden))
+    return exposed
+
+
+def _optimizer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
+    """Memory traffic of the update.  Ours reads and writes weights and moments, reads gradients for their norm and for
+    the update, and writes the copy in the compute dtype."""
+    p = config.precision
+    state = 2 * (1 + config.optim.num_moments) * dtype_bytes(p.params)
+    per_parameter = system.optimizer_bytes or state + 2 * dtype_bytes(p.reduce) + dtype_bytes(p.compute)
+    return kernels.traffic(per_parameter * plan.elements_per_device())

@@ -1,0 +1,108 @@
+"""What one device computes for one microbatch: the products of a layer and of the head, and the elements that its other
+operations read and write.
+
+Products are those of arXiv:1909.08053, section 3; backward has two for each of forward.  Elements are counted operation
+by operation, as arXiv:2205.05198, section 4, counts those that are saved: each reads its operands and writes its
+result, in the dtype of activations.  A mask of dropout is one byte, half an element of 16 bits."""
+
+from typing import NamedTuple
+
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.kernels import Kernels, Product
+from spmd_lm.cost_model.memory import tokens_per_device
+from spmd_lm.cost_model.systems import System
+from spmd_lm.parallel.plan import Plan, padded_vocab
+
+DROPOUT_MASK = 0.5  # elements
+HEAD_OPERATIONS = 12  # kernels of cross-entropy, forward and backward
+
+
+class LayerSeconds(NamedTuple):
+    """Of one layer and one microbatch.  attention: of forward, the part between queries, keys, values and the context,
+    which selective remat runs again."""
+
+    forward: float
+    backward: float
+    attention: float
+
+
+class LayerWork:
+    """One layer on one device of `model`."""
+
+    def __init__(self, config: RunConfig, plan: Plan, system: System):
+        m, self.shards = config.model, plan.layout.model
+        self.model, self.separate = m, not system.fuses_elementwise
+        self.tokens = tokens_per_device(config, plan.layout)
+        self.batch = self.tokens / m.context * m.heads / self.shards  # heads of all sequences
+        self.stream = self.tokens * m.width / (self.shards if plan.sequence else 1)
+        self.hidden = self.tokens * m.mlp_dim / self.shards
+        self.qkv = self.tokens * (m.width + 2 * m.kv_width) / self.shards
+        self.gated = m.activation == "swiglu"
+        self.fuses_attention = system.fuses_attention(config, plan.platform)
+
+    @property
+    def products(self) -> list[Product]:
+        """With the layer's weights."""
+        m, n, tokens = self.model, self.shards, self.tokens
+        return [
+            Product(tokens, m.width, (m.width + 2 * m.kv_width) / n),
+            Product(tokens, m.width / n, m.width),
+            Product(tokens, m.width, (1 + self.gated) * m.mlp_dim / n),
+            Product(tokens, m.mlp_dim / n, m.width),
+        ]
+
+    @property
+    def attention_products(self) -> list[Product]:
+        """Scores, and their averages of values."""
+        context, head = self.model.context, self.model.head_width
+        return [Product(context, head, context, self.batch), Product(context, context, head, self.batch)]
+
+    def seconds(self, kernels: Kernels) -> LayerSeconds:
+        attention, attention_backward = self._attention(kernels)
+        products = [kernels.product(product) for product in self.products]
+        of_backward = [kernels.product(each) for product in self.products for each in product.of_backward]
+        forward = sum(products) + kernels.elementwise(*self._forward_elements()) + attention
+        backward = sum(of_backward) + kernels.elementwise(*self._backward_elements()) + attention_backward
+        return LayerSeconds(forward, backward, attention)
+
+    def _attention(self, kernels: Kernels) -> tuple[float, float]:
+        """Forward and backward.  In one kernel a causal model's scores that its mask hides are not computed, and
+        backward computes the others again: five products for two."""
+        products = self.attention_products
+        if self.fuses_attention:
+            flops = sum(product.flops for product in products) * (0.5 if self.model.causal else 1)
+            return kernels.attention(flops), kernels.attention(2.5 * flops)
+        # Softmax, and dropout with its mask; scale and causal mask, where they are operations of their own.
+        scores, dropout = self.batch * self.model.context**2, self.model.attention_dropout > 0
+        operations = 1 + dropout + 2 * self.separate
+        forward = kernels.elementwise(scores * (2 * operations + DROPOUT_MASK * dropout), operations)
+        backward = kernels.elementwise(scores * (3 + (2 + DROPOUT_MASK) * dropout), 1 + dropout)
+        of_backward = [kernels.product(each) for product in products for each in product.of_backward]
+        return forward + sum(map(kernels.product, products)), backward + sum(of_backward)
+
+    def _forward_elements(self) -> tuple[float, float]:
+        """(elements, operations) of all but attention and products: two norms; two sums of a branch and the residual,
+        with bias and dropout; the activation of one operand or two; and the layout of queries, keys and values, and of
+        the context.  Biases and dropout may be operations of their own."""
+        bias, dropout = self.separate * self.model.use_bias, self.model.dropout > 0
+        stream = 2 * 2 + 2 * (3 + DROPOUT_MASK * dropout + 2 * bias + 2 * dropout * self.separate)
+        context = self.tokens * self.model.width / self.shards
+        sharded = self.hidden * (2 + self.gated + 2 * bias) + self.qkv * (2 + 2 * bias) + 2 * context
+        return self.stream * stream + sharded, 8 + 4 * bias + 2 * dropout * self.separate
+
+    def _backward_elements(self) -> tuple[float, float]:
+        """The same; and the sum of the gradients where a branch begins."""
+        stream = 2 * 3 + 2 * (2 + DROPOUT_MASK * (self.model.dropout > 0)) + 2 * 2
+        context = self.tokens * self.model.width / self.shards
+        sharded = self.hidden * (3 + 2 * self.gated) + 2 * self.qkv + 2 * context
+        return self.stream * stream + sharded, 10 + 4 * self.separate * self.model.use_bias
+
+
+def head_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
+    """Logits and cross-entropy of one microbatch, forward and backward; 0 for an objective without a vocabulary."""
+    if not config.objective.predicts_tokens:
+        return 0.0
+    tokens, vocab = tokens_per_device(config, plan.layout), padded_vocab(config.model.vocab, plan.layout.model)
+    logits = Product(tokens, config.model.width, vocab / plan.layout.model)
+    products = sum(map(kernels.product, (logits, *logits.of_backward)))
+    return products + kernels.traffic(tokens * logits.columns * system.logit_bytes) + HEAD_OPERATIONS * kernels.overhead

@@ -1,0 +1,227 @@
+"""`spmd-lm plan --search`: every legal layout of a run on some hardware, costed without compiling.
+
+A layout is pipe, replica, data and model, and with them sequence, zero, schedule, chunks, microbatches, reduce_once
+and remat.  Choices without effect are made once: ZeRO on one device of `data`, sequence parallelism on one of `model`.
+Each gets its memory (cost_model/memory.py), the bytes that theory expects (cost_model/expected_collectives.py) and a
+time (cost_model/step_time.py)."""
+
+import dataclasses
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from spmd_lm.analysis.topology import Topology
+from spmd_lm.config import layout_checks
+from spmd_lm.config.remat import Policy
+from spmd_lm.config.schema import Run, RunConfig
+from spmd_lm.config.section import Section
+from spmd_lm.config.suggest import divisors
+from spmd_lm.cost_model import memory
+from spmd_lm.cost_model.hardware import Hardware, find_hardware
+from spmd_lm.cost_model.step_time import StepTime, predict_step
+from spmd_lm.cost_model.systems import find_system
+from spmd_lm.errors import ConfigError, LayoutError
+from spmd_lm.parallel.plan import Plan
+from spmd_lm.step.program import abstract_plan
+
+POLICIES: tuple[Policy, ...] = ("none", "selective", "residual", "full")  # which one plan serves
+LARGEST_CHUNKS = 8
+ROOM = 0.95
+"""Of a device's memory that a layout may be predicted to take: predictions are within 5%."""
+
+
+class Target(NamedTuple):
+    """Hardware to search on."""
+
+    topology: Topology
+    hardware: Hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class CostedLayout:
+    """bytes: that a device sends in a step.  memory: that it holds in the fullest phase."""
+
+    config: RunConfig
+    target: Target
+    memory: int
+    bytes: float
+    step: StepTime
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds
+
+    @property
+    def room(self) -> float:
+        """Bytes that are left of what a layout may take; negative where it does not fit."""
+        assert self.target.hardware.memory
+        return ROOM * self.target.hardware.memory.size - self.memory
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """What the search chose, by key."""
+        p = self.config.parallel
+        keys = ("pipe", "replica", "data", "model", "sequence", "zero", "schedule", "chunks", "microbatches")
+        return {key: getattr(p, key) for key in (*keys, "reduce_once")} | {"remat": self.config.remat.policy}
+
+
+@dataclasses.dataclass
+class Search:
+    """layouts: all that are legal, those that do not fit included.  rejected: layouts by what is wrong with them."""
+
+    layouts: list[CostedLayout]
+    rejected: Counter[str]
+    seconds: float
+
+    @property
+    def fitting(self) -> list[CostedLayout]:
+        return [layout for layout in self.layouts if layout.room >= 0]
+
+    def fastest(self) -> CostedLayout:
+        """Raises ConfigError if none fits."""
+        if fitting := self.fitting:
+            return min(fitting, key=lambda layout: (layout.seconds, layout.memory))
+        if not self.layouts:
+            raise ConfigError(f"no layout is legal: {', '.join(f'{n:,} {why}' for why, n in self.rejected.items())}.")
+        closest = max(self.layouts, key=lambda layout: layout.room)
+        raise ConfigError(
+            f"none of {len(self.layouts):,} layouts fits: the smallest takes {closest.memory / 2**30:.1f} GiB of "
+            f"{(closest.memory + closest.room) / 2**30:.1f} on {closest.target.topology}. Search on more devices."
+        )
+
+    def pareto(self) -> list[CostedLayout]:
+        """Layouts that fit, and that no other beats in time, memory and devices at once; the fastest first."""
+        found: list[CostedLayout] = []
+        for layout in sorted(self.fitting, key=lambda each: (each.seconds, each.memory)):
+            size = layout.target.topology.size
+            if all(layout.memory < each.memory or size < each.target.topology.size for each in found):
+                found.append(layout)
+        return found
+
+
+def search(config: RunConfig, targets: Sequence[Target]) -> Search:
+    """Costs every layout of `config` on each target."""
+    start, layouts, rejected = time.perf_counter(), list[CostedLayout](), Counter[str]()
+    for target in targets:
+        for variants in candidates(config, target, rejected):
+            try:
+                plan = make_plan(variants[0], target)
+            except LayoutError:
+                rejected["parameters are not divisible"] += len(variants)
+                continue
+            layouts += [cost(each, target, plan) for each in variants]
+    for layout in layouts:
+        rejected["does not fit"] += layout.room < 0
+    return Search(layouts, +rejected, time.perf_counter() - start)
+
+
+def make_plan(config: RunConfig, target: Target) -> Plan:
+    """Raises LayoutError for a layout that does not divide the parameters."""
+    topology = target.topology
+    return abstract_plan(config, topology.size, topology.platform, topology.device_kind)
+
+
+def cost(config: RunConfig, target: Target, plan: Plan) -> CostedLayout:
+    step = predict_step(config, plan, target.hardware, find_system("spmd_lm"))
+    sent = sum(each.row.bytes for each in step.collectives)
+    return CostedLayout(config, target, sum(memory.table(config, plan).values()), sent, step)
+
+
+def make_target(topology: Topology) -> Target:
+    """Raises ConfigError for hardware whose speed is not known."""
+    hardware = find_hardware(topology.device_kind)
+    if not hardware or not hardware.products or not hardware.links:
+        raise ConfigError(
+            f"--topology {topology}: its speed is not known (cost_model/hardware.yaml). Name another one."
+        )
+    if hardware.links.network is None and topology.domain < topology.size:
+        raise ConfigError(
+            f"--topology {topology}: the speed of the network between slices is not known. Name one slice."
+        )
+    return Target(topology, hardware._replace(devices_per_host=topology.domain))
+
+
+def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Iterator[list[RunConfig]]:
+    """Legal configurations, those of one plan together: they differ in remat.  What is not legal is counted in
+    `rejected`."""
+    devices = target.topology.size
+    run = config.run.model_copy(update={"simulate_devices": devices if target.topology.platform == "cpu" else 0})
+    remats = [config.remat.model_copy(update={"policy": policy, "block_size": None}) for policy in POLICIES]
+    sections: dict[str, Section] = {
+        "model": config.model,
+        "train": config.train,
+        "objective": config.objective,
+        "remat": remats[-1],
+    }
+    sections["run"] = Run(simulate_devices=devices)
+    for layout in layouts_of(devices):
+        if layout["model"] > target.topology.domain:
+            rejected["parallel.model spans hosts"] += len(remats)
+            continue
+        for choice in choices_within(config, layout):
+            parallel = config.parallel.model_copy(update=layout | choice)
+            if problem := first_problem(sections | {"parallel": parallel}):
+                rejected[problem] += len(remats)
+                continue
+            update = {"run": run, "parallel": parallel}
+            yield [config.model_copy(update=update | {"remat": remat}) for remat in remats]
+
+
+def layouts_of(devices: int) -> Iterator[dict[str, int]]:
+    """All ways to write the number of devices as pipe x replica x data x model."""
+    for pipe in divisors(devices):
+        for model in divisors(devices // pipe):
+            shards = devices // pipe // model
+            for data in divisors(shards):
+                yield {"pipe": pipe, "replica": shards // data, "data": data, "model": model}
+
+
+def choices_within(config: RunConfig, layout: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """What else is chosen, where it makes a difference."""
+    stages = [0] if layout["data"] == 1 else [0, 1, 2, 3]
+    if layout["replica"] > 1:  # without ZeRO replicas are data
+        stages = [stage for stage in stages if stage]
+    shards = layout["replica"] * layout["data"]
+    microbatches = divisors(max(1, config.train.batch // shards))
+    schedules = [("1f1b", 1)]
+    if layout["pipe"] > 1:
+        per_stage = divisors(max(1, config.model.layers // layout["pipe"]))
+        several = [chunks for chunks in per_stage if 1 < chunks <= LARGEST_CHUNKS]
+        schedules += [("interleaved", chunks) for chunks in several] + [("breadth_first", n) for n in (1, *several)]
+    for zero, sequence, count, (schedule, chunks) in itertools.product(
+        stages, (False, True) if layout["model"] > 1 else (False,), microbatches, schedules
+    ):
+        choice = {"zero": zero, "sequence": sequence, "microbatches": count, "schedule": schedule, "chunks": chunks}
+        yield choice | {"reduce_once": False}
+        if zero >= 2 and count > 1:
+            yield choice | {"reduce_once": True}
+
+
+REASONS: dict[Callable[..., Any], str] = {
+    layout_checks.tensor_parallel_divides: "parallel.model does not divide heads, MLP or context",
+    layout_checks.tensor_parallel_divides_kv_heads: "parallel.model does not divide key/value heads",
+    layout_checks.shared_layers_are_on_one_stage: "stages of shared layers",
+    layout_checks.stages_divide_layers: "stages and chunks do not divide the layers",
+    layout_checks.pipelines_are_manual: "sharding types in a pipeline",
+    layout_checks.microbatches_suit_chunks: "too few microbatches for the chunks",
+    layout_checks.schedule_fits_a_table: "too many tasks in the schedule",
+    layout_checks.layout_uses_all_devices: "the batch is not divisible",
+    layout_checks.prefetch_has_layers_to_gather: "parallel.prefetch=on",
+    layout_checks.products_have_parts: "parallel.collective_matmul=on",
+}
+
+
+def first_problem(sections: dict[str, Section]) -> str:
+    """'' for a legal layout."""
+    for check, reason in REASONS.items():
+        needed = check.__code__.co_varnames[: check.__code__.co_argcount]
+        if any(check(**{name: sections[name] for name in needed})):
+            return reason
+    return ""
+
+
+def best_of(layouts: Iterable[CostedLayout]) -> CostedLayout | None:
+    """The fastest, if there is any."""
+    return min(layouts, key=lambda layout: (layout.seconds, layout.memory), default=None)

@@ -1,0 +1,163 @@
+"""What `spmd-lm plan --search` tells of the layouts that it costed: the fastest, what any other choice would cost, and
+what the published rule of thumb would choose."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spmd_lm.config.load import dump
+from spmd_lm.errors import ConfigError
+from spmd_lm.planning.audit import audit
+from spmd_lm.planning.search import CostedLayout, Search, best_of
+from spmd_lm.runtime.formatting import format_bytes, format_table
+
+SHOWN = 8
+"""Rows of the Pareto table that are printed."""
+
+
+def describe(search: Search, top: int) -> dict[str, Any]:
+    """The search as plain data.  top: the fastest layouts that are compiled, to confirm memory and traffic.
+
+    Raises ConfigError if no layout fits, or a step cannot be compiled."""
+    best = search.fastest()
+    rule = follow_the_rule(search)
+    return {
+        "evaluated": len(search.layouts),
+        "seconds": search.seconds,
+        "best": describe_layout(best),
+        "pareto": [describe_layout(layout) for layout in search.pareto()],
+        "rejected": dict(search.rejected),
+        "alternatives": list(alternatives(search, best)),
+        "rule": describe_layout(rule) | {"why_slower": why_slower(rule, best)} if rule else None,
+        "compiled": [confirm(layout) for layout in fastest_of_each_mesh(search)[:top]],
+    }
+
+
+def describe_layout(layout: CostedLayout) -> dict[str, Any]:
+    return {
+        "topology": str(layout.target.topology),
+        "devices": layout.target.topology.size,
+        "layout": layout.overrides,
+        "step_seconds": layout.seconds,
+        "parts": layout.step.parts,
+        "memory": layout.memory,
+        "bytes": layout.bytes,
+    }
+
+
+def alternatives(search: Search, best: CostedLayout) -> Iterator[dict[str, Any]]:
+    """For each choice, the fastest layout on the same hardware that makes another one, and what it loses by that."""
+    same = [layout for layout in search.layouts if layout.target == best.target]
+    for key, chosen in best.overrides.items():
+        others = [layout for layout in same if layout.overrides[key] != chosen]
+        fitting = best_of(layout for layout in others if layout.room >= 0)
+        if fitting:
+            value = fitting.overrides[key]
+            slower = fitting.seconds / best.seconds - 1
+            yield {"key": key, "value": value, "slower": slower, "why": why_slower(fitting, best)}
+        elif others:
+            closest = max(others, key=lambda layout: layout.room)
+            value, missing = closest.overrides[key], format_bytes(-closest.room)
+            yield {"key": key, "value": value, "slower": None, "why": f"{missing} more than fits"}
+
+
+def why_slower(layout: CostedLayout, best: CostedLayout) -> str:
+    """The part of a step in which it loses most to `best`; '' if it loses nothing."""
+    lost = {name: seconds - best.step.parts[name] for name, seconds in layout.step.parts.items()}
+    name = max(lost, key=lambda part: lost[part])
+    return f"{name} {lost[name]:+.3g} s" if lost[name] > 0 else ""
+
+
+def follow_the_rule(search: Search) -> CostedLayout | None:
+    """PTD-P's takeaways (arXiv:2104.04473, section 3): as little model parallelism as fits, tensor parallelism first,
+    as far as fast links reach, then stages, and data parallelism for the rest; the best microbatch."""
+    plain = [layout for layout in search.fitting if layout.overrides["zero"] <= 1 and layout.overrides["replica"] == 1]
+    if not plain:
+        return None
+
+    def model_parallelism(layout: CostedLayout) -> tuple[int, int]:
+        """Its degree; of one degree, stages last."""
+        p = layout.config.parallel
+        return p.model * p.pipe, p.pipe
+
+    least = min(map(model_parallelism, plain))
+    return best_of(layout for layout in plain if model_parallelism(layout) == least)
+
+
+def fastest_of_each_mesh(search: Search) -> list[CostedLayout]:
+    """Of layouts that differ in mesh or ZeRO, each with the rest of its choices at their best, the fastest first."""
+    fastest: dict[Any, CostedLayout] = {}
+    for layout in sorted(search.fitting, key=lambda each: (each.seconds, each.memory)):
+        p = layout.config.parallel
+        fastest.setdefault((layout.target.topology, p.pipe, p.replica, p.data, p.model, p.zero), layout)
+    return list(fastest.values())
+
+
+def confirm(layout: CostedLayout) -> dict[str, Any]:
+    """What the compiler makes of it, beside what was predicted."""
+    audited = audit(layout.config, layout.target.topology)
+    found = sum(row["bytes"] for row in audited["collectives"])
+    exposed = audited["exposed"]
+    return describe_layout(layout) | {
+        "matches_theory": audited["ok"],
+        "compiled_bytes": found,
+        "compiled_peak": audited["memory"]["peak"],
+        "compiled_step_seconds": exposed and exposed["step_seconds"],
+        "compile_seconds": audited["compile_seconds"],
+    }
+
+
+def write_best(search: Search, path: Path) -> None:
+    """The run under the fastest layout, as a file that can be run.  Raises ConfigError if it cannot be written."""
+    best = search.fastest()
+    comment = f"# {best.seconds:.4g} s a step on {best.target.topology}, by the cost model.\n"
+    try:
+        path.write_text(comment + dump(best.config))
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written: {error.strerror}. Choose another file.") from error
+
+
+def render(description: dict[str, Any]) -> str:
+    d = description
+    lines = [f"{d['evaluated']:,} layouts in {d['seconds']:.1f} s; {_rejections(d['rejected'])}", ""]
+    rows: list[tuple[str, ...]] = [
+        ("fastest that fit", "devices", "step", "memory", "sent", "compute", "exposed", "bubble"),
+        *map(_row, d["pareto"][:SHOWN]),
+    ]
+    lines += [*format_table(rows), "", f"best    {_layout(d['best']['layout'])}"]
+    if rule := d["rule"]:
+        slower = rule["step_seconds"] / d["best"]["step_seconds"] - 1
+        what = f"{slower:.1%} slower: {rule['why_slower']}" if slower > 1e-6 else "as fast"
+        lines.append(f"rule    {_layout(rule['layout'])}: {what}")
+    lines += ["", "otherwise"]
+    for each in d["alternatives"]:
+        loss = f"{each['slower']:.1%} slower" if each["slower"] is not None else "does not fit"
+        lines.append(f"        {each['key']}={each['value']}: {loss}{', ' + each['why'] if each['why'] else ''}")
+    for each in d["compiled"]:
+        sent, peak = format_bytes(each["compiled_bytes"]), format_bytes(each["compiled_peak"])
+        verdict = "matches theory" if each["matches_theory"] else "does NOT match theory"
+        lines.append(
+            f"compiled {_layout(each['layout'])}: peak {peak} ({format_bytes(each['memory'])} predicted), "
+            f"sends {sent}, {verdict}"
+        )
+    return "\n".join(lines)
+
+
+def _row(layout: dict[str, Any]) -> tuple[str, ...]:
+    parts = (f"{layout['parts'][name] / layout['step_seconds']:.0%}" for name in ("compute", "exposed", "bubble"))
+    sizes = (format_bytes(layout[key]) for key in ("memory", "bytes"))
+    seconds = f"{layout['step_seconds']:.4g} s"
+    return (_layout(layout["layout"]), f"{layout['devices']} x {layout['topology']}", seconds, *sizes, *parts)
+
+
+def _layout(overrides: dict[str, Any]) -> str:
+    """Without what makes no difference."""
+    trivial = {"pipe": 1, "replica": 1, "sequence": False, "zero": 0, "reduce_once": False, "chunks": 1}
+    shown = {key: value for key, value in overrides.items() if trivial.get(key, ...) != value}
+    if overrides["pipe"] == 1:
+        shown.pop("schedule")
+    return " ".join(f"{key}={str(value).lower()}" for key, value in shown.items())
+
+
+def _rejections(rejected: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} rejected: {reason}" for reason, count in rejected.items()) or "none rejected"

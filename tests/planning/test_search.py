@@ -1,0 +1,189 @@
+"""The search over layouts, against enumeration by the configuration's own checks and plans made one by one."""
+
+import itertools
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from spmd_lm.analysis.topology import parse_topology
+from spmd_lm.cli import main
+from spmd_lm.config import checks
+from spmd_lm.config.load import load
+from spmd_lm.cost_model import memory
+from spmd_lm.cost_model.expected_collectives import expected_collectives
+from spmd_lm.cost_model.step_time import predict_step
+from spmd_lm.cost_model.systems import find_system
+from spmd_lm.errors import ConfigError, LayoutError
+from spmd_lm.planning import search_report
+from spmd_lm.planning.search import POLICIES, Search, candidates, make_target, search
+from spmd_lm.step.program import abstract_plan
+from tests.helpers import make_config
+
+PRECISION = {"params": "float32", "compute": "bfloat16", "reduce": "float32"}
+
+
+def gpt(width=1024, layers=12, batch=16, **sections):
+    model = {"layers": layers, "width": width, "heads": 12, "context": 256, "vocab": 512, "dropout": 0.0}
+    model |= {"attention_dropout": 0.0, "heads": 8}
+    return make_config(model=model, precision=PRECISION, train={"batch": batch}, **sections)
+
+
+@pytest.fixture(scope="module")
+def found() -> Search:
+    return search(gpt(), [make_target(parse_topology("h100:2x4"))])
+
+
+def key(config) -> tuple:
+    p = config.parallel
+    layout = (p.pipe, p.replica, p.data, p.model, p.sequence, p.zero, p.schedule, p.chunks, p.microbatches)
+    return (*layout, p.reduce_once, config.remat.policy)
+
+
+def test_candidates_are_those_that_the_checks_allow():
+    """Of all combinations, without those that change nothing."""
+    config, target = gpt(width=64, layers=4, batch=8), make_target(parse_topology("h100:1x8"))
+    listed = {key(each) for variants in candidates(config, target, Counter()) for each in variants}
+    allowed = set()
+    degrees = (1, 2, 4, 8)
+    schedules = [("1f1b", 1), *(("interleaved", n) for n in (2, 4)), *(("breadth_first", n) for n in (1, 2, 4))]
+    for pipe, replica, data, model in itertools.product(degrees, repeat=4):
+        if pipe * replica * data * model != 8:
+            continue
+        for zero, sequence, count, (schedule, chunks), once, policy in itertools.product(
+            range(4), (False, True), (1, 2, 4, 8), schedules, (False, True), POLICIES
+        ):
+            changes_nothing = (
+                (zero and data == 1)
+                or (replica > 1 and not zero)
+                or (sequence and model == 1)
+                or (once and (zero < 2 or count == 1))
+                or (pipe == 1 and (schedule, chunks) != ("1f1b", 1))
+            )
+            if changes_nothing:
+                continue
+            update = {"pipe": pipe, "replica": replica, "data": data, "model": model, "zero": zero, "chunks": chunks}
+            update |= {"sequence": sequence, "microbatches": count, "schedule": schedule, "reduce_once": once}
+            parallel = config.parallel.model_copy(update=update)
+            remat = config.remat.model_copy(update={"policy": policy})
+            run = config.run.model_copy(update={"simulate_devices": 8})
+            each = config.model_copy(update={"parallel": parallel, "remat": remat, "run": run})
+            sections = {name: getattr(each, name) for name in type(each).model_fields}
+            if not checks.problems(sections):
+                allowed.add(key(each))
+    assert len(allowed) > 1000 and listed == allowed
+
+
+def test_figures_are_those_of_plans_made_one_by_one(found):
+    assert len(found.layouts) > 2000 and len({key(layout.config) for layout in found.layouts}) == len(found.layouts)
+    for layout in random.Random(0).sample(found.layouts, 100):
+        config, target = layout.config, layout.target
+        plan = abstract_plan(config, 8, "gpu", target.topology.device_kind)
+        assert layout.memory == sum(memory.table(config, plan).values())
+        assert layout.bytes == sum(row.bytes for row in expected_collectives(config, plan))
+        assert layout.step == predict_step(config, plan, target.hardware, find_system("spmd_lm"))
+
+
+def test_the_fastest_is_the_fastest_that_fits(found):
+    best = found.fastest()
+    assert best.room >= 0 and all(best.seconds <= each.seconds for each in found.layouts if each.room >= 0)
+    pareto = found.pareto()
+    assert pareto[0] == best and len(pareto) > 3
+    for one, other in itertools.permutations(pareto, 2):
+        assert one.seconds < other.seconds or one.memory < other.memory
+    for each in found.fitting:
+        assert any(one.seconds <= each.seconds and one.memory <= each.memory for one in pareto)
+
+
+def test_alternatives_say_what_another_choice_costs(found):
+    best = found.fastest()
+    for each in search_report.alternatives(found, best):
+        assert each["value"] != best.overrides[each["key"]]
+        others = [layout for layout in found.fitting if layout.overrides[each["key"]] != best.overrides[each["key"]]]
+        assert each["slower"] == pytest.approx(min(layout.seconds for layout in others) / best.seconds - 1)
+
+
+def test_the_rule_of_thumb_takes_no_more_model_parallelism_than_fits():
+    """1.3B do not fit on one device of 16 GiB without ZeRO's third stage; on two they do."""
+    target = make_target(parse_topology("v5e:4x4"))
+    found = search(gpt(width=2048, layers=24, batch=32), [target])
+    rule = search_report.follow_the_rule(found).overrides
+    assert rule["zero"] <= 1 and rule["replica"] == 1
+    smaller = [each for each in found.fitting if each.overrides["zero"] <= 1 and each.overrides["replica"] == 1]
+    degrees = [each.overrides["model"] * each.overrides["pipe"] for each in smaller]
+    assert rule["model"] * rule["pipe"] == min(degrees) and rule["pipe"] == 1
+
+
+def test_more_hardware_is_compared(found):
+    both = search(gpt(), [make_target(parse_topology(topology)) for topology in ("h100:2x4", "h100:1x4")])
+    assert len(both.layouts) > len(found.layouts)
+    sizes = [layout.target.topology.size for layout in both.pareto()]
+    assert set(sizes) == {4, 8}
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [("cpu:8", "its speed is not known"), ("2*v4:2x2x1", "between slices is not known")],
+)
+def test_hardware_of_unknown_speed_is_refused(topology, message):
+    with pytest.raises(ConfigError, match=message):
+        make_target(parse_topology(topology))
+
+
+def test_what_does_not_fit_says_by_how_much():
+    target = make_target(parse_topology("v5e:2x2"))
+    message = r"none of [\d,]+ layouts fits: the smallest takes [\d.]+ GiB of 15.2 on v5e:2x2"
+    with pytest.raises(ConfigError, match=message):
+        search(gpt(width=4096, layers=64, batch=4), [target]).fastest()
+
+
+def test_a_batch_that_no_layout_divides_is_told():
+    config = gpt(batch=3, layers=7)
+    one_head = config.model.model_copy(update={"heads": 1})
+    with pytest.raises(ConfigError, match=r"no layout is legal: .* the batch is not divisible"):
+        search(config.model_copy(update={"model": one_head}), [make_target(parse_topology("v5e:4x4"))]).fastest()
+
+
+CONFIG = """
+model: {layers: 4, width: 256, heads: 8, context: 128, vocab: 512, dropout: 0, attention_dropout: 0}
+data: {source: synthetic}
+optim: {lr: 1.0e-3}
+train: {steps: 10, batch: 16}
+"""
+
+
+def test_the_command_writes_a_run_that_plans(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    out, found = tmp_path / "best.yaml", tmp_path / "found.json"
+    line = ["plan", str(tmp_path / "run.yaml"), "--search", "--topology", "h100:1x8", "--top", "0"]
+    assert main([*line, "--out", str(out), "--json", str(found)]) == 0
+    result = json.loads(found.read_text())
+    assert result["evaluated"] > 1000 and result["pareto"][0] == result["best"] and result["compiled"] == []
+    assert result["rejected"].keys() and result["seconds"] > 0 and "best " in capsys.readouterr().out
+    best = load(out)
+    assert {name: getattr(best.parallel, name) for name in ("pipe", "data", "model", "zero")}.items() <= (
+        result["best"]["layout"].items()
+    )
+    with pytest.raises(LayoutError):
+        abstract_plan(best, 7, "gpu", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology", "h100:1x8"], "--topology is of a search. Add --search"),
+        (["--search"], "--search needs hardware to search on"),
+        (["--search", "--topology", "abacus:8"], "'abacus' is not known"),
+        (
+            ["--search", "--topology", "h100:1x8", "--out", "/nowhere/x.yaml"],
+            "--out /nowhere/x.yaml: cannot",
+        ),
+        (["--search", "--topology", "h100:1x8", "--top", "-1"], "expected a whole number"),
+        (["--search", "--topology", "h100:1x8", "--devices", "8"], "Leave out --devices"),
+    ],
+)
+def test_bad_input_is_refused(tmp_path, capsys, arguments, message):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    assert main(["plan", str(tmp_path / "run.yaml"), *arguments]) == 2
+    assert message in capsys.readouterr().err
