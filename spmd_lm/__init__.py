@@ -12,8 +12,10 @@ __all__ = [
     "make_model",
     "param_shardings",
     "plan",
+    "preflight",
     "read_batch",
     "report",
+    "search_layouts",
     "train",
 ]
 

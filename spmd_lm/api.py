@@ -16,7 +16,7 @@ from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.config.load import data_of_run, load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, Exit
-from spmd_lm.runtime.devices import set_up_devices, simulate_devices
+from spmd_lm.runtime.devices import set_up_devices, use_cpu_alone
 from spmd_lm.runtime.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def search_layouts(config: RunConfig, topologies: Sequence[str], top: int = 1, o
     known, or if a step cannot be compiled."""
     targets = [parse_topology(topology) for topology in topologies]
     if top:
-        simulate_devices(1)  # compiling ahead of time runs on the CPU
+        use_cpu_alone()  # which compiles ahead of time
     from spmd_lm.planning import search, search_report
 
     found = search.search(config, [search.make_target(topology) for topology in targets])
@@ -71,6 +71,34 @@ def search_layouts(config: RunConfig, topologies: Sequence[str], top: int = 1, o
         search_report.write_best(found, Path(out))
     description = search_report.describe(found, top)
     return Report(description, search_report.render(description))
+
+
+def preflight(
+    config: RunConfig,
+    topology: str,
+    price: float | None = None,
+    tokens: float | None = None,
+    picture: str | Path | None = None,
+) -> Report:
+    """Compiles the train step for `topology`, as in "v5p:4x4x4", which need not be present: memory against what there
+    is, collectives with their seconds, FLOPs, the predicted time of a step, and days and cost of the run.
+
+    price: of a device and hour.  tokens: that the run trains on; None for those of train.steps.  picture: a file for
+    one step by stage.  What is found is kept in the user's cache directory, unless run.compilation_cache=none.  Raises
+    ConfigError for hardware of unknown speed, and if the step cannot be compiled."""
+    target = parse_topology(topology)
+    use_cpu_alone()  # which compiles ahead of time
+    from spmd_lm.planning import preflight as planning
+    from spmd_lm.planning.search import make_target
+    from spmd_lm.runtime.compilation_cache import cache_directory
+
+    hardware = make_target(target)
+    directory = cache_directory(config.run.compilation_cache, "preflight")
+    found = planning.cached(directory, config, hardware, lambda: planning.preflight(config, hardware))
+    result = planning.with_costs(found, price, tokens)
+    if picture is not None:
+        planning.draw(config, result, Path(picture))
+    return Report(result, planning.render(result))
 
 
 def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None = None) -> Report:
@@ -85,7 +113,7 @@ def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None
         config = config.model_copy(update={"run": config.run.model_copy(update={"simulate_devices": simulated})})
     set_up_devices(config)
     if target and target.platform != "cpu":
-        simulate_devices(1)  # compiling ahead of time runs on the CPU
+        use_cpu_alone()  # which compiles ahead of time
     from spmd_lm.planning.audit import audit, render
 
     result = audit(config, target, None if hlo is None else Path(hlo))

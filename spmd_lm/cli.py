@@ -20,6 +20,7 @@ from spmd_lm.commands import (
     generate,
     import_hf,
     plan,
+    preflight,
     prepare,
     replay,
     report,
@@ -63,6 +64,11 @@ VERBS = {
     "generate": Verb("samples text from a run's newest checkpoint", generate.run, generate.add_options),
     "plan": Verb("prints mesh, shardings and memory, or searches for a layout", plan.run, plan.add_options),
     "audit": Verb("compiles the step and compares its collectives with theory", audit.run, audit.add_options),
+    "preflight": Verb(
+        "compiles the step for absent hardware: does it fit, how fast is it, what does the run cost?",
+        preflight.run,
+        preflight.add_options,
+    ),
     "bench": Verb("times training steps: tokens/s, model FLOP/s, MFU, peak memory", bench.run, bench.add_options),
     "prepare": Verb(
         "raw documents to a data set of tokens, cleaned and split",

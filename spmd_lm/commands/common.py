@@ -73,6 +73,21 @@ def add_fallback(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fallback", action="store_true", help=help)
 
 
+def amount(what: str, most: float) -> Callable[[str], float]:
+    """An argparse type: a number above 0.  what: it is, with an example."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = 0.0
+        if not 0 < number <= most:
+            raise argparse.ArgumentTypeError(f"expected {what}, got '{text:.40}'")
+        return number
+
+    return parse
+
+
 def at_least(low: int, most: int = LARGEST_COUNT) -> Callable[[str], int]:
     """An argparse type: a whole number from `low` to `most`."""
 

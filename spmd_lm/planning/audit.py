@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,6 +18,7 @@ from spmd_lm.analysis.compiled_collectives import (
     collective_instructions,
     compiled_collectives,
 )
+from spmd_lm.analysis.control_flow import Shares
 from spmd_lm.analysis.cross_slice import read_collectives_across_slices
 from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.analysis.topology import Topology, is_installed
@@ -38,12 +39,26 @@ SLACK = 4096  # bytes that it always accepts: scalars that compilers add
 WIDENED, NARROWED = "float32", "bfloat16"  # what a compiler made of the other
 
 
+class AuditedStep(NamedTuple):
+    """A compiled step, and what `audit` says of it."""
+
+    program: Program
+    module: HloModule
+    shares: Shares | None
+    report: dict[str, Any]
+
+
 def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None = None) -> dict[str, Any]:
     """The collectives and memory of the step of `config`, compiled for `topology` or for the devices of this machine,
     compared with what is expected; and how much of the communication nothing hides, None for a CPU.
 
     hlo: a file for the text of the compiled program.  Raises ConfigError or LayoutError if it cannot be compiled, and
     OutputError if the file cannot be written."""
+    return audit_step(config, topology, hlo).report
+
+
+def audit_step(config: RunConfig, topology: Topology | None = None, hlo: Path | None = None) -> AuditedStep:
+    """The same, with the program."""
     devices = topology.devices() if topology else jax.devices()
     platform, notice = devices[0].platform, None
     if topology and platform == "gpu":
@@ -62,7 +77,7 @@ def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None 
         unread = read_collectives_across_slices(module, peers)
         notice = _notice_of_slices(len(peers[0]), program.plan.layout.replica, unread)
     shares = schedule_table(program.schedule).shares() if program.schedule.stages > 1 else None
-    return {
+    report = {
         "config": config.run.name,
         "topology": str(topology or f"{platform}:{len(devices)}"),
         "notice": notice,
@@ -75,6 +90,7 @@ def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None 
         "compiler_options": program.xla_options.values,
         "compiler_advice": program.xla_options.advice,
     }
+    return AuditedStep(program, module, shares, report)
 
 
 def _notice_of_slices(slices: int, replicas: int, unread: list[str]) -> str | None:

@@ -20,9 +20,16 @@ DIGEST_BYTES = 32
 AUTO, NONE = "auto", "none"
 
 
-def default_directory() -> Path:
+def default_directory(name: str = "compilations") -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "spmd_lm" / "compilations"
+    return Path(base).expanduser() / "spmd_lm" / name
+
+
+def cache_directory(setting: str, name: str) -> Path | None:
+    """For other things that are found by compiling.  setting: of run.compilation_cache; None for none."""
+    if setting == NONE:
+        return None
+    return default_directory(name) if setting == AUTO else Path(setting).expanduser() / name
 
 
 def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:

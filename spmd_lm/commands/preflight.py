@@ -1,0 +1,36 @@
+"""`spmd-lm preflight`: compiles the step for hardware that need not be there: does it fit, how fast is it, what does
+the run cost?"""
+
+import argparse
+
+from spmd_lm.analysis.topology import parse_topology
+from spmd_lm.commands.common import Arguments, amount, check_writable, load_configuration, write_result
+from spmd_lm.errors import ConfigError, Exit
+
+
+def run(arguments: Arguments) -> int:
+    if arguments.topology is None:
+        raise ConfigError("preflight needs hardware. Add --topology T, such as h100:8x8 or v5p:4x4x4.")
+    if arguments.devices is not None:
+        raise ConfigError("--topology has devices of its own. Leave out --devices.")
+    parse_topology(arguments.topology)
+    if arguments.picture is not None:
+        check_writable("--picture", arguments.picture)
+    arguments.overrides.append("run.simulate_devices=0")
+    config = load_configuration(arguments)
+    from spmd_lm.api import preflight
+
+    report = preflight(config, arguments.topology, arguments.price, arguments.tokens, arguments.picture)
+    write_result(arguments, report, str(report))
+    return Exit.DONE if report["fits"] and report["matches_theory"] else Exit.CHECK_FAILED
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--topology", metavar="T", help="hardware, present or not: v5p:4x4x4, 2*v5e:16x16, h100:2x8")
+    help = "of a device and hour, for the cost of the run"
+    parser.add_argument(
+        "--price", metavar="USD", type=amount("dollars for a device and hour, as in 2.5", 1e6), help=help
+    )
+    help = "that the run trains on, as in 300e9; default: those of train.steps"
+    parser.add_argument("--tokens", metavar="N", type=amount("a number of tokens, as in 300e9", 1e18), help=help)
+    parser.add_argument("--picture", metavar="FILE", help="a picture of one step by stage, as PNG or SVG")

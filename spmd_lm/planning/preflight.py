@@ -1,0 +1,192 @@
+"""`spmd-lm preflight`: whether a run fits some hardware, how long its step takes there, and what the run costs.
+
+The step is compiled, and its memory, collectives and FLOPs are those of the program.  Seconds are a model's: compute,
+bubble and optimizer are those of cost_model/step_time.py, and what nothing hides of the communication is
+analysis/exposed.py's, as in audit."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from spmd_lm.analysis.compiled_flops import compiled_flops
+from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.load import dump
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model import memory
+from spmd_lm.cost_model.expected_collectives import layer_passes
+from spmd_lm.cost_model.step_time import devices_within_host, predict_step
+from spmd_lm.cost_model.systems import find_system
+from spmd_lm.cost_model.work import LayerWork
+from spmd_lm.errors import ConfigError
+from spmd_lm.parallel.pipeline.schedule import make_schedule
+from spmd_lm.parallel.plan import Plan
+from spmd_lm.planning.audit import audit_step
+from spmd_lm.planning.search import Target
+from spmd_lm.runtime.formatting import format_bytes, format_table
+
+HOUR, DAY = 3600, 86_400
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "spmd-lm")
+
+
+def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
+    """What does not depend on prices.  Raises ConfigError or LayoutError if the step cannot be compiled."""
+    program, module, shares, audited = audit_step(config, target.topology)
+    plan, hardware, exposed = program.plan, target.hardware, audited["exposed"]
+    assert hardware.memory and hardware.links and exposed
+    predicted = predict_step(config, plan, hardware, find_system("spmd_lm"))
+    parts = predicted.parts | {"exposed": exposed["exposed_seconds"]}
+    step_seconds = sum(parts.values())
+    in_kernels = fused_attention_flops(config, plan)
+    model_flops, devices = program.flops_per_step, plan.layout.devices
+    tokens = program.tokens_per_step / step_seconds
+    found = audited["memory"]
+    return {
+        "config": config.run.name,
+        "topology": str(target.topology),
+        "devices": devices,
+        "mesh": plan.sizes,
+        "matches_theory": audited["ok"],
+        "fits": max(found["peak"], found["arguments"]) <= hardware.memory.size,
+        "memory": _memory(config, plan, found) | {"capacity": int(hardware.memory.size)},
+        "collectives": [_collective(row, plan, target) for row in exposed["rows"]],
+        "flops": {
+            "model": model_flops,
+            "hardware": devices * (compiled_flops(module, shares) + in_kernels),
+        },
+        "step_seconds": step_seconds,
+        "parts": parts,
+        "analytic": {"step_seconds": predicted.seconds, "parts": predicted.parts},
+        "tokens_per_second": tokens,
+        "mfu": model_flops / step_seconds / devices / hardware.peak_flops,
+        "tokens_per_step": program.tokens_per_step,
+        "steps": config.train.steps,
+        "bubble": audited["bubble"],
+        "compile_seconds": audited["compile_seconds"],
+    }
+
+
+def _memory(config: RunConfig, plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
+    """Bytes per device: state is exact; peak and temporaries are the compiler's; gradients and activations are those of
+    the plan, in the phase that holds most."""
+    state, fullest = memory.state(config, plan), memory.fullest_phase(config, plan)
+    return {
+        "parameters": state["parameters"],
+        "gradients": fullest.gradients,
+        "optimizer": state[config.optim.moments],
+        "activations": fullest.activations,
+        "temporaries": found["temporaries"],
+        "peak": max(found["peak"], found["arguments"]),
+        "planned": sum(memory.table(config, plan).values()),
+    }
+
+
+def _collective(row: dict[str, Any], plan: Plan, target: Target) -> dict[str, Any]:
+    devices = math.prod(plan.sizes[axis] for axis in row["axes"])
+    within = devices_within_host(plan, tuple(row["axes"]), target.hardware.devices_per_host)
+    fast = "ICI" if target.topology.platform == "tpu" else "NVLink"
+    return {
+        "kind": row["kind"],
+        "axes": row["axes"],
+        "link": fast if within == devices else "network",
+        "bytes": row["bytes"],
+        "seconds": row["wire_seconds"],
+        "exposed_seconds": row["exposed_seconds"],
+    }
+
+
+def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
+    """Of a device in a step, of attention in one kernel, which the program's text does not show: forward, and backward
+    with what it computes again; of a causal model what its mask does not hide."""
+    if choose_kernel(config, plan.platform).kernel == "xla":
+        return 0.0
+    layer = LayerWork(config, plan, find_system("spmd_lm"))
+    once = sum(product.flops for product in layer.attention_products) * (0.5 if config.model.causal else 1)
+    ahead, passes = layer_passes(config, plan)
+    again = config.remat_policy.policy in ("full", "residual", "selective", "block")
+    return once * (ahead + passes * (1 + again + 2.5))
+
+
+def with_costs(found: dict[str, Any], price: float | None, tokens: float | None) -> dict[str, Any]:
+    """Days and cost of the whole run.  price: of a device and hour.  tokens: that it trains on; None for those of
+    train.steps."""
+    tokens = tokens or found["steps"] * found["tokens_per_step"]
+    seconds = tokens / found["tokens_per_second"]
+    cost = None if price is None else price * found["devices"] * seconds / HOUR
+    return found | {"tokens": tokens, "days": seconds / DAY, "price": price, "cost": cost}
+
+
+def cached(directory: Path | None, config: RunConfig, target: Target, make: Callable[[], dict[str, Any]]) -> dict:
+    """What an earlier preflight found of this configuration, with the same versions of compilers; else a new one."""
+    if directory is None:
+        return make()
+    path = directory / f"{_digest(config, target)}.json"
+    try:
+        return json.loads(path.read_text()) | {"cached": True}
+    except (OSError, ValueError):
+        found = make()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".tmp").write_text(json.dumps(found))
+        path.with_suffix(".tmp").replace(path)
+    except OSError:  # it is found again next time
+        pass
+    return found
+
+
+def _digest(config: RunConfig, target: Target) -> str:
+    versions = []
+    for name in COMPILERS:
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    what = [dump(config), str(target), *versions]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def draw(config: RunConfig, found: dict[str, Any], path: Path) -> None:
+    """One step by stage.  Raises ConfigError for a name that is no picture's, or a file that cannot be written."""
+    from spmd_lm.plots.timeline import timeline
+
+    p = config.parallel
+    figure = timeline(make_schedule(p.schedule, p.pipe, p.microbatches, config.chunks), found["parts"])
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise ConfigError(f"--picture {path}: {error}. Write a .png or .svg.") from error
+    except OSError as error:
+        raise ConfigError(f"--picture {path}: cannot be written: {error.strerror}. Choose another file.") from error
+
+
+def render(found: dict[str, Any]) -> str:
+    f, m, work = found, found["memory"], found["flops"]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in f["mesh"].items())
+    room = m["capacity"] - m["peak"]
+    verdict = f"fits, with {format_bytes(room)} to spare" if f["fits"] else f"does NOT fit, by {format_bytes(-room)}"
+    kinds = [f"{format_bytes(m[kind])} {kind}" for kind in ("parameters", "optimizer", "gradients", "activations")]
+    peak, capacity, planned = (format_bytes(m[key]) for key in ("peak", "capacity", "planned"))
+    rows: list[tuple[str, ...]] = [("collective", "over", "link", "sent", "seconds", "exposed")]
+    for row in f["collectives"]:
+        seconds = (f"{row[key]:.4g}" for key in ("seconds", "exposed_seconds"))
+        rows.append((row["kind"], " x ".join(row["axes"]), row["link"], format_bytes(row["bytes"]), *seconds))
+    parts = ", ".join(f"{name} {seconds:.4g}" for name, seconds in f["parts"].items())
+    times = work["hardware"] / work["model"]
+    paid = f", {f['cost']:,.0f} at {f['price']:g} for a device and hour" if f["cost"] is not None else ""
+    return "\n".join(
+        (
+            f"{f['config']} on {f['topology']}: {mesh}",
+            f"memory  {verdict}: peak {peak} of {capacity} per device ({', '.join(kinds)}; planned {planned})",
+            "",
+            *format_table(rows),
+            "",
+            f"step    {f['step_seconds']:.4g} s: {parts}",
+            f"flops   {work['model']:.4g} of the model, {work['hardware']:.4g} of the program ({times:.2f} times)",
+            f"speed   {f['tokens_per_second']:,.0f} tokens/s, MFU {f['mfu']:.1%}",
+            f"run     {f['tokens']:.4g} tokens in {f['days']:.3g} days of {f['devices']} devices{paid}",
+            "matches theory" if f["matches_theory"] else "does NOT match theory: see spmd-lm audit",
+        )
+    )

@@ -1,0 +1,173 @@
+"""`preflight`: what it takes from the compiled step, and what follows from that."""
+
+import itertools
+import json
+import math
+
+import pytest
+
+from spmd_lm import api
+from spmd_lm.analysis.compiled_flops import compiled_flops
+from spmd_lm.analysis.topology import parse_topology
+from spmd_lm.cli import main
+from spmd_lm.cost_model import flops
+from spmd_lm.parallel.pipeline.schedule import make_schedule
+from spmd_lm.planning import preflight as planning
+from spmd_lm.planning.audit import audit_step
+from spmd_lm.planning.search import make_target
+from spmd_lm.plots.pipelines import BACKWARD_TIME
+from spmd_lm.plots.timeline import spans
+from tests.helpers import make_config
+
+TOPOLOGY = "v5e:2x2"
+PRECISION = {"params": "float32", "compute": "bfloat16", "reduce": "float32"}
+MODEL = {"layers": 3, "width": 256, "heads": 4, "context": 128, "vocab": 512, "dropout": 0.0, "attention": "xla"}
+CONFIG = """
+model: {layers: 3, width: 256, heads: 4, context: 128, vocab: 512, dropout: 0, attention_dropout: 0, attention: xla}
+data: {source: synthetic}
+optim: {lr: 1.0e-3}
+parallel: {data: 2, model: 2, zero: 1}
+train: {steps: 10, batch: 8}
+run: {compilation_cache: none}
+"""
+
+
+@pytest.fixture(scope="module")
+def config():
+    sections = {"model": MODEL | {"attention_dropout": 0.0}, "precision": PRECISION}
+    return make_config(**sections, parallel={"data": 2, "model": 2, "zero": 1}, train={"batch": 8, "steps": 10})
+
+
+@pytest.fixture(scope="module")
+def audited(config):
+    pytest.importorskip("libtpu", reason="the compiler for TPUs is not installed")
+    return audit_step(config, parse_topology(TOPOLOGY))
+
+
+@pytest.fixture(scope="module")
+def found(config, audited):
+    """With the step compiled once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(planning, "audit_step", lambda *_: audited)
+        return planning.preflight(config, make_target(parse_topology(TOPOLOGY)))
+
+
+def test_memory_and_collectives_are_the_compiler_s(found, audited):
+    compiled, memory = audited.report["memory"], found["memory"]
+    assert memory["peak"] == max(compiled["peak"], compiled["arguments"]) and found["fits"]
+    assert memory["capacity"] == 16 * 2**30 and memory["temporaries"] == compiled["temporaries"]
+    assert memory["parameters"] * 2 == memory["optimizer"]  # two moments
+    assert memory["parameters"] + memory["optimizer"] == pytest.approx(compiled["arguments"], rel=0.01)
+    rows = audited.report["exposed"]["rows"]
+    assert [row["bytes"] for row in found["collectives"]] == [row["bytes"] for row in rows]
+    assert sum(row["exposed_seconds"] for row in found["collectives"]) == pytest.approx(found["parts"]["exposed"])
+    assert {row["link"] for row in found["collectives"]} == {"ICI"} and found["matches_theory"]
+
+
+def test_a_step_is_the_sum_of_its_parts(found, config):
+    assert found["step_seconds"] == pytest.approx(sum(found["parts"].values()))
+    assert found["parts"].keys() == {"compute", "exposed", "bubble", "optimizer", "input"}
+    assert found["tokens_per_second"] == pytest.approx(8 * 128 / found["step_seconds"])
+    model = flops.train_step(config)
+    assert found["flops"]["model"] == model
+    assert found["mfu"] == pytest.approx(model / found["step_seconds"] / 4 / 197e12)
+
+
+def test_flops_count_every_iteration_of_a_loop(found, audited, config):
+    """What the program computes is what its matrices need: more than jax's count, which has one of three layers."""
+    assert 0.9 < found["flops"]["hardware"] / found["flops"]["model"] < 1.1
+    counted = audited.program.compiled.cost_analysis()["flops"]
+    assert compiled_flops(audited.module) > 1.5 * counted
+    assert planning.fused_attention_flops(config, audited.program.plan) == 0
+
+
+def test_attention_in_one_kernel_is_counted_by_formula(config, audited):
+    """Of a causal model half: forward, and two and a half times that backward."""
+    fused = config.model_copy(update={"model": config.model.model_copy(update={"attention": "splash"})})
+    rows, products = 8 // 2 * 128, 2 * 2 * 128 * 256 // 2  # of a device of `data`, and of the heads of one of `model`
+    counted = planning.fused_attention_flops(fused, audited.program.plan)
+    assert counted == pytest.approx(3 * rows * products * 0.5 * (1 + 2.5))
+
+
+def test_costs_follow_from_tokens_and_price(found):
+    run = planning.with_costs(found, 2.5, 10**9)
+    assert run["days"] == pytest.approx(1e9 / found["tokens_per_second"] / 86_400)
+    assert run["cost"] == pytest.approx(run["days"] * 24 * 4 * 2.5)
+    whole = planning.with_costs(found, None, None)
+    assert whole["tokens"] == 10 * 8 * 128 and whole["cost"] is None and "at 2.5" not in planning.render(whole)
+    assert f"{run['cost']:,.0f} at 2.5 for a device and hour" in planning.render(run)
+
+
+def test_what_was_found_is_not_compiled_again(found, config, tmp_path):
+    target, calls = make_target(parse_topology(TOPOLOGY)), []
+
+    def make():
+        calls.append(1)
+        return found
+
+    first, second = (planning.cached(tmp_path, config, target, make) for _ in range(2))
+    assert len(calls) == 1 and second == json.loads(json.dumps(first)) | {"cached": True}
+    other = config.model_copy(update={"train": config.train.model_copy(update={"batch": 16})})
+    planning.cached(tmp_path, other, target, make)
+    planning.cached(tmp_path, config, make_target(parse_topology("v5e:4x4")), make)
+    planning.cached(None, config, target, make)
+    assert len(calls) == 4
+    for path in tmp_path.iterdir():
+        path.write_text("damaged")
+    assert planning.cached(tmp_path, config, target, make) == found and len(calls) == 5
+
+
+def test_the_picture_has_the_seconds_of_a_step():
+    parts = {"compute": 3.0, "exposed": 0.5, "bubble": 1.0, "optimizer": 0.25}
+    for schedule in (make_schedule("1f1b", 4, 8), make_schedule("interleaved", 2, 4, 2), make_schedule("1f1b", 1, 4)):
+        for stage in range(schedule.stages):
+            found = spans(schedule, stage, parts)
+            assert sum(seconds for *_, seconds in found) == pytest.approx(4.75)
+            assert all(a + b == pytest.approx(c) for (_, a, b), (_, c, _) in itertools.pairwise(found))
+            work = {kind: sum(s for k, _, s in found if k == kind) for kind in ("forward", "backward")}
+            assert work["backward"] == pytest.approx(BACKWARD_TIME * work["forward"])
+
+
+def test_the_command_tells_and_draws(found, config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(planning, "preflight", lambda *_: found)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    picture, line = tmp_path / "step.png", ["preflight", str(tmp_path / "run.yaml"), "--topology", TOPOLOGY]
+    assert main([*line, "--price", "1.2", "--picture", str(picture), "--json", str(tmp_path / "found.json")]) == 0
+    told, written = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    assert "fits, with" in told and "matches theory" in told and picture.read_bytes().startswith(b"\x89PNG")
+    assert written["fits"] and written["cost"] > 0 and math.isfinite(written["days"])
+    large = found | {"fits": False, "memory": found["memory"] | {"peak": 20 * 2**30}}
+    monkeypatch.setattr(planning, "preflight", lambda *_: large)
+    assert main(line) == 1 and "does NOT fit, by 4.0 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "preflight needs hardware"),
+        (["--topology", "abacus:8"], "'abacus' is not known"),
+        (["--topology", "cpu:8"], "its speed is not known"),
+        (
+            ["--topology", TOPOLOGY, "--price", "cheap"],
+            "expected dollars for a device and hour, as in 2.5, got 'cheap'",
+        ),
+        (["--topology", TOPOLOGY, "--price", "-1"], "got '-1'"),
+        (["--topology", TOPOLOGY, "--price", "nan"], "got 'nan'"),
+        (["--topology", TOPOLOGY, "--tokens", "0"], "expected a number of tokens"),
+        (["--topology", TOPOLOGY, "--devices", "4"], "Leave out --devices"),
+        (["--topology", TOPOLOGY, "parallel.data=4"], "every device must be used"),
+        (["--topology", TOPOLOGY, "--picture", "/nowhere/x.png"], "--picture /nowhere/x.png: cannot be written"),
+    ],
+)
+def test_bad_input_is_refused(tmp_path, capsys, arguments, message):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    assert main(["preflight", str(tmp_path / "run.yaml"), *arguments]) == 2
+    told = capsys.readouterr().err
+    assert message in told and "Traceback" not in told
+
+
+def test_python_offers_it(config, found, monkeypatch):
+    monkeypatch.setattr(planning, "preflight", lambda *_: found)
+    quiet = config.model_copy(update={"run": config.run.model_copy(update={"compilation_cache": "none"})})
+    report = api.preflight(quiet, TOPOLOGY, price=1.0)
+    assert report["cost"] > 0 and "MFU" in str(report)
