@@ -55,18 +55,27 @@ def plan(config: RunConfig) -> Report:
     return Report(description, render(description))
 
 
-def search_layouts(config: RunConfig, topologies: Sequence[str], top: int = 1, out: str | Path | None = None) -> Report:
+def search_layouts(
+    config: RunConfig,
+    topologies: Sequence[str],
+    top: int = 1,
+    out: str | Path | None = None,
+    hardware: str | Path | None = None,
+) -> Report:
     """Costs every layout of a run on the hardware in `topologies`, as in ["h100:8x8", "v5p:4x4x4"], without compiling,
     and compiles the `top` fastest, of which it tells what the compiler makes.
 
-    out: a file for the run under the fastest layout.  Raises ConfigError if none fits, if the hardware's speed is not
-    known, or if a step cannot be compiled."""
+    out: a file for the run under the fastest layout.  hardware: a file of `spmd-lm bench --calibrate`, whose speeds
+    come before published ones.  Raises ConfigError if none fits, if the hardware's speed is not known, or if a step
+    cannot be compiled."""
     targets = [parse_topology(topology) for topology in topologies]
     if top:
         use_cpu_alone()  # which compiles ahead of time
+    from spmd_lm.cost_model.hardware import read_hardware
     from spmd_lm.planning import search, search_report
 
-    found = search.search(config, [search.make_target(topology) for topology in targets])
+    measured = read_hardware(Path(hardware)) if hardware is not None else ()
+    found = search.search(config, [search.make_target(topology, measured) for topology in targets])
     if out is not None:
         search_report.write_best(found, Path(out))
     description = search_report.describe(found, top)
@@ -79,22 +88,25 @@ def preflight(
     price: float | None = None,
     tokens: float | None = None,
     picture: str | Path | None = None,
+    hardware: str | Path | None = None,
 ) -> Report:
     """Compiles the train step for `topology`, as in "v5p:4x4x4", which need not be present: memory against what there
     is, collectives with their seconds, FLOPs, the predicted time of a step, and days and cost of the run.
 
     price: of a device and hour.  tokens: that the run trains on; None for those of train.steps.  picture: a file for
-    one step by stage.  What is found is kept in the user's cache directory, unless run.compilation_cache=none.  Raises
-    ConfigError for hardware of unknown speed, and if the step cannot be compiled."""
+    one step by stage.  hardware: as of `search_layouts`.  What is found is kept in the user's cache directory, unless
+    run.compilation_cache=none.  Raises ConfigError for hardware of unknown speed, and if the step cannot be
+    compiled."""
     target = parse_topology(topology)
     use_cpu_alone()  # which compiles ahead of time
+    from spmd_lm.cost_model.hardware import read_hardware
     from spmd_lm.planning import preflight as planning
     from spmd_lm.planning.search import make_target
     from spmd_lm.runtime.compilation_cache import cache_directory
 
-    hardware = make_target(target)
+    on = make_target(target, read_hardware(Path(hardware)) if hardware is not None else ())
     directory = cache_directory(config.run.compilation_cache, "preflight")
-    found = planning.cached(directory, config, hardware, lambda: planning.preflight(config, hardware))
+    found = planning.cached(directory, config, on, lambda: planning.preflight(config, on))
     result = planning.with_costs(found, price, tokens)
     if picture is not None:
         planning.draw(config, result, Path(picture))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from spmd_lm.config.schema import RunConfig
 
 Arguments = argparse.Namespace
+HARDWARE_HELP = "speeds that bench --calibrate measured, before published ones"
 
 
 def load_configuration(arguments: Arguments, positional: str = "CONFIG") -> "RunConfig":

@@ -3,13 +3,13 @@
 import argparse
 
 from spmd_lm.analysis.topology import parse_topology
-from spmd_lm.commands.common import Arguments, at_least, check_writable, load_configuration, write_result
+from spmd_lm.commands.common import HARDWARE_HELP, Arguments, at_least, check_writable, load_configuration, write_result
 from spmd_lm.errors import ConfigError
 
 
 def run(arguments: Arguments) -> int:
     if not arguments.search:
-        for option in ("topology", "top", "out"):
+        for option in ("topology", "top", "out", "hardware"):
             if getattr(arguments, option) is not None:
                 raise ConfigError(f"--{option} is of a search. Add --search, or leave it out.")
         from spmd_lm.api import plan
@@ -28,7 +28,7 @@ def run(arguments: Arguments) -> int:
     from spmd_lm.api import search_layouts
 
     top = 1 if arguments.top is None else arguments.top
-    report = search_layouts(config, arguments.topology, top=top, out=arguments.out)
+    report = search_layouts(config, arguments.topology, top=top, out=arguments.out, hardware=arguments.hardware)
     return write_result(arguments, report, str(report))
 
 
@@ -39,3 +39,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help = "of a search, layouts to compile, to confirm memory and traffic; default 1"
     parser.add_argument("--top", metavar="N", type=at_least(0), help=help)
     parser.add_argument("--out", metavar="FILE", help="of a search, write the run under the fastest layout as YAML")
+    parser.add_argument("--hardware", metavar="FILE", help=HARDWARE_HELP)

@@ -4,7 +4,7 @@ the run cost?"""
 import argparse
 
 from spmd_lm.analysis.topology import parse_topology
-from spmd_lm.commands.common import Arguments, amount, check_writable, load_configuration, write_result
+from spmd_lm.commands.common import HARDWARE_HELP, Arguments, amount, check_writable, load_configuration, write_result
 from spmd_lm.errors import ConfigError, Exit
 
 
@@ -20,7 +20,8 @@ def run(arguments: Arguments) -> int:
     config = load_configuration(arguments)
     from spmd_lm.api import preflight
 
-    report = preflight(config, arguments.topology, arguments.price, arguments.tokens, arguments.picture)
+    options = {name: getattr(arguments, name) for name in ("price", "tokens", "picture", "hardware")}
+    report = preflight(config, arguments.topology, **options)
     write_result(arguments, report, str(report))
     return Exit.DONE if report["fits"] and report["matches_theory"] else Exit.CHECK_FAILED
 
@@ -34,3 +35,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     help = "that the run trains on, as in 300e9; default: those of train.steps"
     parser.add_argument("--tokens", metavar="N", type=amount("a number of tokens, as in 300e9", 1e18), help=help)
     parser.add_argument("--picture", metavar="FILE", help="a picture of one step by stage, as PNG or SVG")
+    parser.add_argument("--hardware", metavar="FILE", help=HARDWARE_HELP)

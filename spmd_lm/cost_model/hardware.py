@@ -3,9 +3,11 @@
 import functools
 import math
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from spmd_lm.cost_model.wire import ALL_REDUCE, COLLECTIVE_PERMUTE
+from spmd_lm.errors import ConfigError
 
 TERA, GIGA, MICRO, GIB = 1e12, 1e9, 1e-6, 2**30
 
@@ -94,7 +96,8 @@ class Hardware(NamedTuple):
     """One kind of device.
 
     peaks: dense FLOP/s by dtype; of float32 on a GPU tf32's.  source: where the figures come from.  efficiency: share
-    of the peak that audit assumes of products.  The others are None where no one has entered them."""
+    of the peak that audit assumes of products.  kernel_overhead: seconds of each kernel besides its work; None for the
+    system's.  The others are None where no one has entered them."""
 
     device_kind: str
     peaks: dict[str, float]
@@ -104,6 +107,7 @@ class Hardware(NamedTuple):
     links: Links | None = None
     products: Products | None = None
     devices_per_host: int = 0
+    kernel_overhead: float | None = None
 
     @property
     def peak_flops(self) -> float:
@@ -131,10 +135,29 @@ def _parse(row: dict[str, Any]) -> Hardware:
         links=Links(GIGA * row["link"], row.get("closes_at", 0), network, latency),
         products=Products(**row["products"], cores=row["cores"]),
         devices_per_host=row.get("devices_per_host", 0),
+        kernel_overhead=MICRO * row["kernel_overhead"] if "kernel_overhead" in row else None,
     )
 
 
-def find_hardware(device_kind: str) -> Hardware | None:
-    """The row of a device, by jax's device_kind; None if the table has none."""
-    matching = [row for row in _table() if device_kind.lower().startswith(row.device_kind)]
+def read_hardware(path: Path) -> tuple[Hardware, ...]:
+    """Rows that `spmd-lm bench --calibrate` wrote.  Raises ConfigError for another file."""
+    import yaml
+
+    try:
+        return tuple(map(_parse, yaml.safe_load(path.read_text())))
+    except OSError as error:
+        raise ConfigError(
+            f"--hardware {path}: cannot be read: {error.strerror}. Name a file of bench --calibrate."
+        ) from error
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"--hardware {path}: not a table of hardware ({error!r:.80})"
+        raise ConfigError(f"{what}. Write one with spmd-lm bench CONFIG --calibrate FILE.") from error
+
+
+def find_hardware(device_kind: str, measured: tuple[Hardware, ...] = ()) -> Hardware | None:
+    """The row of a device, by jax's device_kind; None if the table has none.  measured: rows before the table's."""
+    rows = (measured, _table())
+    matching = next(
+        filter(None, ([row for row in each if device_kind.lower().startswith(row.device_kind)] for each in rows)), []
+    )
     return max(matching, key=lambda row: len(row.device_kind), default=None)

@@ -55,7 +55,8 @@ class StepTime:
 
 def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: System) -> StepTime:
     """Of a step of `config` under `plan`, as `system` runs it."""
-    kernels = Kernels(hardware, system.software, system.kernel_overhead, dtype_bytes(config.precision.compute))
+    overhead = hardware.kernel_overhead or system.kernel_overhead
+    kernels = Kernels(hardware, system.software, overhead, dtype_bytes(config.precision.compute))
     microbatches = config.parallel.microbatches
     in_layers = _layers_seconds(config, plan, system, kernels)
     compute = in_layers + microbatches * head_seconds(config, plan, system, kernels)
@@ -69,7 +70,7 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: Syst
     return StepTime(
         compute=compute,
         exposed=sum(time.exposed_seconds for time in collectives),
-        bubble=bubble * in_stage,
+        bubble=0.0 if system.idle_is_free else bubble * in_stage,
         optimizer=_optimizer_seconds(config, plan, system, kernels),
         collectives=collectives,
     )

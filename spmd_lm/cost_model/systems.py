@@ -29,6 +29,7 @@ class System(NamedTuple):
     hidden_tensor_parallelism: float = 0.0
     beside: dict[str, Window] | Literal["plan"] = {}  # noqa: RUF012 - never changed
     one_adapter: bool = False
+    idle_is_free: bool = False
 
     def hides(self, row: ExpectedCollective, config: RunConfig, plan: Plan) -> Window | None:
         """What hides a collective, if anything."""

@@ -21,7 +21,7 @@ from spmd_lm.config.suggest import divisors
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.hardware import Hardware, find_hardware
 from spmd_lm.cost_model.step_time import StepTime, predict_step
-from spmd_lm.cost_model.systems import find_system
+from spmd_lm.cost_model.systems import System, find_system
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.step.program import abstract_plan
@@ -37,6 +37,10 @@ class Target(NamedTuple):
 
     topology: Topology
     hardware: Hardware
+
+    @property
+    def system(self) -> System:
+        return find_system("spmd_lm on simulated devices" if self.topology.platform == "cpu" else "spmd_lm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +128,14 @@ def make_plan(config: RunConfig, target: Target) -> Plan:
 
 
 def cost(config: RunConfig, target: Target, plan: Plan) -> CostedLayout:
-    step = predict_step(config, plan, target.hardware, find_system("spmd_lm"))
+    step = predict_step(config, plan, target.hardware, target.system)
     sent = sum(each.row.bytes for each in step.collectives)
     return CostedLayout(config, target, sum(memory.table(config, plan).values()), sent, step)
 
 
-def make_target(topology: Topology) -> Target:
-    """Raises ConfigError for hardware whose speed is not known."""
-    hardware = find_hardware(topology.device_kind)
+def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Target:
+    """Raises ConfigError for hardware whose speed is not known.  measured: rows before the table's."""
+    hardware = find_hardware(topology.device_kind, measured)
     if not hardware or not hardware.products or not hardware.links:
         raise ConfigError(
             f"--topology {topology}: its speed is not known (cost_model/hardware.yaml). Name another one."

@@ -1,0 +1,154 @@
+"""Memory and bytes that are predicted without compiling, beside the compiler's, for random runs.
+
+    python benchmarks/predictions.py [--seed N] [--runs 30]
+
+Draws a model of at least 1B parameters, a topology of at least 8 devices and a layout with any of the options, which
+fit by the prediction; compiles each in its own process; and prints a row: the predicted memory, the compiler's peak (on
+simulated CPU devices arguments and temporaries, because a CPU's peak has no temporaries), and whether bytes match
+theory.  Exits 1 if fewer than 29 of 30 are within 5%, or bytes differ.  Without --seed one is drawn, and printed."""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spmd_lm.analysis.topology import Topology, parse_topology
+from spmd_lm.config import checks
+from spmd_lm.config.load import dump, load
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model import memory
+from spmd_lm.cost_model.hardware import GIB, find_hardware
+from spmd_lm.errors import ConfigError, LayoutError
+from spmd_lm.step.program import abstract_plan
+
+ROOT = Path(__file__).parents[1]
+TOPOLOGIES = (
+    *("v5p:2x2x2", "v5p:4x4x4", "v5e:4x4", "v6e:4x4", "v4:2x2x4", "7x:2x2x2"),
+    *("h100:1x8", "h100:4x8", "a100:2x8", "b200:2x8", "cpu:8"),
+)
+LEAST, MOST = 1e9, 30e9  # parameters
+ROOM = 0.9  # of a device's memory
+HOST_MEMORY = 64 * GIB  # that a simulated device may be predicted to take
+CLOSE, FRACTION = 0.05, 29 / 30
+
+
+def draw(generator: random.Random) -> Iterator[tuple[RunConfig, Topology, int]]:
+    """Configurations that are legal and fit, without end, each with its predicted bytes."""
+    while True:
+        topology = parse_topology(generator.choice(TOPOLOGIES))
+        try:
+            config = load(None, draw_overrides(generator, topology))
+        except ConfigError:
+            continue
+        sections = {name: getattr(config, name) for name in type(config).model_fields}
+        if checks.problems(sections) or config.parallel.model > topology.domain:
+            continue
+        try:
+            plan = abstract_plan(config, topology.size, topology.platform, topology.device_kind)
+        except LayoutError:
+            continue
+        parameters = sum(leaf.size for leaf in leaves(plan.shapes))
+        planned = sum(memory.table(config, plan).values())
+        hardware = find_hardware(topology.device_kind)
+        capacity = ROOM * hardware.memory.size if hardware and hardware.memory else HOST_MEMORY
+        if LEAST <= parameters <= MOST and planned <= capacity:
+            yield config, topology, planned
+
+
+def draw_overrides(generator: random.Random, topology: Topology) -> list[str]:
+    choose, devices = generator.choice, topology.size
+    pipe = choose([1, 1, 1, 2, 4])
+    model = choose([1, 2, 4, 8])
+    replica = choose([1, 1, 1, 2])
+    heads = choose([16, 24, 32, 40])
+    chunks = choose([1, 2]) if pipe > 1 else 1
+    schedule = choose(["interleaved", "breadth_first"] if chunks > 1 else ["1f1b", "gpipe", "breadth_first"])
+    head_width, llama = choose([64, 128]), generator.random() < 0.3
+    swiglu = ["model.activation=swiglu", "model.norm_type=rms", "model.positions=rotary", "model.use_bias=false"]
+    shards = max(1, devices // (pipe * model))
+    microbatches = choose([1, 2, 4, 8])
+    return [
+        f"model.layers={choose([16, 24, 32, 48])}",
+        f"model.width={heads * head_width}",
+        f"model.heads={heads}",
+        f"model.context={choose([1024, 2048, 4096])}",
+        f"model.vocab={choose([32_000, 50_257, 51_200])}",
+        "model.dropout=0",
+        "model.attention_dropout=0",
+        *(swiglu if llama else []),
+        "data.source=synthetic",
+        "optim.lr=1e-4",
+        f"parallel.pipe={pipe}",
+        f"parallel.model={model}",
+        f"parallel.replica={replica}",
+        f"parallel.sequence={str(generator.random() < 0.5).lower()}",
+        f"parallel.zero={choose([0, 1, 2, 3])}",
+        f"parallel.schedule={schedule}",
+        f"parallel.chunks={chunks}",
+        f"parallel.microbatches={microbatches}",
+        f"parallel.reduce_once={str(generator.random() < 0.2).lower()}",
+        f"remat.policy={choose(['none', 'selective', 'residual', 'full', 'block'])}",
+        "train.steps=10",
+        f"train.batch={microbatches * shards * choose([1, 2, 4])}",
+        f"run.simulate_devices={devices if topology.platform == 'cpu' else 0}",
+    ]
+
+
+def leaves(tree: Any) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(leaves, tree.values()))) if isinstance(tree, dict) else [tree]
+
+
+def compiled(config: RunConfig, topology: Topology) -> dict[str, Any] | str:
+    """What audit says; the error if it cannot be compiled."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "run.yaml")
+        file.write_text(dump(config))
+        command = [sys.executable, "-m", "spmd_lm", "audit", str(file), "--topology", str(topology), "--json", "-"]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout) if done.stdout else done.stderr.strip()[-300:]
+
+
+def describe(config: RunConfig, topology: Topology) -> str:
+    m, p = config.model, config.parallel
+    layout = f"pipe {p.pipe} replica {p.replica} model {p.model} zero {p.zero} m {p.microbatches}"
+    options = [p.schedule if p.pipe > 1 else "", f"v{p.chunks}" * (p.pipe > 1), "seq" * p.sequence]
+    options += ["once" * p.reduce_once, config.remat.policy, m.activation]
+    return f"{topology} | {m.layers} x {m.width}, s {m.context} | {layout} {' '.join(filter(None, options))}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--runs", type=int, default=30)
+    arguments = parser.parse_args()
+    seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}\n\n| topology | model | layout | predicted GiB | compiled | error | bytes |\n|{' --- |' * 7}")
+    close = exact = done = 0
+    for config, topology, planned in itertools.islice(draw(random.Random(seed)), arguments.runs):
+        found = compiled(config, topology)
+        if isinstance(found, str):
+            print(f"| {describe(config, topology)} | {planned / GIB:.2f} | failed: {found} | | |", flush=True)
+            done += 1
+            continue
+        m = found["memory"]
+        measured = m["total"] if topology.platform == "cpu" else max(m["peak"], m["arguments"])
+        error = planned / measured - 1
+        done, close, exact = done + 1, close + (abs(error) <= CLOSE), exact + found["ok"]
+        sent = "exact" if found["ok"] else f"missing {found['missing_bytes']:.3g}, excess {found['excess_bytes']:.3g}"
+        cells = describe(config, topology), f"{planned / GIB:.2f}", f"{measured / GIB:.2f}", f"{error:+.1%}", sent
+        print(f"| {' | '.join(cells)} |", flush=True)
+    print(f"\n{close} of {done} within {CLOSE:.0%}; bytes as theory has them on {exact}")
+    return int(close < FRACTION * done or exact < done)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Measured speeds: written as rows of a table, read back, and taken before published ones."""
+
+import math
+
+import pytest
+
+from spmd_lm.analysis.topology import parse_topology
+from spmd_lm.cli import main
+from spmd_lm.cost_model.hardware import find_hardware, read_hardware
+from spmd_lm.errors import ConfigError
+from spmd_lm.planning.search import make_target
+from spmd_lm.training import calibrate
+
+CONFIG = """
+model: {layers: 2, width: 64, heads: 4, context: 64, vocab: 256}
+data: {source: synthetic}
+optim: {lr: 1.0e-3}
+precision: {compute: float32}
+train: {steps: 10, batch: 8}
+run: {simulate_devices: 8}
+"""
+
+
+def test_what_was_measured_is_read_back(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(calibrate, "REPEATS", 1)
+    monkeypatch.setattr(calibrate, "ELEMENTS", 2**16)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    table = tmp_path / "cpu.yaml"
+    assert main(["bench", str(tmp_path / "run.yaml"), "--calibrate", str(table)]) == 0
+    assert "GFLOP/s a device" in capsys.readouterr().out
+    measured = read_hardware(table)
+    hardware = find_hardware("cpu", measured)
+    figures = (hardware.peaks["float32"], hardware.memory.size, hardware.memory.bandwidth, hardware.links.link)
+    assert all(0 < figure < math.inf for figure in (*figures, hardware.kernel_overhead, hardware.links.latency.start))
+    assert 1e6 < hardware.peaks["float32"] < 1e13 and hardware.products.half_inner >= 0
+    target = make_target(parse_topology("cpu:8"), measured)
+    assert target.hardware.devices_per_host == 8 and target.system.idle_is_free
+    assert find_hardware("NVIDIA H100 80GB HBM3", measured) == find_hardware("NVIDIA H100 80GB HBM3")
+    line = ["plan", str(tmp_path / "run.yaml"), "--search", "--topology", "cpu:8", "--top", "0"]
+    assert main([*line, "--hardware", str(table)]) == 0 and "cpu:8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "cannot be read"), ("[]: {", "not a table"), ("a: 1", "not a table")]
+)
+def test_another_file_is_no_table_of_hardware(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "cpu.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_hardware(tmp_path / "cpu.yaml")
+
+
+def test_a_table_that_cannot_be_written_is_told_before_it_is_measured(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    assert main(["bench", str(tmp_path / "run.yaml"), "--calibrate", "/nowhere/cpu.yaml"]) == 2
+    assert "--calibrate /nowhere/cpu.yaml: cannot be written" in capsys.readouterr().err
