@@ -19,7 +19,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.published_formulas import Sizes, microbatches_in_flight, state_bytes
 from spmd_lm.cost_model.step_time import StepTime, predict_step
-from spmd_lm.cost_model.systems import find_system
+from spmd_lm.cost_model.systems import System, find_system
 from spmd_lm.step.program import abstract_plan
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +83,7 @@ def _fastest(table: dict[str, Any], row: dict[str, Any]) -> tuple[RunConfig, Ste
     assert hardware and hardware.memory
     steps = []
     for config, chosen in _candidates(table, row):
-        if not table.get("free") or stage_memory(config) <= ROOM * hardware.memory.size:
+        if not table.get("free") or stage_memory(config, system) <= ROOM * hardware.memory.size:
             plan = abstract_plan(config, _devices(config), "gpu", table["hardware"])
             steps.append((config, predict_step(config, plan, hardware, system), chosen))
     return min(steps, key=lambda each: each[1].seconds)
@@ -119,8 +119,9 @@ def _candidates(table: dict[str, Any], row: dict[str, Any]) -> Iterator[tuple[Ru
         yield config.model_copy(update={"parallel": parallel, "remat": remat}), ", ".join(told)
 
 
-def stage_memory(config: RunConfig) -> float:
-    """Bytes of a device of the first stage, by the papers' formulas."""
+def stage_memory(config: RunConfig, system: System) -> float:
+    """Bytes of a device of the first stage, by the papers' formulas, with gradients in float32 as Megatron-LM has them,
+    2 bytes a parameter more."""
     m, p, sizes = config.model, config.parallel, _sizes(config)
     sequences = config.train.batch // p.data // p.microbatches
     parameters = (sizes.parameters - m.vocab * m.width) / (p.pipe * p.model) + m.vocab * m.width / p.model
@@ -131,10 +132,10 @@ def stage_memory(config: RunConfig) -> float:
 
     # One layer that runs again is there whole; with one kernel for attention no scores are.
     policy = config.remat.policy
-    fused = policy == "none" and not m.attention_dropout
+    fused = policy == "none" and system.attention == "fused"
     saved = layers * activations("selective" if fused else policy) + (policy == "full") * activations("none")
     logits = sequences * m.context * m.vocab / p.model * ALLOCATED if p.pipe == 1 else 0
-    return state_bytes(parameters, p.zero, p.data, optimizer=14) + saved + logits
+    return state_bytes(parameters, p.zero, p.data) + 2 * parameters + saved + logits
 
 
 def _sizes(config: RunConfig) -> Sizes:

@@ -89,7 +89,7 @@ def microbatch_size() -> list[Curve]:
             f"batch {batch}",
             {b: tflops(gpt(64, 10880, 80, batch, model=8, pipe=8, microbatches=batch // b)) for b in (1, 2, 4, 8)},
         )
-        for batch in (128, 512)
+        for batch in (32, 128, 512)
     ]
 
 

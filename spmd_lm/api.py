@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_lm.analysis.topology import parse_topology
+from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.config.load import data_of_run, load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, Exit
-from spmd_lm.runtime.devices import set_up_devices, use_cpu_alone
+from spmd_lm.runtime.devices import set_up_devices, simulate_devices, use_cpu_alone
 from spmd_lm.runtime.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def search_layouts(
     cannot be compiled."""
     targets = [parse_topology(topology) for topology in topologies]
     if top:
-        use_cpu_alone()  # which compiles ahead of time
+        _compile_on_cpu(*targets)
     from spmd_lm.cost_model.hardware import read_hardware
     from spmd_lm.planning import search, search_report
 
@@ -98,7 +98,9 @@ def preflight(
     run.compilation_cache=none.  Raises ConfigError for hardware of unknown speed, and if the step cannot be
     compiled."""
     target = parse_topology(topology)
-    use_cpu_alone()  # which compiles ahead of time
+    if target.platform == "cpu":
+        raise ConfigError(f"--topology {topology}: a CPU's schedule tells nothing of other devices. Use spmd-lm bench.")
+    _compile_on_cpu(target)
     from spmd_lm.cost_model.hardware import read_hardware
     from spmd_lm.planning import preflight as planning
     from spmd_lm.planning.search import make_target
@@ -240,3 +242,12 @@ def read_batch(config: RunConfig, step: int = 1) -> "Batch":
 
 def _run_config(run: str | Path | RunConfig) -> RunConfig:
     return run if isinstance(run, RunConfig) else load_run(Path(run))
+
+
+def _compile_on_cpu(*targets: Topology) -> None:
+    """Leaves accelerators alone, which compiling ahead of time does not use; and simulates the devices of `cpu`."""
+    simulated = max((target.size for target in targets if target.platform == "cpu"), default=0)
+    if simulated:
+        simulate_devices(simulated)
+    else:
+        use_cpu_alone()

@@ -67,10 +67,8 @@ def peak(device: jax.Device, dtype: str, simulated_devices: int = 1) -> Peak | N
     if not hardware or dtype == "float64":
         return None
     # By default float32 inputs run as bfloat16 passes on a TPU, and as TF32 on a GPU.
-    if device.platform == "tpu":
-        dtype = "bfloat16"
-    shown = {"float32": "tf32"}.get(dtype, dtype)
-    rate = hardware.peaks.get(dtype)
+    shown = "bfloat16" if device.platform == "tpu" else {"float32": "tf32"}.get(dtype, dtype)
+    rate = hardware.peak(dtype)
     return Peak(rate, f"{hardware.device_kind}, published, {shown}") if rate else None
 
 

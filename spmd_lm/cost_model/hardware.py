@@ -32,14 +32,15 @@ class Links(NamedTuple):
     network: float | None
     latency: Latency
 
-    def bandwidth(self, kind: str, devices: int, domains: int) -> float:
+    def bandwidth(self, kind: str, devices: int, domains: int, adapters: float | None = None) -> float:
         """Of a collective over `devices` in so many domains, which are hosts of GPUs, or slices of TPUs.
 
-        A group that spans domains crosses their network with all of its devices in each, side by side.  A permute
-        sends one way, and to another domain from one device alone, on which all others wait."""
+        A group that spans domains crosses their network with all of its devices in each, side by side, or with as many
+        as it has adapters.  A permute sends one way, and to another domain from one device alone, on which all others
+        wait."""
         if domains > 1:
             assert self.network is not None
-            side_by_side = 1 if kind == COLLECTIVE_PERMUTE else devices / domains
+            side_by_side = 1 if kind == COLLECTIVE_PERMUTE else adapters or devices / domains
             return min(self.link, self.network * side_by_side)
         return 2 * self.link if self.is_ring(devices, domains) and kind != COLLECTIVE_PERMUTE else self.link
 
@@ -96,8 +97,8 @@ class Hardware(NamedTuple):
     """One kind of device.
 
     peaks: dense FLOP/s by dtype; of float32 on a GPU tf32's.  source: where the figures come from.  efficiency: share
-    of the peak that audit assumes of products.  kernel_overhead: seconds of each kernel besides its work; None for the
-    system's.  The others are None where no one has entered them."""
+    of the peak that audit assumes of products.  on_chip: as hardware.yaml has it.  kernel_overhead: seconds of each
+    kernel besides its work; None for the system's.  The others are None where no one has entered them."""
 
     device_kind: str
     peaks: dict[str, float]
@@ -107,12 +108,17 @@ class Hardware(NamedTuple):
     links: Links | None = None
     products: Products | None = None
     devices_per_host: int = 0
+    on_chip: dict[str, int] = {}  # noqa: RUF012 - never changed
     kernel_overhead: float | None = None
 
     @property
     def peak_flops(self) -> float:
         """Of 16 bits."""
         return self.peaks.get("bfloat16") or self.peaks["float16"]
+
+    def peak(self, dtype: str) -> float | None:
+        """Dense FLOP/s of products in a dtype; None where none is published.  A TPU multiplies any in bfloat16."""
+        return self.peaks.get("bfloat16" if self.device_kind.startswith("tpu") and dtype != "float64" else dtype)
 
 
 @functools.cache
@@ -135,6 +141,7 @@ def _parse(row: dict[str, Any]) -> Hardware:
         links=Links(GIGA * row["link"], row.get("closes_at", 0), network, latency),
         products=Products(**row["products"], cores=row["cores"]),
         devices_per_host=row.get("devices_per_host", 0),
+        on_chip=row.get("on_chip", {}),
         kernel_overhead=MICRO * row["kernel_overhead"] if "kernel_overhead" in row else None,
     )
 
@@ -156,8 +163,5 @@ def read_hardware(path: Path) -> tuple[Hardware, ...]:
 
 def find_hardware(device_kind: str, measured: tuple[Hardware, ...] = ()) -> Hardware | None:
     """The row of a device, by jax's device_kind; None if the table has none.  measured: rows before the table's."""
-    rows = (measured, _table())
-    matching = next(
-        filter(None, ([row for row in each if device_kind.lower().startswith(row.device_kind)] for each in rows)), []
-    )
-    return max(matching, key=lambda row: len(row.device_kind), default=None)
+    matching = [row for row in (*measured, *_table()) if device_kind.lower().startswith(row.device_kind)]
+    return max(matching, key=lambda row: len(row.device_kind), default=None)  # of equal ones the first

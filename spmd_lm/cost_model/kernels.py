@@ -1,11 +1,13 @@
 """Seconds of one kernel on one device: a product of matrices, attention in one kernel, or an operation on elements.
 
-A kernel takes as long as its FLOPs or its memory traffic need, whichever is more (the roofline of Williams, Waterman
-and Patterson, 2009), and a fixed overhead."""
+A product takes as long as its FLOPs or its memory traffic need, whichever is more (the roofline of Williams, Waterman
+and Patterson, 2009), attention in one kernel as long as its FLOPs, other operations as long as their traffic; and each
+kernel a fixed overhead."""
 
 from typing import NamedTuple
 
 from spmd_lm.cost_model.hardware import Hardware, Products
+from spmd_lm.cost_model.memory import dtype_bytes
 
 
 class Product(NamedTuple):
@@ -35,13 +37,13 @@ class Product(NamedTuple):
 class Kernels(NamedTuple):
     """Of one kind of device, as one system's programs use it.
 
-    software: share of the hardware's rate of products that they reach.  overhead: seconds of each kernel besides its
-    work.  size: bytes of an element."""
+    dtype: of products and elements.  software: share of the hardware's rate of products that they reach.  overhead:
+    seconds of each kernel besides its work."""
 
     hardware: Hardware
+    dtype: str
     software: float
     overhead: float
-    size: int
 
     def product(self, p: Product) -> float:
         share = self._curve.share(p.rows, p.inner, p.columns, p.batch)
@@ -62,7 +64,14 @@ class Kernels(NamedTuple):
         return bytes_ / (memory.bandwidth * memory.share)
 
     def _flops(self, flops: float, share: float) -> float:
-        return flops / (self.hardware.peak_flops * share * self.software)
+        peak = self.hardware.peak(self.dtype)
+        assert peak, (self.hardware.device_kind, self.dtype)
+        return flops / (peak * share * self.software)
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return dtype_bytes(self.dtype)
 
     @property
     def _curve(self) -> Products:

@@ -16,6 +16,10 @@ from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan, padded_vocab
 
+VISIBLE_SCORES = 0.75
+"""Of a causal model's scores, those that XLA's attention computes: queries run in two blocks, of which the first sees
+half of the keys."""
+
 
 def table(config: RunConfig, plan: Plan) -> dict[str, int]:
     """Bytes per device of each thing that a step holds in its fullest phase."""
@@ -71,7 +75,7 @@ def saved_bytes_per_token(config: RunConfig, plan: Plan) -> float:
         return streams + sharded + masks
     # Scores before and after softmax; and after dropout, with its mask.
     scores = 2 * size + (size + 1 if m.attention_dropout else 0)
-    visible = 0.75 if m.causal else 1  # queries run in two blocks: the first sees half of the keys
+    visible = VISIBLE_SCORES if m.causal else 1
     return streams + sharded + masks + scores * visible * m.heads * m.context / shards
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from spmd_lm.axes import DATA
+from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives, layer_passes
 from spmd_lm.cost_model.hardware import Hardware
@@ -18,7 +18,7 @@ from spmd_lm.cost_model.megatron_collectives import megatron_collectives
 from spmd_lm.cost_model.memory import dtype_bytes
 from spmd_lm.cost_model.systems import System, Window
 from spmd_lm.cost_model.work import LayerWork, head_seconds
-from spmd_lm.parallel.mesh import OUTERMOST_FIRST
+from spmd_lm.parallel.mesh import devices_within_domain
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
 
@@ -56,21 +56,27 @@ class StepTime:
 def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: System) -> StepTime:
     """Of a step of `config` under `plan`, as `system` runs it."""
     overhead = hardware.kernel_overhead or system.kernel_overhead
-    kernels = Kernels(hardware, system.software, overhead, dtype_bytes(config.precision.compute))
+    kernels = Kernels(hardware, config.precision.compute, system.software, overhead)
     microbatches = config.parallel.microbatches
     in_layers = _layers_seconds(config, plan, system, kernels)
-    compute = in_layers + microbatches * head_seconds(config, plan, system, kernels)
-    rows = (megatron_collectives if system.saves_for_backward else expected_collectives)(config, plan)
-    times = [_on_links(row, plan, hardware, system) for row in rows]
-    bubble = schedule_counts(config.parallel.schedule, plan.layout.pipe, microbatches, config.chunks).bubble
+    # All stages wait for the last one, which has the head; simulated ones do not.
+    counts = schedule_counts(config.parallel.schedule, plan.layout.pipe, microbatches, config.chunks)
+    heads = microbatches / plan.layout.pipe if system.idle_is_free else microbatches
+    idle_is_work = config.parallel.run_idle_stages and plan.layout.pipe > 1
+    compute = in_layers + (counts.ticks if idle_is_work else heads) * head_seconds(config, plan, system, kernels)
+    rows = (megatron_collectives if system.eager else expected_collectives)(config, plan)
+    groups = dict.fromkeys(row.axes for row in rows)
+    within = {axes: devices_within_domain(plan.sizes, axes, hardware.devices_per_host) for axes in groups}
+    times = [_on_links(row, plan, hardware, system, within[row.axes]) for row in rows]
+    bubble = 0.0 if system.idle_is_free or idle_is_work else counts.bubble
     windows = {"compute": compute, "last_microbatch": in_layers * (1 / microbatches + bubble)}
     hidden_by = [system.hides(time.row, config, plan) for time in times]
     collectives = tuple(_expose(times, hidden_by, windows, system.hidden_tensor_parallelism))
-    in_stage = in_layers + sum(time.seconds for time in times if time.row.part in ("blocks", "messages"))
+    waited = sum(time.exposed_seconds for time in collectives if time.row.part in ("blocks", "messages"))
     return StepTime(
         compute=compute,
         exposed=sum(time.exposed_seconds for time in collectives),
-        bubble=0.0 if system.idle_is_free else bubble * in_stage,
+        bubble=bubble * (in_layers + waited),
         optimizer=_optimizer_seconds(config, plan, system, kernels),
         collectives=collectives,
     )
@@ -78,44 +84,29 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: Syst
 
 def _layers_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
     """Of one device's layers, for all microbatches, with what backward runs again."""
-    layer, policy = LayerWork(config, plan, system).seconds(kernels), config.remat_policy.policy
-    if system.saves_for_backward:
-        ahead, passes, policy = (
-            0.0,
-            config.model.layers / plan.layout.pipe * config.parallel.microbatches,
-            config.remat.policy,
-        )
-    else:  # in a pipeline the pass ahead of backward's is what runs again
-        ahead, passes = layer_passes(config, plan)
-    again = {"none": 0.0, "selective": layer.attention}.get(policy, layer.forward)
+    layer = LayerWork(config, plan, system).seconds(kernels)
+    if system.eager:
+        passes = config.model.layers / plan.layout.pipe * config.parallel.microbatches
+        again = layer.repeated(RematPolicy(config.remat.policy), eager=True)
+        return passes * (layer.forward + again + layer.backward)
+    ahead, passes = layer_passes(config, plan)  # in a pipeline the pass ahead of backward's runs the chunk twice
+    again = layer.repeated(config.remat_policy, eager=False)
     return ahead * layer.forward + passes * (layer.forward + again + layer.backward)
 
 
-def _on_links(row: ExpectedCollective, plan: Plan, hardware: Hardware, system: System) -> CollectiveTime:
-    """With nothing hidden."""
+def _on_links(
+    row: ExpectedCollective, plan: Plan, hardware: Hardware, system: System, within_host: int
+) -> CollectiveTime:
+    """With nothing hidden.  within_host: devices of a group that share one."""
     links = hardware.links
     assert links
-    devices = math.prod(plan.sizes[axis] for axis in row.axes)
-    domains = devices // devices_within_host(plan, row.axes, hardware.devices_per_host)
-    lanes = devices if system.one_adapter and domains > 1 else domains
-    seconds = row.bytes / links.bandwidth(row.kind, devices, lanes) + row.count * links.delay(
+    devices = math.prod([plan.sizes[axis] for axis in row.axes])
+    domains = devices // within_host
+    per_domain = 1 if system.one_adapter else devices // domains
+    seconds = row.bytes / links.bandwidth(row.kind, devices, domains, per_domain) + row.count * links.delay(
         row.kind, devices, domains
     )
     return CollectiveTime(row, "network" if domains > 1 else "link", seconds, seconds)
-
-
-def devices_within_host(plan: Plan, axes: tuple[str, ...], devices_per_host: int) -> int:
-    """How many devices of a group along these mesh axes share a host, as parallel/mesh.py numbers them.
-
-    devices_per_host: 0 for any number."""
-    within, distance = 1, 1
-    for axis in reversed(OUTERMOST_FIRST):
-        for name in reversed(plan.data_axes if axis == DATA else (axis,)):
-            if name in axes:
-                near = devices_per_host // distance if devices_per_host else plan.sizes[name]
-                within *= math.gcd(plan.sizes[name], max(1, near))
-            distance *= plan.sizes[name]
-    return within
 
 
 def _expose(

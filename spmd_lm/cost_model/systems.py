@@ -19,7 +19,7 @@ class System(NamedTuple):
 
     name: str
     source: str
-    saves_for_backward: bool
+    eager: bool
     attention: Literal["materialized", "fused", "chosen"]
     fuses_elementwise: bool
     logit_bytes: float
@@ -52,7 +52,7 @@ class System(NamedTuple):
 
 
 @functools.cache
-def _table() -> dict[str, System]:
+def all_systems() -> dict[str, System]:
     import yaml  # here, as in hardware.py
 
     rows = yaml.safe_load(files("spmd_lm.cost_model").joinpath("systems.yaml").read_text())
@@ -60,4 +60,4 @@ def _table() -> dict[str, System]:
 
 
 def find_system(name: str) -> System:
-    return _table()[name]
+    return all_systems()[name]

@@ -7,7 +7,9 @@ result, in the dtype of activations.  A mask of dropout is one byte, half an ele
 
 from typing import NamedTuple
 
+from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.memory import tokens_per_device
 from spmd_lm.cost_model.systems import System
@@ -18,12 +20,28 @@ HEAD_OPERATIONS = 12  # kernels of cross-entropy, forward and backward
 
 
 class LayerSeconds(NamedTuple):
-    """Of one layer and one microbatch.  attention: of forward, the part between queries, keys, values and the context,
-    which selective remat runs again."""
+    """Of one layer and one microbatch.  Parts of forward: attention, from queries, keys and values to the context;
+    scores, what of it backward needs again; and the products that end the branches, attention's and the MLP's."""
 
     forward: float
     backward: float
     attention: float
+    scores: float
+    branch_ends: tuple[float, float]
+
+    def repeated(self, remat: RematPolicy, *, eager: bool) -> float:
+        """What backward runs again.  eager: all of it; a compiler drops what backward does not need, which is what ends
+        in a sum that the policy saves, or in nothing but the next layer's input."""
+        match remat.policy:
+            case "none":
+                return 0.0
+            case "selective":
+                return self.attention if eager else self.scores
+            case "residual" if not eager:
+                return self.forward - sum(self.branch_ends)
+            case "full" if not eager and not remat.post_norm:
+                return self.forward - self.branch_ends[1]
+        return self.forward
 
 
 class LayerWork:
@@ -32,6 +50,7 @@ class LayerWork:
     def __init__(self, config: RunConfig, plan: Plan, system: System):
         m, self.shards = config.model, plan.layout.model
         self.model, self.separate = m, not system.fuses_elementwise
+        self.visible = memory.VISIBLE_SCORES if m.causal and not system.eager else 1.0
         self.tokens = tokens_per_device(config, plan.layout)
         self.batch = self.tokens / m.context * m.heads / self.shards  # heads of all sequences
         self.stream = self.tokens * m.width / (self.shards if plan.sequence else 1)
@@ -58,27 +77,31 @@ class LayerWork:
         return [Product(context, head, context, self.batch), Product(context, context, head, self.batch)]
 
     def seconds(self, kernels: Kernels) -> LayerSeconds:
-        attention, attention_backward = self._attention(kernels)
+        attention, attention_backward, scores = self._attention(kernels)
         products = [kernels.product(product) for product in self.products]
         of_backward = [kernels.product(each) for product in self.products for each in product.of_backward]
         forward = sum(products) + kernels.elementwise(*self._forward_elements()) + attention
         backward = sum(of_backward) + kernels.elementwise(*self._backward_elements()) + attention_backward
-        return LayerSeconds(forward, backward, attention)
+        return LayerSeconds(forward, backward, attention, scores, (products[1], products[3]))
 
-    def _attention(self, kernels: Kernels) -> tuple[float, float]:
-        """Forward and backward.  In one kernel a causal model's scores that its mask hides are not computed, and
-        backward computes the others again: five products for two."""
+    def _attention(self, kernels: Kernels) -> tuple[float, float, float]:
+        """Forward, backward, and what of forward backward needs again.  In one kernel a causal model's scores that its
+        mask hides are not computed, and backward computes the others again: five products for two.  Otherwise it is
+        all but the averages of values; a compiled program leaves out a part of the hidden scores."""
         products = self.attention_products
         if self.fuses_attention:
             flops = sum(product.flops for product in products) * (0.5 if self.model.causal else 1)
-            return kernels.attention(flops), kernels.attention(2.5 * flops)
+            forward = kernels.attention(flops)
+            return forward, kernels.attention(2.5 * flops), forward
         # Softmax, and dropout with its mask; scale and causal mask, where they are operations of their own.
-        scores, dropout = self.batch * self.model.context**2, self.model.attention_dropout > 0
+        scores, dropout = self.visible * self.batch * self.model.context**2, self.model.attention_dropout > 0
         operations = 1 + dropout + 2 * self.separate
         forward = kernels.elementwise(scores * (2 * operations + DROPOUT_MASK * dropout), operations)
         backward = kernels.elementwise(scores * (3 + (2 + DROPOUT_MASK) * dropout), 1 + dropout)
-        of_backward = [kernels.product(each) for product in products for each in product.of_backward]
-        return forward + sum(map(kernels.product, products)), backward + sum(of_backward)
+        to_scores, to_context = (self.visible * kernels.product(product) for product in products)
+        of_backward = sum(kernels.product(each) for product in products for each in product.of_backward)
+        again = forward + to_scores
+        return again + to_context, backward + self.visible * of_backward, again
 
     def _forward_elements(self) -> tuple[float, float]:
         """(elements, operations) of all but attention and products: two norms; two sums of a branch and the residual,

@@ -5,7 +5,7 @@ A layout resolves on an abstract mesh, so that plans cost no device; real device
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -94,6 +94,20 @@ def domains_along(mesh: Mesh, axes: Sequence[str]) -> int:
     devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(axis) for axis in axes], list(last))
     groups = devices.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
     return max(len({_domain(device) for device in group}) for group in groups)
+
+
+def devices_within_domain(sizes: Mapping[str, int], axes: Sequence[str], domain: int) -> int:
+    """How many devices of a group along these axes share a domain of so many devices, where none need exist.
+
+    sizes: of the mesh's axes.  domain: 0 for any number."""
+    within, distance = 1, 1
+    for axis in reversed(OUTERMOST_FIRST):
+        for name in reversed([name for name in sizes if name.rstrip("0123456789") == axis]):
+            if name in axes:
+                near = domain // distance if domain else sizes[name]
+                within *= math.gcd(sizes[name], max(1, near))
+            distance *= sizes[name]
+    return within
 
 
 def peers_across_slices(mesh: Mesh) -> tuple[tuple[int, ...], ...]:

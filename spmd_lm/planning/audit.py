@@ -27,6 +27,7 @@ from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
+from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from spmd_lm.parallel.mesh import peers_across_slices
 from spmd_lm.parallel.pipeline.schedule import schedule_table
@@ -57,8 +58,10 @@ def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None 
     return audit_step(config, topology, hlo).report
 
 
-def audit_step(config: RunConfig, topology: Topology | None = None, hlo: Path | None = None) -> AuditedStep:
-    """The same, with the program."""
+def audit_step(
+    config: RunConfig, topology: Topology | None = None, hlo: Path | None = None, hardware: Hardware | None = None
+) -> AuditedStep:
+    """The same, with the program.  hardware: whose speeds what is exposed depends on; by default published ones."""
     devices = topology.devices() if topology else jax.devices()
     platform, notice = devices[0].platform, None
     if topology and platform == "gpu":
@@ -83,7 +86,7 @@ def audit_step(config: RunConfig, topology: Topology | None = None, hlo: Path | 
         "notice": notice,
         "mesh": program.plan.sizes,
         **_collectives(config, program, collective_instructions(module, len(devices), shares)),
-        "exposed": exposed_communication(module, mesh, shares),
+        "exposed": exposed_communication(module, mesh, shares, hardware),
         "bubble": program.schedule.bubble,
         "memory": _memory(config, program, compiled),
         "compile_seconds": compile_seconds,

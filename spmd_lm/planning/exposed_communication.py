@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from spmd_lm.analysis.control_flow import Shares
 from spmd_lm.analysis.exposed import Speeds, walk_schedule
 from spmd_lm.analysis.hlo import HloModule
-from spmd_lm.cost_model.hardware import find_hardware
+from spmd_lm.cost_model.hardware import Hardware, find_hardware
 from spmd_lm.cost_model.wire import ALL_GATHER, COLLECTIVE_PERMUTE
 from spmd_lm.errors import OutputError
 from spmd_lm.parallel.mesh import domains_along
@@ -25,10 +25,14 @@ NOT_MODELLED = (
 )
 
 
-def exposed_communication(module: HloModule, mesh: Mesh, shares: Shares | None) -> dict[str, Any] | None:
+def exposed_communication(
+    module: HloModule, mesh: Mesh, shares: Shares | None, hardware: Hardware | None = None
+) -> dict[str, Any] | None:
     """What walk_schedule returns, and {assumptions}, for a step on this mesh; None for devices of unknown speed, such
-    as a CPU's, whose schedule says nothing about it, and across a network of unknown speed."""
-    hardware = find_hardware(mesh.devices.flat[0].device_kind)
+    as a CPU's, whose schedule says nothing about it, and across a network of unknown speed.
+
+    hardware: by default that of the published table."""
+    hardware = hardware or find_hardware(mesh.devices.flat[0].device_kind)
     if not hardware or not hardware.links or not hardware.memory or not hardware.efficiency:
         return None
     links, sizes = hardware.links, dict(mesh.shape)

@@ -6,22 +6,24 @@ analysis/exposed.py's, as in audit."""
 
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from spmd_lm.analysis.compiled_flops import compiled_flops
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model import memory
+from spmd_lm.cost_model import flops, memory
 from spmd_lm.cost_model.expected_collectives import layer_passes
-from spmd_lm.cost_model.step_time import devices_within_host, predict_step
+from spmd_lm.cost_model.step_time import predict_step
 from spmd_lm.cost_model.systems import find_system
 from spmd_lm.cost_model.work import LayerWork
 from spmd_lm.errors import ConfigError
+from spmd_lm.parallel.mesh import domains_along
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.audit import audit_step
@@ -34,10 +36,11 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "spmd-lm")
 
 def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
     """What does not depend on prices.  Raises ConfigError or LayoutError if the step cannot be compiled."""
-    program, module, shares, audited = audit_step(config, target.topology)
+    program, module, shares, audited = audit_step(config, target.topology, hardware=target.hardware)
     plan, hardware, exposed = program.plan, target.hardware, audited["exposed"]
-    assert hardware.memory and hardware.links and exposed
-    predicted = predict_step(config, plan, hardware, find_system("spmd_lm"))
+    assert hardware.memory and exposed
+    published = flops.peak(program.device, config.precision.compute)
+    predicted = predict_step(config, plan, hardware, target.system)
     parts = predicted.parts | {"exposed": exposed["exposed_seconds"]}
     step_seconds = sum(parts.values())
     in_kernels = fused_attention_flops(config, plan)
@@ -61,7 +64,7 @@ def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
         "parts": parts,
         "analytic": {"step_seconds": predicted.seconds, "parts": predicted.parts},
         "tokens_per_second": tokens,
-        "mfu": model_flops / step_seconds / devices / hardware.peak_flops,
+        "mfu": model_flops / step_seconds / devices / published.flops if published else None,
         "tokens_per_step": program.tokens_per_step,
         "steps": config.train.steps,
         "bubble": audited["bubble"],
@@ -85,13 +88,13 @@ def _memory(config: RunConfig, plan: Plan, found: dict[str, Any]) -> dict[str, A
 
 
 def _collective(row: dict[str, Any], plan: Plan, target: Target) -> dict[str, Any]:
-    devices = math.prod(plan.sizes[axis] for axis in row["axes"])
-    within = devices_within_host(plan, tuple(row["axes"]), target.hardware.devices_per_host)
+    assert isinstance(plan.mesh, Mesh)
+    domains = domains_along(plan.mesh, row["axes"])
     fast = "ICI" if target.topology.platform == "tpu" else "NVLink"
     return {
         "kind": row["kind"],
         "axes": row["axes"],
-        "link": fast if within == devices else "network",
+        "link": "network" if domains > 1 else fast,
         "bytes": row["bytes"],
         "seconds": row["wire_seconds"],
         "exposed_seconds": row["exposed_seconds"],
@@ -174,7 +177,7 @@ def render(found: dict[str, Any]) -> str:
         seconds = (f"{row[key]:.4g}" for key in ("seconds", "exposed_seconds"))
         rows.append((row["kind"], " x ".join(row["axes"]), row["link"], format_bytes(row["bytes"]), *seconds))
     parts = ", ".join(f"{name} {seconds:.4g}" for name, seconds in f["parts"].items())
-    times = work["hardware"] / work["model"]
+    times, mfu = work["hardware"] / work["model"], "unknown" if f["mfu"] is None else f"{f['mfu']:.1%}"
     paid = f", {f['cost']:,.0f} at {f['price']:g} for a device and hour" if f["cost"] is not None else ""
     return "\n".join(
         (
@@ -185,7 +188,7 @@ def render(found: dict[str, Any]) -> str:
             "",
             f"step    {f['step_seconds']:.4g} s: {parts}",
             f"flops   {work['model']:.4g} of the model, {work['hardware']:.4g} of the program ({times:.2f} times)",
-            f"speed   {f['tokens_per_second']:,.0f} tokens/s, MFU {f['mfu']:.1%}",
+            f"speed   {f['tokens_per_second']:,.0f} tokens/s, MFU {mfu}",
             f"run     {f['tokens']:.4g} tokens in {f['days']:.3g} days of {f['devices']} devices{paid}",
             "matches theory" if f["matches_theory"] else "does NOT match theory: see spmd-lm audit",
         )

@@ -20,7 +20,7 @@ from spmd_lm.config.section import Section
 from spmd_lm.config.suggest import divisors
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.hardware import Hardware, find_hardware
-from spmd_lm.cost_model.step_time import StepTime, predict_step
+from spmd_lm.cost_model.step_time import predict_step
 from spmd_lm.cost_model.systems import System, find_system
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.parallel.plan import Plan
@@ -45,17 +45,15 @@ class Target(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CostedLayout:
-    """bytes: that a device sends in a step.  memory: that it holds in the fullest phase."""
+    """memory: bytes that a device holds in the fullest phase.  bytes: that it sends in a step.  seconds: of a step.
+    parts: of these, by what they are spent on."""
 
     config: RunConfig
     target: Target
     memory: int
     bytes: float
-    step: StepTime
-
-    @property
-    def seconds(self) -> float:
-        return self.step.seconds
+    seconds: float
+    parts: dict[str, float]
 
     @property
     def room(self) -> float:
@@ -130,7 +128,7 @@ def make_plan(config: RunConfig, target: Target) -> Plan:
 def cost(config: RunConfig, target: Target, plan: Plan) -> CostedLayout:
     step = predict_step(config, plan, target.hardware, target.system)
     sent = sum(each.row.bytes for each in step.collectives)
-    return CostedLayout(config, target, sum(memory.table(config, plan).values()), sent, step)
+    return CostedLayout(config, target, sum(memory.table(config, plan).values()), sent, step.seconds, step.parts)
 
 
 def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Target:

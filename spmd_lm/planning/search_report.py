@@ -39,7 +39,7 @@ def describe_layout(layout: CostedLayout) -> dict[str, Any]:
         "devices": layout.target.topology.size,
         "layout": layout.overrides,
         "step_seconds": layout.seconds,
-        "parts": layout.step.parts,
+        "parts": layout.parts,
         "memory": layout.memory,
         "bytes": layout.bytes,
     }
@@ -63,7 +63,7 @@ def alternatives(search: Search, best: CostedLayout) -> Iterator[dict[str, Any]]
 
 def why_slower(layout: CostedLayout, best: CostedLayout) -> str:
     """The part of a step in which it loses most to `best`; '' if it loses nothing."""
-    lost = {name: seconds - best.step.parts[name] for name, seconds in layout.step.parts.items()}
+    lost = {name: seconds - best.parts[name] for name, seconds in layout.parts.items()}
     name = max(lost, key=lambda part: lost[part])
     return f"{name} {lost[name]:+.3g} s" if lost[name] > 0 else ""
 

@@ -48,7 +48,7 @@ def audited(config):
 def found(config, audited):
     """With the step compiled once."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(planning, "audit_step", lambda *_: audited)
+        patched.setattr(planning, "audit_step", lambda *_, **__: audited)
         return planning.preflight(config, make_target(parse_topology(TOPOLOGY)))
 
 
@@ -146,7 +146,7 @@ def test_the_command_tells_and_draws(found, config, tmp_path, capsys, monkeypatc
     [
         ([], "preflight needs hardware"),
         (["--topology", "abacus:8"], "'abacus' is not known"),
-        (["--topology", "cpu:8"], "its speed is not known"),
+        (["--topology", "cpu:8"], "Use spmd-lm bench"),
         (
             ["--topology", TOPOLOGY, "--price", "cheap"],
             "expected dollars for a device and hour, as in 2.5, got 'cheap'",

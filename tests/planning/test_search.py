@@ -9,7 +9,7 @@ import pytest
 
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cli import main
-from spmd_lm.config import checks
+from spmd_lm.config import checks, layout_checks
 from spmd_lm.config.load import load
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.expected_collectives import expected_collectives
@@ -17,7 +17,7 @@ from spmd_lm.cost_model.step_time import predict_step
 from spmd_lm.cost_model.systems import find_system
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.planning import search_report
-from spmd_lm.planning.search import POLICIES, Search, candidates, make_target, search
+from spmd_lm.planning.search import POLICIES, REASONS, Search, candidates, make_target, search
 from spmd_lm.step.program import abstract_plan
 from tests.helpers import make_config
 
@@ -75,6 +75,17 @@ def test_candidates_are_those_that_the_checks_allow():
     assert len(allowed) > 1000 and listed == allowed
 
 
+def test_every_check_of_layouts_is_asked():
+    """But for those of keys that the search sets itself, to what they allow."""
+    by_construction = {
+        layout_checks.microbatches_divide_batch,
+        layout_checks.remat_blocks_divide_chunk,
+        layout_checks.schedule_has_chunks,
+        layout_checks.data_degree_is_not_zero,
+    }
+    assert REASONS.keys() | by_construction == set(layout_checks.CHECKS) and not REASONS.keys() & by_construction
+
+
 def test_figures_are_those_of_plans_made_one_by_one(found):
     assert len(found.layouts) > 2000 and len({key(layout.config) for layout in found.layouts}) == len(found.layouts)
     for layout in random.Random(0).sample(found.layouts, 100):
@@ -82,7 +93,8 @@ def test_figures_are_those_of_plans_made_one_by_one(found):
         plan = abstract_plan(config, 8, "gpu", target.topology.device_kind)
         assert layout.memory == sum(memory.table(config, plan).values())
         assert layout.bytes == sum(row.bytes for row in expected_collectives(config, plan))
-        assert layout.step == predict_step(config, plan, target.hardware, find_system("spmd_lm"))
+        step = predict_step(config, plan, target.hardware, find_system("spmd_lm"))
+        assert (layout.seconds, layout.parts) == (step.seconds, step.parts)
 
 
 def test_the_fastest_is_the_fastest_that_fits(found):
