@@ -1,7 +1,11 @@
+import os
 import subprocess
 import sys
 
 import jax
+import pytest
+
+from spmd_lm.runtime.devices import IN_ORDER
 
 
 def run(code: str, **environment: str) -> str:
@@ -15,13 +19,36 @@ SIMULATE = "from spmd_lm.runtime.devices import simulate_devices; simulate_devic
 
 
 def test_jax_sees_the_simulated_devices_and_a_pool_large_enough():
-    assert run(SIMULATE + SEEN) == "3 cpu 64 --xla_force_host_platform_device_count=3"
+    assert run(SIMULATE + SEEN) == f"3 cpu 64 {IN_ORDER} --xla_force_host_platform_device_count=3"
 
 
 def test_other_flags_stay_and_the_count_is_replaced():
     flags = "--xla_force_host_platform_device_count=5 --xla_cpu_enable_fast_math=false"
     seen = run(SIMULATE + SEEN, XLA_FLAGS=flags, NPROC="40", JAX_PLATFORMS="tpu")
-    assert seen == "3 cpu 40 --xla_cpu_enable_fast_math=false --xla_force_host_platform_device_count=3"
+    assert seen == f"3 cpu 40 --xla_cpu_enable_fast_math=false {IN_ORDER} --xla_force_host_platform_device_count=3"
+    own = IN_ORDER.replace("false", "true")
+    assert run(SIMULATE + SEEN, XLA_FLAGS=own) == f"3 cpu 64 {own} --xla_force_host_platform_device_count=3"
+
+
+@pytest.mark.slow
+def test_scatters_of_one_group_do_not_meet(tmp_path):
+    """Large enough that XLA runs operations side by side; compiled anew."""
+    (tmp_path / "run.yaml").write_text(ZERO_1)
+    command = [sys.executable, "-m", "spmd_lm", "bench", str(tmp_path / "run.yaml"), "--steps", "1", "--warmup", "1"]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+ZERO_1 = """
+model: {layers: 8, width: 256, heads: 8, context: 128, vocab: 2048, dropout: 0, attention_dropout: 0}
+data: {source: synthetic}
+parallel: {data: 4, model: 2, zero: 1, microbatches: 2, sequence: true}
+precision: {compute: float32}
+optim: {lr: 1.0e-3}
+train: {steps: 100, batch: 32}
+run: {simulate_devices: 8, compilation_cache: none}
+"""
 
 
 def test_jax_may_be_imported_already_but_not_started():
