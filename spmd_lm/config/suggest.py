@@ -189,9 +189,8 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
     siblings, name = _key_and_siblings(section, errors[0])[1], key.rpartition(".")[2]
     default = _default(siblings.get(name))
     in_list = [error for error in errors if error["loc"] and isinstance(error["loc"][-1], int)]
-    if in_list and not key.endswith(
-        "]"
-    ):  # the value is a list, as it may be: that it has none of the other types is no error
+    if in_list and not key.endswith("]"):
+        # The value is a list, as it may be: that it has none of the other types is no error.
         key, errors = f"{key}[{in_list[0]['loc'][-1]}]", in_list[:1]
     whole_value = errors[0]["input"]
     in_mapping = [error for error in errors if isinstance(whole_value, dict) and error["input"] is not whole_value]

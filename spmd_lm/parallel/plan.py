@@ -176,11 +176,6 @@ class Plan:
         return jax.tree.map(self.param_rules.spec, self.sharded_names, is_leaf=is_dim_names)
 
     @functools.cached_property
-    def gathered_specs(self) -> Tree:
-        """PartitionSpecs of the parameters once they are gathered over `data`."""
-        return jax.tree.map(self.param_rules.spec, self.names, is_leaf=is_dim_names)
-
-    @functools.cached_property
     def canonical_specs(self) -> Tree:
         """PartitionSpecs of the unpadded parameters: `param_specs` without axes that do not divide a canonical size."""
 

@@ -40,7 +40,7 @@ def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
     plan, hardware, exposed = program.plan, target.hardware, audited["exposed"]
     assert hardware.memory and exposed
     published = flops.peak(program.device, config.precision.compute)
-    predicted = predict_step(config, plan, hardware, target.system)
+    predicted = predict_step(config, plan, hardware, target.profile)
     parts = predicted.parts | {"exposed": exposed["exposed_seconds"]}
     step_seconds = sum(parts.values())
     in_kernels = fused_attention_flops(config, plan)

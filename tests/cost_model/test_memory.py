@@ -7,6 +7,7 @@ import jax
 import pytest
 from jax.sharding import NamedSharding
 
+from spmd_lm.axes import is_dim_names
 from spmd_lm.cost_model import memory
 from spmd_lm.step.program import abstract_plan
 from tests.helpers import FLOAT32, device_batch, make_config, program, run_of, shard_bytes
@@ -75,7 +76,8 @@ def test_logits_are_held_a_chunk_at_a_time(x64):
 
 def test_bytes_of_every_leaf_add_up(x64):
     plan = abstract_plan(make_config(parallel={"data": 4, "model": 2}), 8, "cpu", "")
-    for gathered, specs in ((False, plan.param_specs), (True, plan.gathered_specs)):
+    gathered_specs = jax.tree.map(plan.param_rules.spec, plan.names, is_leaf=is_dim_names)
+    for gathered, specs in ((False, plan.param_specs), (True, gathered_specs)):
         leaves = zip(jax.tree.leaves(plan.padded_shapes), jax.tree.leaves(specs), strict=True)
         sizes = [math.prod(NamedSharding(plan.mesh, spec).shard_shape(leaf.shape)) for leaf, spec in leaves]
         assert sizes == [each.gathered_elements if gathered else each.elements for each in plan.parameters]

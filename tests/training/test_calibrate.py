@@ -34,7 +34,7 @@ def test_what_was_measured_is_read_back(tmp_path, capsys, monkeypatch):
     assert all(0 < figure < math.inf for figure in (*figures, hardware.kernel_overhead, hardware.links.latency.start))
     assert 1e6 < hardware.peaks["float32"] < 1e13 and hardware.products.half_inner >= 0
     target = make_target(parse_topology("cpu:8"), measured)
-    assert target.hardware.devices_per_host == 8 and target.system.idle_is_free
+    assert target.hardware.devices_per_host == 8 and target.profile.idle_is_free
     assert find_hardware("NVIDIA H100 80GB HBM3", measured) == find_hardware("NVIDIA H100 80GB HBM3")
     line = ["plan", str(tmp_path / "run.yaml"), "--search", "--topology", "cpu:8", "--top", "0"]
     assert main([*line, "--hardware", str(table)]) == 0 and "cpu:8" in capsys.readouterr().out
