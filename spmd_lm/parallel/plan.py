@@ -303,10 +303,11 @@ class Plan:
         out_specs = jax.tree.map(self._weight_spec, gathered_names, is_leaf=is_dim_names)
         return manual_region(gather, out_specs)(tree)
 
-    def scatter(self, grads: Tree, names: Tree) -> Tree:
-        """Gradients of matrices, summed over `data` onto their shards; those of vectors are returned unchanged."""
+    def scatter(self, grads: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
+        """Gradients in `dtype`: those of matrices summed over `data` onto their shards, those of vectors not summed."""
         width = self._padded_size(zero.ZERO_WIDTH, self._width)
-        scatter = functools.partial(zero.scatter, names=names, data_axes=self.nontrivial_axes(DATA), padded_width=width)
+        axes = self.nontrivial_axes(DATA)
+        scatter = functools.partial(zero.scatter, names=names, data_axes=axes, padded_width=width, dtype=dtype)
         return manual_region(scatter, jax.tree.map(self._gradient_spec, names, is_leaf=is_dim_names))(grads)
 
     def as_weights(self, tree: Tree, names: Tree) -> Tree:

@@ -170,7 +170,7 @@ class ShardedModel:
 
     def scatter(self, grads: Tree, names: Tree) -> Tree:
         """Unsharded gradients, summed over `data` onto the shards."""
-        return self.plan.scatter(cast(grads, self.reduce_dtype), names)
+        return self.plan.scatter(grads, names, self.reduce_dtype)
 
     def _block_and_stacks(self) -> tuple[BlockFn, Stacks]:
         """The block, and the stacks of which it takes one layer each."""
@@ -208,9 +208,9 @@ class ShardedModel:
 
     def reduce_gradients(self, grads: Parts) -> Tree:
         """Gradients of `grad_argument`, with the sums that are left, sharded as the parameters are."""
-        reduced, names = cast(join_params(grads), self.reduce_dtype), self.plan.sharded_names
-        if self.plan.zero.stage and not self.scatters_in_backward:
-            reduced = self.plan.scatter(reduced, names)
+        grads, names = join_params(grads), self.plan.sharded_names
+        scatters = self.plan.zero.stage and not self.scatters_in_backward
+        reduced = self.scatter(grads, names) if scatters else cast(grads, self.reduce_dtype)
         return self.plan.psum_gradients(reduced, names)
 
     def inference_params(self) -> tuple[Tree, Callable[[Tree], Tree]]:

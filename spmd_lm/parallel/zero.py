@@ -98,25 +98,39 @@ def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int) -> T
 
 
 @jax.named_scope("gradients")
-def scatter(tree: Tree, names: Tree, data_axes: tuple[str, ...], padded_width: int) -> Tree:
-    """Each device's unsharded gradients to the sum over `data` of the shard that it owns.
+def scatter(tree: Tree, names: Tree, data_axes: tuple[str, ...], padded_width: int, dtype: jnp.dtype) -> Tree:
+    """Each device's unsharded gradients to the sum over `data`, in `dtype`, of the shard that it owns.
 
     On a TPU a reduce-scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the
     torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and
     layer by layer."""
 
     def scatter_leaf(names: DimNames, g: Array) -> Array:
-        if ZERO_WIDTH not in names:
-            return g
+        if ZERO_WIDTH not in names or not data_axes:
+            return g.astype(dtype)
         if names[0] == "layers":
-            return lax.map(lambda layer: scatter_leaf(names[1:], layer), g)
-        g, at = _off_minor_dim(g, dim := names.index(ZERO_WIDTH))
+            return _map_over_layers(lambda layer: scatter_leaf(names[1:], layer), g)
+        g, at = _off_minor_dim(g.astype(dtype), dim := names.index(ZERO_WIDTH))
         g = jnp.pad(g, [(0, padded_width - g.shape[d] if d == at else 0) for d in range(g.ndim)])
         for axis in data_axes:
             g = reduce_scatter(g, axis, at, row_major=True)
         return jnp.moveaxis(g, at, dim)
 
     return jax.tree.map(scatter_leaf, names, tree, is_leaf=is_dim_names)
+
+
+def _map_over_layers(f: Callable[[Array], Array], stack: Array) -> Array:
+    """lax.map(f, stack), where each result fits into its argument.
+
+    lax.map would write its results into zeros, which depend on nothing: a GPU's compiler then keeps them from the start
+    of the step.  So they are written into a part of `stack`."""
+    result = jax.eval_shape(f, stack[0])
+    part = lax.slice(stack, (0,) * stack.ndim, (stack.shape[0], *result.shape)).astype(result.dtype)
+
+    def write(i: Array, results: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(results, f(lax.dynamic_index_in_dim(stack, i, keepdims=False)), i, 0)
+
+    return lax.fori_loop(0, stack.shape[0], write, part)
 
 
 def with_gathered_weights(

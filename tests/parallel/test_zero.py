@@ -62,7 +62,7 @@ def test_gathering_and_scattering_are_exact(layout):
     def body(shards):
         full = made.gather(shards, made.sharded_names)
         mine = 1.0 + jax.lax.axis_index("data") + 10 * jax.lax.axis_index("replica")
-        shards = made.scatter({name: x * mine for name, x in full.items()}, made.sharded_names)
+        shards = made.scatter({name: x * mine for name, x in full.items()}, made.sharded_names, jnp.float32)
         return full, made.psum_gradients(shards, made.sharded_names)
 
     full, all_reduced = jax.jit(made.shard_map(body, (made.param_specs,), (over_data, made.param_specs)))(padded)
