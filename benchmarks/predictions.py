@@ -5,11 +5,14 @@
 Draws a model of at least 1B parameters, a topology of at least 8 devices and a layout with any of the options, which
 fit by the prediction; compiles each in its own process; and prints a row: the predicted memory, the compiler's peak (on
 simulated CPU devices arguments and temporaries, because a CPU's peak has no temporaries), and whether bytes match
-theory.  Exits 1 if fewer than 29 of 30 are within 5%, or bytes differ.  Without --seed one is drawn, and printed."""
+theory.  Exits 1 if more than one of 30 differs by over 5%, or any bytes do.  Without --seed one is drawn, and printed;
+it may be hexadecimal, as a commit's hash is: --seed 0x$(git rev-parse --short HEAD)."""
 
 import argparse
+import functools
 import itertools
 import json
+import math
 import os
 import random
 import secrets
@@ -37,11 +40,11 @@ TOPOLOGIES = (
 LEAST, MOST = 1e9, 30e9  # parameters
 ROOM = 0.9  # of a device's memory
 HOST_MEMORY = 64 * GIB  # that a simulated device may be predicted to take
-CLOSE, FRACTION = 0.05, 29 / 30
+CLOSE, RUNS_PER_MISS = 0.05, 30
 
 
-def draw(generator: random.Random) -> Iterator[tuple[RunConfig, Topology, int]]:
-    """Configurations that are legal and fit, without end, each with its predicted bytes."""
+def draw(generator: random.Random) -> Iterator[tuple[RunConfig, Topology]]:
+    """Configurations that are legal and fit, without end."""
     while True:
         topology = parse_topology(generator.choice(TOPOLOGIES))
         try:
@@ -60,7 +63,7 @@ def draw(generator: random.Random) -> Iterator[tuple[RunConfig, Topology, int]]:
         hardware = find_hardware(topology.device_kind)
         capacity = ROOM * hardware.memory.size if hardware and hardware.memory else HOST_MEMORY
         if LEAST <= parameters <= MOST and planned <= capacity:
-            yield config, topology, planned
+            yield config, topology
 
 
 def draw_overrides(generator: random.Random, topology: Topology) -> list[str]:
@@ -127,19 +130,20 @@ def describe(config: RunConfig, topology: Topology) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--seed", type=functools.partial(int, base=0), default=None)
     parser.add_argument("--runs", type=int, default=30)
     arguments = parser.parse_args()
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     print(f"seed {seed}\n\n| topology | model | layout | predicted GiB | compiled | error | bytes |\n|{' --- |' * 7}")
     close = exact = done = 0
-    for config, topology, planned in itertools.islice(draw(random.Random(seed)), arguments.runs):
+    for config, topology in itertools.islice(draw(random.Random(seed)), arguments.runs):
         found = compiled(config, topology)
         if isinstance(found, str):
-            print(f"| {describe(config, topology)} | {planned / GIB:.2f} | failed: {found} | | |", flush=True)
+            print(f"| {describe(config, topology)} | | failed: {found} | | |", flush=True)
             done += 1
             continue
         m = found["memory"]
+        planned = sum(m["planned"].values())
         measured = m["total"] if topology.platform == "cpu" else max(m["peak"], m["arguments"])
         error = planned / measured - 1
         done, close, exact = done + 1, close + (abs(error) <= CLOSE), exact + found["ok"]
@@ -147,7 +151,7 @@ def main() -> int:
         cells = describe(config, topology), f"{planned / GIB:.2f}", f"{measured / GIB:.2f}", f"{error:+.1%}", sent
         print(f"| {' | '.join(cells)} |", flush=True)
     print(f"\n{close} of {done} within {CLOSE:.0%}; bytes as theory has them on {exact}")
-    return int(close < FRACTION * done or exact < done)
+    return int(done - close > math.ceil(done / RUNS_PER_MISS) or exact < done)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import jax
 
 from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.memory import saved_bytes_per_token
+from spmd_lm.cost_model.activations import saved_bytes_per_token
 from spmd_lm.planning.audit import audit
 from spmd_lm.step.program import Program
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
-from spmd_lm.cost_model.memory import at_least_float32, dtype_bytes, tokens_per_device
+from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan

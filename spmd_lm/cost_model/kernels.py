@@ -6,8 +6,8 @@ kernel a fixed overhead."""
 
 from typing import NamedTuple
 
+from spmd_lm.cost_model.activations import dtype_bytes
 from spmd_lm.cost_model.hardware import Hardware, Products
-from spmd_lm.cost_model.memory import dtype_bytes
 
 
 class Product(NamedTuple):

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.activations import dtype_bytes
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives, layer_passes
 from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.kernels import Kernels
 from spmd_lm.cost_model.megatron_collectives import megatron_collectives
-from spmd_lm.cost_model.memory import dtype_bytes
 from spmd_lm.cost_model.systems import System, Window
 from spmd_lm.cost_model.work import LayerWork, head_seconds
 from spmd_lm.parallel.mesh import devices_within_domain

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model import memory
+from spmd_lm.cost_model.activations import VISIBLE_SCORES, tokens_per_device
 from spmd_lm.cost_model.kernels import Kernels, Product
-from spmd_lm.cost_model.memory import tokens_per_device
 from spmd_lm.cost_model.systems import System
 from spmd_lm.parallel.plan import Plan, padded_vocab
 
@@ -50,7 +49,7 @@ class LayerWork:
     def __init__(self, config: RunConfig, plan: Plan, system: System):
         m, self.shards = config.model, plan.layout.model
         self.model, self.separate = m, not system.fuses_elementwise
-        self.visible = memory.VISIBLE_SCORES if m.causal and not system.eager else 1.0
+        self.visible = VISIBLE_SCORES if m.causal and not system.eager else 1.0
         self.tokens = tokens_per_device(config, plan.layout)
         self.batch = self.tokens / m.context * m.heads / self.shards  # heads of all sequences
         self.stream = self.tokens * m.width / (self.shards if plan.sequence else 1)

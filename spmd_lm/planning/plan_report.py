@@ -10,6 +10,7 @@ from spmd_lm.config import checks
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
+from spmd_lm.cost_model.activations import dtype_bytes, stream_bytes, tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan, padded_vocab
@@ -52,7 +53,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
         "batch": {
             "sequences": config.train.batch,
             "microbatches": config.parallel.microbatches,
-            "sequences_per_device_and_microbatch": memory.tokens_per_device(config, plan.layout) // m.context,
+            "sequences_per_device_and_microbatch": tokens_per_device(config, plan.layout) // m.context,
             "tokens": config.train.batch * m.context,
             "steps": config.train.steps,
         },
@@ -67,7 +68,7 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
 def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     parameters = []
     for each in plan.parameters:
-        size = each.elements * memory.dtype_bytes(config.precision.params)
+        size = each.elements * dtype_bytes(config.precision.params)
         # `data` as one axis, which in the mesh may be several
         spec = [list(PARAMETERS.axes(name)) for name in each.sharded_names]
         parameter = {"name": ".".join(each.path), "shape": list(each.shape), "names": list(each.sharded_names)}
@@ -79,7 +80,7 @@ def _describe_pipeline(config: RunConfig, plan: Plan, parameters: list[dict[str,
     """The schedule, drawn, what each stage holds, and the options for ZeRO-3."""
     p = config.parallel
     schedule = schedules.make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
-    stream = memory.stream_bytes(config, plan)
+    stream = stream_bytes(config, plan)
     return {
         "schedule": schedule.kind,
         "stages": schedule.stages,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from spmd_lm.errors import UserError
 from spmd_lm.runtime.processes import PARENT, end_with_parent
+from spmd_lm.runtime.signals import not_ignored
 
 Input = TypeVar("Input")
 Output = TypeVar("Output")
@@ -69,7 +70,8 @@ class Workers:
 
 
 def set_up_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    for number in not_ignored(signal.SIGINT):  # nohup and `&` ignore it for all processes
+        signal.signal(number, signal.SIG_DFL)  # Ctrl-C ends it without a word
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would take the other workers' cores
     os.environ[PARENT] = str(parent)

@@ -17,8 +17,8 @@ from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.overlap import branches_in_parts, prefetches
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops
+from spmd_lm.cost_model.activations import tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
-from spmd_lm.cost_model.memory import tokens_per_device
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.transformer import Block
@@ -58,7 +58,8 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
     enable_float64(config)
     model, layers = make_model(config, platform), config.model.unique_layers
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
-    zero = ZeroPolicy.of_stage(p.zero, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
+    stage = p.zero if layout.data > 1 else 0  # one device has every shard
+    zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
     mesh, names, shapes = abstract_mesh(layout), model.names, model.shapes
     ahead = layout.data > 1 and prefetches(config, platform)
     first_parts = Block.FIRST if ahead and not breadth_first else ()

@@ -144,7 +144,7 @@ def test_hardware_of_unknown_speed_is_refused(topology, message):
 
 def test_what_does_not_fit_says_by_how_much():
     target = make_target(parse_topology("v5e:2x2"))
-    message = r"none of [\d,]+ layouts fits: the smallest takes [\d.]+ GiB of 13.6 on v5e:2x2"
+    message = r"none of [\d,]+ layouts fits: the smallest takes [\d.]+ GiB of 14.7 on v5e:2x2"
     with pytest.raises(ConfigError, match=message):
         search(gpt(width=4096, layers=64, batch=4), [target]).fastest()
 

@@ -94,7 +94,7 @@ def test_memory_adds_up(pipeline):
     lengths = sum(patch.get_width() for patch in figure.axes[0].patches if patch.get_y() > 0.5)
     assert lengths == sum(pipeline["memory"].values())
     found = texts(figure)
-    assert "ZeRO-0:  8.1 MiB" in found and {*pipeline["memory"], "limit 2.0 MiB"} <= set(found)
+    assert "ZeRO-0:  8.6 MiB" in found and {*pipeline["memory"], "limit 2.0 MiB"} <= set(found)
 
 
 def test_collectives_stand_beside_theory():

@@ -1,0 +1,93 @@
+"""The activations of one layer on a device: what forward saves for backward, and what backward works with.
+
+By formula (arXiv:2205.05198, table 2), in the dtypes and with the kernels of this program."""
+
+import functools
+
+import jax
+
+from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.compilers import AS_WRITTEN, Compiler
+from spmd_lm.parallel.mesh import Layout
+from spmd_lm.parallel.plan import Plan
+
+VISIBLE_SCORES = 0.75
+"""Of a causal model's scores, those that XLA's attention computes: queries run in two blocks, of which the first sees
+half of the keys."""
+
+
+@functools.cache
+def dtype_bytes(dtype: str) -> int:
+    return jax.numpy.dtype(dtype).itemsize
+
+
+@functools.cache
+def at_least_float32(dtype: str) -> str:
+    return jax.numpy.promote_types(dtype, "float32").name
+
+
+def tokens_per_device(config: RunConfig, layout: Layout) -> int:
+    """Tokens of one microbatch on a device, with the whole sequence."""
+    return config.train.batch // config.parallel.microbatches // layout.batch_shards * config.model.context
+
+
+def stream_bytes(config: RunConfig, plan: Plan) -> int:
+    """One microbatch's residual stream on a device."""
+    size = tokens_per_device(config, plan.layout) * config.model.width * dtype_bytes(config.precision.compute)
+    return size // (plan.layout.model if plan.sequence else 1)
+
+
+def saved_bytes_per_token(config: RunConfig, plan: Plan) -> float:
+    """Bytes per token and layer that forward hands on to backward, on a device."""
+    return LayerActivations(config, plan, AS_WRITTEN).saved
+
+
+class LayerActivations:
+    """Bytes per token, as a compiler holds them.
+
+    stream: of the residual stream.  outside: what is saved if nothing is recomputed, but for the attention core.
+    core: what the attention core saves then.  saved: what the run's remat policy saves.  workspace: what backward
+    through a layer holds besides, its recomputed activations included."""
+
+    def __init__(self, config: RunConfig, plan: Plan, compiler: Compiler):
+        m, shards, remat = config.model, plan.layout.model, config.remat_policy
+        wide = dtype_bytes(at_least_float32(config.precision.compute))
+        size = wide if compiler.wide else dtype_bytes(config.precision.compute)
+        fused = choose_kernel(config, plan.platform).kernel != "xla"
+
+        # Split into heads, but for queries, keys and values whose attention is recomputed.
+        lanes = 1 if remat.recomputes_attention else compiler.lanes
+        padding = -(-m.head_width // lanes) * lanes / m.head_width
+
+        unsharded = m.width * size
+        self.stream = unsharded / shards if plan.sequence else unsharded
+        hidden = m.mlp_dim / shards * size
+        # Both branches' inputs and both norms' outputs; queries, keys, values, and what attention's last matrix reads;
+        # the MLP's hidden layer before and after the activation, and what gates it.
+        streams = 4 * self.stream + (2 * self.stream / size if m.dropout else 0)  # a mask is one byte per element
+        attention = ((m.width + 2 * m.kv_width) * padding + m.width) / shards * size
+        self.outside = streams + attention + (3 if m.activation == "swiglu" else 2) * hidden
+        # A fused kernel saves its output, in its own layout; XLA's attention the scores before and after softmax, and
+        # after dropout, with its mask.
+        scores = m.heads * m.context / shards * (VISIBLE_SCORES if m.causal else 1)
+        masked = size + 1 if m.attention_dropout else 0
+        self.core = m.width * padding / shards * size if fused else scores * (2 * size + masked)
+        self.saved = self._saved(config)
+
+        # The hidden layer's gradient before and after the activation; the gradient of a branch's output, and where the
+        # sequence is sharded the whole of it and of the branch's input.
+        self.workspace = 2 * hidden + (3 if plan.sequence else 1) * unsharded
+        if remat.recomputes_layer:
+            self.workspace += self.outside + (self.core if fused else 0) - self.saved
+        if not fused:
+            self.workspace += compiler.scores[plan.layout.pipe > 1] * m.heads * m.context / shards * wide
+
+    def _saved(self, config: RunConfig) -> float:
+        remat = config.remat_policy
+        if remat.policy == "block":  # the input of each remat block, and everything inside one of them
+            size, everything = remat.layers_per_remat_block, self.outside + self.core
+            return self.stream / size + everything * size / config.layers_per_chunk
+        if remat.recomputes_layer:
+            return self.stream * remat.saved_streams
+        return self.outside + (0 if remat.recomputes_attention else self.core)

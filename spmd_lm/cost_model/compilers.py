@@ -1,0 +1,29 @@
+"""What XLA's compiler for a platform makes of the arrays that a step names, where memory depends on it.
+
+Read from the buffers that the compilers assign to steps drawn at random (benchmarks/predictions.py)."""
+
+from typing import NamedTuple
+
+MIB = 2**20
+
+
+class Compiler(NamedTuple):
+    """lanes: the minor dimension of an array is padded to a multiple of it.  wide: bfloat16 is computed as float32, and
+    activations, gradients and the weights that a pipeline's loop reads are held so.  kernel_workspace: bytes that
+    matrix products may use meanwhile.  scores: arrays as large as all float32 scores that backward through attention
+    holds where no fused kernel computes it, without and with a pipeline.  sums_overlap: sums over devices, and zeros,
+    start as early and end as late as their data allow, so that their float32 operands stay."""
+
+    lanes: int = 1
+    wide: bool = False
+    kernel_workspace: int = 0
+    scores: tuple[float, float] = (2.0, 1.25)
+    sums_overlap: bool = False
+
+
+AS_WRITTEN = Compiler()
+COMPILER_OF_PLATFORM = {
+    "tpu": Compiler(lanes=128),
+    "gpu": Compiler(kernel_workspace=64 * MIB, sums_overlap=True),
+    "cpu": Compiler(wide=True),
+}
