@@ -30,16 +30,6 @@ def test_other_flags_stay_and_the_count_is_replaced():
     assert run(SIMULATE + SEEN, XLA_FLAGS=own) == f"3 cpu 64 {own} --xla_force_host_platform_device_count=3"
 
 
-@pytest.mark.slow
-def test_scatters_of_one_group_do_not_meet(tmp_path):
-    """Large enough that XLA runs operations side by side; compiled anew."""
-    (tmp_path / "run.yaml").write_text(ZERO_1)
-    command = [sys.executable, "-m", "spmd_lm", "bench", str(tmp_path / "run.yaml"), "--steps", "1", "--warmup", "1"]
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-500:]
-
-
 ZERO_1 = """
 model: {layers: 8, width: 256, heads: 8, context: 128, vocab: 2048, dropout: 0, attention_dropout: 0}
 data: {source: synthetic}
@@ -49,6 +39,19 @@ optim: {lr: 1.0e-3}
 train: {steps: 100, batch: 32}
 run: {simulate_devices: 8, compilation_cache: none}
 """
+WIDE = ["parallel.data=8", "parallel.model=1", "parallel.microbatches=1", "parallel.sequence=false"]
+WIDE += ["model.width=512", "model.context=32", "train.batch=16"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [[], WIDE], ids=["microbatches", "one-microbatch"])
+def test_scatters_of_one_group_do_not_meet(overrides, tmp_path):
+    """Large enough that XLA runs operations side by side; compiled anew."""
+    (tmp_path / "run.yaml").write_text(ZERO_1)
+    command = [sys.executable, "-m", "spmd_lm", "bench", str(tmp_path / "run.yaml"), *overrides, "--steps", "4"]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
 
 
 def test_jax_may_be_imported_already_but_not_started():
