@@ -5,6 +5,7 @@
 # make mutants      break the parallel code in 245 places, one at a time; each must be noticed. Hours
 # make test-browser reports in Chromium, half a minute; INSTALL=1 installs Debian's package, where it can
 # make test-slurm   launch/ on a SLURM of its own, and mpirun: 3 minutes. INSTALL=1 installs them, where it can
+# make predictions  memory and bytes of random runs beside absent hardware's compilers: RUNS=3, 2 minutes. SEED=0x1f
 # make notebooks    run notebooks/ from top to bottom: 8 minutes. PART=0/8 runs the first of the eight alone
 # make soak         kill a run 50 times at random, and compare what it ends with: SOAK_KILLS=50, 8 minutes on 2 cores
 # make bench-gpu    train steps beside PyTorch's on a GPU, or tiny ones on the CPU: SIZES=gpt2-124m
@@ -22,6 +23,8 @@ VENV ?= .venv
 WORKERS ?= 2
 EXTRAS ?= dev
 SLICE ?= 0/10
+RUNS ?= 3
+SEED ?= 0
 PART ?= 0/1
 
 BIN := $(VENV)/bin
@@ -39,7 +42,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-slice test-browser test-slurm test-all test-latest smoke-latest notebooks mutants soak
-.PHONY: bench-gpu lint check format clean help
+.PHONY: predictions bench-gpu lint check format clean help
 
 train: $(VENV)/.runtime
 	@$(BIN)/spmd-lm train configs/quickstart.yaml
@@ -92,6 +95,9 @@ ON_LATEST = @latest="$(NEWEST)"; \
 notebooks:
 	@$(MAKE) -s .venv-notebooks/.notebooks VENV=.venv-notebooks
 	.venv-notebooks/bin/python tests/run_notebooks.py --workers $(WORKERS) --part $(PART)
+
+predictions: $(VENV)/.dev
+	$(BIN)/python benchmarks/predictions.py --runs $(RUNS) --seed $(SEED)
 
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py --workers $(WORKERS)

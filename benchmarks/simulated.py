@@ -4,12 +4,12 @@
 
 Calibrates 8 simulated devices with `spmd-lm bench --calibrate`, draws layouts of a small GPT, times each with `spmd-lm
 bench` in its own process, and prints a row for each and the rank correlation of predicted and measured times, where
-differences below 5% are ties.  None of the layouts is used to calibrate.  Run it on an idle machine."""
+differences below 5% are ties.  None of the layouts is used to calibrate.  glibc keeps memory between steps, as in
+cpu_step.py: otherwise page faults are a third of a step.  Run it on an idle machine."""
 
 import argparse
 import itertools
 import json
-import os
 import random
 import secrets
 import subprocess
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cpu_step import environment
 
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.config.load import load
@@ -29,17 +30,16 @@ from spmd_lm.planning.search import candidates, cost, make_plan, make_target
 ROOT = Path(__file__).parents[1]
 DEVICES, TIE, SPREAD = 8, 0.05, 2.0
 MODEL = [
-    *("model.layers=8", "model.width=256", "model.heads=8", "model.context=128", "model.vocab=2048"),
+    *("model.layers=8", "model.width=512", "model.heads=8", "model.context=64", "model.vocab=2048"),
     *("model.dropout=0", "model.attention_dropout=0", "data.source=synthetic", "optim.lr=1e-3"),
-    *("precision.compute=float32", "train.steps=100", "train.batch=32", f"run.simulate_devices={DEVICES}"),
+    *("precision.compute=float32", "train.steps=100", "train.batch=16", f"run.simulate_devices={DEVICES}"),
 ]
 
 
 def spmd_lm(*arguments: str) -> dict[str, Any]:
     """The JSON of a command, in a process of its own."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NPROC": "64"}
     line = [sys.executable, "-m", "spmd_lm", *arguments, "--json", "-"]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(line, env=environment("tuned") | {"NPROC": "64"}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(line)}: {done.stderr}")
     return json.loads(done.stdout)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.activations import dtype_bytes
+from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives, layer_passes
 from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.kernels import Kernels
@@ -64,6 +64,7 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: Syst
     heads = microbatches / plan.layout.pipe if system.idle_is_free else microbatches
     idle_is_work = config.parallel.run_idle_stages and plan.layout.pipe > 1
     compute = in_layers + (counts.ticks if idle_is_work else heads) * head_seconds(config, plan, system, kernels)
+    compute += _accumulation_seconds(config, plan, system, kernels)
     rows = (megatron_collectives if system.eager else expected_collectives)(config, plan)
     groups = dict.fromkeys(row.axes for row in rows)
     within = {axes: devices_within_domain(plan.sizes, axes, hardware.devices_per_host) for axes in groups}
@@ -92,6 +93,17 @@ def _layers_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kern
     ahead, passes = layer_passes(config, plan)  # in a pipeline the pass ahead of backward's runs the chunk twice
     again = layer.repeated(config.remat_policy, eager=False)
     return ahead * layer.forward + passes * (layer.forward + again + layer.backward)
+
+
+def _accumulation_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
+    """Memory traffic of adding each microbatch's gradients to their sum, in float32 or wider; eager ones are added as
+    their products are written."""
+    microbatches, p = config.parallel.microbatches, config.precision
+    if system.eager or (microbatches == 1 and plan.layout.pipe == 1):
+        return 0.0
+    elements = plan.elements_per_device(gathered=not plan.zero.scatters_in_backward)
+    bytes_ = dtype_bytes(p.compute) + 2 * dtype_bytes(at_least_float32(p.compute))
+    return microbatches * kernels.traffic(elements * bytes_)
 
 
 def _on_links(

@@ -30,6 +30,7 @@ class System(NamedTuple):
     beside: dict[str, Window] | Literal["plan"] = {}  # noqa: RUF012 - never changed
     one_adapter: bool = False
     idle_is_free: bool = False
+    weight_copies: int = 0
 
     def hides(self, row: ExpectedCollective, config: RunConfig, plan: Plan) -> Window | None:
         """What hides a collective, if anything."""

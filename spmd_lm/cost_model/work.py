@@ -57,6 +57,7 @@ class LayerWork:
         self.qkv = self.tokens * (m.width + 2 * m.kv_width) / self.shards
         self.gated = m.activation == "swiglu"
         self.fuses_attention = system.fuses_attention(config, plan.platform)
+        self.weight_copies = system.weight_copies
 
     @property
     def products(self) -> list[Product]:
@@ -79,8 +80,11 @@ class LayerWork:
         attention, attention_backward, scores = self._attention(kernels)
         products = [kernels.product(product) for product in self.products]
         of_backward = [kernels.product(each) for product in self.products for each in product.of_backward]
-        forward = sum(products) + kernels.elementwise(*self._forward_elements()) + attention
-        backward = sum(of_backward) + kernels.elementwise(*self._backward_elements()) + attention_backward
+        copies = kernels.traffic(
+            2 * self.weight_copies * sum(p.inner * p.columns for p in self.products) * kernels.size
+        )
+        forward = sum(products) + kernels.elementwise(*self._forward_elements()) + attention + copies
+        backward = sum(of_backward) + kernels.elementwise(*self._backward_elements()) + attention_backward + copies
         return LayerSeconds(forward, backward, attention, scores, (products[1], products[3]))
 
     def _attention(self, kernels: Kernels) -> tuple[float, float, float]:
