@@ -12,18 +12,20 @@ class Compiler(NamedTuple):
     activations, gradients and the weights that a pipeline's loop reads are held so.  kernel_workspace: bytes that
     matrix products may use meanwhile.  scores: arrays as large as all float32 scores that backward through attention
     holds where no fused kernel computes it, without and with a pipeline.  sums_overlap: sums over devices, and zeros,
-    start as early and end as late as their data allow, so that their float32 operands stay."""
+    start as early and end as late as their data allow, so that their float32 operands stay.  reuses_chunk: a chunk that
+    is all of a stage's layers, gathered before, is not copied."""
 
     lanes: int = 1
     wide: bool = False
     kernel_workspace: int = 0
     scores: tuple[float, float] = (2.0, 1.25)
     sums_overlap: bool = False
+    reuses_chunk: bool = False
 
 
 AS_WRITTEN = Compiler()
 COMPILER_OF_PLATFORM = {
-    "tpu": Compiler(lanes=128),
+    "tpu": Compiler(lanes=128, reuses_chunk=True),
     "gpu": Compiler(kernel_workspace=64 * MIB, sums_overlap=True),
     "cpu": Compiler(wide=True),
 }

@@ -60,7 +60,7 @@ class _Sizes:
         # The embedding's gradient is in at least float32, and then rounded to the compute dtype; or both it and the
         # head's are in another layout before they are scattered.
         self.rounding = self.embedding + self.head_gradient
-        if scatters and compiler.sums_overlap:
+        if scatters and compiler.sums_overlap and not plan.zero.gathers_on_use:
             self.rounding = 4 * self.head_gradient
 
         # activations
@@ -145,7 +145,8 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     gradients, in_scatter = sizes.accumulated + sizes.layer + sizes.ahead, sizes.accumulated
     if plan.zero.scatter_per == "chunk":
         chunk = sizes.layer * config.layers_per_chunk
-        weights += chunk * (2 if plan.prefetch_chunks else 1)
+        if plan.zero.gathers_on_use or config.chunks > 1 or not sizes.compiler.reuses_chunk:
+            weights += chunk * (2 if plan.prefetch_chunks else 1)
         gradients = chunk * sizes.widening
         in_scatter = gradients + sizes.gradients
         if config.chunks > 1 or sizes.compiler.sums_overlap:  # the shards are there before the only chunk's end
