@@ -87,7 +87,7 @@ def f(x: Array, stream: P) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def g(x: Array, stream: P) -> Array:
-    return lax.psum(x, "model") if stream == WHOLE else reduce_scatter(x, "model", 1)
+    return lax.psum(x, "model") if stream == WHOLE else reduce_scatter(x, ("model",), 1)
 
 
 f.defvjp(lambda x, stream: (f(x, stream), None), lambda stream, _, d: (g(d, stream),))

@@ -7,7 +7,7 @@ and the same code runs on one device without a mesh."""
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,11 @@ def is_dim_names(x: Any) -> bool:
 def is_spec(x: Any) -> bool:
     """Whether a node of a tree is a PartitionSpec (a leaf) rather than a container of more nodes."""
     return isinstance(x, P)
+
+
+def axes_named(axis: str, mesh_axes: Iterable[str]) -> tuple[str, ...]:
+    """Those of a mesh's axes that together are `axis`: that one, or on a TPU's torus several, as data0 and data1."""
+    return tuple(name for name in mesh_axes if name.rstrip("0123456789") == axis)
 
 
 def axes_of(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:

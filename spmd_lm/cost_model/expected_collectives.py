@@ -117,7 +117,7 @@ class _Step:
         # both of two, because XLA unrolls a loop of one iteration.
         layers = config.layers_per_chunk
         self.unrolled = (1.0 if layers == 2 else 1 / layers) if plan.prefetch else float(not config.scan_layers)
-        self.reduction = REDUCE_SCATTER if plan.sequence else ALL_REDUCE
+        self.model = plan.nontrivial_axes(MODEL)
 
     def row(
         self, kind: str, axes: Axes, part: str, array: Array, count: float, formula: str, repeated: float = 0
@@ -126,6 +126,17 @@ class _Step:
         dtype, elements = array
         bytes_ = wire_bytes(kind, elements * dtype_bytes(dtype), math.prod(self.plan.sizes[axis] for axis in axes))
         return ExpectedCollective(kind, axes, part, dtype, count, count * bytes_, formula, repeated * bytes_)
+
+    def reductions(self, part: str, count: float, formula: str, repeated: float = 0) -> Iterator[ExpectedCollective]:
+        """`count` sums of A over `model`: all-reduces; or where the sequence is sharded reduce-scatters, one mesh axis
+        after the other, of which each leaves the next a shard to send."""
+        if not self.plan.sequence:
+            yield self.row(ALL_REDUCE, self.model, part, self.activations, count, formula, repeated)
+            return
+        (dtype, elements), share = self.activations, 1.0
+        for axis in self.model:
+            yield self.row(REDUCE_SCATTER, (axis,), part, (dtype, elements * share), count, formula, repeated)
+            share /= self.plan.sizes[axis]
 
     @functools.cached_property
     def parameters(self) -> list[tuple[DimNames, int, tuple[str, ...]]]:
@@ -151,7 +162,7 @@ def _messages(step: _Step) -> Iterator[ExpectedCollective]:
     message = step.compute, step.tokens * step.config.model.width / slices
     yield step.row(COLLECTIVE_PERMUTE, (PIPE,), "messages", message, step.runs.messages, formula)
     if slices > 1 and not sequence:
-        yield step.row(ALL_GATHER, (MODEL,), "messages", step.activations, step.runs.received, "A, where one arrives")
+        yield step.row(ALL_GATHER, step.model, "messages", step.activations, step.runs.received, "A, where one arrives")
 
 
 def _embedding(step: _Step) -> Iterator[ExpectedCollective]:
@@ -159,9 +170,9 @@ def _embedding(step: _Step) -> Iterator[ExpectedCollective]:
     runs, a = step.runs, step.activations
     # A pipeline does not save the sum: a norm after the embedding needs it again in backward.
     again = runs.embedding_grad if step.config.model.norm == "post" and runs.messages else 0
-    yield step.row(step.reduction, (MODEL,), "embedding", a, runs.embedding + again, "m: A forward")
+    yield from step.reductions("embedding", runs.embedding + again, "m: A forward")
     if step.plan.sequence:
-        yield step.row(ALL_GATHER, (MODEL,), "embedding", a, runs.embedding_grad, "m: A backward")
+        yield step.row(ALL_GATHER, step.model, "embedding", a, runs.embedding_grad, "m: A backward")
 
 
 class _BranchRuns(NamedTuple):
@@ -211,12 +222,12 @@ def _blocks_at_once(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[E
     a_layer = 2 * branches + (runs.repeated / passes if passes else 0)
     formula = f"{a_layer:g}Lm: A, {branches} forward, {branches} backward a layer{ahead}"
     again = runs.repeated * step.unrolled
-    yield step.row(step.reduction, (MODEL,), "blocks", step.activations, runs.reductions, formula, again)
+    yield from step.reductions("blocks", runs.reductions, formula, again)
     if step.plan.sequence:
         formula = f"{3 * branches}Lm: A, {branches} forward, {branches} backward, and {branches} of what was not saved"
         formula += f" whole{ahead}"
         again = branches * passes * step.unrolled
-        yield step.row(ALL_GATHER, (MODEL,), "blocks", step.activations, runs.gathers, formula, again)
+        yield step.row(ALL_GATHER, step.model, "blocks", step.activations, runs.gathers, formula, again)
 
 
 def _blocks_in_parts(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
@@ -227,26 +238,26 @@ def _blocks_in_parts(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[
         passed, again = passed + runs.gathers, again + branches * step.runs.layer_passes
     sends, again = (n - 1) * passed, (n - 1) * again * step.unrolled
     formula = f"A/{n}, {n - 1} for each that is gathered or reduced"
-    yield step.row(COLLECTIVE_PERMUTE, (MODEL,), "blocks", (dtype, elements / n), sends, formula, again)
+    yield step.row(COLLECTIVE_PERMUTE, step.model, "blocks", (dtype, elements / n), sends, formula, again)
     if not step.plan.sequence:
-        again = runs.repeated * step.unrolled
-        yield step.row(ALL_GATHER, (MODEL,), "blocks", step.activations, runs.reductions, "A, what was reduced", again)
+        formula, again = "A, what was reduced", runs.repeated * step.unrolled
+        yield step.row(ALL_GATHER, step.model, "blocks", step.activations, runs.reductions, formula, again)
 
 
 def _head(step: _Step) -> Iterator[ExpectedCollective]:
     """What the objective's heads send, and cross-entropy over vocabulary shards."""
     objective, sequence, a, runs = step.config.objective, step.plan.sequence, step.activations, step.runs.head
     if sequence and objective.has_sequence_label:
-        yield step.row(ALL_REDUCE, (MODEL,), "head", (step.wide, 1), runs, "m: a number, of the first token")
+        yield step.row(ALL_REDUCE, step.model, "head", (step.wide, 1), runs, "m: a number, of the first token")
     if sequence and isinstance(objective, ExtractiveQA):
         logits = step.compute, 2 * step.tokens
-        yield step.row(ALL_GATHER, (MODEL,), "head", logits, runs, "m: two numbers of each token")
+        yield step.row(ALL_GATHER, step.model, "head", logits, runs, "m: two numbers of each token")
     if objective.predicts_tokens:
         if sequence:
-            yield step.row(ALL_GATHER, (MODEL,), "head", a, runs, "m: A forward")
-        yield step.row(step.reduction, (MODEL,), "head", a, runs, "m: A backward")
+            yield step.row(ALL_GATHER, step.model, "head", a, runs, "m: A forward")
+        yield from step.reductions("head", runs, "m: A backward")
         formula = "3m: maximum, normaliser and target's logit of each token"
-        yield step.row(ALL_REDUCE, (MODEL,), "head", (step.wide, step.tokens), 3 * runs, formula)
+        yield step.row(ALL_REDUCE, step.model, "head", (step.wide, step.tokens), 3 * runs, formula)
 
 
 class _Transfers(NamedTuple):

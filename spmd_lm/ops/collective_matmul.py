@@ -74,10 +74,10 @@ def _gather_and_multiply(x: Array, weights: Sequence[Array], name: str, ordered:
     """x [batch, sequence, width] with its whole sequence, and that times each of `weights` [width, other]."""
     w = _side_by_side(weights, 1)
     if nontrivial_axes(SEQUENCE):
-        axis = _axis_of(name)
-        shards = _shards_from(x, axis)
+        axes = _axes_of(name)
+        shards = _shards_from(x, axes)
         products = [dense(rows, _unmerged(w, k)) for k, rows in enumerate(shards)]
-        gathered, product = (_put_together(parts, axis, ordered) for parts in (shards, products))
+        gathered, product = (_put_together(parts, axes, ordered) for parts in (shards, products))
     else:
         gathered, product = x, dense(x, w)
     ends = list(itertools.accumulate(w.shape[1] for w in weights))
@@ -87,25 +87,25 @@ def _gather_and_multiply(x: Array, weights: Sequence[Array], name: str, ordered:
 def _multiply_and_scatter(factors: Sequence[Array], weights: Sequence[Array], name: str, ordered: bool) -> Array:
     """The sum of factors [batch, time, other] times weights [width, other] transposed, pair by pair and over the
     shards of `name`, as the residual stream holds it: [batch, sequence, width]."""
-    axis, factor, w = _axis_of(name), _side_by_side(factors, 2), _side_by_side(weights, 1)
-    n = lax.axis_size(axis)
+    axes, factor, w = _axes_of(name), _side_by_side(factors, 2), _side_by_side(weights, 1)
+    n = lax.axis_size(axes)
     part, rest = divmod(factor.shape[TIME], n)
     assert not rest, (factor.shape, n)
-    first = lax.axis_index(axis) if ordered or not nontrivial_axes(SEQUENCE) else 0
+    first = lax.axis_index(axes) if ordered or not nontrivial_axes(SEQUENCE) else 0
 
     def addend(k: int) -> Array:
         rows = lax.dynamic_slice_in_dim(factor, (first + k) % n * part, part, TIME)
         return dense(rows, _unmerged(w, k), True)
 
-    total = _sum_over(addend, axis)
+    total = _sum_over(addend, axes)
     return total if nontrivial_axes(SEQUENCE) else all_gather(total, name, TIME)
 
 
-def _axis_of(name: str) -> str:
-    """The mesh axis that shards `name`, and the sequence if that is sharded."""
-    (axis,) = nontrivial_axes(name)
-    assert nontrivial_axes(SEQUENCE) in ((), (axis,)), (name, axis)
-    return axis
+def _axes_of(name: str) -> tuple[str, ...]:
+    """The mesh axes that shard `name`, and the sequence if that is sharded."""
+    axes = nontrivial_axes(name)
+    assert nontrivial_axes(SEQUENCE) in ((), axes), (name, axes)
+    return axes
 
 
 def _side_by_side(arrays: Sequence[Array], dim: int) -> Array:
@@ -118,45 +118,45 @@ def _unmerged(w: Array, k: int) -> Array:
     return lax.optimization_barrier((w, jnp.int32(k)))[0]
 
 
-# ---- the ring along a mesh axis
+# ---- the ring along mesh axes
 
 
-def _ways(axis: str) -> tuple[tuple[int, int], tuple[int, int]]:
+def _ways(axes: tuple[str, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
     """(direction, hops) each way round: together to and from every other device."""
-    n = lax.axis_size(axis)
+    n = lax.axis_size(axes)
     return (1, n // 2), (-1, (n - 1) // 2)
 
 
-def _shards_from(x: Array, axis: str) -> list[Array]:
+def _shards_from(x: Array, axes: tuple[str, ...]) -> list[Array]:
     """The x of all devices: entry k is from k places after this one."""
-    n = lax.axis_size(axis)
+    n = lax.axis_size(axes)
     shards = [x] * n
-    for way, hops in _ways(axis):
+    for way, hops in _ways(axes):
         for hop in range(1, hops + 1):
-            shards[-way * hop % n] = _send(shards[-way * (hop - 1) % n], axis, way)
+            shards[-way * hop % n] = _send(shards[-way * (hop - 1) % n], axes, way)
     return shards
 
 
-def _put_together(shards: list[Array], axis: str, ordered: bool) -> Array:
+def _put_together(shards: list[Array], axes: tuple[str, ...], ordered: bool) -> Array:
     """Such shards of the sequence as one array."""
     gathered = jnp.concatenate(shards, TIME)
-    return jnp.roll(gathered, lax.axis_index(axis) * shards[0].shape[TIME], TIME) if ordered else gathered
+    return jnp.roll(gathered, lax.axis_index(axes) * shards[0].shape[TIME], TIME) if ordered else gathered
 
 
-def _sum_over(addend: Callable[[int], Array], axis: str) -> Array:
+def _sum_over(addend: Callable[[int], Array], axes: tuple[str, ...]) -> Array:
     """The sum of what all devices have for this one: addend(k) is for the device k places after its own."""
-    n = lax.axis_size(axis)
+    n = lax.axis_size(axes)
     total = addend(0)
-    for way, hops in _ways(axis):
+    for way, hops in _ways(axes):
         arriving = None
         for hop in range(hops, 0, -1):
             mine = addend(way * hop % n)
-            arriving = _send(mine if arriving is None else arriving + mine, axis, way)
+            arriving = _send(mine if arriving is None else arriving + mine, axes, way)
         total = total if arriving is None else total + arriving
     return total
 
 
-def _send(x: Array, axis: str, way: int) -> Array:
+def _send(x: Array, axes: tuple[str, ...], way: int) -> Array:
     """To each device the x of the one before it, or with way -1 of the one after it."""
-    n = lax.axis_size(axis)
-    return lax.ppermute(x, axis, [(i, (i + way) % n) for i in range(n)])
+    n = lax.axis_size(axes)
+    return lax.ppermute(x, axes, [(i, (i + way) % n) for i in range(n)])

@@ -9,6 +9,7 @@ shard it; where none does, it returns its argument unchanged.  Only functions de
 collective, may be differentiated through."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,23 +76,31 @@ def gather_sequence(x: Array) -> Array:
     return all_gather(x, SEQUENCE, 1)
 
 
-def reduce_scatter(x: Array, axes: str | tuple[str, ...], dim: int, *, row_major: bool = False) -> Array:
-    """The sum of x over mesh axes, of which each device keeps its shard along `dim`.
+def reduce_scatter(x: Array, axes: Sequence[str], dim: int, *, row_major: bool = False) -> Array:
+    """The sum of x over mesh axes, one after the other, of which each device keeps its shard along `dim`.
 
-    A TPU's compiler makes a full all-reduce of it where an array has dimensions of size one, which are therefore
-    squeezed meanwhile, or where `dim` is the minor dimension in memory; and it pads most arrays, but none whose first
-    dimension is the number of devices.  row_major: constrain x to row-major layout in memory, for arrays that would
-    otherwise inherit the layout of what produced them."""
+    A TPU's compiler makes a full all-reduce of it over all devices of a torus at once, where an array has dimensions of
+    size one, which are therefore squeezed meanwhile, or where `dim` is the minor dimension in memory; and it pads most
+    arrays along their first dimension, but none of which that is twice the number of devices.  row_major: constrain x
+    to row-major layout in memory, for arrays that would otherwise inherit the layout of what produced them."""
     ones = tuple(d for d, size in enumerate(x.shape) if size == 1 and d != dim)
     x, dim = lax.squeeze(x, ones), dim - sum(d < dim for d in ones)
-    devices = lax.psum(1, axes)
-    local_shape = (x.shape[0] // devices, *x.shape[1:])
-    leading = dim == 0 and local_shape[0] > 1
-    x = x.reshape(devices, *local_shape) if leading else x
+    for axis in axes:
+        x = _reduce_scatter_along(axis, x, dim, row_major)
+    return lax.expand_dims(x, ones)
+
+
+def _reduce_scatter_along(axis: str, x: Array, dim: int, row_major: bool) -> Array:
+    devices = lax.axis_size(axis)
+    local_size, *rest = x.shape[0] // devices, *x.shape[1:]
+    leading = dim == 0 and local_size > 1
+    if leading:
+        rows = math.gcd(2, local_size)
+        x = x.reshape(devices * rows, local_size // rows, *rest)
     if row_major:
         x = with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
-    shard = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-    return lax.expand_dims(shard.reshape(local_shape) if leading else shard, ones)
+    shard = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return shard.reshape(local_size, *rest) if leading else shard
 
 
 def reduce_scatter_or_psum(x: Array, name: str) -> Array:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from spmd_lm.axes import DATA, MESH_AXES, MODEL, PIPE, REPLICA
+from spmd_lm.axes import DATA, MESH_AXES, MODEL, PIPE, REPLICA, axes_named
 from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import LayoutError
@@ -62,34 +62,41 @@ def abstract_mesh(layout: Layout) -> AbstractMesh:
 def make_mesh(layout: Layout, devices: list[jax.Device], *, model_across_hosts: bool = False) -> Mesh:
     """A mesh of all `devices`, whose number must be the layout's.  model_across_hosts: any axis may span TPU slices.
 
-    On a TPU `data` may become several axes, data0, data1, ..., each along dimensions of the torus: over one flat axis
-    that spans several, its compiler makes full all-reduces of gathers and scatters."""
+    On a TPU `data` may become two axes, data0 and data1, each along dimensions of the torus, and `model` model0 and
+    model1: over one flat axis that spans several, its compiler makes full all-reduces of gathers and scatters."""
     assert layout.devices == len(devices), (layout, len(devices))
-    data_shape: tuple[int, ...] = (layout.data,)
     if devices[0].platform == "tpu":
-        data_shape, array = _on_torus(layout, devices, model_across_hosts)
+        sizes, array = _on_torus(layout, devices, model_across_hosts)
     else:
-        array = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
-    data = [f"{DATA}{i}" for i in range(len(data_shape))] if len(data_shape) > 1 else [DATA]
-    outermost_first, names = (
-        [name for axis in axes for name in (data if axis == DATA else [axis])] for axes in (OUTERMOST_FIRST, MESH_AXES)
+        sizes, array = _axis_sizes(layout), np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
+    names = {axis: [axis] if len(on) == 1 else [f"{axis}{i}" for i in range(len(on))] for axis, on in sizes.items()}
+    outermost_first, in_order = (
+        [*itertools.chain(*(names[axis] for axis in axes))] for axes in (OUTERMOST_FIRST, MESH_AXES)
     )
-    array = array.reshape(_mesh_shape(layout, data_shape)).transpose([outermost_first.index(name) for name in names])
-    return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
+    array = array.reshape(_mesh_shape(sizes)).transpose([outermost_first.index(name) for name in in_order])
+    return Mesh(array, in_order, axis_types=(AxisType.Auto,) * len(in_order))
 
 
-def _mesh_shape(layout: Layout, data_shape: tuple[int, ...]) -> tuple[int, ...]:
+_AxisSizes = Mapping[str, tuple[int, ...]]
+"""Of each axis of a layout the sizes of the mesh axes that together are it, outermost first."""
+
+
+def _axis_sizes(layout: Layout, **split: tuple[int, ...]) -> _AxisSizes:
+    return {axis: (size,) for axis, size in layout.sizes.items()} | split
+
+
+def _mesh_shape(sizes: _AxisSizes) -> tuple[int, ...]:
     """Shape of the mesh with its axes in the order of OUTERMOST_FIRST."""
-    return (layout.replica, *data_shape, layout.pipe, layout.model)
+    return tuple(size for axis in OUTERMOST_FIRST for size in sizes[axis])
 
 
 def domains_of_model(mesh: Mesh) -> int:
     """The most domains of fast links that one group of devices along `model` spans: hosts of GPUs, or TPU slices."""
-    return domains_along(mesh, (MODEL,))
+    return domains_along(mesh, axes_named(MODEL, mesh.axis_names))
 
 
 def domains_along(mesh: Mesh, axes: Sequence[str]) -> int:
-    """The same for a group of devices along several axes."""
+    """The same for a group of devices along several axes of the mesh."""
     last = range(-len(axes), 0)
     devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(axis) for axis in axes], list(last))
     groups = devices.reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
@@ -102,7 +109,7 @@ def devices_within_domain(sizes: Mapping[str, int], axes: Sequence[str], domain:
     sizes: of the mesh's axes.  domain: 0 for any number."""
     within, distance = 1, 1
     for axis in reversed(OUTERMOST_FIRST):
-        for name in reversed([name for name in sizes if name.rstrip("0123456789") == axis]):
+        for name in reversed(axes_named(axis, sizes)):
             if name in axes:
                 near = domain // distance if domain else sizes[name]
                 within *= math.gcd(sizes[name], max(1, near))
@@ -129,8 +136,8 @@ def _domain(device: Any) -> int:
     return getattr(device, "slice_index", 0) or 0
 
 
-def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[tuple[int, ...], np.ndarray]:
-    """(shape of `data`, array of devices in the order of OUTERMOST_FIRST): the first shape that fits the torus."""
+def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[_AxisSizes, np.ndarray]:
+    """(sizes, array of devices in the order of OUTERMOST_FIRST): the first rings that fit the torus."""
     from jax.experimental import mesh_utils
 
     slices = len(set(map(_domain, devices)))
@@ -139,25 +146,34 @@ def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[
             f"parallel.replica={layout.replica} is not a multiple of the {slices} slices, between which only replicas "
             f"can be. Use parallel.replica={slices}, or parallel.model_across_hosts=true, which is slower."
         )
-    for split, data_shape in itertools.product((False, True), _data_shapes(layout, devices)):
-        replicas, *shape = _mesh_shape(layout, data_shape)
+    for split, sizes in itertools.product((False, True), _sizes_on_torus(layout, devices, slices)):
+        replicas, *shape = _mesh_shape(sizes)
         options: dict[str, Any] = {"allow_split_physical_axes": split}
         try:
             if slices == 1:
-                return data_shape, mesh_utils.create_device_mesh((replicas, *shape), devices, **options)
+                return sizes, mesh_utils.create_device_mesh((replicas, *shape), devices, **options)
             within, between = (replicas // slices, *shape), (slices, *[1] * len(shape))
-            return data_shape, mesh_utils.create_hybrid_device_mesh(within, between, devices, **options)
+            return sizes, mesh_utils.create_hybrid_device_mesh(within, between, devices, **options)
         except (NotImplementedError, ValueError):
             continue  # no axis of this length lies along the torus
-    return (layout.data,), np.array(sorted(devices, key=lambda d: (_domain(d), d.process_index, d.id)))
+    return _axis_sizes(layout), np.array(sorted(devices, key=lambda d: (_domain(d), d.process_index, d.id)))
 
 
-def _data_shapes(layout: Layout, devices: list[jax.Device]) -> list[tuple[int, ...]]:
-    """Shapes of `data`, the best first: two axes where it is longer than any dimension of the torus.
+def _sizes_on_torus(layout: Layout, devices: list[jax.Device], slices: int) -> list[_AxisSizes]:
+    """The best first: `data` is two axes where it is longer than any dimension of the torus, and `model` where it is
+    all of a slice, over which no reduce-scatter compiles to one; over a part of it it does."""
+    corner = np.array([d.coords for d in devices])
+    torus = {int(n) for n in corner.max(0) - corner.min(0) + 1}
+    flat = _axis_sizes(layout)
+    if layout.model == len(devices) // slices:
+        return [*(_axis_sizes(layout, model=pair) for pair in _pairs(layout.model, torus)), flat]
+    split = [_axis_sizes(layout, data=pair) for pair in _pairs(layout.data, torus)]
+    return [flat, *split] if layout.data <= max(torus) else [*split, flat]
+
+
+def _pairs(size: int, torus: set[int]) -> list[tuple[int, int]]:
+    """Two rings of together `size` devices, of which the inner one is as long as a dimension of the torus.
 
     A long inner ring leaves little for the outer one to send; some compilers refuse rings of 3, 5, ... devices."""
-    corner = np.array([d.coords for d in devices])
-    torus = {int(n) for n in corner.max(0) - corner.min(0) + 1 if n > 1}
-    split = [(layout.data // n, n) for n in torus if n < layout.data and layout.data % n == 0]
-    split.sort(key=lambda data_shape: (any(n % 2 for n in data_shape), -data_shape[1]))
-    return [(layout.data,), *split] if layout.data <= max(torus, default=1) else [*split, (layout.data,)]
+    pairs = [(size // n, n) for n in torus if 1 < n < size and size % n == 0]
+    return sorted(pairs, key=lambda pair: (any(n % 2 for n in pair), -pair[1]))

@@ -23,6 +23,7 @@ from spmd_lm.axes import (
     REPLICA,
     AxisRules,
     DimNames,
+    axes_named,
     axes_of,
     is_dim_names,
     is_spec,
@@ -118,23 +119,19 @@ class Plan:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Devices along each axis of the mesh; `data` may be several of them."""
+        """Devices along each axis of the mesh; `data` and `model` may be several of them."""
         return dict(self.mesh.shape)
 
     @functools.cached_property
-    def data_axes(self) -> tuple[str, ...]:
-        """The mesh axes that together are `data`, outermost first."""
-        return tuple(axis for axis in self.mesh.axis_names if axis.startswith(DATA))
-
-    @functools.cached_property
     def param_rules(self) -> Rules:
-        return PARAMETERS.with_data_axes(self.data_axes)
+        return PARAMETERS.on_mesh(self.mesh.axis_names)
 
     def nontrivial_axes(self, *names: str) -> tuple[str, ...]:
-        """The mesh axes among `names` that have more than one device, in the mesh's order."""
+        """The mesh axes of these names that have more than one device, in the mesh's order.  A name of MESH_AXES is all
+        axes that together are it."""
         if names not in self._nontrivial_axes:
-            physical = {axis for name in names for axis in (self.data_axes if name == DATA else (name,))}
-            axes = tuple(axis for axis, size in self.sizes.items() if size > 1 and axis in physical)
+            chosen = {axis for name in names for axis in (name, *axes_named(name, self.sizes))}
+            axes = tuple(axis for axis, size in self.sizes.items() if size > 1 and axis in chosen)
             self._nontrivial_axes[names] = axes
         return self._nontrivial_axes[names]
 
@@ -246,7 +243,7 @@ class Plan:
         return self._axis_rules(self.sequence)
 
     def _axis_rules(self, sequence: bool) -> AxisRules:
-        return AxisRules(activation_rules(sequence).with_data_axes(self.data_axes).table, self.sizes)
+        return AxisRules(activation_rules(sequence).on_mesh(self.mesh.axis_names).table, self.sizes)
 
     def shard_map(self, body: Callable, in_specs: Tree, out_specs: Tree, *, whole_sequence: bool = False) -> Callable:
         """`body` as a function of global arrays; every device runs it on its own shards, and it issues all collectives
@@ -345,7 +342,7 @@ class Plan:
 
         Where the sequence is sharded, a device has seen only its shard of it, so that the gradient of what `model` does
         not shard is a partial sum over `model` too."""
-        tensor_parallel = any(MODEL in self.param_rules.axes(name) for name in names)
+        tensor_parallel = any(MODEL in PARAMETERS.axes(name) for name in names)
         stages = () if "layers" in names else (PIPE,)  # the first and the last stage both use what is not a layer
         batch = (REPLICA,) if zero.ZERO_WIDTH in names else BATCH_AXES
         sequence = (MODEL,) if self.sequence and not tensor_parallel else ()

@@ -4,11 +4,11 @@ Each kind of parallelism is a few rows.  A table lists every name; a name that i
 dimension."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, DimNames
+from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, DimNames, axes_named
 from spmd_lm.errors import LayoutError
 
 Table = Mapping[str, tuple[str, ...]]
@@ -47,11 +47,10 @@ class Rules:
             raise LayoutError(f"the dimensions {names} of one array land on the same mesh axis: {used}")
         return P(*(self.axes(name) or None for name in names))
 
-    def with_data_axes(self, data_axes: tuple[str, ...]) -> "Rules":
-        """The same table on a mesh where several axes together are `data`."""
-        replaced = {DATA: data_axes}
+    def on_mesh(self, mesh_axes: Sequence[str]) -> "Rules":
+        """The same table on a mesh where several axes together may be `data`, or `model`."""
         return Rules(
-            {name: tuple(a for axis in on for a in replaced.get(axis, (axis,))) for name, on in self.table.items()}
+            {name: tuple(a for axis in on for a in axes_named(axis, mesh_axes)) for name, on in self.table.items()}
         )
 
 

@@ -109,9 +109,7 @@ def scatter(tree: Tree, names: Tree, data_axes: tuple[str, ...], padded_width: i
     def scatter_leaf(names: DimNames, g: Array) -> Array:
         g, at = _off_minor_dim(g.astype(dtype), dim := names.index(ZERO_WIDTH))
         g = jnp.pad(g, [(0, padded_width - g.shape[d] if d == at else 0) for d in range(g.ndim)])
-        for axis in data_axes:
-            g = reduce_scatter(g, axis, at, row_major=True)
-        return jnp.moveaxis(g, at, dim)
+        return jnp.moveaxis(reduce_scatter(g, data_axes, at, row_major=True), at, dim)
 
     leaf_names = jax.tree.leaves(names, is_leaf=is_dim_names)
     leaves, treedef = jax.tree.flatten(tree)

@@ -35,10 +35,11 @@ def test_sequence_parallelism_is_one_row():
     assert split["sequence"] == split["heads"]
 
 
-def test_data_may_be_several_rings_of_a_mesh():
-    table = PARAMETERS.with_data_axes(("data0", "data1")).table
-    assert table["zero_width"] == ("data0", "data1")
-    assert activation_rules(False).with_data_axes(("data0", "data1")).table["batch"] == ("replica", "data0", "data1")
-    assert {name: on for name, on in table.items() if name != "zero_width"} == {
-        name: on for name, on in PARAMETERS.table.items() if name != "zero_width"
+def test_data_and_model_may_be_several_rings_of_a_mesh():
+    on_mesh = PARAMETERS.on_mesh(("pipe", "replica", "data0", "data1", "model0", "model1")).table
+    assert on_mesh["zero_width"] == ("data0", "data1") and on_mesh["heads"] == ("model0", "model1")
+    assert {name for name, on in on_mesh.items() if on != PARAMETERS.table[name]} == {
+        *("zero_width", "heads", "mlp", "vocab")
     }
+    stream = activation_rules(True).on_mesh(("pipe", "replica", "data0", "data1", "model")).table
+    assert stream["batch"] == ("replica", "data0", "data1") and stream["sequence"] == ("model",)

@@ -122,6 +122,18 @@ def test_sequence_parallelism_gathers_and_scatters_instead(name, remat, scatters
 
 
 @slow
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("v5p:2x2x2", {"data": 1, "model": 8}),  # over all devices of the torus
+        ("v4:2x2x4", {"data": 2, "replica": 2, "microbatches": 16}),  # of one sequence, over four devices of a line
+    ],
+)
+def test_a_tpu_scatters_along_any_axes(name, parallel):
+    exact(audited(name, "full", sequence=True, model_keys={"context": 2048, "width": 2048}, **parallel))
+
+
+@slow
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize(
     "parallel",

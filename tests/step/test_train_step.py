@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_lm.parallel import mesh
+from spmd_lm.step.program import Program
 from tests import reference
 from tests.helpers import (
     FLOAT32,
@@ -26,6 +28,7 @@ from tests.helpers import (
     program,
     run_of,
     shard_bytes,
+    train_steps,
     trained,
     trained_reference,
 )
@@ -93,6 +96,24 @@ OTHER = {
     "model": CERTAIN | {"tie_embeddings": False, "use_bias": False, "activation": "gelu", "mlp_width": 48, "vocab": 59},
     "optim": {"clip": 0.0, "decay": "linear", "warmup": 1, "weight_decay": 0.01},
 }
+
+
+SEVERAL_AXES = [
+    ({"model": 8, "sequence": True}, {"model": (4, 2)}),
+    pytest.param({"model": 8, "sequence": True, "collective_matmul": "on"}, {"model": (2, 4)}, marks=slow),
+    pytest.param({"pipe": 2, "model": 4}, {"model": (2, 2)}, marks=slow),
+    pytest.param({"data": 4, "model": 2, "zero": 3}, {"data": (2, 2)}, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("parallel", "sizes"), SEVERAL_AXES, ids=str)
+def test_an_axis_that_is_several_of_the_mesh_computes_the_reference(parallel, sizes, monkeypatch):
+    """As on a TPU's torus."""
+    want, config = trained_reference(make_config()), make_config(parallel=parallel)
+    monkeypatch.setattr(mesh, "_axis_sizes", lambda layout: {axis: (n,) for axis, n in layout.sizes.items()} | sizes)
+    bound = Program(config, jax.devices()[: degrees(config).devices])
+    assert {f"{axis}{i}" for axis, on in sizes.items() for i in range(len(on))} < bound.plan.sizes.keys()
+    assert_same_run(train_steps(bound), want)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ class StageTransfer:
         (rows, sequence, width), n = activation.shape, plan.layout.model
         self.sends_unsplit = n == 1 or plan.sequence or sequence % n > 0
         self.shape, self.dtype = (rows, sequence if self.sends_unsplit else sequence // n, width), activation.dtype
-        self.stages, self.wraps = plan.layout.pipe, wraps
+        self.stages, self.wraps, self.shards = plan.layout.pipe, wraps, plan.nontrivial_axes(MODEL)
 
     def zeros(self) -> Array:
         return jnp.zeros(self.shape, self.dtype)
@@ -37,10 +37,10 @@ class StageTransfer:
         """This device's part of an activation."""
         if self.sends_unsplit:
             return x
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(MODEL) * self.shape[1], self.shape[1], 1)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.shards) * self.shape[1], self.shape[1], 1)
 
     @jax.named_scope("messages")
     def unpack(self, message: Array) -> Array:
         """The activation, of which each device of `model` has received its part."""
-        x = lax.all_gather(message, MODEL, axis=1, tiled=True)
+        x = lax.all_gather(message, self.shards, axis=1, tiled=True)
         return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))  # that of the slots it is written to
