@@ -78,10 +78,11 @@ class LayerActivations:
         # The hidden layer's gradient before and after the activation; the gradient of a branch's output, and where the
         # sequence is sharded the whole of it and of the branch's input.
         self.workspace = 2 * hidden + (3 if plan.sequence else 1) * unsharded
+        self.workspace += compiler.streams[plan.sequence] * unsharded
         if remat.recomputes_layer:
             self.workspace += self.outside + (self.core if fused else 0) - self.saved
         if not fused:
-            self.workspace += compiler.scores[plan.layout.pipe > 1] * m.heads * m.context / shards * wide
+            self.workspace += compiler.scores * m.heads * m.context / shards * wide
 
     def _saved(self, config: RunConfig) -> float:
         remat = config.remat_policy

@@ -47,6 +47,9 @@ class _Sizes:
         self.resident = parts["blocks"] if copied else 0  # layers' weights that are present in every phase
         if plan.zero.gathers_on_use:
             self.resident = cast * plan.elements_per_device("blocks") * size
+            self.resident *= plan.layout.pipe > 1 or not compiler.casts_layers
+        elif compiler.wide and plan.layout.pipe == 1:
+            self.resident *= self.widening
 
         # gradients
         scatters = plan.zero.scatters_in_backward
@@ -54,8 +57,10 @@ class _Sizes:
         # The sum over microbatches, in the parameters' dtype or float32.
         self.accumulated = sharded * dtype_bytes(p.params) if scatters else unsharded * self.widening
         # Those of one microbatch, or of the step, at its end; scattered ones in the dtype in which they are reduced.
-        widened = self.widening if compiler.wide else 1
-        self.gradients = sharded * dtype_bytes(p.reduce) if scatters else unsharded * widened
+        self.gradients = sharded * dtype_bytes(p.reduce) if scatters else unsharded
+        # Those of the layers of one remat block, before they join the other shards.
+        in_block = config.remat_policy.layers_per_remat_block if config.remat_policy.policy == "block" else 0
+        self.remat_block = plan.elements_per_device("blocks") * dtype_bytes(p.reduce) * in_block // self.layers
         self.head_gradient = self.embedding * self.widening  # added up over chunks of logits, in at least float32
         # The embedding's gradient is in at least float32, and then rounded to the compute dtype; or both it and the
         # head's are in another layout before they are scattered.
@@ -107,18 +112,30 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     accumulates = config.parallel.microbatches > 1
     accumulated = sizes.accumulated if accumulates else 0
     gradients = sizes.gradients + accumulated
-    in_backward = sizes.resident + (sizes.layer + sizes.ahead if plan.zero.gathers_on_use else sizes.rest)
-    unreduced = sizes.layer + sizes.ahead if plan.zero.scatters_in_backward else 0
-    if sizes.compiler.sums_overlap and not plan.zero.gathers_on_use:
-        # The head's gradient, and a layer's, until they are scattered; or the head's, and the zeros it is added to.
-        overlapping = sizes.layer * sizes.widening if unreduced else sizes.head_gradient - sizes.embedding
-        unreduced += sizes.head_gradient + overlapping
     at_the_end = sizes.resident + (sizes.rest if accumulates else 0)
+    in_blocks = sizes.resident + (sizes.layer + sizes.ahead if plan.zero.gathers_on_use else sizes.rest)
+    if plan.zero.gathers_on_use and sizes.compiler.sums_overlap:
+        in_blocks += at_the_end
     return [
         Phase(HEAD, sizes.resident + sizes.rest, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
-        Phase(BLOCKS, in_backward, gradients + unreduced, sizes.saved, sizes.workspace),
+        Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), sizes.saved, sizes.workspace),
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.rounding),
     ]
+
+
+def _unreduced(plan: Plan, sizes: _Sizes) -> int:
+    """Gradients in backward through the blocks, besides those that are complete."""
+    unreduced = sizes.layer + sizes.ahead if plan.zero.scatters_in_backward else 0
+    if sizes.compiler.wide:  # the head's gradient, and the zeros to which the embedding's will be added
+        return unreduced + 2 * sizes.head_gradient - sizes.embedding
+    if not sizes.compiler.sums_overlap:
+        return unreduced
+    unreduced += sizes.head_gradient
+    if plan.zero.gathers_on_use:
+        return unreduced + sizes.remat_block + sizes.head_gradient // plan.layout.data
+    if plan.zero.scatters_in_backward:  # a layer's, until it is scattered
+        return unreduced + sizes.layer * sizes.widening
+    return unreduced + sizes.head_gradient - sizes.embedding  # the zeros to which the head's is added
 
 
 def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
