@@ -19,7 +19,8 @@ import jax
 
 from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.activations import saved_bytes_per_token
+from spmd_lm.cost_model.activations import LayerActivations
+from spmd_lm.cost_model.compilers import Compiler
 from spmd_lm.planning.audit import audit
 from spmd_lm.step.program import Program
 
@@ -67,7 +68,7 @@ def traced(a: argparse.Namespace, policy: str, sequence: bool, target: Topology)
     forward = next(each for each in scans(jaxpr.jaxpr) if each.params["length"] == DEPTHS[0])
     saved = forward.outvars[forward.params["num_carry"] :]
     bytes_ = sum(x.aval.size * x.aval.dtype.itemsize for x in saved) / DEPTHS[0] / BATCHES[0]
-    return saved_bytes_per_token(c, program.plan) * a.context, bytes_
+    return LayerActivations(c, program.plan, Compiler()).saved * a.context, bytes_
 
 
 def compiled(a: argparse.Namespace, policy: str, sequence: bool, target: Topology) -> float:

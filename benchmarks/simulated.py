@@ -2,10 +2,11 @@
 
     python benchmarks/simulated.py [--seed N] [--layouts 12] [--steps 8]
 
-Calibrates 8 simulated devices with `spmd-lm bench --calibrate`, draws layouts of a small GPT, times each with `spmd-lm
-bench` in its own process, and prints a row for each and the rank correlation of predicted and measured times, where
-differences below 5% are ties.  None of the layouts is used to calibrate.  glibc keeps memory between steps, as in
-cpu_step.py: otherwise page faults are a third of a step.  Run it on an idle machine."""
+Calibrates 8 simulated devices with `spmd-lm bench --calibrate`, draws layouts of a small GPT on different meshes, times
+each with `spmd-lm bench` in its own process, and prints a row for each and the rank correlation of predicted and
+measured times, where differences below 5% are ties.  None of the layouts is used to calibrate.  Exits 1 if the
+correlation is below 0.8, or the slowest layout takes less than twice the fastest.  glibc keeps memory between steps, as
+in cpu_step.py: otherwise page faults are a third of a step.  Run it on an idle machine."""
 
 import argparse
 import itertools
@@ -25,10 +26,11 @@ from cpu_step import environment
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.config.load import load
 from spmd_lm.cost_model.hardware import read_hardware
-from spmd_lm.planning.search import candidates, cost, make_plan, make_target
+from spmd_lm.planning.search import CostedLayout, Target, candidates, cost, make_plan, make_target
 
 ROOT = Path(__file__).parents[1]
-DEVICES, TIE, SPREAD = 8, 0.05, 2.0
+DEVICES, TIE = 8, 0.05
+LEAST_CORRELATION, LEAST_SPREAD = 0.8, 2.0
 MODEL = [
     *("model.layers=8", "model.width=512", "model.heads=8", "model.context=64", "model.vocab=2048"),
     *("model.dropout=0", "model.attention_dropout=0", "data.source=synthetic", "optim.lr=1e-3"),
@@ -45,8 +47,8 @@ def spmd_lm(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def draw(seed: int, count: int, target: Any) -> list[Any]:
-    """Layouts of different meshes first, each with its other choices at random, and the cost of each."""
+def draw(seed: int, count: int, target: Target) -> list[CostedLayout]:
+    """Layouts of different meshes, each with its other choices at random, and their costs."""
     config, generator = load(None, MODEL), random.Random(seed)
     legal = list(itertools.chain.from_iterable(candidates(config, target, Counter())))
     generator.shuffle(legal)
@@ -99,7 +101,7 @@ def main() -> int:
             print(f"| {name} | {1e3 * predicted[-1]:.1f} | {1e3 * measured[-1]:.1f} |", flush=True)
     correlation = np.corrcoef(ranks(predicted), ranks(measured))[0, 1]
     print(f"\nrank correlation {correlation:.2f}; slowest over fastest {max(measured) / min(measured):.2f}")
-    return int(correlation < 0.8 or max(measured) < SPREAD * min(measured))
+    return int(correlation < LEAST_CORRELATION or max(measured) < LEAST_SPREAD * min(measured))
 
 
 if __name__ == "__main__":

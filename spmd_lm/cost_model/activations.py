@@ -8,7 +8,7 @@ import jax
 
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.compilers import AS_WRITTEN, Compiler
+from spmd_lm.cost_model.compilers import Compiler
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.plan import Plan
 
@@ -33,14 +33,9 @@ def tokens_per_device(config: RunConfig, layout: Layout) -> int:
 
 
 def stream_bytes(config: RunConfig, plan: Plan) -> int:
-    """One microbatch's residual stream on a device."""
+    """One microbatch's residual stream on a device, in the compute dtype, whatever its compiler makes of it."""
     size = tokens_per_device(config, plan.layout) * config.model.width * dtype_bytes(config.precision.compute)
     return size // (plan.layout.model if plan.sequence else 1)
-
-
-def saved_bytes_per_token(config: RunConfig, plan: Plan) -> float:
-    """Bytes per token and layer that forward hands on to backward, on a device."""
-    return LayerActivations(config, plan, AS_WRITTEN).saved
 
 
 class LayerActivations:

@@ -9,13 +9,13 @@ MIB = 2**20
 
 class Compiler(NamedTuple):
     """lanes: the minor dimension of an array is padded to a multiple of it.  wide: bfloat16 is computed as float32, and
-    activations, gradients and weights that a loop reads are held so.  kernel_workspace: bytes that matrix products may
-    use meanwhile.  scores: arrays as large as all float32 scores that backward through attention holds where no fused
-    kernel computes it (read from CPUs alone).  streams: further copies of the unsharded residual stream, without and
-    with `parallel.sequence`.  sums_overlap: sums over devices, and zeros, start as early and end as late as their data
-    allow, so that their float32 operands stay.  casts_layers: sharded weights are cast layer by layer as they are
-    gathered, not all of them before the loop.  reuses_chunk: a chunk that is all of a stage's layers, gathered before,
-    is not copied."""
+    activations, their gradients and the weights that a loop reads are held so.  kernel_workspace: bytes that matrix
+    products may use meanwhile.  scores: arrays as large as all float32 scores that backward through attention holds
+    where no fused kernel computes it (read from CPUs alone).  streams: further copies of the unsharded residual stream
+    in backward, without and with `parallel.sequence`.  sums_overlap: sums over devices, and zeros, start as early and
+    end as late as their data allow, so that their float32 operands stay.  casts_layers: sharded weights are cast layer
+    by layer as they are gathered, not all of them before the loop.  reuses_chunk: a chunk that is all of a stage's
+    layers, gathered before, is not copied."""
 
     lanes: int = 1
     wide: bool = False
@@ -27,7 +27,6 @@ class Compiler(NamedTuple):
     reuses_chunk: bool = False
 
 
-AS_WRITTEN = Compiler()
 COMPILER_OF_PLATFORM = {
     "tpu": Compiler(lanes=128, reuses_chunk=True),
     "gpu": Compiler(kernel_workspace=64 * MIB, sums_overlap=True, casts_layers=True),

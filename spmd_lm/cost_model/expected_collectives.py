@@ -111,13 +111,13 @@ class _Step:
         self.compute, self.wide = config.precision.compute, at_least_float32(config.precision.compute)
         self.layers = config.model.layers // plan.layout.pipe
         self.tokens = tokens_per_device(config, plan.layout)
-        # One microbatch's residual stream with the whole sequence; and how its partial sums are added over `model`.
+        # One microbatch's residual stream with the whole sequence: A.
         self.activations = self.compute, self.tokens * config.model.width
         # The share of a chunk's layers that no loop runs: all where they are unrolled; with prefetch the last one, and
         # both of two, because XLA unrolls a loop of one iteration.
         layers = config.layers_per_chunk
         self.unrolled = (1.0 if layers == 2 else 1 / layers) if plan.prefetch else float(not config.scan_layers)
-        self.model = plan.nontrivial_axes(MODEL)
+        self.model_axes = plan.nontrivial_axes(MODEL)
 
     def row(
         self, kind: str, axes: Axes, part: str, array: Array, count: float, formula: str, repeated: float = 0
@@ -131,11 +131,18 @@ class _Step:
         """`count` sums of A over `model`: all-reduces; or where the sequence is sharded reduce-scatters, one mesh axis
         after the other, of which each leaves the next a shard to send."""
         if not self.plan.sequence:
-            yield self.row(ALL_REDUCE, self.model, part, self.activations, count, formula, repeated)
+            yield self.row(ALL_REDUCE, self.model_axes, part, self.activations, count, formula, repeated)
             return
-        (dtype, elements), share = self.activations, 1.0
-        for axis in self.model:
+        dtype, elements = self.activations
+        for axis, share in self.shares(self.model_axes):
             yield self.row(REDUCE_SCATTER, (axis,), part, (dtype, elements * share), count, formula, repeated)
+
+    def shares(self, axes: Axes) -> Iterator[tuple[str, float]]:
+        """Mesh axes over which an array is scattered one after the other, and the share of it that each scatters; or
+        gathers, which begins with the last."""
+        share = 1.0
+        for axis in axes:
+            yield axis, share
             share /= self.plan.sizes[axis]
 
     @functools.cached_property
@@ -162,7 +169,9 @@ def _messages(step: _Step) -> Iterator[ExpectedCollective]:
     message = step.compute, step.tokens * step.config.model.width / slices
     yield step.row(COLLECTIVE_PERMUTE, (PIPE,), "messages", message, step.runs.messages, formula)
     if slices > 1 and not sequence:
-        yield step.row(ALL_GATHER, step.model, "messages", step.activations, step.runs.received, "A, where one arrives")
+        yield step.row(
+            ALL_GATHER, step.model_axes, "messages", step.activations, step.runs.received, "A, where one arrives"
+        )
 
 
 def _embedding(step: _Step) -> Iterator[ExpectedCollective]:
@@ -172,7 +181,7 @@ def _embedding(step: _Step) -> Iterator[ExpectedCollective]:
     again = runs.embedding_grad if step.config.model.norm == "post" and runs.messages else 0
     yield from step.reductions("embedding", runs.embedding + again, "m: A forward")
     if step.plan.sequence:
-        yield step.row(ALL_GATHER, step.model, "embedding", a, runs.embedding_grad, "m: A backward")
+        yield step.row(ALL_GATHER, step.model_axes, "embedding", a, runs.embedding_grad, "m: A backward")
 
 
 class _BranchRuns(NamedTuple):
@@ -227,7 +236,7 @@ def _blocks_at_once(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[E
         formula = f"{3 * branches}Lm: A, {branches} forward, {branches} backward, and {branches} of what was not saved"
         formula += f" whole{ahead}"
         again = branches * passes * step.unrolled
-        yield step.row(ALL_GATHER, step.model, "blocks", step.activations, runs.gathers, formula, again)
+        yield step.row(ALL_GATHER, step.model_axes, "blocks", step.activations, runs.gathers, formula, again)
 
 
 def _blocks_in_parts(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[ExpectedCollective]:
@@ -238,26 +247,26 @@ def _blocks_in_parts(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[
         passed, again = passed + runs.gathers, again + branches * step.runs.layer_passes
     sends, again = (n - 1) * passed, (n - 1) * again * step.unrolled
     formula = f"A/{n}, {n - 1} for each that is gathered or reduced"
-    yield step.row(COLLECTIVE_PERMUTE, step.model, "blocks", (dtype, elements / n), sends, formula, again)
+    yield step.row(COLLECTIVE_PERMUTE, step.model_axes, "blocks", (dtype, elements / n), sends, formula, again)
     if not step.plan.sequence:
         formula, again = "A, what was reduced", runs.repeated * step.unrolled
-        yield step.row(ALL_GATHER, step.model, "blocks", step.activations, runs.reductions, formula, again)
+        yield step.row(ALL_GATHER, step.model_axes, "blocks", step.activations, runs.reductions, formula, again)
 
 
 def _head(step: _Step) -> Iterator[ExpectedCollective]:
     """What the objective's heads send, and cross-entropy over vocabulary shards."""
     objective, sequence, a, runs = step.config.objective, step.plan.sequence, step.activations, step.runs.head
     if sequence and objective.has_sequence_label:
-        yield step.row(ALL_REDUCE, step.model, "head", (step.wide, 1), runs, "m: a number, of the first token")
+        yield step.row(ALL_REDUCE, step.model_axes, "head", (step.wide, 1), runs, "m: a number, of the first token")
     if sequence and isinstance(objective, ExtractiveQA):
         logits = step.compute, 2 * step.tokens
-        yield step.row(ALL_GATHER, step.model, "head", logits, runs, "m: two numbers of each token")
+        yield step.row(ALL_GATHER, step.model_axes, "head", logits, runs, "m: two numbers of each token")
     if objective.predicts_tokens:
         if sequence:
-            yield step.row(ALL_GATHER, step.model, "head", a, runs, "m: A forward")
+            yield step.row(ALL_GATHER, step.model_axes, "head", a, runs, "m: A forward")
         yield from step.reductions("head", runs, "m: A backward")
         formula = "3m: maximum, normaliser and target's logit of each token"
-        yield step.row(ALL_REDUCE, step.model, "head", (step.wide, step.tokens), 3 * runs, formula)
+        yield step.row(ALL_REDUCE, step.model_axes, "head", (step.wide, step.tokens), 3 * runs, formula)
 
 
 class _Transfers(NamedTuple):
@@ -284,8 +293,7 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
         (ALL_GATHER, "weights", precision.compute, _weight_gathers(step)),
         (REDUCE_SCATTER, "gradients", precision.reduce, _gradient_scatters(step)),
     )
-    share = 1.0
-    for axis in plan.nontrivial_axes(DATA):
+    for axis, share in step.shares(plan.nontrivial_axes(DATA)):
         for kind, part, dtype, transfers in kinds:
             count = sent = repeated = 0.0
             for elements, uses in matrices:
@@ -299,7 +307,6 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
                     count += times
                     sent += times * bytes_
             yield ExpectedCollective(kind, (axis,), part, dtype, count, sent, transfers.formula, repeated)
-        share /= plan.sizes[axis]
 
 
 def _weight_gathers(step: _Step) -> _Transfers:

@@ -28,55 +28,67 @@ class _Sizes:
     """Bytes on one device, in the compute dtype unless another is named; weights are unsharded over `data`."""
 
     def __init__(self, config: RunConfig, plan: Plan):
-        m, p, shards = config.model, config.precision, plan.layout.model
-        self.compiler = compiler = COMPILER_OF_PLATFORM[plan.platform]
-        size, wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
-        self.widening = wide // size  # how many times larger float32, or a wider compute dtype, is
-        cast = p.compute != p.params
-        copied = cast or plan.zero.stage > 0  # otherwise the parameters themselves serve
-        parts = {part: plan.elements_per_device(part, gathered=True) * size for part in plan.shapes}
+        p = config.precision
+        self.config, self.plan, self.compiler = config, plan, COMPILER_OF_PLATFORM[plan.platform]
+        self.itemsize, self.wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
+        self.widening = self.wide // self.itemsize  # how many times larger float32, or a wider compute dtype, is
+        self.parts = {part: plan.elements_per_device(part, gathered=True) * self.itemsize for part in plan.shapes}
+        self.embedding = self.parts["embedding"]
+        self._weights()
+        self._gradients()
+        self._activations()
 
-        # weights
-        self.layers = m.unique_layers // plan.layout.pipe  # of which one stage has weights
-        self.layer = parts["blocks"] // self.layers  # the weights of one
+    def _weights(self) -> None:
+        plan, compiler = self.plan, self.compiler
+        cast = self.config.precision.compute != self.config.precision.params
+        copied = cast or plan.zero.stage > 0  # otherwise the parameters themselves serve
+        self.layers = self.config.model.unique_layers // plan.layout.pipe  # of which one stage has weights
+        self.layer = self.parts["blocks"] // self.layers  # the weights of one
         # What is gathered ahead, for one layer; its gradients are scattered as much later.
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True) for key in plan.prefetch)
-        self.ahead = ahead * size // self.layers
-        self.embedding = parts["embedding"]
-        self.rest = parts["embedding"] + parts["head"] if copied else 0  # the weights of embedding and head
-        self.resident = parts["blocks"] if copied else 0  # layers' weights that are present in every phase
+        self.ahead = ahead * self.itemsize // self.layers
+        self.rest = self.embedding + self.parts["head"] if copied else 0  # the weights of embedding and head
+        self.resident = self.parts["blocks"] if copied else 0  # layers' weights that are present in every phase
+        self.widens_weights = compiler.wide and self.widening > 1
         if plan.zero.gathers_on_use:
-            self.resident = cast * plan.elements_per_device("blocks") * size
-            self.resident *= plan.layout.pipe > 1 or not compiler.casts_layers
-        elif compiler.wide and plan.layout.pipe == 1:
+            cast_before_loop = cast and (plan.layout.pipe > 1 or not compiler.casts_layers)
+            self.resident = plan.elements_per_device("blocks") * self.itemsize if cast_before_loop else 0
+        elif self.widens_weights and plan.layout.pipe == 1:  # those of a pipeline are widened in _pipeline_weights
             self.resident *= self.widening
 
-        # gradients
+    def _gradients(self) -> None:
+        plan, p, remat = self.plan, self.config.precision, self.config.remat_policy
         scatters = plan.zero.scatters_in_backward
-        sharded, unsharded = plan.elements_per_device(), sum(parts.values())
+        sharded, unsharded = plan.elements_per_device(), sum(self.parts.values())
         # The sum over microbatches, in the parameters' dtype or float32.
         self.accumulated = sharded * dtype_bytes(p.params) if scatters else unsharded * self.widening
         # Those of one microbatch, or of the step, at its end; scattered ones in the dtype in which they are reduced.
         self.gradients = sharded * dtype_bytes(p.reduce) if scatters else unsharded
         # Those of the layers of one remat block, before they join the other shards.
-        in_block = config.remat_policy.layers_per_remat_block if config.remat_policy.policy == "block" else 0
-        self.remat_block = plan.elements_per_device("blocks") * dtype_bytes(p.reduce) * in_block // self.layers
+        in_block = remat.layers_per_remat_block if remat.policy == "block" else 0
+        self.remat_block_gradients = (
+            plan.elements_per_device("blocks") * dtype_bytes(p.reduce) * in_block // self.layers
+        )
         self.head_gradient = self.embedding * self.widening  # added up over chunks of logits, in at least float32
-        # The embedding's gradient is in at least float32, and then rounded to the compute dtype; or both it and the
-        # head's are in another layout before they are scattered.
-        self.rounding = self.embedding + self.head_gradient
-        if scatters and compiler.sums_overlap and not plan.zero.gathers_on_use:
-            self.rounding = 4 * self.head_gradient
+        # Whether a layer's gradients, or the embedding's, are still there when those of the next layer are made.
+        self.scatters_late = scatters and self.compiler.sums_overlap and not plan.zero.gathers_on_use
+        # The embedding's gradient in at least float32, and rounded to the compute dtype; or its and the head's, each
+        # also in the layout in which it is scattered.
+        self.embedding_workspace = self.embedding + self.head_gradient
+        if self.scatters_late:
+            self.embedding_workspace = 4 * self.head_gradient
 
-        # activations
-        tokens, layer = tokens_per_device(config, plan.layout), LayerActivations(config, plan, compiler)
+    def _activations(self) -> None:
+        config, plan = self.config, self.plan
+        tokens, layer = tokens_per_device(config, plan.layout), LayerActivations(config, plan, self.compiler)
         self.stream = int(tokens * layer.stream)  # one microbatch's
         self.saved = int(tokens * config.layers_per_chunk * layer.saved)  # in the layers that run in one loop
-        self.workspace = int(tokens * layer.workspace) + compiler.kernel_workspace
+        self.workspace = int(tokens * layer.workspace) + self.compiler.kernel_workspace
         # The logits of one chunk of cross-entropy and their gradient; later the gradient to scatter, in another layout.
-        vocab = padded_vocab(m.vocab, shards) // shards if config.objective.predicts_tokens else 0
-        logits = min(tokens * vocab * wide, cross_entropy.CHUNK_BYTES)
-        self.head_workspace = max(2 * logits, self.head_gradient * scatters)
+        shards = plan.layout.model
+        vocab = padded_vocab(config.model.vocab, shards) // shards if config.objective.predicts_tokens else 0
+        logits = min(tokens * vocab * self.wide, cross_entropy.CHUNK_BYTES)
+        self.head_workspace = max(2 * logits, self.head_gradient * plan.zero.scatters_in_backward)
 
 
 class Phase(NamedTuple):
@@ -114,28 +126,29 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     gradients = sizes.gradients + accumulated
     at_the_end = sizes.resident + (sizes.rest if accumulates else 0)
     in_blocks = sizes.resident + (sizes.layer + sizes.ahead if plan.zero.gathers_on_use else sizes.rest)
-    if plan.zero.gathers_on_use and sizes.compiler.sums_overlap:
-        in_blocks += at_the_end
+    if accumulates and plan.zero.gathers_on_use and sizes.compiler.sums_overlap:
+        in_blocks += sizes.rest  # gathered once, for all microbatches
     return [
         Phase(HEAD, sizes.resident + sizes.rest, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
         Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), sizes.saved, sizes.workspace),
-        Phase(EMBEDDING, at_the_end, gradients, 0, sizes.rounding),
+        Phase(EMBEDDING, at_the_end, gradients, 0, sizes.embedding_workspace),
     ]
 
 
 def _unreduced(plan: Plan, sizes: _Sizes) -> int:
-    """Gradients in backward through the blocks, besides those that are complete."""
-    unreduced = sizes.layer + sizes.ahead if plan.zero.scatters_in_backward else 0
-    if sizes.compiler.wide:  # the head's gradient, and the zeros to which the embedding's will be added
-        return unreduced + 2 * sizes.head_gradient - sizes.embedding
+    """Gradients in backward through the blocks, besides those that are complete: a layer's that are to be scattered;
+    the head's; and zeros to which the embedding's will be added, whose sum is among the complete ones."""
+    of_layer = sizes.layer + sizes.ahead if plan.zero.scatters_in_backward else 0
+    head_and_zeros = 2 * sizes.head_gradient - sizes.embedding
+    if sizes.compiler.wide:
+        return of_layer + head_and_zeros
     if not sizes.compiler.sums_overlap:
-        return unreduced
-    unreduced += sizes.head_gradient
-    if plan.zero.gathers_on_use:
-        return unreduced + sizes.remat_block + sizes.head_gradient // plan.layout.data
-    if plan.zero.scatters_in_backward:  # a layer's, until it is scattered
-        return unreduced + sizes.layer * sizes.widening
-    return unreduced + sizes.head_gradient - sizes.embedding  # the zeros to which the head's is added
+        return of_layer
+    if sizes.scatters_late:
+        return of_layer + sizes.head_gradient + sizes.layer * sizes.widening
+    if plan.zero.gathers_on_use:  # the head's has been scattered, and its shard is not yet added to the others
+        return of_layer + sizes.head_gradient + sizes.head_gradient // plan.layout.data + sizes.remat_block_gradients
+    return of_layer + head_and_zeros
 
 
 def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
@@ -144,13 +157,13 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
     gradients = sizes.accumulated + sizes.head_gradient
     in_use = sizes.layer + sizes.ahead if plan.zero.gather_per == "layer" else 0
     unreduced = sizes.layer + sizes.ahead
-    if sizes.compiler.sums_overlap and plan.zero.scatters_in_backward and not plan.zero.gathers_on_use:
+    if sizes.scatters_late:
         unreduced += sizes.layer * sizes.widening
     saved = buffers + sizes.saved
     return [
         Phase(HEAD, weights, gradients, saved, sizes.head_workspace),
         Phase(BLOCKS, weights + in_use, sizes.accumulated + unreduced, saved, sizes.workspace),
-        Phase(EMBEDDING, weights, sizes.accumulated, buffers, sizes.rounding),
+        Phase(EMBEDDING, weights, sizes.accumulated, buffers, sizes.embedding_workspace),
     ]
 
 
@@ -172,7 +185,7 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
         Phase(HEAD, weights, sizes.head_gradient, buffers + of_all, sizes.head_workspace),
         Phase(BLOCKS, weights, gradients, buffers + of_all + sizes.saved, sizes.workspace),
         Phase(CHUNK, weights, in_scatter, buffers + of_all, 0),
-        Phase(EMBEDDING, sizes.rest, sizes.accumulated, of_all, sizes.rounding),
+        Phase(EMBEDDING, sizes.rest, sizes.accumulated, of_all, sizes.embedding_workspace),
     ]
 
 
@@ -184,11 +197,10 @@ def _pipeline_buffers(config: RunConfig, plan: Plan) -> int:
 
 
 def _pipeline_weights(config: RunConfig, plan: Plan, sizes: _Sizes) -> int:
-    """Those of every tick; a slice of them, the chunk of the task; and what a compiler widens ahead of the loop."""
-    widening = sizes.widening if sizes.compiler.wide else 0
+    """Those of every tick; and a slice of them, the chunk of the task, or what a compiler widens ahead of the loop."""
     weights = sizes.resident + sizes.rest
     if config.chunks == 1:
-        return weights + sizes.resident * widening
+        return weights + (sizes.resident * sizes.widening if sizes.widens_weights else 0)
     if plan.zero.gathers_on_use or plan.zero.scatter_per == "chunk":
         return weights
-    return weights + sizes.resident // config.chunks * (widening or 1)
+    return weights + sizes.resident // config.chunks * (sizes.widening if sizes.widens_weights else 1)

@@ -81,8 +81,9 @@ def reduce_scatter(x: Array, axes: Sequence[str], dim: int, *, row_major: bool =
 
     A TPU's compiler makes a full all-reduce of it over all devices of a torus at once, where an array has dimensions of
     size one, which are therefore squeezed meanwhile, or where `dim` is the minor dimension in memory; and it pads most
-    arrays along their first dimension, but none of which that is twice the number of devices.  row_major: constrain x
-    to row-major layout in memory, for arrays that would otherwise inherit the layout of what produced them."""
+    arrays along their first dimension, but no array whose first dimension is twice the number of devices.  An odd
+    shard gives each device one row, which some topologies pad.  row_major: constrain x to row-major layout in memory,
+    for arrays that would otherwise inherit the layout of what produced them."""
     ones = tuple(d for d, size in enumerate(x.shape) if size == 1 and d != dim)
     x, dim = lax.squeeze(x, ones), dim - sum(d < dim for d in ones)
     for axis in axes:
@@ -91,16 +92,14 @@ def reduce_scatter(x: Array, axes: Sequence[str], dim: int, *, row_major: bool =
 
 
 def _reduce_scatter_along(axis: str, x: Array, dim: int, row_major: bool) -> Array:
-    devices = lax.axis_size(axis)
-    local_size, *rest = x.shape[0] // devices, *x.shape[1:]
-    leading = dim == 0 and local_size > 1
-    if leading:
-        rows = math.gcd(2, local_size)
-        x = x.reshape(devices * rows, local_size // rows, *rest)
+    devices, shape = lax.axis_size(axis), x.shape
+    if dim == 0 and shape[0] > 2 * devices:  # two rows for each device
+        rows = devices * math.gcd(2, shape[0] // devices)
+        x = x.reshape(rows, shape[0] // rows, *shape[1:])
     if row_major:
         x = with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
     shard = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-    return shard.reshape(local_size, *rest) if leading else shard
+    return shard.reshape(shape[0] // devices, *shape[1:]) if dim == 0 else shard
 
 
 def reduce_scatter_or_psum(x: Array, name: str) -> Array:

@@ -70,11 +70,10 @@ def make_mesh(layout: Layout, devices: list[jax.Device], *, model_across_hosts: 
     else:
         sizes, array = _axis_sizes(layout), np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
     names = {axis: [axis] if len(on) == 1 else [f"{axis}{i}" for i in range(len(on))] for axis, on in sizes.items()}
-    outermost_first, in_order = (
-        [*itertools.chain(*(names[axis] for axis in axes))] for axes in (OUTERMOST_FIRST, MESH_AXES)
-    )
-    array = array.reshape(_mesh_shape(sizes)).transpose([outermost_first.index(name) for name in in_order])
-    return Mesh(array, in_order, axis_types=(AxisType.Auto,) * len(in_order))
+    outermost_first = [name for axis in OUTERMOST_FIRST for name in names[axis]]
+    in_mesh_order = [name for axis in MESH_AXES for name in names[axis]]
+    array = array.reshape(_mesh_shape(sizes)).transpose([outermost_first.index(name) for name in in_mesh_order])
+    return Mesh(array, in_mesh_order, axis_types=(AxisType.Auto,) * len(in_mesh_order))
 
 
 _AxisSizes = Mapping[str, tuple[int, ...]]
@@ -160,10 +159,10 @@ def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[
 
 
 def _sizes_on_torus(layout: Layout, devices: list[jax.Device], slices: int) -> list[_AxisSizes]:
-    """The best first: `data` is two axes where it is longer than any dimension of the torus, and `model` where it is
-    all of a slice, over which no reduce-scatter compiles to one; over a part of it it does."""
-    corner = np.array([d.coords for d in devices])
-    torus = {int(n) for n in corner.max(0) - corner.min(0) + 1}
+    """The best first.  `data` is two axes where it is longer than any dimension of the torus.  `model` is two where it
+    is all of a slice: over one axis its reduce-scatter compiles to an all-reduce."""
+    coords = np.array([d.coords for d in devices])
+    torus = {int(n) for n in coords.max(0) - coords.min(0) + 1}
     flat = _axis_sizes(layout)
     if layout.model == len(devices) // slices:
         return [*(_axis_sizes(layout, model=pair) for pair in _pairs(layout.model, torus)), flat]

@@ -29,8 +29,7 @@ from spmd_lm.step.program import abstract_plan
 POLICIES: tuple[Policy, ...] = ("none", "selective", "residual", "full")  # which one plan serves
 LARGEST_CHUNKS = 8
 ROOM = 0.92
-"""Of a device's memory that a layout may be predicted to take: most predictions are within 5% of compiled peaks, and
-all of 73 random ones within 7% (benchmarks/predictions.py)."""
+"""Of a device's memory that a layout may be predicted to take: docs/planning.md has how good predictions are."""
 
 
 class Target(NamedTuple):
@@ -84,8 +83,8 @@ class Search:
 
     def fastest(self) -> CostedLayout:
         """Raises ConfigError if none fits."""
-        if fitting := self.fitting:
-            return min(fitting, key=lambda layout: (layout.seconds, layout.memory))
+        if fastest := best_of(self.fitting):
+            return fastest
         if not self.layouts:
             raise ConfigError(f"no layout is legal: {', '.join(f'{n:,} {why}' for why, n in self.rejected.items())}.")
         closest = max(self.layouts, key=lambda layout: layout.room)
@@ -157,8 +156,8 @@ def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Ite
         "train": config.train,
         "objective": config.objective,
         "remat": remats[-1],
+        "run": Run(simulate_devices=devices),  # so that checks know how many there are
     }
-    sections["run"] = Run(simulate_devices=devices)
     for layout in layouts_of(devices):
         if layout["model"] > target.topology.domain:
             rejected["parallel.model spans hosts"] += len(remats)

@@ -14,6 +14,7 @@ from spmd_lm.ops.collectives import (
     pmax,
     psum,
     reduce_from_region,
+    reduce_scatter,
     reduce_scatter_or_psum,
     shard_index,
 )
@@ -63,6 +64,20 @@ def test_a_part_of_what_is_whole_and_the_whole_of_parts(x64):
     own = run(lambda x: local_slice(x, "heads", 1), X, outs=P(None, "model"))
     np.testing.assert_array_equal(own, X)
     np.testing.assert_array_equal(run(lambda x: all_gather(x, "heads", 1), X, ins=P(None, "model")), X)
+
+
+@pytest.mark.parametrize("shard", [1, 2, 3, 4])
+@pytest.mark.parametrize(("dim", "row_major"), [(0, True), (0, False), (1, False)])
+def test_shards_of_every_size_are_sums(shard, dim, row_major, x64):
+    """Over one axis, and over two, one after the other, whose shards are as those of both at once."""
+    both = ("data", "model")
+    for on, outs in {("model",): P("data", "model") if dim else P(both), both: P(*[None] * dim, both)}.items():
+        size = shard * (4 if on == ("model",) else 8)
+        addends = np.random.default_rng(shard).normal(size=(8, *((size, 3) if dim == 0 else (1, size))))
+        got = run(lambda x, on=on: reduce_scatter(x[0], on, dim, row_major=row_major), addends, ins=P(both), outs=outs)
+        of_groups = addends.reshape(2, 4, *addends.shape[1:]).sum(1)  # of one `data` each
+        want = np.concatenate(of_groups) if on == ("model",) else of_groups.sum(0)
+        np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
 @pytest.mark.parametrize("sequence", [(), ("model",)], ids=["whole", "split"])
