@@ -51,10 +51,20 @@ class _Sizes:
         self.resident = self.parts["blocks"] if copied else 0  # layers' weights that are present in every phase
         self.widens_weights = compiler.wide and self.widening > 1
         if plan.zero.gathers_on_use:
-            cast_before_loop = cast and (plan.layout.pipe > 1 or not compiler.casts_layers)
-            self.resident = plan.elements_per_device("blocks") * self.itemsize if cast_before_loop else 0
+            self.resident = self._copy_of_shards() if cast else 0
         elif self.widens_weights and plan.layout.pipe == 1:  # those of a pipeline are widened in _pipeline_weights
             self.resident *= self.widening
+
+    def _copy_of_shards(self) -> int:
+        """Of the layers' weights that ZeRO-3 gathers: all of them, cast before a loop; or where layers are cast one by
+        one, as they are, those of a chunk, or of all chunks in the layout in which chunks are gathered."""
+        shards, chunks = self.plan.elements_per_device("blocks"), self.config.chunks
+        if not self.compiler.casts_layers:
+            return shards * self.itemsize
+        uncast = shards * dtype_bytes(self.config.precision.params)
+        if self.plan.zero.gather_per == "chunk":
+            return uncast
+        return uncast // chunks if chunks > 1 else 0
 
     def _gradients(self) -> None:
         plan, p, remat = self.plan, self.config.precision, self.config.remat_policy
@@ -84,11 +94,11 @@ class _Sizes:
         self.stream = int(tokens * layer.stream)  # one microbatch's
         self.saved = int(tokens * config.layers_per_chunk * layer.saved)  # in the layers that run in one loop
         self.workspace = int(tokens * layer.workspace) + self.compiler.kernel_workspace
-        # The logits of one chunk of cross-entropy and their gradient; later the gradient to scatter, in another layout.
+        # One chunk of cross-entropy's logits, and their gradient; later the gradient to scatter, in another layout.
         shards = plan.layout.model
         vocab = padded_vocab(config.model.vocab, shards) // shards if config.objective.predicts_tokens else 0
         logits = min(tokens * vocab * self.wide, cross_entropy.CHUNK_BYTES)
-        self.head_workspace = max(2 * logits, self.head_gradient * plan.zero.scatters_in_backward)
+        self.head_workspace = max(self.compiler.logits * logits, self.head_gradient * plan.zero.scatters_in_backward)
 
 
 class Phase(NamedTuple):
@@ -106,7 +116,7 @@ class Phase(NamedTuple):
 
 
 HEAD, BLOCKS, EMBEDDING = "the head", "backward through the blocks", "the embedding's gradient"
-CHUNK = "the scatter of a chunk's gradients"
+CHUNK, REPLICAS = "the scatter of a chunk's gradients", "the sum of gradients over replicas"
 
 
 def fullest_phase(config: RunConfig, plan: Plan) -> Phase:
@@ -117,6 +127,9 @@ def fullest_phase(config: RunConfig, plan: Plan) -> Phase:
         phases = _breadth_first_phases(config, plan, sizes)
     else:
         phases = _pipeline_phases(config, plan, sizes)
+    if plan.layout.replica > 1 and sizes.compiler.copies_replicas:
+        added_up = config.parallel.microbatches > 1 or plan.layout.pipe > 1
+        phases.append(Phase(REPLICAS, 0, 2 * (sizes.accumulated if added_up else sizes.gradients), 0, 0))
     return max(phases, key=lambda phase: sum(phase.rows.values()))
 
 
@@ -176,7 +189,9 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     if plan.zero.scatter_per == "chunk":
         chunk = sizes.layer * config.layers_per_chunk
         if plan.zero.gathers_on_use or config.chunks > 1 or not sizes.compiler.reuses_chunk:
-            weights += chunk * (2 if plan.prefetch_chunks else 1)
+            # The one before it, which is gathered ahead, or its copy in the layout that products read.
+            again = plan.prefetch_chunks or (plan.zero.gathers_on_use and sizes.compiler.sums_overlap)
+            weights += chunk * (2 if again else 1)
         gradients = chunk * sizes.widening
         in_scatter = gradients + sizes.gradients
         if config.chunks > 1 or sizes.compiler.sums_overlap:  # the shards are there before the only chunk's end

@@ -71,9 +71,27 @@ def test_logits_are_held_a_chunk_at_a_time(x64):
         "data4-model2", model={"vocab": 2**14, "context": 1024, "layers": 2, "attention_dropout": 0.0}, remat="full"
     )
     assert memory.fullest_phase(big, abstract_plan(big, 8, "tpu", "")).name == "the head"
-    assert table(big, "tpu")["working set"] == 2 * 2**27  # and their gradient
+    assert table(big, "tpu")["working set"] == 2**27  # which their gradient overwrites
+    assert table(big, "gpu")["working set"] == 2 * 2**27
     small = run_of("data4-model2")
     assert memory.fullest_phase(small, abstract_plan(small, 8, "cpu", "")).name == "backward through the blocks"
+
+
+def test_what_compilers_copy():
+    low = FLOAT32 | {"compute": "bfloat16"}
+    config = run_of("data8-zero3", precision=low)
+    plans = [abstract_plan(config, 8, platform, "") for platform in ("tpu", "gpu", "cpu")]
+    resident = [memory._Sizes(config, plan).resident for plan in plans]
+    assert resident == [2 * plans[0].elements_per_device("blocks"), 0, 0]  # the others cast layer by layer
+    deep = make_config(
+        model={"layers": 64, "context": 2, "attention_dropout": 0.0},
+        parallel={"pipe": 2, "replica": 2, "data": 2},
+        precision=low,
+        remat={"policy": "full"},
+    )
+    phases = {platform: memory.fullest_phase(deep, abstract_plan(deep, 8, platform, "")) for platform in ("tpu", "gpu")}
+    assert phases["tpu"].name == memory.REPLICAS != phases["gpu"].name
+    assert phases["tpu"].gradients == 2 * table(deep, "tpu")["parameters"]
 
 
 def test_bytes_of_every_leaf_add_up(x64):
