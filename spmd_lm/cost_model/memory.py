@@ -60,7 +60,8 @@ class _Sizes:
         one, as they are, those of a chunk, or of all chunks in the layout in which chunks are gathered."""
         shards, chunks = self.plan.elements_per_device("blocks"), self.config.chunks
         if not self.compiler.casts_layers:
-            return shards * self.itemsize
+            gathered_at_once = self.plan.zero.gather_per == "chunk" and chunks == 1
+            return 0 if gathered_at_once else shards * self.itemsize
         uncast = shards * dtype_bytes(self.config.precision.params)
         if self.plan.zero.gather_per == "chunk":
             return uncast
@@ -185,7 +186,9 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     gradients are summed over all microbatches first, into nothing else."""
     weights, buffers = _pipeline_weights(config, plan, sizes), _pipeline_buffers(config, plan) * sizes.stream
     of_all = config.parallel.microbatches * sizes.stream
-    gradients, in_scatter = sizes.accumulated + sizes.layer + sizes.ahead, sizes.accumulated
+    gradients = in_scatter = sizes.accumulated
+    if sizes.compiler.sums_overlap:
+        gradients += sizes.layer + sizes.ahead
     if plan.zero.scatter_per == "chunk":
         chunk = sizes.layer * config.layers_per_chunk
         if plan.zero.gathers_on_use or config.chunks > 1 or not sizes.compiler.reuses_chunk:
