@@ -166,9 +166,13 @@ def _chain_of(i: Instruction) -> str:
 def read_collective(
     module: HloModule, computation: str, i: Instruction, path: CallPath, devices: int
 ) -> CollectiveInstruction:
-    """What an instruction of `computation`, on `path`, sends."""
+    """What an instruction of `computation`, on `path`, sends.
+
+    An all-reduce is read in the dtype of its results: a TPU's may widen its operands itself."""
     kind, lowered_as = i.opcode.removesuffix("-start"), None
     operands = [array for operand in module.operands(computation, i) for array in operand.arrays]
+    if kind == ALL_REDUCE and len(operands) == len(i.arrays):
+        operands = i.arrays
     operand_bytes = sum(array.bytes for array in operands)
     groups = _groups(i.attributes, devices)
     n = len(groups[0]) if groups else 1

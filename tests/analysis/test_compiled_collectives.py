@@ -192,3 +192,17 @@ ENTRY %main (a: bf16[2,4]) -> bf16[8,4] {
 def test_a_call_that_the_sparse_core_runs_is_a_collective():
     (gather,) = collective_instructions(HloModule(SPARSE_CORE), 4)
     assert (gather.kind, gather.count, gather.wire_bytes, gather.groups) == ("all-gather", 1, 48, ((0, 1, 2, 3),))
+
+
+WIDENING = """\
+ENTRY %main (x: bf16[8,4], y: f32[8]) -> (f32[8,4], f32[8]) {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %y = f32[8]{0} parameter(1)
+  ROOT %sum = (f32[8,4]{1,0}, f32[8]{0}) all-reduce(%x, %y), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+"""
+
+
+def test_an_all_reduce_that_widens_its_operands_is_read_in_the_dtype_of_its_results():
+    (found,) = collective_instructions(HloModule(WIDENING), 4)
+    assert (found.dtype, found.num_arrays, found.full_bytes) == ("f32", 2, 4 * (32 + 8))
