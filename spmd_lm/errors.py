@@ -43,6 +43,14 @@ class LayoutError(ConfigError):
     """A layout by which the model, the batch or the devices are not divisible."""
 
 
+class CompilerError(ConfigError):
+    """A step that a compiler refuses.  reason: what it says.  out_of_memory: whether devices have too little for it."""
+
+    def __init__(self, problem: str, reason: str, out_of_memory: bool):
+        self.reason, self.out_of_memory = reason, out_of_memory
+        super().__init__(problem)
+
+
 class DataError(UserError):
     """Data that is missing, empty or corrupt."""
 

@@ -22,12 +22,12 @@ from spmd_lm.cost_model.expected_collectives import layer_passes
 from spmd_lm.cost_model.step_time import predict_step
 from spmd_lm.cost_model.systems import find_system
 from spmd_lm.cost_model.work import LayerWork
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import CompilerError, ConfigError
 from spmd_lm.parallel.mesh import domains_along
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.planning.audit import audit_step
-from spmd_lm.planning.search import Target
+from spmd_lm.planning.audit import AuditedStep, audit_step
+from spmd_lm.planning.search import Target, make_plan
 from spmd_lm.runtime.formatting import format_bytes, format_table
 
 HOUR, DAY = 3600, 86_400
@@ -35,8 +35,19 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "spmd-lm")
 
 
 def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
-    """What does not depend on prices.  Raises ConfigError or LayoutError if the step cannot be compiled."""
-    program, module, shares, audited = audit_step(config, target.topology, hardware=target.hardware)
+    """What does not depend on prices.  Raises ConfigError or LayoutError if the step cannot be compiled, unless that is
+    for want of memory: then it does not fit."""
+    try:
+        step = audit_step(config, target.topology, hardware=target.hardware)
+    except CompilerError as error:
+        if not error.out_of_memory:
+            raise
+        return _refused(config, target, error.reason)
+    return _compiled(config, target, step)
+
+
+def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str, Any]:
+    program, module, shares, audited = step
     plan, hardware, exposed = program.plan, target.hardware, audited["exposed"]
     assert hardware.memory and exposed
     published = flops.peak(program.device, config.precision.compute)
@@ -69,6 +80,33 @@ def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
         "steps": config.train.steps,
         "bubble": audited["bubble"],
         "compile_seconds": audited["compile_seconds"],
+        "refused": None,
+    }
+
+
+def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
+    """The same of a step that the compiler refuses for want of memory, for `reason`: by the plan alone, and None for
+    what only a program can tell."""
+    plan, hardware = make_plan(config, target), target.hardware
+    assert hardware.memory
+    predicted, p = predict_step(config, plan, hardware, target.profile), config.parallel
+    planned = sum(memory.table(config, plan).values())
+    unknown = ("matches_theory", "step_seconds", "parts", "tokens_per_second", "mfu", "compile_seconds")
+    return dict.fromkeys(unknown) | {
+        "config": config.run.name,
+        "topology": str(target.topology),
+        "devices": plan.layout.devices,
+        "mesh": plan.sizes,
+        "fits": False,
+        "memory": _memory(config, plan, {"temporaries": None, "peak": planned, "arguments": 0})
+        | {"capacity": int(hardware.memory.size)},
+        "collectives": [],
+        "flops": {"model": flops.train_step(config), "hardware": None},
+        "analytic": {"step_seconds": predicted.seconds, "parts": predicted.parts},
+        "tokens_per_step": config.train.batch * config.model.context,
+        "steps": config.train.steps,
+        "bubble": make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks).bubble,
+        "refused": reason,
     }
 
 
@@ -114,9 +152,11 @@ def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
 
 
 def with_costs(found: dict[str, Any], price: float | None, tokens: float | None) -> dict[str, Any]:
-    """Days and cost of the whole run.  price: of a device and hour.  tokens: that it trains on; None for those of
-    train.steps."""
+    """Days and cost of the whole run, None of a refused one.  price: of a device and hour.  tokens: that it trains on;
+    None for those of train.steps."""
     tokens = tokens or found["steps"] * found["tokens_per_step"]
+    if found["refused"]:
+        return found | {"tokens": tokens, "days": None, "price": price, "cost": None}
     seconds = tokens / found["tokens_per_second"]
     cost = None if price is None else price * found["devices"] * seconds / HOUR
     return found | {"tokens": tokens, "days": seconds / DAY, "price": price, "cost": cost}
@@ -156,7 +196,9 @@ def draw(config: RunConfig, found: dict[str, Any], path: Path) -> None:
     from spmd_lm.plots.timeline import timeline
 
     p = config.parallel
-    figure = timeline(make_schedule(p.schedule, p.pipe, p.microbatches, config.chunks), found["parts"])
+    figure = timeline(
+        make_schedule(p.schedule, p.pipe, p.microbatches, config.chunks), found["parts"] or found["analytic"]["parts"]
+    )
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
@@ -169,9 +211,16 @@ def render(found: dict[str, Any]) -> str:
     f, m, work = found, found["memory"], found["flops"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in f["mesh"].items())
     room = m["capacity"] - m["peak"]
-    verdict = f"fits, with {format_bytes(room)} to spare" if f["fits"] else f"does NOT fit, by {format_bytes(-room)}"
     kinds = [f"{format_bytes(m[kind])} {kind}" for kind in ("parameters", "optimizer", "gradients", "activations")]
     peak, capacity, planned = (format_bytes(m[key]) for key in ("peak", "capacity", "planned"))
+    if f["refused"]:
+        return (
+            f"{f['config']} on {f['topology']}: {mesh}\n"
+            f"memory  does NOT fit: planned {planned} of {capacity} per device ({', '.join(kinds)})\n"
+            f"refused by the compiler: {f['refused']}\n"
+            f"remedy  a layout that spmd-lm plan CONFIG --search --topology {f['topology']} finds, or more devices"
+        )
+    verdict = f"fits, with {format_bytes(room)} to spare" if f["fits"] else f"does NOT fit, by {format_bytes(-room)}"
     rows: list[tuple[str, ...]] = [("collective", "over", "link", "sent", "seconds", "exposed")]
     for row in f["collectives"]:
         seconds = (f"{row[key]:.4g}" for key in ("seconds", "exposed_seconds"))

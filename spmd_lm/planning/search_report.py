@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_lm.config.load import dump
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import CompilerError, ConfigError
 from spmd_lm.planning.audit import audit
 from spmd_lm.planning.search import CostedLayout, Search, best_of
 from spmd_lm.runtime.formatting import format_bytes, format_table
@@ -18,7 +18,7 @@ SHOWN = 8
 def describe(search: Search, top: int) -> dict[str, Any]:
     """The search as plain data.  top: the fastest layouts that are compiled, to confirm memory and traffic.
 
-    Raises ConfigError if no layout fits, or a step cannot be compiled."""
+    Raises ConfigError if no layout fits, or there is no compiler."""
     best = search.fastest()
     rule = follow_the_rule(search)
     return {
@@ -94,8 +94,12 @@ def fastest_of_each_mesh(search: Search) -> list[CostedLayout]:
 
 
 def confirm(layout: CostedLayout) -> dict[str, Any]:
-    """What the compiler makes of it, beside what was predicted."""
-    audited = audit(layout.config, layout.target.topology)
+    """What the compiler makes of it, beside what was predicted; None for all of it, and `refused`, if it refuses it."""
+    try:
+        audited = audit(layout.config, layout.target.topology)
+    except CompilerError as error:
+        unknown = ("matches_theory", "compiled_bytes", "compiled_peak", "compiled_step_seconds", "compile_seconds")
+        return describe_layout(layout) | dict.fromkeys(unknown) | {"refused": error.reason}
     found = sum(row["bytes"] for row in audited["collectives"])
     exposed = audited["exposed"]
     return describe_layout(layout) | {
@@ -104,6 +108,7 @@ def confirm(layout: CostedLayout) -> dict[str, Any]:
         "compiled_peak": audited["memory"]["peak"],
         "compiled_step_seconds": exposed and exposed["step_seconds"],
         "compile_seconds": audited["compile_seconds"],
+        "refused": None,
     }
 
 
@@ -134,6 +139,10 @@ def render(description: dict[str, Any]) -> str:
         loss = f"{each['slower']:.1%} slower" if each["slower"] is not None else "does not fit"
         lines.append(f"        {each['key']}={each['value']}: {loss}{', ' + each['why'] if each['why'] else ''}")
     for each in d["compiled"]:
+        if each["refused"]:
+            planned, why = format_bytes(each["memory"]), each["refused"]
+            lines.append(f"compiled {_layout(each['layout'])}: REFUSED by the compiler ({planned} predicted): {why}")
+            continue
         sent, peak = format_bytes(each["compiled_bytes"]), format_bytes(each["compiled_peak"])
         verdict = "matches theory" if each["matches_theory"] else "does NOT match theory"
         lines.append(

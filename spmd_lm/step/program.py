@@ -19,7 +19,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops
 from spmd_lm.cost_model.activations import tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
-from spmd_lm.errors import ConfigError, LayoutError
+from spmd_lm.errors import CompilerError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.transformer import Block
 from spmd_lm.parallel.mesh import abstract_mesh, domains_of_model, is_absent, make_mesh, resolve
@@ -231,7 +231,7 @@ class Program:
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The train step, compiled ahead of time.  ConfigError if the compiler refuses it, or an option."""
+        """The train step, compiled ahead of time.  CompilerError if the compiler refuses it, or an option."""
         lowered = self.train_step.lower(self.abstract_state(), self.abstract_batch())
         options = self.xla_options.values
         try:
@@ -242,9 +242,9 @@ class Program:
             advice = f" run.compiler_options sets {', '.join(options)}." if options else ""
             refused = setting == "auto" and any(name in reason for name in options)
             advice += " Use run.compiler_options=none." if refused else ""
-            raise ConfigError(
-                f"the compiler for {self.device.device_kind} refuses this step: {reason}.{advice}"
-            ) from error
+            problem = f"the compiler for {self.device.device_kind} refuses this step: {reason}.{advice}"
+            out_of_memory = reason.startswith("RESOURCE_EXHAUSTED") and "HBM" in reason.upper()
+            raise CompilerError(problem, reason, out_of_memory) from error
 
     def compile(self) -> float:
         """Compiles the train step, once; returns the seconds it took."""

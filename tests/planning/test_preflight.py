@@ -11,6 +11,7 @@ from spmd_lm.analysis.compiled_flops import compiled_flops
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cli import main
 from spmd_lm.cost_model import flops
+from spmd_lm.errors import CompilerError
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning import preflight as planning
 from spmd_lm.planning.audit import audit_step
@@ -20,6 +21,7 @@ from spmd_lm.plots.timeline import spans
 from tests.helpers import make_config
 
 TOPOLOGY = "v5e:2x2"
+REFUSAL = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, 40.72G exceeds available HBM (15.75G)"
 PRECISION = {"params": "float32", "compute": "bfloat16", "reduce": "float32"}
 MODEL = {"layers": 3, "width": 256, "heads": 4, "context": 128, "vocab": 512, "dropout": 0.0, "attention": "xla"}
 CONFIG = """
@@ -164,6 +166,48 @@ def test_bad_input_is_refused(tmp_path, capsys, arguments, message):
     assert main(["preflight", str(tmp_path / "run.yaml"), *arguments]) == 2
     told = capsys.readouterr().err
     assert message in told and "Traceback" not in told
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """A compiler that has too little memory for any step."""
+
+    def refuse(*_, **__):
+        raise CompilerError(f"the compiler refuses this step: {REFUSAL}.", REFUSAL, out_of_memory=True)
+
+    monkeypatch.setattr(planning, "audit_step", refuse)
+
+
+def test_what_a_compiler_refuses_for_want_of_memory_does_not_fit(refusing, tmp_path, capsys):
+    """As an answer, with the keys of any other; what only a program can tell is null."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    line = ["preflight", str(tmp_path / "run.yaml"), "--topology", TOPOLOGY, "--json", str(tmp_path / "found.json")]
+    assert main([*line, "--price", "1.2", "--picture", str(tmp_path / "step.png")]) == 1
+    told, written = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    assert "does NOT fit: planned" in told and REFUSAL in told and f"--search --topology {TOPOLOGY}" in told
+    memory = written["memory"]
+    assert not written["fits"] and written["refused"] == REFUSAL and written["collectives"] == []
+    assert memory["capacity"] == 16 * 2**30 and memory["peak"] == memory["planned"] > memory["parameters"] > 0
+    assert written["analytic"]["step_seconds"] > 0 and written["flops"]["model"] > 0 and written["steps"] == 10
+    unknown = ("matches_theory", "step_seconds", "parts", "tokens_per_second", "mfu", "days", "cost")
+    assert all(written[key] is None for key in unknown) and memory["temporaries"] is None
+
+
+def test_a_refusal_has_the_keys_of_an_answer(refusing, found, config):
+    refused = planning.preflight(config, make_target(parse_topology(TOPOLOGY)))
+    assert refused.keys() == found.keys() and refused["memory"].keys() == found["memory"].keys()
+    assert refused["memory"]["planned"] == found["memory"]["planned"] and refused["mesh"] == found["mesh"]
+    alike = ("bubble", "tokens_per_step", "analytic", "devices")
+    assert all(refused[key] == found[key] for key in alike)
+
+
+def test_another_refusal_is_an_error(config, monkeypatch):
+    def refuse(*_, **__):
+        raise CompilerError("the compiler refuses this step: no.", "no", out_of_memory=False)
+
+    monkeypatch.setattr(planning, "audit_step", refuse)
+    with pytest.raises(CompilerError, match="refuses this step: no"):
+        planning.preflight(config, make_target(parse_topology(TOPOLOGY)))
 
 
 def test_python_offers_it(config, found, monkeypatch):

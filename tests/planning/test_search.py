@@ -15,7 +15,7 @@ from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.step_time import predict_step
 from spmd_lm.cost_model.systems import find_system
-from spmd_lm.errors import ConfigError, LayoutError
+from spmd_lm.errors import CompilerError, ConfigError, LayoutError
 from spmd_lm.planning import search_report
 from spmd_lm.planning.search import POLICIES, REASONS, Search, candidates, make_target, search
 from spmd_lm.step.program import abstract_plan
@@ -178,6 +178,20 @@ def test_the_command_writes_a_run_that_plans(tmp_path, capsys):
     )
     with pytest.raises(LayoutError):
         abstract_plan(best, 7, "gpu", "")
+
+
+def test_a_refused_compile_loses_nothing_of_the_search(tmp_path, capsys, monkeypatch):
+    def refuse(*_):
+        raise CompilerError("the compiler refuses this step: too large.", "too large", out_of_memory=True)
+
+    monkeypatch.setattr(search_report, "audit", refuse)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    line = ["plan", str(tmp_path / "run.yaml"), "--search", "--topology", "h100:1x8", "--top", "2"]
+    assert main([*line, "--json", str(tmp_path / "found.json")]) == 0
+    told, result = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    assert told.count("REFUSED by the compiler") == 2 and "predicted): too large" in told and "best " in told
+    assert [each["refused"] for each in result["compiled"]] == ["too large"] * 2
+    assert all(each["compiled_peak"] is None and each["memory"] > 0 for each in result["compiled"])
 
 
 @pytest.mark.parametrize(
