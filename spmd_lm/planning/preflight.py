@@ -27,7 +27,7 @@ from spmd_lm.parallel.mesh import domains_along
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.audit import AuditedStep, audit_step
-from spmd_lm.planning.search import Target, make_plan
+from spmd_lm.planning.search import Target, make_plan, require_speed
 from spmd_lm.runtime.formatting import format_bytes, format_table
 
 HOUR, DAY = 3600, 86_400
@@ -37,6 +37,7 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "spmd-lm")
 def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
     """What does not depend on prices.  Raises ConfigError or LayoutError if the step cannot be compiled, unless that is
     for want of memory: then it does not fit."""
+    require_speed(config, target)
     try:
         step = audit_step(config, target.topology, hardware=target.hardware)
     except CompilerError as error:

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from spmd_lm.analysis.topology import Topology
 from spmd_lm.config import layout_checks
@@ -18,6 +18,7 @@ from spmd_lm.config.remat import Policy
 from spmd_lm.config.schema import Run, RunConfig
 from spmd_lm.config.section import Section
 from spmd_lm.config.suggest import divisors
+from spmd_lm.config.types import Dtype
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.hardware import Hardware, find_hardware
 from spmd_lm.cost_model.step_time import predict_step
@@ -104,9 +105,10 @@ class Search:
 
 
 def search(config: RunConfig, targets: Sequence[Target]) -> Search:
-    """Costs every layout of `config` on each target."""
+    """Costs every layout of `config` on each target.  Raises ConfigError for a dtype whose speed is not known there."""
     start, layouts, rejected = time.perf_counter(), list[CostedLayout](), Counter[str]()
     for target in targets:
+        require_speed(config, target)
         for variants in candidates(config, target, rejected):
             try:
                 plan = make_plan(variants[0], target)
@@ -143,6 +145,18 @@ def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Targ
             f"--topology {topology}: the speed of the network between slices is not known. Name one slice."
         )
     return Target(topology, hardware._replace(devices_per_host=topology.domain))
+
+
+def require_speed(config: RunConfig, target: Target) -> None:
+    """Raises ConfigError if nobody has entered how fast this hardware multiplies in precision.compute."""
+    dtype, hardware = config.precision.compute, target.hardware
+    if not hardware.peak(dtype):
+        known = " or ".join(each for each in get_args(Dtype) if hardware.peak(each))
+        raise ConfigError(
+            f"precision.compute={dtype}: its speed on {hardware.device_kind} (--topology {target.topology}) is not "
+            f"known. Use {known}, or measure it there, `spmd-lm bench CONFIG precision.compute={dtype} --calibrate "
+            "FILE`, and add --hardware FILE."
+        )
 
 
 def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Iterator[list[RunConfig]]:

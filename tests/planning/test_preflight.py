@@ -11,7 +11,7 @@ from spmd_lm.analysis.compiled_flops import compiled_flops
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cli import main
 from spmd_lm.cost_model import flops
-from spmd_lm.errors import CompilerError
+from spmd_lm.errors import CompilerError, ConfigError
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning import preflight as planning
 from spmd_lm.planning.audit import audit_step
@@ -208,6 +208,13 @@ def test_another_refusal_is_an_error(config, monkeypatch):
     monkeypatch.setattr(planning, "audit_step", refuse)
     with pytest.raises(CompilerError, match="refuses this step: no"):
         planning.preflight(config, make_target(parse_topology(TOPOLOGY)))
+
+
+def test_a_dtype_of_unknown_speed_is_told_before_compiling(config, monkeypatch):
+    monkeypatch.setattr(planning, "audit_step", lambda *_, **__: pytest.fail("compiled"))
+    wide = config.model_copy(update={"precision": config.precision.model_copy(update={"compute": "float64"})})
+    with pytest.raises(ConfigError, match="its speed on tpu v5 lite"):
+        planning.preflight(wide, make_target(parse_topology(TOPOLOGY)))
 
 
 def test_python_offers_it(config, found, monkeypatch):

@@ -142,6 +142,16 @@ def test_hardware_of_unknown_speed_is_refused(topology, message):
         make_target(parse_topology(topology))
 
 
+@pytest.mark.parametrize("topology", ["h100:1x8", "v5e:2x2"])
+def test_a_dtype_of_unknown_speed_is_refused(topology):
+    config = make_config(precision={"params": "float64", "compute": "float64", "reduce": "float64"})
+    message = (
+        rf"precision.compute=float64: its speed on .* \(--topology {topology}\) is not known. Use bfloat16 or float16 "
+    )
+    with pytest.raises(ConfigError, match=message):
+        search(config, [make_target(parse_topology(topology))])
+
+
 def test_what_does_not_fit_says_by_how_much():
     target = make_target(parse_topology("v5e:2x2"))
     message = r"none of [\d,]+ layouts fits: the smallest takes [\d.]+ GiB of 14.7 on v5e:2x2"
