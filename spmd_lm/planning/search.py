@@ -74,6 +74,7 @@ class CostedLayout:
 class Search:
     """layouts: all that are legal, those that do not fit included.  rejected: layouts by what is wrong with them."""
 
+    targets: Sequence[Target]
     layouts: list[CostedLayout]
     rejected: Counter[str]
     seconds: float
@@ -87,7 +88,11 @@ class Search:
         if fastest := best_of(self.fitting):
             return fastest
         if not self.layouts:
-            raise ConfigError(f"no layout is legal: {', '.join(f'{n:,} {why}' for why, n in self.rejected.items())}.")
+            where = " or ".join(str(target.topology) for target in self.targets)
+            why = ", ".join(f"{count:,} {reason}" for reason, count in self.rejected.items())
+            raise ConfigError(
+                f"no layout is legal on {where}: {why}. Search on another number of devices, or change train.batch."
+            )
         closest = max(self.layouts, key=lambda layout: layout.room)
         raise ConfigError(
             f"none of {len(self.layouts):,} layouts fits: the smallest takes {closest.memory / 2**30:.1f} GiB of "
@@ -118,7 +123,7 @@ def search(config: RunConfig, targets: Sequence[Target]) -> Search:
             layouts += [cost(each, target, plan) for each in variants]
     for layout in layouts:
         rejected["does not fit"] += layout.room < 0
-    return Search(layouts, +rejected, time.perf_counter() - start)
+    return Search(targets, layouts, +rejected, time.perf_counter() - start)
 
 
 def make_plan(config: RunConfig, target: Target) -> Plan:
@@ -136,9 +141,11 @@ def cost(config: RunConfig, target: Target, plan: Plan) -> CostedLayout:
 def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Target:
     """Raises ConfigError for hardware whose speed is not known.  measured: rows before the table's."""
     hardware = find_hardware(topology.device_kind, measured)
+    simulated = f" --devices {topology.size}" if topology.platform == "cpu" else ""
     if not hardware or not hardware.products or not hardware.links:
         raise ConfigError(
-            f"--topology {topology}: its speed is not known (cost_model/hardware.yaml). Name another one."
+            f"--topology {topology}: its speed is not known (cost_model/hardware.yaml). Measure it there, "
+            f"`spmd-lm bench CONFIG{simulated} --calibrate FILE`, and add --hardware FILE."
         )
     if hardware.links.network is None and topology.domain < topology.size:
         raise ConfigError(

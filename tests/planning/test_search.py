@@ -135,7 +135,13 @@ def test_more_hardware_is_compared():
 
 @pytest.mark.parametrize(
     ("topology", "message"),
-    [("cpu:8", "its speed is not known"), ("2*v4:2x2x1", "between slices is not known")],
+    [
+        (
+            "cpu:6",
+            r"its speed is not known .* `spmd-lm bench CONFIG --devices 6 --calibrate FILE`, and add --hardware FILE",
+        ),
+        ("2*v4:2x2x1", "between slices is not known"),
+    ],
 )
 def test_hardware_of_unknown_speed_is_refused(topology, message):
     with pytest.raises(ConfigError, match=message):
@@ -162,7 +168,10 @@ def test_what_does_not_fit_says_by_how_much():
 def test_a_batch_that_no_layout_divides_is_told():
     config = gpt(batch=3, layers=7)
     one_head = config.model.model_copy(update={"heads": 1})
-    with pytest.raises(ConfigError, match=r"no layout is legal: .* the batch is not divisible"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no layout is legal on v5e:4x4: .* the batch is not divisible.* another number of devices",
+    ):
         search(config.model_copy(update={"model": one_head}), [make_target(parse_topology("v5e:4x4"))]).fastest()
 
 
