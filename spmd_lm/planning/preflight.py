@@ -7,6 +7,7 @@ analysis/exposed.py's, as in audit."""
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.audit import AuditedStep, audit_step
 from spmd_lm.planning.search import Target, make_plan, require_speed
+from spmd_lm.runtime.compilation_cache import VerifiedCache
 from spmd_lm.runtime.formatting import format_bytes, format_table
 
 HOUR, DAY = 3600, 86_400
@@ -164,20 +166,17 @@ def with_costs(found: dict[str, Any], price: float | None, tokens: float | None)
 
 
 def cached(directory: Path | None, config: RunConfig, target: Target, make: Callable[[], dict[str, Any]]) -> dict:
-    """What an earlier preflight found of this configuration, with the same versions of compilers; else a new one."""
+    """What an earlier preflight found of this configuration, with the same versions of compilers; else a new one, which
+    replaces what was changed since."""
     if directory is None:
         return make()
-    path = directory / f"{_digest(config, target)}.json"
-    try:
-        return json.loads(path.read_text()) | {"cached": True}
-    except (OSError, ValueError):
-        found = make()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".tmp").write_text(json.dumps(found))
-        path.with_suffix(".tmp").replace(path)
-    except OSError:  # it is found again next time
-        pass
+    cache, key = VerifiedCache(directory), _digest(config, target)
+    if kept := cache.get(key):
+        return json.loads(kept) | {"cached": True}
+    found = make()
+    with suppress(OSError):  # it is found again next time
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        cache.put(key, json.dumps(found).encode())
     return found
 
 

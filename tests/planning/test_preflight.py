@@ -114,9 +114,23 @@ def test_what_was_found_is_not_compiled_again(found, config, tmp_path):
     planning.cached(tmp_path, config, make_target(parse_topology("v5e:4x4")), make)
     planning.cached(None, config, target, make)
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("content", ["damaged", "[]", "3", "null", "{}", '{"fits": true}', None])
+def test_a_changed_entry_is_found_again(config, tmp_path, content):
+    """None: one bit of what is kept."""
+    target, calls = make_target(parse_topology(TOPOLOGY)), []
+
+    def make():
+        calls.append(1)
+        return {"fits": True}
+
+    planning.cached(tmp_path, config, target, make)
     for path in tmp_path.iterdir():
-        path.write_text("damaged")
-    assert planning.cached(tmp_path, config, target, make) == found and len(calls) == 5
+        entry = path.read_bytes()
+        path.write_bytes(entry[:-1] + bytes([entry[-1] ^ 1]) if content is None else content.encode())
+    assert planning.cached(tmp_path, config, target, make) == {"fits": True} and len(calls) == 2
+    assert planning.cached(tmp_path, config, target, make) == {"fits": True, "cached": True} and len(calls) == 2
 
 
 def test_the_picture_has_the_seconds_of_a_step():
