@@ -17,6 +17,7 @@ from spmd_lm.config.load import data_of_run, load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.devices import set_up_devices, simulate_devices, use_cpu_alone
+from spmd_lm.runtime.outputs import require_replaceable
 from spmd_lm.runtime.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -65,15 +66,17 @@ def search_layouts(
     """Costs every layout of a run on the hardware in `topologies`, as in ["h100:8x8", "v5p:4x4x4"], without compiling,
     and compiles the `top` fastest, of which it tells what the compiler makes.
 
-    out: a file for the run under the fastest layout.  hardware: a file of `spmd-lm bench --calibrate`, whose speeds
-    come before published ones.  Raises ConfigError if none fits, if the hardware's speed is not known, or if a step
-    cannot be compiled."""
+    out: a file for the run under the fastest layout, new or of an earlier search.  hardware: a file of
+    `spmd-lm bench --calibrate`, whose speeds come before published ones.  Raises ConfigError if none fits, if the
+    hardware's speed is not known, or if there is no compiler, and OutputError for another file that is there."""
     targets = [parse_topology(topology) for topology in topologies]
     if top:
         _compile_on_cpu(*targets)
     from spmd_lm.cost_model.hardware import read_hardware
     from spmd_lm.planning import search, search_report
 
+    if out is not None:
+        require_replaceable("--out", Path(out), search_report.MARK)
     measured = read_hardware(Path(hardware)) if hardware is not None else ()
     found = search.search(config, [search.make_target(topology, measured) for topology in targets])
     if out is not None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from spmd_lm.commands.common import Arguments, at_least, check_writable, load_configuration, write_result
 from spmd_lm.runtime.devices import set_up_devices
+from spmd_lm.runtime.outputs import require_replaceable
 
 MOST_STEPS = 1_000_000
 
@@ -16,6 +17,7 @@ def run(arguments: Arguments) -> int:
     if arguments.calibrate is not None:
         from spmd_lm.training import calibrate
 
+        require_replaceable("--calibrate", Path(arguments.calibrate), calibrate.MEASURED)
         row = calibrate.calibrate(config.precision.compute)
         calibrate.write_row(row, Path(arguments.calibrate))
         return write_result(arguments, row, calibrate.render(row))

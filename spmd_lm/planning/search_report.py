@@ -7,10 +7,12 @@ from typing import Any
 
 from spmd_lm.config.load import dump
 from spmd_lm.errors import CompilerError, ConfigError
+from spmd_lm.files import write_atomically
 from spmd_lm.planning.audit import audit
 from spmd_lm.planning.search import CostedLayout, Search, best_of
 from spmd_lm.runtime.formatting import format_bytes, format_table
 
+MARK = "# spmd-lm plan --search:"  # how what it writes begins, which another search may replace
 SHOWN = 8
 """Rows of the Pareto table that are printed."""
 
@@ -115,9 +117,9 @@ def confirm(layout: CostedLayout) -> dict[str, Any]:
 def write_best(search: Search, path: Path) -> None:
     """The run under the fastest layout, as a file that can be run.  Raises ConfigError if it cannot be written."""
     best = search.fastest()
-    comment = f"# {best.seconds:.4g} s a step on {best.target.topology}, by the cost model.\n"
+    comment = f"{MARK} {best.seconds:.4g} s a step on {best.target.topology}, by the cost model.\n"
     try:
-        path.write_text(comment + dump(best.config))
+        write_atomically(path, comment + dump(best.config))
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written: {error.strerror}. Choose another file.") from error
 

@@ -121,6 +121,23 @@ def writing(path: Path, size: int | None = None) -> Iterator[None]:
         raise OutputError(describe_failure(error, path, size)) from error
 
 
+def require_replaceable(option: str, path: Path, mark: str) -> None:
+    """OutputError, before the work, if the file that this option names cannot be written, or is there and is none that
+    an earlier command wrote.  mark: how these begin."""
+    if not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise OutputError(f"{option} {path}: cannot be written. Give a file in a writable directory.")
+    if not path.exists():
+        return
+    beginning = ""
+    if path.is_file() and os.access(path, os.R_OK):
+        with path.open(errors="replace") as file:
+            beginning = file.read(len(mark))
+    if beginning != mark:
+        raise OutputError(
+            f"{option} {path}: is there, and not from an earlier {option}. Remove it, or name another file."
+        )
+
+
 def describe_failure(error: OSError, path: Path, size: int | None = None) -> str:
     if not path.parent.is_dir():
         return f"{path}: cannot be written: {path.parent} was moved or removed. Move it back."

@@ -22,7 +22,9 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.cost_model.hardware import GIB, GIGA, MICRO, TERA, find_hardware
 from spmd_lm.cost_model.wire import ALL_GATHER, wire_bytes
 from spmd_lm.errors import ConfigError
+from spmd_lm.files import write_atomically
 
+MEASURED = "# Measured"  # how a table begins, which another calibration may replace
 REPEATS = 7
 LARGER_ON_ACCELERATORS = 16
 """Arrays there than on a CPU."""
@@ -132,10 +134,9 @@ def calibrate(dtype: str) -> dict[str, Any]:
 
 def write_row(row: dict[str, Any], path: Path) -> None:
     """As a table of one row.  Raises ConfigError if the file cannot be written."""
+    table = yaml.safe_dump([row], sort_keys=False)
     try:
-        path.write_text(
-            "# Measured; the keys are those of cost_model/hardware.yaml.\n" + yaml.safe_dump([row], sort_keys=False)
-        )
+        write_atomically(path, f"{MEASURED}; the keys are those of cost_model/hardware.yaml.\n{table}")
     except OSError as error:
         raise ConfigError(f"--calibrate {path}: cannot be written: {error.strerror}. Choose another file.") from error
 

@@ -199,6 +199,28 @@ def test_the_command_writes_a_run_that_plans(tmp_path, capsys):
         abstract_plan(best, 7, "gpu", "")
 
 
+def test_only_what_a_search_wrote_is_replaced(tmp_path, capsys, monkeypatch):
+    run, out, other = tmp_path / "run.yaml", tmp_path / "best.yaml", tmp_path / "other.yaml"
+    run.write_text(CONFIG)
+    other.write_text(CONFIG)
+    line = ["plan", str(run), "--search", "--topology", "h100:1x2", "--top", "0", "--out"]
+    assert main([*line, str(out)]) == 0 and main([*line, str(out)]) == 0
+    monkeypatch.setattr("spmd_lm.planning.search.search", lambda *_: pytest.fail("searched"))
+    best = out.read_text()
+    for arguments, message in (
+        ([*line, str(other)], "is there, and not from an earlier --out. Remove it"),
+        ([*line, str(run)], "is CONFIG too"),
+        (["plan", str(out), *line[2:], str(out)], "is CONFIG too"),
+        ([*line, str(tmp_path / "x"), "--json", str(tmp_path / "x")], "is --json too"),
+    ):
+        capsys.readouterr()
+        assert main(arguments) == 2
+        told = capsys.readouterr().err
+        assert message in told and told.count("\n") == 1
+    assert run.read_text() == other.read_text() == CONFIG and out.read_text() == best
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "best.yaml", "other.yaml"}
+
+
 def test_a_refused_compile_loses_nothing_of_the_search(tmp_path, capsys, monkeypatch):
     def refuse(*_):
         raise CompilerError("the compiler refuses this step: too large.", "too large", out_of_memory=True)

@@ -9,6 +9,7 @@ from spmd_lm.cli import main
 from spmd_lm.cost_model.hardware import find_hardware, read_hardware
 from spmd_lm.errors import ConfigError
 from spmd_lm.planning.search import make_target
+from spmd_lm.runtime.outputs import require_replaceable
 from spmd_lm.training import calibrate
 
 CONFIG = """
@@ -48,6 +49,18 @@ def test_another_file_is_no_table_of_hardware(tmp_path, text, message):
         (tmp_path / "cpu.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_hardware(tmp_path / "cpu.yaml")
+
+
+def test_only_a_measured_table_is_replaced(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(calibrate, "calibrate", lambda _: pytest.fail("measured"))
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    assert main(["bench", str(tmp_path / "run.yaml"), "--calibrate", str(tmp_path / "run.yaml")]) == 2
+    assert "is there, and not from an earlier --calibrate" in capsys.readouterr().err
+    table = tmp_path / "cpu.yaml"
+    for size in (1, 2):
+        calibrate.write_row({"size": size}, table)
+        require_replaceable("--calibrate", table, calibrate.MEASURED)
+    assert table.read_text().endswith("- size: 2\n") and len([*tmp_path.iterdir()]) == 2
 
 
 def test_a_table_that_cannot_be_written_is_told_before_it_is_measured(tmp_path, capsys):
