@@ -171,8 +171,8 @@ def cached(directory: Path | None, config: RunConfig, target: Target, make: Call
     if directory is None:
         return make()
     cache, key = VerifiedCache(directory), _digest(config, target)
-    if kept := cache.get(key):
-        return json.loads(kept) | {"cached": True}
+    if stored := cache.get(key):
+        return json.loads(stored) | {"cached": True}
     found = make()
     with suppress(OSError):  # it is found again next time
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -128,11 +128,11 @@ def require_replaceable(option: str, path: Path, mark: str) -> None:
         raise OutputError(f"{option} {path}: cannot be written. Give a file in a writable directory.")
     if not path.exists():
         return
-    beginning = ""
+    start = ""
     if path.is_file() and os.access(path, os.R_OK):
         with path.open(errors="replace") as file:
-            beginning = file.read(len(mark))
-    if beginning != mark:
+            start = file.read(len(mark))
+    if start != mark:
         raise OutputError(
             f"{option} {path}: is there, and not from an earlier {option}. Remove it, or name another file."
         )
