@@ -109,7 +109,7 @@ def interleaving() -> list[Curve]:
 
 
 def recomputation() -> list[Curve]:
-    """Section 5.5: 145B on 128 GPUs, by the batch; sequences a second and 128 GPUs, in hundredths."""
+    """Section 5.5: 145B on 128 GPUs, by the batch; hundredths of a sequence per second, all 128 GPUs together."""
     batches = (1, 4, 16, 64, 256)
     return [
         Curve(

@@ -8,6 +8,7 @@ when one is first used.
 
 Devices that a configuration simulates are set up by the first function that computes; jax cannot change them later."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,10 @@ def search_layouts(
     out: a file for the run under the fastest layout, new or of an earlier search.  hardware: a file of
     `spmd-lm bench --calibrate`, whose speeds come before published ones.  Raises ConfigError if none fits, if the
     hardware's speed is not known, or if there is no compiler, and OutputError for another file that is there."""
+    if not topologies or top < 0:
+        raise ConfigError(
+            f"search_layouts needs a topology, and top of 0 or more, not {top}. Name one, as in h100:8x8."
+        )
     targets = [parse_topology(topology) for topology in topologies]
     if top:
         _compile_on_cpu(*targets)
@@ -100,6 +105,9 @@ def preflight(
     one step by stage.  hardware: as of `search_layouts`.  What is found is kept in the user's cache directory, unless
     run.compilation_cache=none.  Raises ConfigError for hardware of unknown speed, and if the step cannot be
     compiled."""
+    for name, given in (("price", price), ("tokens", tokens)):
+        if given is not None and not (isinstance(given, (int, float)) and 0 < given < math.inf):
+            raise ConfigError(f"{name} is {given!r:.40}: give a number above 0.")
     target = parse_topology(topology)
     if target.platform == "cpu":
         raise ConfigError(f"--topology {topology}: a CPU's schedule tells nothing of other devices. Use spmd-lm bench.")
@@ -109,6 +117,8 @@ def preflight(
     from spmd_lm.planning.search import make_target
     from spmd_lm.runtime.compilation_cache import cache_directory
 
+    if picture is not None and Path(picture).suffix not in planning.PICTURES:
+        raise ConfigError(f"--picture {picture}: its name must end in {' or '.join(planning.PICTURES)}.")
     on = make_target(target, read_hardware(Path(hardware)) if hardware is not None else ())
     directory = cache_directory(config.run.compilation_cache, "preflight")
     found = planning.cached(directory, config, on, lambda: planning.preflight(config, on))

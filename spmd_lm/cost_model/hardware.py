@@ -148,17 +148,26 @@ def _parse(row: dict[str, Any]) -> Hardware:
 
 def read_hardware(path: Path) -> tuple[Hardware, ...]:
     """Rows that `spmd-lm bench --calibrate` wrote.  Raises ConfigError for another file."""
-    import yaml
+    from spmd_lm.config import syntax
+    from spmd_lm.cost_model.hardware_schema import problem_of
 
     try:
-        return tuple(map(_parse, yaml.safe_load(path.read_text())))
+        rows, problems = syntax.read(path.read_text())
     except OSError as error:
         raise ConfigError(
             f"--hardware {path}: cannot be read: {error.strerror}. Name a file of bench --calibrate."
         ) from error
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"--hardware {path}: not a table of hardware ({error!r:.80})"
-        raise ConfigError(f"{what}. Write one with spmd-lm bench CONFIG --calibrate FILE.") from error
+    except UnicodeDecodeError:
+        rows, problems = None, ["not text"]
+    if not problems and not (isinstance(rows, list) and rows):
+        problems = ["it has no rows"]
+    for number, row in enumerate(rows if not problems else (), 1):
+        if problem := problem_of(row):
+            problems.append(f"row {number}, {problem}")
+    if problems:
+        what = f"--hardware {path}: not a table of hardware ({problems[0]})"
+        raise ConfigError(f"{what}. Write one with spmd-lm bench CONFIG --calibrate FILE.")
+    return tuple(map(_parse, rows))
 
 
 def find_hardware(device_kind: str, measured: tuple[Hardware, ...] = ()) -> Hardware | None:

@@ -33,6 +33,7 @@ from spmd_lm.runtime.compilation_cache import VerifiedCache
 from spmd_lm.runtime.formatting import format_bytes, format_table
 
 HOUR, DAY = 3600, 86_400
+PICTURES = (".png", ".svg")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "spmd-lm")
 
 
@@ -192,7 +193,7 @@ def _digest(config: RunConfig, target: Target) -> str:
 
 
 def draw(config: RunConfig, found: dict[str, Any], path: Path) -> None:
-    """One step by stage.  Raises ConfigError for a name that is no picture's, or a file that cannot be written."""
+    """One step by stage.  Raises ConfigError for a file that cannot be written."""
     from spmd_lm.plots.timeline import timeline
 
     p = config.parallel
@@ -201,8 +202,6 @@ def draw(config: RunConfig, found: dict[str, Any], path: Path) -> None:
     )
     try:
         figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise ConfigError(f"--picture {path}: {error}. Write a .png or .svg.") from error
     except OSError as error:
         raise ConfigError(f"--picture {path}: cannot be written: {error.strerror}. Choose another file.") from error
 

@@ -27,7 +27,9 @@ def describe(search: Search, top: int) -> dict[str, Any]:
         "evaluated": len(search.layouts),
         "seconds": search.seconds,
         "best": describe_layout(best),
+        "software": best.target.profile.software,
         "pareto": [describe_layout(layout) for layout in search.pareto()],
+        "by_topology": [describe_layout(layout) for layout in fastest_of_each_topology(search)],
         "rejected": dict(search.rejected),
         "alternatives": list(alternatives(search, best)),
         "rule": describe_layout(rule) | {"why_slower": why_slower(rule, best)} if rule else None,
@@ -48,19 +50,20 @@ def describe_layout(layout: CostedLayout) -> dict[str, Any]:
 
 
 def alternatives(search: Search, best: CostedLayout) -> Iterator[dict[str, Any]]:
-    """For each choice, the fastest layout on the same hardware that makes another one, and what it loses by that."""
+    """For each choice, the fastest layout on the same hardware that makes another one, and what it loses by that; the
+    smallest one, if none fits."""
     same = [layout for layout in search.layouts if layout.target == best.target]
     for key, chosen in best.overrides.items():
         others = [layout for layout in same if layout.overrides[key] != chosen]
         fitting = best_of(layout for layout in others if layout.room >= 0)
+        if not others:
+            continue
+        other = fitting or max(others, key=lambda layout: layout.room)
+        found = {"key": key, "value": other.overrides[key], "layout": other.overrides}
         if fitting:
-            value = fitting.overrides[key]
-            slower = fitting.seconds / best.seconds - 1
-            yield {"key": key, "value": value, "slower": slower, "why": why_slower(fitting, best)}
-        elif others:
-            closest = max(others, key=lambda layout: layout.room)
-            value, missing = closest.overrides[key], format_bytes(-closest.room)
-            yield {"key": key, "value": value, "slower": None, "why": f"{missing} more than fits"}
+            yield found | {"slower": other.seconds / best.seconds - 1, "why": why_slower(other, best)}
+        else:
+            yield found | {"slower": None, "why": f"{format_bytes(-other.room)} more than fits"}
 
 
 def why_slower(layout: CostedLayout, best: CostedLayout) -> str:
@@ -84,6 +87,14 @@ def follow_the_rule(search: Search) -> CostedLayout | None:
 
     least = min(map(model_parallelism, plain))
     return best_of(layout for layout in plain if model_parallelism(layout) == least)
+
+
+def fastest_of_each_topology(search: Search) -> list[CostedLayout]:
+    """The fastest first; topologies on which nothing fits are not among them."""
+    fastest: dict[Any, CostedLayout] = {}
+    for layout in sorted(search.fitting, key=lambda each: (each.seconds, each.memory)):
+        fastest.setdefault(layout.target.topology, layout)
+    return list(fastest.values())
 
 
 def fastest_of_each_mesh(search: Search) -> list[CostedLayout]:
@@ -130,16 +141,14 @@ def render(description: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [
         ("fastest that fit", "devices", "step", "memory", "sent", "compute", "exposed", "bubble"),
         *map(_row, d["pareto"][:SHOWN]),
+        *(_row(each) for each in d["by_topology"] if each not in d["pareto"][:SHOWN]),
     ]
     lines += [*format_table(rows), "", f"best    {_layout(d['best']['layout'])}"]
     if rule := d["rule"]:
         slower = rule["step_seconds"] / d["best"]["step_seconds"] - 1
         what = f"{slower:.1%} slower: {rule['why_slower']}" if slower > 1e-6 else "as fast"
         lines.append(f"rule    {_layout(rule['layout'])}: {what}")
-    lines += ["", "otherwise"]
-    for each in d["alternatives"]:
-        loss = f"{each['slower']:.1%} slower" if each["slower"] is not None else "does not fit"
-        lines.append(f"        {each['key']}={each['value']}: {loss}{', ' + each['why'] if each['why'] else ''}")
+    lines += ["", "otherwise", *_otherwise(d["alternatives"])]
     for each in d["compiled"]:
         if each["refused"]:
             planned, why = format_bytes(each["memory"]), each["refused"]
@@ -151,7 +160,19 @@ def render(description: dict[str, Any]) -> str:
             f"compiled {_layout(each['layout'])}: peak {peak} ({format_bytes(each['memory'])} predicted), "
             f"sends {sent}, {verdict}"
         )
+    lines.append(
+        f"assumes that products reach {d['software']:.0%} of the hardware's rate; steps that differ by less than 5% tie"
+    )
     return "\n".join(lines)
+
+
+def _otherwise(alternatives: list[dict[str, Any]]) -> Iterator[str]:
+    """Choices that one layout makes are on one line."""
+    for layout in {_layout(each["layout"]): None for each in alternatives}:
+        chosen = [each for each in alternatives if _layout(each["layout"]) == layout]
+        choices = ", ".join(f"{each['key']}={str(each['value']).lower()}" for each in chosen)
+        loss = f"{chosen[0]['slower']:.1%} slower" if chosen[0]["slower"] is not None else "does not fit"
+        yield f"        {choices}: {loss}{', ' + chosen[0]['why'] if chosen[0]['why'] else ''}: {layout}"
 
 
 def _row(layout: dict[str, Any]) -> tuple[str, ...]:

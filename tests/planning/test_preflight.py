@@ -173,6 +173,7 @@ def test_the_command_tells_and_draws(found, config, tmp_path, capsys, monkeypatc
         (["--topology", TOPOLOGY, "--devices", "4"], "Leave out --devices"),
         (["--topology", TOPOLOGY, "parallel.data=4"], "every device must be used"),
         (["--topology", TOPOLOGY, "--picture", "/nowhere/x.png"], "--picture /nowhere/x.png: cannot be written"),
+        (["--topology", TOPOLOGY, "--picture", "x.foo"], "--picture x.foo: its name must end in .png or .svg"),
     ],
 )
 def test_bad_input_is_refused(tmp_path, capsys, arguments, message):
@@ -180,6 +181,12 @@ def test_bad_input_is_refused(tmp_path, capsys, arguments, message):
     assert main(["preflight", str(tmp_path / "run.yaml"), *arguments]) == 2
     told = capsys.readouterr().err
     assert message in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize("amount", [{"price": -1.0}, {"price": math.nan}, {"price": "abc"}, {"tokens": 0}])
+def test_amounts_are_above_zero_in_python_too(amount):
+    with pytest.raises(ConfigError, match="give a number above 0"):
+        api.preflight(make_config(), TOPOLOGY, **amount)
 
 
 @pytest.fixture

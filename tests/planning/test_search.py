@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+import spmd_lm
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cli import main
 from spmd_lm.config import checks, layout_checks
@@ -114,6 +115,25 @@ def test_alternatives_say_what_another_choice_costs(found):
         assert each["value"] != best.overrides[each["key"]]
         others = [layout for layout in found.fitting if layout.overrides[each["key"]] != best.overrides[each["key"]]]
         assert each["slower"] == pytest.approx(min(layout.seconds for layout in others) / best.seconds - 1)
+
+
+def test_the_text_says_what_it_rests_on_and_has_every_topology():
+    """Two chips of v5e are slower than eight GPUs, and have no more memory to spare."""
+    targets = [make_target(parse_topology(topology)) for topology in ("h100:1x8", "v5e:2x1")]
+    description = search_report.describe(search(gpt(batch=8), targets), 0)
+    text = search_report.render(description)
+    assert "v5e:2x1" in text and "products reach 90% of the hardware's rate" in text
+    fastest = [each["step_seconds"] for each in description["by_topology"]]
+    assert fastest == sorted(fastest) and len(fastest) == 2
+    lines = text.split("otherwise\n")[1].split("\nassumes")[0].splitlines()
+    layouts = [line.rsplit(": ", 1)[1] for line in lines]
+    assert len(set(layouts)) == len(layouts) < len(description["alternatives"])  # choices of one layout are on one line
+
+
+@pytest.mark.parametrize(("topologies", "top"), [([], 1), (["h100:1x2"], -1)])
+def test_a_search_in_python_refuses_what_the_command_does(topologies, top):
+    with pytest.raises(ConfigError, match="needs a topology, and top of 0 or more"):
+        spmd_lm.search_layouts(gpt(), topologies, top=top)
 
 
 def test_the_rule_of_thumb_takes_no_more_model_parallelism_than_fits():

@@ -1,8 +1,12 @@
 """Measured speeds: written as rows of a table, read back, and taken before published ones."""
 
+import copy
 import math
+import re
+from importlib.resources import files
 
 import pytest
+import yaml
 
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cli import main
@@ -42,13 +46,56 @@ def test_what_was_measured_is_read_back(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [(None, "cannot be read"), ("[]: {", "not a table"), ("a: 1", "not a table")]
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ("[]: {", "not a table"),
+        ("a: 1", "not a table"),
+        ("[]", "it has no rows"),
+        ("[3]", "row 1, must be keys and values"),
+        ("[" * 3000, "not a table"),
+    ],
 )
 def test_another_file_is_no_table_of_hardware(tmp_path, text, message):
     if text is not None:
         (tmp_path / "cpu.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_hardware(tmp_path / "cpu.yaml")
+
+
+PUBLISHED = yaml.safe_load(files("spmd_lm.cost_model").joinpath("hardware.yaml").read_text())
+
+
+def test_the_table_itself_is_one(tmp_path):
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump(PUBLISHED))
+    assert len(read_hardware(tmp_path / "all.yaml")) == len(PUBLISHED) > 10
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("device_kind", 5),
+        ("cores", None),
+        ("link", 0),
+        ("link", math.nan),
+        ("kernel_overhead", -1),
+        ("peak", {"float32": 60}),
+        ("memory.bandwidth", 0),
+        ("memory.size", -79),
+        ("products.tile", 256),
+        ("products.tile", [256, 0]),
+        ("products.limit", "0.8"),
+        ("latency.speed", 1),
+    ],
+)
+def test_a_row_that_makes_no_sense_names_its_key(key, value, tmp_path):
+    (row,) = (copy.deepcopy(row) for row in PUBLISHED if row["device_kind"] == "nvidia h100")
+    *within, last = key.split(".")
+    (row[within[0]] if within else row)[last] = value
+    (tmp_path / "gpu.yaml").write_text(yaml.safe_dump([row]))
+    with pytest.raises(ConfigError, match=rf"row 1, {re.escape(key)}.*Write one with spmd-lm bench") as refused:
+        read_hardware(tmp_path / "gpu.yaml")
+    assert "\n" not in str(refused.value)
 
 
 def test_only_a_measured_table_is_replaced(tmp_path, capsys, monkeypatch):
