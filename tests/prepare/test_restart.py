@@ -107,6 +107,7 @@ def test_processes_that_are_stopped_while_they_start_say_nothing(number, tmp_pat
     while not (tmp_path / "starts").exists():
         assert process.poll() is None
         time.sleep(0.01)
+    time.sleep(0.1)  # the other one is told what to do meanwhile, without which multiprocessing raises in it
     (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
     assert process.communicate(timeout=60)[1] == b"" and process.returncode == -number
 
