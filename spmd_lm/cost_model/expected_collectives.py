@@ -366,9 +366,7 @@ def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
         (plan.nontrivial_axes(*BATCH_AXES), step.wide, 2 * losses, "losses and weights"),
         (plan.nontrivial_axes(PIPE), step.wide, losses, "losses"),
     ]
-    shardings = set()
-    for names, *_ in step.parameters:
-        shardings.add(plan.nontrivial_axes(*(axis for name in names for axis in plan.param_rules.axes(name))))
+    shardings = {plan.axes_over(names) for names, *_ in step.parameters}
     norm_dtype = at_least_float32(precision.params)
     scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in sorted(shardings)]
     if precision.loss_scale == "dynamic":

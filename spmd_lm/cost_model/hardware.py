@@ -1,5 +1,6 @@
 """How fast devices are, from one table, hardware.yaml: matrix products, memory, and the links between devices."""
 
+import dataclasses
 import functools
 import math
 from importlib.resources import files
@@ -93,8 +94,9 @@ class Products(NamedTuple):
         return self.limit * used * inner / (inner + self.half_inner)
 
 
-class Hardware(NamedTuple):
-    """One kind of device.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Hardware:
+    """One kind of device.  Hashed by identity: results for it are remembered.
 
     peaks: dense FLOP/s by dtype; of float32 on a GPU tf32's.  source: where the figures come from.  efficiency: share
     of the peak that audit assumes of products.  on_chip: as hardware.yaml has it.  kernel_overhead: seconds of each
@@ -108,7 +110,7 @@ class Hardware(NamedTuple):
     links: Links | None = None
     products: Products | None = None
     devices_per_host: int = 0
-    on_chip: dict[str, int] = {}  # noqa: RUF012 - never changed
+    on_chip: dict[str, int] = dataclasses.field(default_factory=dict)
     kernel_overhead: float | None = None
 
     @property
@@ -135,7 +137,8 @@ def _parse(row: dict[str, Any]) -> Hardware:
         return hardware
     memory, latency = row["memory"], Latency(**{name: MICRO * time for name, time in row["latency"].items()})
     network = GIGA * row["network"] if "network" in row else None
-    return hardware._replace(
+    return dataclasses.replace(
+        hardware,
         efficiency=row["efficiency"],
         memory=Memory(GIB * memory["size"], GIGA * memory["bandwidth"], memory["share"]),
         links=Links(GIGA * row["link"], row.get("closes_at", 0), network, latency),

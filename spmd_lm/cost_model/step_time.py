@@ -67,7 +67,7 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: Syst
     compute += _accumulation_seconds(config, plan, system, kernels)
     rows = (megatron_collectives if system.eager else expected_collectives)(config, plan)
     groups = dict.fromkeys(row.axes for row in rows)
-    within = {axes: devices_within_domain(plan.sizes, axes, hardware.devices_per_host) for axes in groups}
+    within = {axes: devices_within_domain(plan.mesh, axes, hardware.devices_per_host) for axes in groups}
     times = [_on_links(row, plan, hardware, system, within[row.axes]) for row in rows]
     bubble = 0.0 if system.idle_is_free or idle_is_work else counts.bubble
     windows = {"compute": compute, "last_microbatch": in_layers * (1 / microbatches + bubble)}

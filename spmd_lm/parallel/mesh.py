@@ -3,6 +3,7 @@
 A layout resolves on an abstract mesh, so that plans cost no device; real devices bind last."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -102,11 +103,12 @@ def domains_along(mesh: Mesh, axes: Sequence[str]) -> int:
     return max(len({_domain(device) for device in group}) for group in groups)
 
 
-def devices_within_domain(sizes: Mapping[str, int], axes: Sequence[str], domain: int) -> int:
+@functools.cache
+def devices_within_domain(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], domain: int) -> int:
     """How many devices of a group along these axes share a domain of so many devices, where none need exist.
 
-    sizes: of the mesh's axes.  domain: 0 for any number."""
-    within, distance = 1, 1
+    domain: 0 for any number."""
+    within, distance, sizes = 1, 1, mesh.shape
     for axis in reversed(OUTERMOST_FIRST):
         for name in reversed(axes_named(axis, sizes)):
             if name in axes:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,20 @@ from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.parallel.zero import ZeroPolicy
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def remembered(
+    method: Callable[Concatenate["Plan", Arguments], Result],
+) -> functools.cached_property[Callable[Arguments, Result]]:
+    """A method of which each plan keeps the results: planners ask for the same ones thousands of times."""
+
+    def remembering(plan: "Plan") -> Callable[Arguments, Result]:
+        return cast(Callable[Arguments, Result], functools.cache(functools.partial(method, plan)))
+
+    return functools.cached_property(remembering)
 
 
 def _padded(size: int, shards: int, tile: int) -> int:
@@ -126,19 +140,12 @@ class Plan:
     def param_rules(self) -> Rules:
         return PARAMETERS.on_mesh(self.mesh.axis_names)
 
+    @remembered
     def nontrivial_axes(self, *names: str) -> tuple[str, ...]:
         """The mesh axes of these names that have more than one device, in the mesh's order.  A name of MESH_AXES is all
         axes that together are it."""
-        if names not in self._nontrivial_axes:
-            chosen = {axis for name in names for axis in (name, *axes_named(name, self.sizes))}
-            axes = tuple(axis for axis, size in self.sizes.items() if size > 1 and axis in chosen)
-            self._nontrivial_axes[names] = axes
-        return self._nontrivial_axes[names]
-
-    @functools.cached_property
-    def _nontrivial_axes(self) -> dict[tuple[str, ...], tuple[str, ...]]:
-        """Those that were asked for: planners ask for the same ones thousands of times."""
-        return {}
+        chosen = {axis for name in names for axis in (name, *axes_named(name, self.sizes))}
+        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis in chosen)
 
     # ---- names, shapes and specs of the parameters, and so of gradients and optimizer state
 
@@ -157,6 +164,7 @@ class Plan:
             parameters.append(Parameter(path, names, sharded, shape, elements, gathered))
         return tuple(parameters)
 
+    @remembered
     def elements_per_device(self, *path: str, gathered: bool = False) -> int:
         """Of the parameters below `path`, as ZeRO shards them, or gathered over `data`."""
         below = [each for each in self.parameters if each.path[: len(path)] == path]
@@ -337,6 +345,12 @@ class Plan:
             return per_layer
         return lax.dynamic_slice_in_dim(per_layer, lax.axis_index(PIPE) * size, size)
 
+    @remembered
+    def axes_over(self, names: DimNames) -> tuple[str, ...]:
+        """The mesh axes of more than one device over which a parameter of these dimensions is sharded."""
+        return self.nontrivial_axes(*(axis for name in names for axis in self.param_rules.axes(name)))
+
+    @remembered
     def grad_reduce_axes(self, names: DimNames) -> tuple[str, ...]:
         """The axes over which a parameter's gradient is still to be summed, after the scatter of matrices.
 

@@ -151,7 +151,7 @@ def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Targ
         raise ConfigError(
             f"--topology {topology}: the speed of the network between slices is not known. Name one slice."
         )
-    return Target(topology, hardware._replace(devices_per_host=topology.domain))
+    return Target(topology, dataclasses.replace(hardware, devices_per_host=topology.domain))
 
 
 def require_speed(config: RunConfig, target: Target) -> None:

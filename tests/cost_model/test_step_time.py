@@ -1,5 +1,6 @@
 """The parts of a predicted step, each against figures worked out by hand."""
 
+import dataclasses
 import itertools
 import math
 
@@ -24,7 +25,8 @@ from tests.helpers import make_config
 
 H100 = "NVIDIA H100 80GB HBM3"
 HARDWARE = find_hardware(H100)
-IDEAL = HARDWARE._replace(
+IDEAL = dataclasses.replace(
+    HARDWARE,
     peaks={"bfloat16": 1e15},
     memory=HARDWARE.memory._replace(bandwidth=1e12, share=0.5),
     products=Products(0.5, 0, 0.25, (256, 128), 100),
@@ -95,7 +97,7 @@ def test_devices_within_a_host(layout, axes, within):
     parallel = {"pipe": 1, "data": 1, "model": 1, "microbatches": 8 if layout.get("pipe", 1) > 1 else 1} | layout
     run = config(parallel=parallel)
     plan = abstract_plan(run, math.prod(layout.values()), "gpu", H100)
-    assert devices_within_domain(plan.sizes, axes, 8) == within
+    assert devices_within_domain(plan.mesh, axes, 8) == within
 
 
 def test_a_window_hides_no_more_than_it_has():
@@ -146,7 +148,8 @@ def test_what_runs_again_takes_time():
     assert 0.2 < layer / of_policy[0] < 0.4
 
 
-FREE = HARDWARE._replace(  # where only products take time, a second for each FLOP
+FREE = dataclasses.replace(  # where only products take time, a second for each FLOP
+    HARDWARE,
     peaks={"bfloat16": 1.0},
     memory=HARDWARE.memory._replace(bandwidth=math.inf),
     products=Products(1.0, 0, 1.0, (1, 1), 1),
@@ -219,7 +222,7 @@ def test_compiled_steps_multiply_as_much(policy):
         parallel={"data": 1},
     )
     program = Program(run, jax.devices()[:1])
-    free = FREE._replace(peaks={"float32": 1.0})
+    free = dataclasses.replace(FREE, peaks={"float32": 1.0})
     expected = predict_step(run, program.plan, free, OURS).compute
     assert compiled_flops(HloModule(program.compiled.as_text())) == pytest.approx(expected, rel=0.02)
 
