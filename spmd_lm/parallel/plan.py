@@ -304,7 +304,8 @@ class Plan:
     def gather(self, tree: Tree, names: Tree) -> Tree:
         """Parameters as ZeRO shards them, made whole over `data`.  names: their sharded names."""
         gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
-        gather = functools.partial(zero.gather, names=names, data_axes=self.nontrivial_axes(DATA), width=self._width)
+        axes, row_major = self.nontrivial_axes(DATA), self.platform == "gpu" and self.zero.gather_per == "step"
+        gather = functools.partial(zero.gather, names=names, data_axes=axes, width=self._width, row_major=row_major)
         out_specs = jax.tree.map(self._weight_spec, gathered_names, is_leaf=is_dim_names)
         return manual_region(gather, out_specs)(tree)
 
