@@ -7,6 +7,7 @@ loaded beside the step.  A collective takes as long as its bytes on the slowest 
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from spmd_lm.config.remat import RematPolicy
@@ -66,13 +67,15 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: Syst
     compute = in_layers + (counts.ticks if idle_is_work else heads) * head_seconds(config, plan, system, kernels)
     compute += _accumulation_seconds(config, plan, system, kernels)
     rows = (megatron_collectives if system.eager else expected_collectives)(config, plan)
-    groups = dict.fromkeys(row.axes for row in rows)
-    within = {axes: devices_within_domain(plan.mesh, axes, hardware.devices_per_host) for axes in groups}
-    times = [_on_links(row, plan, hardware, system, within[row.axes]) for row in rows]
+    groups = {axes: _group(plan, axes, hardware) for axes in {row.axes for row in rows}}
+    times = [_seconds_on_links(row, groups[row.axes], hardware, system) for row in rows]
     bubble = 0.0 if system.idle_is_free or idle_is_work else counts.bubble
     windows = {"compute": compute, "last_microbatch": in_layers * (1 / microbatches + bubble)}
-    hidden_by = [system.hides(time.row, config, plan) for time in times]
-    collectives = tuple(_expose(times, hidden_by, windows, system.hidden_tensor_parallelism))
+    hidden = _hidden(rows, times, [system.hides(row, config, plan) for row in rows], windows, system.hidden_tensor_parallelism)
+    collectives = tuple(
+        CollectiveTime(row, "network" if groups[row.axes].domains > 1 else "link", seconds, seconds - hides)
+        for row, seconds, hides in zip(rows, times, hidden, strict=True)
+    )
     waited = sum(time.exposed_seconds for time in collectives if time.row.part in ("blocks", "messages"))
     return StepTime(
         compute=compute,
@@ -106,34 +109,42 @@ def _accumulation_seconds(config: RunConfig, plan: Plan, system: System, kernels
     return microbatches * kernels.traffic(elements * bytes_)
 
 
-def _on_links(
-    row: ExpectedCollective, plan: Plan, hardware: Hardware, system: System, within_host: int
-) -> CollectiveTime:
-    """With nothing hidden.  within_host: devices of a group that share one."""
-    links = hardware.links
+class _Group(NamedTuple):
+    """Devices that one collective is over, and the domains of fast links that they span."""
+
+    devices: int
+    domains: int
+
+
+def _group(plan: Plan, axes: tuple[str, ...], hardware: Hardware) -> _Group:
+    devices = math.prod(plan.sizes[axis] for axis in axes)
+    return _Group(devices, devices // devices_within_domain(plan.mesh, axes, hardware.devices_per_host))
+
+
+def _seconds_on_links(row: ExpectedCollective, group: _Group, hardware: Hardware, system: System) -> float:
+    links, (devices, domains) = hardware.links, group
     assert links
-    devices = math.prod([plan.sizes[axis] for axis in row.axes])
-    domains = devices // within_host
-    per_domain = 1 if system.one_adapter else devices // domains
-    seconds = row.bytes / links.bandwidth(row.kind, devices, domains, per_domain) + row.count * links.delay(
-        row.kind, devices, domains
-    )
-    return CollectiveTime(row, "network" if domains > 1 else "link", seconds, seconds)
+    bandwidth = links.bandwidth(row.kind, devices, domains, 1 if system.one_adapter else devices // domains)
+    return row.bytes / bandwidth + row.count * links.delay(row.kind, devices, domains)
 
 
-def _expose(
-    times: list[CollectiveTime], hidden_by: list[Window | None], windows: dict[str, float], in_blocks: float
-) -> list[CollectiveTime]:
-    """With what is hidden taken off: each window of compute hides as many seconds as it has.  in_blocks: share that is
+def _hidden(
+    rows: list[ExpectedCollective],
+    times: list[float],
+    hidden_by: list[Window | None],
+    windows: dict[str, float],
+    in_blocks: float,
+) -> Iterator[float]:
+    """Seconds of each row that are hidden: a window of compute hides as many as it has.  in_blocks: share that is
     hidden of a layer's collectives over `model`."""
-    left, exposed = dict(windows), []
-    for time, window in zip(times, hidden_by, strict=True):
-        hidden = in_blocks * time.seconds if time.row.part == "blocks" else 0.0
+    left = dict(windows)
+    for row, seconds, window in zip(rows, times, hidden_by, strict=True):
         if window:
-            hidden = min(time.seconds, left[window])
+            hidden = min(seconds, left[window])
             left[window] -= hidden
-        exposed.append(time._replace(exposed_seconds=time.seconds - hidden))
-    return exposed
+            yield hidden
+        else:
+            yield in_blocks * seconds if row.part == "blocks" else 0.0
 
 
 def _optimizer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
