@@ -74,8 +74,12 @@ class LayerActivations:
         # sequence is sharded the whole of it and of the branch's input.
         self.workspace = 2 * hidden + (3 if plan.sequence else 1) * unsharded
         self.workspace += compiler.streams[plan.sequence] * unsharded
-        if remat.recomputes_layer:
+        if remat.policy in compiler.in_turn:  # the MLP's are more
+            self.workspace += self.outside - attention - self.stream - self.saved
+        elif remat.recomputes_layer:
             self.workspace += self.outside + (self.core if fused else 0) - self.saved
+        if shards > 1 and not plan.sequence:
+            self.workspace = max(self.workspace, compiler.least_streams * unsharded)
         if not fused:
             self.workspace += compiler.scores * m.heads * m.context / shards * wide
 

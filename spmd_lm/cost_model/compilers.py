@@ -4,6 +4,8 @@ Read from the buffers that the compilers assign to steps drawn at random (benchm
 
 from typing import NamedTuple
 
+from spmd_lm.config.remat import Policy
+
 MIB = 2**20
 
 
@@ -12,17 +14,21 @@ class Compiler(NamedTuple):
     activations, their gradients and the weights that a loop reads are held so.  kernel_workspace: bytes that matrix
     products may use meanwhile.  scores: arrays as large as all float32 scores that backward through attention holds
     where no fused kernel computes it (read from CPUs alone).  streams: further copies of the unsharded residual stream
-    in backward, without and with `parallel.sequence`.  logits: arrays as large as a chunk of logits that cross-entropy
-    holds.  sums_overlap: sums over devices, and zeros, start as early and end as late as their data allow, so that
-    their float32 operands stay.  copies_replicas: sums over replicas are not written into their operands.
-    casts_layers: sharded weights are cast layer by layer as they are gathered, not all of them before the loop.
-    reuses_chunk: a chunk that is all of a stage's layers, gathered before, is not copied."""
+    in backward, without and with `parallel.sequence`.  least_streams: unsharded residual streams that backward holds at
+    least where all-reduces sum them, operands and results.  in_turn: remat policies whose recomputed activations of one
+    branch are gone when the other's are there.  logits: arrays as large as a chunk of logits that cross-entropy holds.
+    sums_overlap: sums over devices, and zeros, start as early and end as late as their data allow, so that their
+    float32 operands stay.  copies_replicas: sums over replicas are not written into their operands.  casts_layers:
+    sharded weights are cast layer by layer as they are gathered, not all of them before the loop.  reuses_chunk: a
+    chunk that is all of a stage's layers, gathered before, is not copied."""
 
     lanes: int = 1
     wide: bool = False
     kernel_workspace: int = 0
-    scores: float = 1.25
+    scores: float = 1.35
     streams: tuple[int, int] = (0, 0)
+    least_streams: int = 0
+    in_turn: frozenset[Policy] = frozenset()
     logits: int = 2
     sums_overlap: bool = False
     copies_replicas: bool = False
@@ -31,7 +37,20 @@ class Compiler(NamedTuple):
 
 
 COMPILER_OF_PLATFORM = {
-    "tpu": Compiler(lanes=128, logits=1, copies_replicas=True, reuses_chunk=True),
-    "gpu": Compiler(kernel_workspace=64 * MIB, sums_overlap=True, casts_layers=True),
+    "tpu": Compiler(
+        lanes=128,
+        least_streams=7,
+        in_turn=frozenset({"full", "residual"}),
+        logits=1,
+        copies_replicas=True,
+        reuses_chunk=True,
+    ),
+    "gpu": Compiler(
+        kernel_workspace=64 * MIB,
+        least_streams=11,
+        in_turn=frozenset({"residual"}),
+        sums_overlap=True,
+        casts_layers=True,
+    ),
     "cpu": Compiler(wide=True, streams=(6, 2), casts_layers=True),
 }

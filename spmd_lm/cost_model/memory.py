@@ -47,6 +47,8 @@ class _Sizes:
         # What is gathered ahead, for one layer; its gradients are scattered as much later.
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True) for key in plan.prefetch)
         self.ahead = ahead * self.itemsize // self.layers
+        stacks = [each.gathered_elements for each in plan.parameters if each.path[0] == "blocks"]
+        self.largest_stack = max(stacks) * self.itemsize  # the weights of all layers in one array
         self.rest = self.embedding + self.parts["head"] if copied else 0  # the weights of embedding and head
         self.resident = self.parts["blocks"] if copied else 0  # layers' weights that are present in every phase
         self.widens_weights = compiler.wide and self.widening > 1
@@ -83,11 +85,13 @@ class _Sizes:
         self.head_gradient = self.embedding * self.widening  # added up over chunks of logits, in at least float32
         # Whether a layer's gradients, or the embedding's, are still there when those of the next layer are made.
         self.scatters_late = scatters and self.compiler.sums_overlap and not plan.zero.gathers_on_use
+        # The head's is scattered beside the last layer, unless that has collectives of its own, which wait for it.
+        self.late_head_gradient = self.head_gradient if plan.layout.model == plan.layout.pipe == 1 else 0
         # The embedding's gradient in at least float32, and rounded to the compute dtype; or its and the head's, each
         # also in the layout in which it is scattered.
         self.embedding_workspace = self.embedding + self.head_gradient
         if self.scatters_late:
-            self.embedding_workspace = 4 * self.head_gradient
+            self.embedding_workspace = 2 * (self.head_gradient + self.late_head_gradient)
 
     def _activations(self) -> None:
         config, plan = self.config, self.plan
@@ -116,6 +120,7 @@ class Phase(NamedTuple):
         return dict(zip(("weights", "gradients", "activations", "working set"), self[1:], strict=True))
 
 
+GATHER = "the gather of weights"
 HEAD, BLOCKS, EMBEDDING = "the head", "backward through the blocks", "the embedding's gradient"
 CHUNK, REPLICAS = "the scatter of a chunk's gradients", "the sum of gradients over replicas"
 
@@ -142,8 +147,13 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     in_blocks = sizes.resident + (sizes.layer + sizes.ahead if plan.zero.gathers_on_use else sizes.rest)
     if accumulates and plan.zero.gathers_on_use and sizes.compiler.sums_overlap:
         in_blocks += sizes.rest  # gathered once, for all microbatches
+    weights, gathers_first = sizes.resident + sizes.rest, plan.zero.gather_per == "step" and not accumulates
+    phases = []
+    if gathers_first and sizes.compiler.sums_overlap:  # the last stack in two layouts, and zeros for what is to come
+        phases.append(Phase(GATHER, weights + sizes.largest_stack, 2 * sizes.head_gradient, sizes.saved, 0))
     return [
-        Phase(HEAD, sizes.resident + sizes.rest, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
+        *phases,
+        Phase(HEAD, weights, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
         Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), sizes.saved, sizes.workspace),
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.embedding_workspace),
     ]
@@ -156,12 +166,13 @@ def _unreduced(plan: Plan, sizes: _Sizes) -> int:
     head_and_zeros = 2 * sizes.head_gradient - sizes.embedding
     if sizes.compiler.wide:
         return of_layer + head_and_zeros
-    if not sizes.compiler.sums_overlap:
-        return of_layer
+    if not sizes.compiler.sums_overlap:  # gradients of one branch take the place of its gathered weights
+        return of_layer // 2 if plan.zero.gathers_on_use else of_layer
     if sizes.scatters_late:
-        return of_layer + sizes.head_gradient + sizes.layer * sizes.widening
-    if plan.zero.gathers_on_use:  # the head's has been scattered, and its shard is not yet added to the others
-        return of_layer + sizes.head_gradient + sizes.head_gradient // plan.layout.data + sizes.remat_block_gradients
+        return of_layer + sizes.late_head_gradient + sizes.layer * sizes.widening
+    if plan.zero.gathers_on_use:  # the shard of the head's is not yet added to the others
+        of_head = sizes.late_head_gradient + sizes.late_head_gradient // plan.layout.data
+        return of_layer + of_head + sizes.remat_block_gradients
     return of_layer + head_and_zeros
 
 
@@ -199,6 +210,8 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
         in_scatter = gradients + sizes.gradients
         if config.chunks > 1 or sizes.compiler.sums_overlap:  # the shards are there before the only chunk's end
             gradients = in_scatter
+        if config.chunks > 1 and sizes.compiler.sums_overlap:  # the chunk's shards, before they join the others
+            in_scatter += chunk * sizes.widening // plan.layout.data
     return [
         Phase(HEAD, weights, sizes.head_gradient, buffers + of_all, sizes.head_workspace),
         Phase(BLOCKS, weights, gradients, buffers + of_all + sizes.saved, sizes.workspace),

@@ -71,7 +71,8 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: Syst
     times = [_seconds_on_links(row, groups[row.axes], hardware, system) for row in rows]
     bubble = 0.0 if system.idle_is_free or idle_is_work else counts.bubble
     windows = {"compute": compute, "last_microbatch": in_layers * (1 / microbatches + bubble)}
-    hidden = _hidden(rows, times, [system.hides(row, config, plan) for row in rows], windows, system.hidden_tensor_parallelism)
+    hidden_by = [system.hides(row, config, plan) for row in rows]
+    hidden = _hidden(rows, times, hidden_by, windows, system.hidden_tensor_parallelism)
     collectives = tuple(
         CollectiveTime(row, "network" if groups[row.axes].domains > 1 else "link", seconds, seconds - hides)
         for row, seconds, hides in zip(rows, times, hidden, strict=True)
