@@ -49,11 +49,19 @@ def load_config(path: str | Path, *overrides: str) -> RunConfig:
     return (load_run if Path(path).is_dir() else load)(Path(path), overrides)
 
 
-def plan(config: RunConfig) -> Report:
-    """Mesh, shardings, memory and pipeline of a run, without its devices.  Raises LayoutError if there is no plan."""
-    from spmd_lm.planning.plan_report import describe, render
+def plan(config: RunConfig, topology: str | None = None) -> Report:
+    """Mesh, shardings, memory and pipeline of a run, without its devices.  Raises LayoutError if there is no plan.
 
-    description = describe(config)
+    topology: its devices, as in "v5p:4x4x4", present or not; None for those that it simulates, or that are here."""
+    target = parse_topology(topology) if topology is not None else None
+    from spmd_lm.planning.plan_report import describe, render
+    from spmd_lm.step.program import abstract_plan
+
+    if target is None:
+        description = describe(config)
+    else:
+        config = _on(target, config)
+        description = describe(config, abstract_plan(config, target.size, target.platform, target.device_kind))
     return Report(description, render(description))
 
 
@@ -136,8 +144,7 @@ def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None
     OutputError if the file cannot be written."""
     target = parse_topology(topology) if topology is not None else None
     if target:
-        simulated = target.size if target.platform == "cpu" else 0
-        config = config.model_copy(update={"run": config.run.model_copy(update={"simulate_devices": simulated})})
+        config = _on(target, config)
     set_up_devices(config)
     if target and target.platform != "cpu":
         use_cpu_alone()  # which compiles ahead of time
@@ -264,3 +271,9 @@ def _compile_on_cpu(*targets: Topology) -> None:
         simulate_devices(simulated)
     else:
         use_cpu_alone()
+
+
+def _on(target: Topology, config: RunConfig) -> RunConfig:
+    """The run on these devices, and no others: it simulates them, or none."""
+    simulated = target.size if target.platform == "cpu" else 0
+    return config.model_copy(update={"run": config.run.model_copy(update={"simulate_devices": simulated})})

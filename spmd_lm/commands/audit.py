@@ -2,18 +2,13 @@
 
 import argparse
 
-from spmd_lm.analysis.topology import parse_topology
-from spmd_lm.commands.common import Arguments, check_writable, load_configuration, write_result
+from spmd_lm.commands.common import Arguments, check_writable, load_configuration, use_topology, write_result
 from spmd_lm.errors import ConfigError, Exit
 
 
 def run(arguments: Arguments) -> int:
     if arguments.topology is not None:  # its devices, and no others
-        topology = parse_topology(arguments.topology)
-        if arguments.devices is not None:
-            raise ConfigError("--topology has devices of its own. Leave out --devices.")
-        simulated = topology.size if topology.platform == "cpu" else 0
-        arguments.overrides.append(f"run.simulate_devices={simulated}")
+        use_topology(arguments, arguments.topology)
     from spmd_lm.api import audit
 
     config = load_configuration(arguments)

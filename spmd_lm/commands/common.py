@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.errors import ConfigError, Exit, OutputError
 from spmd_lm.runtime.formatting import LARGEST_COUNT, parse_count, to_json
 from spmd_lm.runtime.outputs import silence
@@ -28,6 +29,16 @@ def load_configuration(arguments: Arguments, positional: str = "CONFIG") -> "Run
     config = load_config(getattr(arguments, positional), *arguments.overrides)
     check_json(arguments)
     return config
+
+
+def use_topology(arguments: Arguments, topology: str) -> Topology:
+    """The hardware that --topology names, for whose number of devices the configuration is then checked."""
+    hardware = parse_topology(topology)
+    if arguments.devices is not None:
+        raise ConfigError("--topology has devices of its own. Leave out --devices.")
+    simulated = hardware.size if hardware.platform == "cpu" else 0
+    arguments.overrides.append(f"run.simulate_devices={simulated}")
+    return hardware
 
 
 def check_json(arguments: Arguments) -> None:

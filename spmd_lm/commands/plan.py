@@ -4,19 +4,38 @@ import argparse
 from pathlib import Path
 
 from spmd_lm.analysis.topology import parse_topology
-from spmd_lm.commands.common import HARDWARE_HELP, Arguments, at_least, check_writable, load_configuration, write_result
+from spmd_lm.commands.common import (
+    HARDWARE_HELP,
+    Arguments,
+    at_least,
+    check_writable,
+    load_configuration,
+    use_topology,
+    write_result,
+)
 from spmd_lm.errors import ConfigError
 
 
 def run(arguments: Arguments) -> int:
-    if not arguments.search:
-        for option in ("topology", "top", "out", "hardware"):
-            if getattr(arguments, option) is not None:
-                raise ConfigError(f"--{option} is of a search. Add --search, or leave it out.")
-        from spmd_lm.api import plan
+    return _search(arguments) if arguments.search else _plan(arguments)
 
-        report = plan(load_configuration(arguments))
-        return write_result(arguments, report, str(report))
+
+def _plan(arguments: Arguments) -> int:
+    for option in ("top", "out", "hardware"):
+        if getattr(arguments, option) is not None:
+            raise ConfigError(f"--{option} is of a search. Add --search, or leave it out.")
+    topologies = arguments.topology or [None]
+    if len(topologies) > 1:
+        raise ConfigError("a plan is for one --topology. Name one, or add --search.")
+    if topologies[0] is not None:
+        use_topology(arguments, topologies[0])
+    from spmd_lm.api import plan
+
+    report = plan(load_configuration(arguments), *topologies)
+    return write_result(arguments, report, str(report))
+
+
+def _search(arguments: Arguments) -> int:
     if not arguments.topology:
         raise ConfigError("--search needs hardware to search on. Add --topology T, such as h100:8x8 or v5p:4x4x4.")
     if arguments.devices is not None:
@@ -43,7 +62,7 @@ def _check_out(arguments: Arguments) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="cost every layout on --topology, and show the fastest")
-    help = "hardware to search on, as of audit; may be given several times"
+    help = "hardware to plan for, present or not, as of audit; of a search, may be given several times"
     parser.add_argument("--topology", metavar="T", action="append", help=help)
     help = "of a search, layouts to compile, to confirm memory and traffic; default 1"
     parser.add_argument("--top", metavar="N", type=at_least(0), help=help)

@@ -217,6 +217,10 @@ def test_the_command_writes_a_run_that_plans(tmp_path, capsys):
     )
     with pytest.raises(LayoutError):
         abstract_plan(best, 7, "gpu", "")
+    assert main(["plan", str(out), "--topology", "h100:1x8", "--json", str(found)]) == 0
+    plan = json.loads(found.read_text())
+    assert (plan["platform"], plan["devices"]) == ("gpu", 8)
+    assert sum(plan["memory"].values()) == result["best"]["memory"]
 
 
 def test_only_what_a_search_wrote_is_replaced(tmp_path, capsys, monkeypatch):
@@ -258,7 +262,10 @@ def test_a_refused_compile_loses_nothing_of_the_search(tmp_path, capsys, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--topology", "h100:1x8"], "--topology is of a search. Add --search"),
+        (["--top", "1"], "--top is of a search. Add --search"),
+        (["--topology", "abacus:8"], "'abacus' is not known"),
+        (["--topology", "h100:1x8", "--devices", "8"], "Leave out --devices"),
+        (["--topology", "h100:1x8", "--topology", "h100:1x4"], "a plan is for one --topology"),
         (["--search"], "--search needs hardware to search on"),
         (["--search", "--topology", "abacus:8"], "'abacus' is not known"),
         (
