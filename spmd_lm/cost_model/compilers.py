@@ -20,7 +20,7 @@ class Compiler(NamedTuple):
     sums_overlap: sums over devices, and zeros, start as early and end as late as their data allow, so that their
     float32 operands stay.  copies_replicas: sums over replicas are not written into their operands.  casts_layers:
     sharded weights are cast layer by layer as they are gathered, not all of them before the loop.  reuses_chunk: a
-    chunk that is all of a stage's layers, gathered before, is not copied."""
+    chunk that is all of a stage's layers, of a single microbatch, is not copied after its gather."""
 
     lanes: int = 1
     wide: bool = False

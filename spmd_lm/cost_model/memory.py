@@ -62,7 +62,8 @@ class _Sizes:
         one, as they are, those of a chunk, or of all chunks in the layout in which chunks are gathered."""
         shards, chunks = self.plan.elements_per_device("blocks"), self.config.chunks
         if not self.compiler.casts_layers:
-            gathered_at_once = self.plan.zero.gather_per == "chunk" and chunks == 1
+            once = chunks == self.config.parallel.microbatches == 1
+            gathered_at_once = self.plan.zero.gather_per == "chunk" and once
             return 0 if gathered_at_once else shards * self.itemsize
         uncast = shards * dtype_bytes(self.config.precision.params)
         if self.plan.zero.gather_per == "chunk":
@@ -201,11 +202,12 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     if sizes.compiler.sums_overlap:
         gradients += sizes.layer + sizes.ahead
     if plan.zero.scatter_per == "chunk":
-        chunk = sizes.layer * config.layers_per_chunk
-        if plan.zero.gathers_on_use or config.chunks > 1 or not sizes.compiler.reuses_chunk:
+        chunk, several = sizes.layer * config.layers_per_chunk, config.parallel.microbatches > 1
+        one_chunk = config.chunks == 1 and sizes.compiler.reuses_chunk
+        if plan.zero.gathers_on_use or not one_chunk or several:
             # The one before it, which is gathered ahead, or its copy in the layout that products read.
-            again = plan.prefetch_chunks or (plan.zero.gathers_on_use and sizes.compiler.sums_overlap)
-            weights += chunk * (2 if again else 1)
+            copied = plan.zero.gathers_on_use and (sizes.compiler.sums_overlap or (one_chunk and several))
+            weights += chunk * (2 if plan.prefetch_chunks or copied else 1)
         gradients = chunk * sizes.widening
         in_scatter = gradients + sizes.gradients
         if config.chunks > 1 or sizes.compiler.sums_overlap:  # the shards are there before the only chunk's end
