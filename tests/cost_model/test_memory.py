@@ -9,6 +9,8 @@ from jax.sharding import NamedSharding
 
 from spmd_lm.axes import is_dim_names
 from spmd_lm.cost_model import memory
+from spmd_lm.cost_model.activations import LayerActivations
+from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.step.program import abstract_plan
 from tests.helpers import FLOAT32, device_batch, make_config, program, run_of, shard_bytes
 
@@ -92,6 +94,38 @@ def test_what_compilers_copy():
     phases = {platform: memory.fullest_phase(deep, abstract_plan(deep, 8, platform, "")) for platform in ("tpu", "gpu")}
     assert phases["tpu"].name == memory.REPLICAS != phases["gpu"].name
     assert phases["tpu"].gradients == 2 * table(deep, "tpu")["parameters"]
+
+
+def test_what_is_there_beside_a_layer_s_own_collectives():
+    """On a GPU.  The head's gradient is scattered beside the last layer, unless that sends for itself."""
+    low, full = FLOAT32 | {"compute": "bfloat16"}, {"policy": "full"}
+
+    def unreduced(**parallel):
+        config = make_config(parallel={"zero": 3, "prefetch": "off"} | parallel, precision=low, remat=full)
+        sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
+        return memory._unreduced(plan, sizes) - sizes.layer
+
+    assert unreduced(data=4, model=2) == 0
+    assert unreduced(data=8) == (61 + 16) * 32 * 4 * (1 + 1 / 8)  # of tokens and positions; and its shard
+    wide = {"width": 256, "context": 1024, "dropout": 0.0, "attention_dropout": 0.0}
+    config = make_config(model=wide, parallel={"model": 8}, precision=low, remat=full)
+    sizes = memory._Sizes(config, abstract_plan(config, 8, "gpu", ""))
+    stream = config.train.batch * 1024 * 256 * 2
+    assert sizes.workspace == 11 * stream + 2**26  # operands and results of all-reduces
+
+
+@pytest.mark.parametrize(
+    ("platform", "policy", "streams"), [("gpu", "full", 25), ("gpu", "residual", 18), ("tpu", "full", 19)]
+)
+def test_branches_that_are_recomputed_take_turns(platform, policy, streams):
+    """In streams: 8 of the hidden layer's gradients and 1 of a branch's output; 16 that none saves, of which attention
+    has 4 and its norm 1; the kernel's output; less the 1 or 2 that are saved."""
+    model = {"width": 256, "heads": 2, "context": 1024, "dropout": 0.0, "attention_dropout": 0.0}
+    low = FLOAT32 | {"compute": "bfloat16"}
+    config = make_config(model=model, precision=low, remat={"policy": policy})
+    plan = abstract_plan(config, 1, platform, "")
+    layer = LayerActivations(config, plan, COMPILER_OF_PLATFORM[platform])
+    assert layer.workspace == streams * 256 * 2
 
 
 def test_bytes_of_every_leaf_add_up(x64):
