@@ -50,18 +50,20 @@ def load_config(path: str | Path, *overrides: str) -> RunConfig:
 
 
 def plan(config: RunConfig, topology: str | None = None) -> Report:
-    """Mesh, shardings, memory and pipeline of a run, without its devices.  Raises LayoutError if there is no plan.
+    """Mesh, shardings, memory and pipeline of a run, without its devices.  Raises LayoutError if there is no plan, and
+    ConfigError for a topology that does not exist.
 
     topology: its devices, as in "v5p:4x4x4", present or not; None for those that it simulates, or that are here."""
     target = parse_topology(topology) if topology is not None else None
     from spmd_lm.planning.plan_report import describe, render
-    from spmd_lm.step.program import abstract_plan
 
     if target is None:
         description = describe(config)
     else:
+        from spmd_lm.planning.plan_report import plan_on
+
         config = _on(target, config)
-        description = describe(config, abstract_plan(config, target.size, target.platform, target.device_kind))
+        description = describe(config, plan_on(config, target))
     return Report(description, render(description))
 
 
@@ -266,7 +268,7 @@ def _run_config(run: str | Path | RunConfig) -> RunConfig:
 
 def _compile_on_cpu(*targets: Topology) -> None:
     """Leaves accelerators alone, which compiling ahead of time does not use; and simulates the devices of `cpu`."""
-    simulated = max((target.size for target in targets if target.platform == "cpu"), default=0)
+    simulated = max((target.simulated for target in targets), default=0)
     if simulated:
         simulate_devices(simulated)
     else:
@@ -275,5 +277,4 @@ def _compile_on_cpu(*targets: Topology) -> None:
 
 def _on(target: Topology, config: RunConfig) -> RunConfig:
     """The run on these devices, and no others: it simulates them, or none."""
-    simulated = target.size if target.platform == "cpu" else 0
-    return config.model_copy(update={"run": config.run.model_copy(update={"simulate_devices": simulated})})
+    return config.model_copy(update={"run": config.run.model_copy(update={"simulate_devices": target.simulated})})

@@ -99,6 +99,11 @@ class Topology:
         tpu = TPUS.get(self.kind)
         return self.slices * math.prod(self.shape) * (tpu.devices_per_chip if tpu else 1)
 
+    @property
+    def simulated(self) -> int:
+        """CPU devices to simulate for it; 0 where it is of accelerators."""
+        return self.size if self.platform == "cpu" else 0
+
     def __str__(self) -> str:
         slices = f"{self.slices}*" if self.slices > 1 else ""
         return f"{slices}{self.kind}:{'x'.join(map(str, self.shape))}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_lm.analysis.topology import Topology, parse_topology
+from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.errors import ConfigError, Exit, OutputError
 from spmd_lm.runtime.formatting import LARGEST_COUNT, parse_count, to_json
 from spmd_lm.runtime.outputs import silence
@@ -31,14 +31,17 @@ def load_configuration(arguments: Arguments, positional: str = "CONFIG") -> "Run
     return config
 
 
-def use_topology(arguments: Arguments, topology: str) -> Topology:
-    """The hardware that --topology names, for whose number of devices the configuration is then checked."""
-    hardware = parse_topology(topology)
+def use_topology(arguments: Arguments, text: str) -> None:
+    """Has the configuration simulate the devices of a topology, or none.  Raises ConfigError for one that is not there,
+    and beside --devices."""
+    topology = parse_topology(text)
+    refuse_devices(arguments)
+    arguments.overrides.append(f"run.simulate_devices={topology.simulated}")
+
+
+def refuse_devices(arguments: Arguments) -> None:
     if arguments.devices is not None:
         raise ConfigError("--topology has devices of its own. Leave out --devices.")
-    simulated = hardware.size if hardware.platform == "cpu" else 0
-    arguments.overrides.append(f"run.simulate_devices={simulated}")
-    return hardware
 
 
 def check_json(arguments: Arguments) -> None:

@@ -10,6 +10,7 @@ from spmd_lm.commands.common import (
     at_least,
     check_writable,
     load_configuration,
+    refuse_devices,
     use_topology,
     write_result,
 )
@@ -24,22 +25,21 @@ def _plan(arguments: Arguments) -> int:
     for option in ("top", "out", "hardware"):
         if getattr(arguments, option) is not None:
             raise ConfigError(f"--{option} is of a search. Add --search, or leave it out.")
-    topologies = arguments.topology or [None]
-    if len(topologies) > 1:
+    if len(arguments.topology or ()) > 1:
         raise ConfigError("a plan is for one --topology. Name one, or add --search.")
-    if topologies[0] is not None:
-        use_topology(arguments, topologies[0])
+    topology = arguments.topology[0] if arguments.topology else None
+    if topology is not None:
+        use_topology(arguments, topology)
     from spmd_lm.api import plan
 
-    report = plan(load_configuration(arguments), *topologies)
+    report = plan(load_configuration(arguments), topology)
     return write_result(arguments, report, str(report))
 
 
 def _search(arguments: Arguments) -> int:
     if not arguments.topology:
         raise ConfigError("--search needs hardware to search on. Add --topology T, such as h100:8x8 or v5p:4x4x4.")
-    if arguments.devices is not None:
-        raise ConfigError("--topology has devices of its own. Leave out --devices.")
+    refuse_devices(arguments)
     for topology in arguments.topology:
         parse_topology(topology)
     if arguments.out is not None:
@@ -62,7 +62,9 @@ def _check_out(arguments: Arguments) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="cost every layout on --topology, and show the fastest")
-    help = "hardware to plan for, present or not, as of audit; of a search, may be given several times"
+    help = (
+        "plan for T, present or not: cpu:8, v5p:4x4x4, 2*v5e:16x16, h100:2x8; of a search, may be given several times"
+    )
     parser.add_argument("--topology", metavar="T", action="append", help=help)
     help = "of a search, layouts to compile, to confirm memory and traffic; default 1"
     parser.add_argument("--top", metavar="N", type=at_least(0), help=help)

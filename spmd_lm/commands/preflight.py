@@ -4,19 +4,26 @@ the run cost?"""
 import argparse
 
 from spmd_lm.analysis.topology import parse_topology
-from spmd_lm.commands.common import HARDWARE_HELP, Arguments, amount, check_writable, load_configuration, write_result
+from spmd_lm.commands.common import (
+    HARDWARE_HELP,
+    Arguments,
+    amount,
+    check_writable,
+    load_configuration,
+    refuse_devices,
+    write_result,
+)
 from spmd_lm.errors import ConfigError, Exit
 
 
 def run(arguments: Arguments) -> int:
     if arguments.topology is None:
         raise ConfigError("preflight needs hardware. Add --topology T, such as h100:8x8 or v5p:4x4x4.")
-    if arguments.devices is not None:
-        raise ConfigError("--topology has devices of its own. Leave out --devices.")
+    refuse_devices(arguments)
     parse_topology(arguments.topology)
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)
-    arguments.overrides.append("run.simulate_devices=0")
+    arguments.overrides.append("run.simulate_devices=0")  # api.preflight refuses those of `cpu`
     config = load_configuration(arguments)
     from spmd_lm.api import preflight
 

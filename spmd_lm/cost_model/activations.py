@@ -62,7 +62,8 @@ class LayerActivations:
         # the MLP's hidden layer before and after the activation, and what gates it.
         streams = 4 * self.stream + (2 * self.stream / size if m.dropout else 0)  # a mask is one byte per element
         attention = ((m.width + 2 * m.kv_width) * padding + m.width) / shards * size
-        self.outside = streams + attention + (3 if m.activation == "swiglu" else 2) * hidden
+        mlp = (3 if m.activation == "swiglu" else 2) * hidden
+        self.outside = streams + attention + mlp
         # A fused kernel saves its output, in its own layout; XLA's attention the scores before and after softmax, and
         # after dropout, with its mask.
         scores = m.heads * m.context / shards * (VISIBLE_SCORES if m.causal else 1)
@@ -74,10 +75,11 @@ class LayerActivations:
         # sequence is sharded the whole of it and of the branch's input.
         self.workspace = 2 * hidden + (3 if plan.sequence else 1) * unsharded
         self.workspace += compiler.streams[plan.sequence] * unsharded
-        if remat.policy in compiler.in_turn:  # the MLP's are more
-            self.workspace += self.outside - attention - self.stream - self.saved
-        elif remat.recomputes_layer:
-            self.workspace += self.outside + (self.core if fused else 0) - self.saved
+        core = self.core if fused else 0
+        if remat.recomputes_layer:
+            self.workspace += self.outside + core - self.saved
+        if remat.policy in compiler.in_turn:  # of the branches, with their norms' outputs, the larger one alone
+            self.workspace -= self.stream + min(attention + core, mlp)
         if shards > 1 and not plan.sequence:
             self.workspace = max(self.workspace, compiler.least_streams * unsharded)
         if not fused:

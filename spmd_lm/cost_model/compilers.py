@@ -14,13 +14,14 @@ class Compiler(NamedTuple):
     activations, their gradients and the weights that a loop reads are held so.  kernel_workspace: bytes that matrix
     products may use meanwhile.  scores: arrays as large as all float32 scores that backward through attention holds
     where no fused kernel computes it (read from CPUs alone).  streams: further copies of the unsharded residual stream
-    in backward, without and with `parallel.sequence`.  least_streams: unsharded residual streams that backward holds at
-    least where all-reduces sum them, operands and results.  in_turn: remat policies whose recomputed activations of one
-    branch are gone when the other's are there.  logits: arrays as large as a chunk of logits that cross-entropy holds.
-    sums_overlap: sums over devices, and zeros, start as early and end as late as their data allow, so that their
-    float32 operands stay.  copies_replicas: sums over replicas are not written into their operands.  casts_layers:
-    sharded weights are cast layer by layer as they are gathered, not all of them before the loop.  reuses_chunk: a
-    chunk that is all of a stage's layers, of a single microbatch, is not copied after its gather."""
+    in backward, without and with `parallel.sequence`.  least_streams: the fewest unsharded residual streams that
+    backward holds where all-reduces over `model` sum them: operands and results.  in_turn: remat policies under which a
+    layer's branches are recomputed one after the other, so that the larger one's activations alone are held.  logits:
+    arrays as large as a chunk of logits that cross-entropy holds.  sums_overlap: sums over devices, and zeros, start as
+    early and end as late as their data allow, so that their float32 operands stay.  copies_replicas: sums over replicas
+    are not written into their operands.  casts_layers: sharded weights are cast layer by layer as they are gathered,
+    not all of them before the loop.  reuses_chunk: where a stage has one chunk and a step one microbatch, the chunk is
+    used as it was gathered, without a copy."""
 
     lanes: int = 1
     wide: bool = False

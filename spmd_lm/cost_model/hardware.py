@@ -96,7 +96,7 @@ class Products(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hardware:
-    """One kind of device.  Hashed by identity: results for it are remembered.
+    """One kind of device.  Compared and hashed by identity, because its dicts have no hash.
 
     peaks: dense FLOP/s by dtype; of float32 on a GPU tf32's.  source: where the figures come from.  efficiency: share
     of the peak that audit assumes of products.  on_chip: as hardware.yaml has it.  kernel_overhead: seconds of each

@@ -46,12 +46,14 @@ class Kernels(NamedTuple):
     software: float
     overhead: float
 
-    def product(self, product: Product) -> float:
-        return _product_seconds(self, product)
+    @functools.cache  # noqa: B019 - by values, of which a search has hundreds
+    def product(self, p: Product) -> float:
+        share = self._curve.share(p.rows, p.inner, p.columns, p.batch)
+        return max(self._flops(p.flops, share), self.traffic(p.elements * self.size)) + self.overhead
 
     def attention(self, flops: float) -> float:
         """Softmax and both of its products in one kernel, which keeps the scores on the chip."""
-        return self.at_share(flops, self.curve.attention) + self.overhead
+        return self._flops(flops, self._curve.attention) + self.overhead
 
     def elementwise(self, elements: float, operations: float) -> float:
         """So many elements read and written, by so many kernels."""
@@ -63,8 +65,7 @@ class Kernels(NamedTuple):
         assert memory
         return bytes_ / (memory.bandwidth * memory.share)
 
-    def at_share(self, flops: float, share: float) -> float:
-        """At a share of the peak."""
+    def _flops(self, flops: float, share: float) -> float:
         peak = self.hardware.peak(self.dtype)
         assert peak, (self.hardware.device_kind, self.dtype)
         return flops / (peak * share * self.software)
@@ -75,12 +76,6 @@ class Kernels(NamedTuple):
         return dtype_bytes(self.dtype)
 
     @property
-    def curve(self) -> Products:
+    def _curve(self) -> Products:
         assert self.hardware.products
         return self.hardware.products
-
-
-@functools.cache
-def _product_seconds(kernels: Kernels, p: Product) -> float:
-    share = kernels.curve.share(p.rows, p.inner, p.columns, p.batch)
-    return max(kernels.at_share(p.flops, share), kernels.traffic(p.elements * kernels.size)) + kernels.overhead

@@ -34,6 +34,7 @@ class _Sizes:
         self.widening = self.wide // self.itemsize  # how many times larger float32, or a wider compute dtype, is
         self.parts = {part: plan.elements_per_device(part, gathered=True) * self.itemsize for part in plan.shapes}
         self.embedding = self.parts["embedding"]
+        self.has_one_task = config.chunks == config.parallel.microbatches == 1  # a stage, in each direction
         self._weights()
         self._gradients()
         self._activations()
@@ -62,9 +63,8 @@ class _Sizes:
         one, as they are, those of a chunk, or of all chunks in the layout in which chunks are gathered."""
         shards, chunks = self.plan.elements_per_device("blocks"), self.config.chunks
         if not self.compiler.casts_layers:
-            once = chunks == self.config.parallel.microbatches == 1
-            gathered_at_once = self.plan.zero.gather_per == "chunk" and once
-            return 0 if gathered_at_once else shards * self.itemsize
+            in_use = self.plan.zero.gather_per == "chunk" and self.has_one_task
+            return 0 if in_use else shards * self.itemsize
         uncast = shards * dtype_bytes(self.config.precision.params)
         if self.plan.zero.gather_per == "chunk":
             return uncast
@@ -86,10 +86,11 @@ class _Sizes:
         self.head_gradient = self.embedding * self.widening  # added up over chunks of logits, in at least float32
         # Whether a layer's gradients, or the embedding's, are still there when those of the next layer are made.
         self.scatters_late = scatters and self.compiler.sums_overlap and not plan.zero.gathers_on_use
-        # The head's is scattered beside the last layer, unless that has collectives of its own, which wait for it.
+        # The head's is scattered beside the last layer, whose sums over `model`, if it has any, wait for that; in a
+        # pipeline in another tick than the embedding's.
         self.late_head_gradient = self.head_gradient if plan.layout.model == plan.layout.pipe == 1 else 0
-        # The embedding's gradient in at least float32, and rounded to the compute dtype; or its and the head's, each
-        # also in the layout in which it is scattered.
+        # The embedding's gradient in at least float32, and rounded to the compute dtype; or, where scatters
+        # end late, its and what is left of the head's, each also in the layout in which it is scattered.
         self.embedding_workspace = self.embedding + self.head_gradient
         if self.scatters_late:
             self.embedding_workspace = 2 * (self.head_gradient + self.late_head_gradient)
@@ -149,15 +150,15 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     if accumulates and plan.zero.gathers_on_use and sizes.compiler.sums_overlap:
         in_blocks += sizes.rest  # gathered once, for all microbatches
     weights, gathers_first = sizes.resident + sizes.rest, plan.zero.gather_per == "step" and not accumulates
-    phases = []
-    if gathers_first and sizes.compiler.sums_overlap:  # the last stack in two layouts, and zeros for what is to come
-        phases.append(Phase(GATHER, weights + sizes.largest_stack, 2 * sizes.head_gradient, sizes.saved, 0))
-    return [
-        *phases,
+    phases = [
         Phase(HEAD, weights, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
         Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), sizes.saved, sizes.workspace),
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.embedding_workspace),
     ]
+    if gathers_first and sizes.compiler.sums_overlap:
+        # The last stack in two layouts; zeros for the gradients of embedding and head, and for what the loop will save.
+        phases.append(Phase(GATHER, weights + sizes.largest_stack, 2 * sizes.head_gradient, sizes.saved, 0))
+    return phases
 
 
 def _unreduced(plan: Plan, sizes: _Sizes) -> int:
@@ -202,11 +203,11 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     if sizes.compiler.sums_overlap:
         gradients += sizes.layer + sizes.ahead
     if plan.zero.scatter_per == "chunk":
-        chunk, several = sizes.layer * config.layers_per_chunk, config.parallel.microbatches > 1
-        one_chunk = config.chunks == 1 and sizes.compiler.reuses_chunk
-        if plan.zero.gathers_on_use or not one_chunk or several:
+        chunk, reuses = sizes.layer * config.layers_per_chunk, sizes.compiler.reuses_chunk
+        if plan.zero.gathers_on_use or not (reuses and sizes.has_one_task):
             # The one before it, which is gathered ahead, or its copy in the layout that products read.
-            copied = plan.zero.gathers_on_use and (sizes.compiler.sums_overlap or (one_chunk and several))
+            copies_only_chunk = reuses and config.chunks == 1 and not sizes.has_one_task
+            copied = plan.zero.gathers_on_use and (sizes.compiler.sums_overlap or copies_only_chunk)
             weights += chunk * (2 if plan.prefetch_chunks or copied else 1)
         gradients = chunk * sizes.widening
         in_scatter = gradients + sizes.gradients

@@ -67,15 +67,15 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: Syst
     compute = in_layers + (counts.ticks if idle_is_work else heads) * head_seconds(config, plan, system, kernels)
     compute += _accumulation_seconds(config, plan, system, kernels)
     rows = (megatron_collectives if system.eager else expected_collectives)(config, plan)
-    groups = {axes: _group(plan, axes, hardware) for axes in {row.axes for row in rows}}
-    times = [_seconds_on_links(row, groups[row.axes], hardware, system) for row in rows]
+    groups = {axes: _group(plan, axes, hardware) for axes in dict.fromkeys(row.axes for row in rows)}
+    seconds_of = [_seconds_on_links(row, groups[row.axes], hardware, system) for row in rows]
     bubble = 0.0 if system.idle_is_free or idle_is_work else counts.bubble
     windows = {"compute": compute, "last_microbatch": in_layers * (1 / microbatches + bubble)}
     hidden_by = [system.hides(row, config, plan) for row in rows]
-    hidden = _hidden(rows, times, hidden_by, windows, system.hidden_tensor_parallelism)
+    hidden = _hidden(rows, seconds_of, hidden_by, windows, system.hidden_tensor_parallelism)
     collectives = tuple(
-        CollectiveTime(row, "network" if groups[row.axes].domains > 1 else "link", seconds, seconds - hides)
-        for row, seconds, hides in zip(rows, times, hidden, strict=True)
+        CollectiveTime(row, "network" if groups[row.axes].domains > 1 else "link", seconds, seconds - not_waited)
+        for row, seconds, not_waited in zip(rows, seconds_of, hidden, strict=True)
     )
     waited = sum(time.exposed_seconds for time in collectives if time.row.part in ("blocks", "messages"))
     return StepTime(
@@ -123,15 +123,17 @@ def _group(plan: Plan, axes: tuple[str, ...], hardware: Hardware) -> _Group:
 
 
 def _seconds_on_links(row: ExpectedCollective, group: _Group, hardware: Hardware, system: System) -> float:
-    links, (devices, domains) = hardware.links, group
+    """Of all collectives of a row, with nothing hidden."""
+    links = hardware.links
     assert links
+    devices, domains = group
     bandwidth = links.bandwidth(row.kind, devices, domains, 1 if system.one_adapter else devices // domains)
     return row.bytes / bandwidth + row.count * links.delay(row.kind, devices, domains)
 
 
 def _hidden(
     rows: list[ExpectedCollective],
-    times: list[float],
+    seconds_of: list[float],
     hidden_by: list[Window | None],
     windows: dict[str, float],
     in_blocks: float,
@@ -139,7 +141,7 @@ def _hidden(
     """Seconds of each row that are hidden: a window of compute hides as many as it has.  in_blocks: share that is
     hidden of a layer's collectives over `model`."""
     left = dict(windows)
-    for row, seconds, window in zip(rows, times, hidden_by, strict=True):
+    for row, seconds, window in zip(rows, seconds_of, hidden_by, strict=True):
         if window:
             hidden = min(seconds, left[window])
             left[window] -= hidden

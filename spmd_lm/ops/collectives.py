@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.layout import Layout as MemoryLayout
-from jax.experimental.layout import with_layout_constraint
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from spmd_lm.axes import SEQUENCE, nontrivial_axes, num_shards
 from spmd_lm.ops import sharding_types
@@ -91,13 +90,17 @@ def reduce_scatter(x: Array, axes: Sequence[str], dim: int, *, row_major: bool =
     return lax.expand_dims(x, ones)
 
 
+def as_row_major(x: Array) -> Array:
+    """`x`, constrained to row-major layout in memory."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
 def _reduce_scatter_along(axis: str, x: Array, dim: int, row_major: bool) -> Array:
     devices, shape = lax.axis_size(axis), x.shape
     if dim == 0 and shape[0] > 2 * devices:  # two rows for each device
         rows = devices * math.gcd(2, shape[0] // devices)
         x = x.reshape(rows, shape[0] // rows, *shape[1:])
-    if row_major:
-        x = with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
+    x = as_row_major(x) if row_major else x
     shard = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     return shard.reshape(shape[0] // devices, *shape[1:]) if dim == 0 else shard
 

@@ -12,10 +12,9 @@ from typing import Literal, Self
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from spmd_lm.axes import DimNames, is_dim_names
-from spmd_lm.ops.collectives import reduce_scatter
+from spmd_lm.ops.collectives import as_row_major, reduce_scatter
 from spmd_lm.parallel.trees import Tree, drop_residuals
 
 SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
@@ -83,12 +82,12 @@ def _off_minor_dim(x: Array, dim: int) -> tuple[Array, int]:
 
 
 @jax.named_scope("weights")
-def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int, *, row_major: bool = False) -> Tree:
+def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int, *, row_major_stacks: bool = False) -> Tree:
     """Shards to unsharded leaves, one axis of `data` after the other, innermost first.  names: the sharded dimension
     names of each leaf.  width: unpadded size of the sharded dimension.
 
-    row_major: stacks of layers as loops read them.  A GPU gathers with the sharded dimension outermost, and copies the
-    stack for the loop; without this it keeps both until backward, whose first layer it runs ahead of the loop."""
+    row_major_stacks: those of layers as loops read them.  A GPU gathers with the sharded dimension outermost and copies
+    the stack for the loop; without this it keeps both until backward, whose first layer it runs ahead of the loop."""
 
     def gather_leaf(names: DimNames, x: Array) -> Array:
         if ZERO_WIDTH not in names:
@@ -97,7 +96,7 @@ def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int, *, r
         for axis in reversed(data_axes):
             x = lax.all_gather(x, axis, axis=at, tiled=True)
         x = jnp.moveaxis(lax.slice_in_dim(x, 0, width, axis=at), at, dim)
-        return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if row_major and names[0] == "layers" else x
+        return as_row_major(x) if row_major_stacks and names[0] == "layers" else x
 
     return jax.tree.map(gather_leaf, names, tree, is_leaf=is_dim_names)
 

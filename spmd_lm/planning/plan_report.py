@@ -5,19 +5,29 @@ from typing import Any
 
 import jax
 
-from spmd_lm.axes import DATA, PIPE
+from spmd_lm.analysis.topology import Topology
+from spmd_lm.axes import DATA, MODEL, PIPE
 from spmd_lm.config import checks
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
 from spmd_lm.cost_model.activations import dtype_bytes, stream_bytes, tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
+from spmd_lm.parallel.mesh import devices_within_domain
 from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 from spmd_lm.step.optimizer import frozen_mask, trained_count
-from spmd_lm.step.program import abstract_plan
+from spmd_lm.step.program import abstract_plan, require_model_within_domain
+
+
+def plan_on(config: RunConfig, topology: Topology) -> Plan:
+    """The plan of a run on hardware that need not be there.  Raises LayoutError if there is none."""
+    plan = abstract_plan(config, topology.size, topology.platform, topology.device_kind)
+    within = devices_within_domain(plan.mesh, plan.nontrivial_axes(MODEL), topology.domain)
+    require_model_within_domain(config, plan, plan.layout.model // within)
+    return plan
 
 
 def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:

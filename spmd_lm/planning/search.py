@@ -170,7 +170,7 @@ def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Ite
     """Legal configurations, those of one plan together: they differ in remat.  What is not legal is counted in
     `rejected`."""
     devices = target.topology.size
-    run = config.run.model_copy(update={"simulate_devices": devices if target.topology.platform == "cpu" else 0})
+    run = config.run.model_copy(update={"simulate_devices": target.topology.simulated})
     remats = [config.remat.model_copy(update={"policy": policy, "block_size": None}) for policy in POLICIES]
     sections: dict[str, Section] = {
         "model": config.model,

@@ -125,7 +125,7 @@ def global_norm(plan: Plan, grads: Tree) -> jax.Array:
     """The 2-norm of all gradients, each entry counted once, with one sum per set of mesh axes."""
     squares: dict[tuple[str, ...], list[jax.Array]] = defaultdict(list)
     for g, names in zip(jax.tree.leaves(grads), jax.tree.leaves(plan.sharded_names, is_leaf=is_dim_names), strict=True):
-        axes = plan.nontrivial_axes(*(axis for name in names for axis in plan.param_rules.axes(name)))
+        axes = plan.axes_over(names)
         wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
         squares[axes].append(partial_sum(jnp.square(wide)))
     return jnp.sqrt(sum(psum_axes(functools.reduce(operator.add, terms), axes) for axes, terms in squares.items()))

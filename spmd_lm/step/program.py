@@ -83,6 +83,12 @@ def _shardings(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
+def require_model_within_domain(config: RunConfig, plan: Plan, domains: int) -> None:
+    """Raises LayoutError if `model` spans several domains, and parallel.model_across_hosts does not allow it."""
+    if domains > 1 and not config.parallel.model_across_hosts:
+        raise LayoutError(_cost_across_hosts(config, plan, domains))
+
+
 def _cost_across_hosts(config: RunConfig, plan: Plan, domains: int) -> str:
     sent = sum(row.bytes for row in expected_collectives(config, plan) if MODEL in row.axes)
     links, domain = ("ICI", "slices") if plan.platform == "tpu" else ("NVLink", "hosts")
@@ -103,8 +109,7 @@ class Program:
         plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind)
         across_hosts = config.parallel.model_across_hosts
         mesh = make_mesh(plan.layout, devices, model_across_hosts=across_hosts)
-        if (domains := domains_of_model(mesh)) > 1 and not across_hosts:
-            raise LayoutError(_cost_across_hosts(config, plan, domains))
+        require_model_within_domain(config, plan, domains_of_model(mesh))
         self.config, self.plan, self.device = config, dataclasses.replace(plan, mesh=mesh), mesh.devices.flat[0]
         self.model = make_model(config, plan.platform, collective_matmul=plan.collective_matmul)
         patterns = config.optim.freeze.split()

@@ -96,22 +96,52 @@ def test_what_compilers_copy():
     assert phases["tpu"].gradients == 2 * table(deep, "tpu")["parameters"]
 
 
-def test_what_is_there_beside_a_layer_s_own_collectives():
-    """On a GPU.  The head's gradient is scattered beside the last layer, unless that sends for itself."""
-    low, full = FLOAT32 | {"compute": "bfloat16"}, {"policy": "full"}
+LOW, FULL = FLOAT32 | {"compute": "bfloat16"}, {"policy": "full"}
+
+
+def test_the_head_s_gradient_stays_while_it_is_scattered_unless_model_sums():
+    """On a GPU, ZeRO-3: with `parallel.model` the layer's all-reduces wait for that scatter."""
 
     def unreduced(**parallel):
-        config = make_config(parallel={"zero": 3, "prefetch": "off"} | parallel, precision=low, remat=full)
+        config = make_config(parallel={"zero": 3, "prefetch": "off"} | parallel, precision=LOW, remat=FULL)
         sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
         return memory._unreduced(plan, sizes) - sizes.layer
 
     assert unreduced(data=4, model=2) == 0
     assert unreduced(data=8) == (61 + 16) * 32 * 4 * (1 + 1 / 8)  # of tokens and positions; and its shard
+
+
+@pytest.mark.parametrize(("platform", "streams", "kernels"), [("gpu", 11, 2**26), ("tpu", 7, 0)])
+def test_all_reduced_streams_have_operands_and_results(platform, streams, kernels):
     wide = {"width": 256, "context": 1024, "dropout": 0.0, "attention_dropout": 0.0}
-    config = make_config(model=wide, parallel={"model": 8}, precision=low, remat=full)
-    sizes = memory._Sizes(config, abstract_plan(config, 8, "gpu", ""))
-    stream = config.train.batch * 1024 * 256 * 2
-    assert sizes.workspace == 11 * stream + 2**26  # operands and results of all-reduces
+    config = make_config(model=wide, parallel={"model": 8}, precision=LOW, remat=FULL)
+    sizes = memory._Sizes(config, abstract_plan(config, 8, platform, ""))
+    assert sizes.workspace == streams * config.train.batch * 1024 * 256 * 2 + kernels
+
+
+@pytest.mark.parametrize(("microbatches", "copies"), [(1, (0, 1)), (4, (1, 2))])
+def test_a_tpu_copies_the_only_chunk_of_several_microbatches(microbatches, copies):
+    """Breadth-first: of weights that are there, and of those that are gathered."""
+    for zero, copied in zip((2, 3), copies, strict=True):
+        parallel = {"pipe": 2, "data": 2, "schedule": "breadth_first", "microbatches": microbatches, "zero": zero}
+        config = make_config(model={"layers": 4}, parallel=parallel, precision=LOW, remat=FULL)
+        sizes = memory._Sizes(config, plan := abstract_plan(config, 4, "tpu", ""))
+        (head, *_) = memory._breadth_first_phases(config, plan, sizes)
+        assert head.weights - sizes.resident - sizes.rest == copied * 2 * sizes.layer
+
+
+def test_a_gpu_gathers_the_last_stack_in_two_layouts():
+    """Of a single microbatch; of several, what they save takes its place."""
+
+    def gather(microbatches):
+        parallel = {"data": 8, "zero": 2, "microbatches": microbatches}
+        config = make_config(model={"attention_dropout": 0.0}, parallel=parallel, precision=LOW, remat=FULL)
+        sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
+        phases = memory._phases(config, plan, sizes)
+        return [phase.weights - sizes.resident - sizes.rest for phase in phases if phase.name == memory.GATHER]
+
+    layers, width = 2, 32
+    assert gather(1) == [layers * width * 4 * width * 2] and not gather(2)
 
 
 @pytest.mark.parametrize(

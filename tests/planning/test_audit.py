@@ -138,7 +138,7 @@ def test_a_gpu_holds_gathered_weights_once():
     """But for the last stack that it gathers, an MLP's, which is there in two layouts for a while."""
     result = audited("h100:2x8", "full", layers=32, model_keys={"width": 1024, "heads": 8}, data=16, model=1, zero=2)
     weights = 32 * 12 * 1024**2 * 2
-    assert result["memory"]["temporaries"] < 1.6 * weights
+    assert result["memory"]["temporaries"] < 1.6 * weights  # 2.1 if it kept both layouts of all
     exact(result)
 
 

@@ -264,6 +264,7 @@ def test_a_refused_compile_loses_nothing_of_the_search(tmp_path, capsys, monkeyp
     [
         (["--top", "1"], "--top is of a search. Add --search"),
         (["--topology", "abacus:8"], "'abacus' is not known"),
+        (["--topology", "h100:4x2", "parallel.model=8"], "parallel.model=8 spans 4 hosts"),
         (["--topology", "h100:1x8", "--devices", "8"], "Leave out --devices"),
         (["--topology", "h100:1x8", "--topology", "h100:1x4"], "a plan is for one --topology"),
         (["--search"], "--search needs hardware to search on"),

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.layout import Layout as MemoryLayout
-from jax.experimental.layout import with_layout_constraint
 
 from spmd_lm.axes import MODEL, PIPE
+from spmd_lm.ops.collectives import as_row_major
 from spmd_lm.parallel.plan import Plan
 
 
@@ -43,4 +42,4 @@ class StageTransfer:
     def unpack(self, message: Array) -> Array:
         """The activation, of which each device of `model` has received its part."""
         x = lax.all_gather(message, self.shards, axis=1, tiled=True)
-        return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))  # that of the slots it is written to
+        return as_row_major(x)  # that of the slots it is written to
