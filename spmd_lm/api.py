@@ -57,13 +57,7 @@ def plan(config: RunConfig, topology: str | None = None) -> Report:
     target = parse_topology(topology) if topology is not None else None
     from spmd_lm.planning.plan_report import describe, render
 
-    if target is None:
-        description = describe(config)
-    else:
-        from spmd_lm.planning.plan_report import plan_on
-
-        config = _on(target, config)
-        description = describe(config, plan_on(config, target))
+    description = describe(_on(target, config), topology=target) if target else describe(config)
     return Report(description, render(description))
 
 

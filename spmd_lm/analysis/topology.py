@@ -133,6 +133,8 @@ class Topology:
 
 def parse_topology(text: str) -> Topology:
     """Raises ConfigError if `text` names no hardware that exists."""
+    if not isinstance(text, str):
+        raise ConfigError(f"a topology is a text, as 'h100:2x8', not {text!r:.40}. {KNOWN}")
     match = re.fullmatch(r"(?:([0-9]{1,18})\*)?(\w+):([0-9]{1,18}(?:x[0-9]{1,18}){,3})", text)
     if not match:
         raise ConfigError(f"--topology {text:.40}: not the form of a topology. {KNOWN}")

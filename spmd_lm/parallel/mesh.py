@@ -126,6 +126,15 @@ def peers_across_slices(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     return tuple(zip(*slices.values(), strict=True))
 
 
+def require_replicas_between(slices: int, layout: Layout) -> None:
+    """Raises LayoutError if something else than replicas is between TPU slices."""
+    if layout.replica % slices:
+        raise LayoutError(
+            f"parallel.replica={layout.replica} is not a multiple of the {slices} slices, between which only replicas "
+            f"can be. Use parallel.replica={slices}, or parallel.model_across_hosts=true, which is slower."
+        )
+
+
 def is_absent(device: Any) -> bool:
     """Whether this accelerator can be compiled for, not run on."""
     return device.platform != "cpu" and getattr(device, "local_hardware_id", None) is None
@@ -142,11 +151,8 @@ def _on_torus(layout: Layout, devices: list[jax.Device], across: bool) -> tuple[
     from jax.experimental import mesh_utils
 
     slices = len(set(map(_domain, devices)))
-    if layout.replica % slices and not across:
-        raise LayoutError(
-            f"parallel.replica={layout.replica} is not a multiple of the {slices} slices, between which only replicas "
-            f"can be. Use parallel.replica={slices}, or parallel.model_across_hosts=true, which is slower."
-        )
+    if not across:
+        require_replicas_between(slices, layout)
     for split, sizes in itertools.product((False, True), _sizes_on_torus(layout, devices, slices)):
         replicas, *shape = _mesh_shape(sizes)
         options: dict[str, Any] = {"allow_split_physical_axes": split}

@@ -13,7 +13,8 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
 from spmd_lm.cost_model.activations import dtype_bytes, stream_bytes, tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
-from spmd_lm.parallel.mesh import devices_within_domain
+from spmd_lm.cost_model.hardware import find_hardware
+from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
 from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
@@ -27,13 +28,19 @@ def plan_on(config: RunConfig, topology: Topology) -> Plan:
     plan = abstract_plan(config, topology.size, topology.platform, topology.device_kind)
     within = devices_within_domain(plan.mesh, plan.nontrivial_axes(MODEL), topology.domain)
     require_model_within_domain(config, plan, plan.layout.model // within)
+    if not config.parallel.model_across_hosts:
+        require_replicas_between(topology.slices, plan.layout)
     return plan
 
 
-def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
-    """The plan as plain data.  Without one, it is made for the devices that the run simulates, which starts none of
-    them, or else for those of this machine.  Raises ConfigError for an optim.freeze that matches no parameter."""
-    if plan is None:
+def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | None = None) -> dict[str, Any]:
+    """The plan as plain data.  Without one, it is made for `topology`, or for the devices that the run simulates, which
+    starts none of them, or else for those of this machine.  Raises ConfigError for an optim.freeze that matches no
+    parameter."""
+    hardware = find_hardware(topology.device_kind) if topology else None
+    if topology:
+        plan = plan_on(config, topology)
+    elif plan is None:
         simulated = config.run.simulate_devices
         if simulated:
             plan = abstract_plan(config, simulated, "cpu", "cpu")
@@ -53,6 +60,8 @@ def describe(config: RunConfig, plan: Plan | None = None) -> dict[str, Any]:
         "collective_matmul": list(plan.collective_matmul),
         "devices": layout.devices,
         "platform": plan.platform,
+        "topology": str(topology) if topology else None,
+        "capacity": hardware.memory.size if hardware and hardware.memory else None,
         "parameters": parameters,
         "parameter_count": sum(leaf.size for leaf in jax.tree.leaves(plan.shapes)),  # without padding
         "trained_count": trained_count(frozen, plan.shapes),
@@ -157,14 +166,16 @@ def summary(description: dict[str, Any]) -> str:
     shards = pluralize(d["mesh"]["replica"] * d["mesh"]["data"], "shard")
     microbatches = pluralize(batch["microbatches"], "microbatch")
     state, total = d["state_bytes"], sum(d["memory"].values())
+    devices = f"{pluralize(d['devices'], 'device')} ({d['topology'] or d['platform']})"
+    capacity = f" of the {format_bytes(d['capacity'])} that a device has" if d["capacity"] else ""
     lines = [
-        f"mesh    {mesh} = {pluralize(d['devices'], 'device')} ({d['platform']}), {', '.join(options)}",
+        f"mesh    {mesh} = {devices}, {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
         f"kernel  attention {attention['kernel']} ({attention['why']}), compute {compute}",
         f"batch   {batch['sequences']} sequences = {microbatches} x {shards} x "
         f"{batch['sequences_per_device_and_microbatch']}",
         f"step    {batch['tokens']:,} tokens, {d['model_flops_per_step']:.3g} model FLOPs; {batch['steps']:,} steps",
-        f"memory  {format_bytes(state)} of state per device, about {format_bytes(total)} in total",
+        f"memory  {format_bytes(state)} of state per device, about {format_bytes(total)} in total{capacity}",
     ]
     if p := d["pipeline"]:
         stages = f"{p['stages']} stages x {pluralize(p['chunks'], 'chunk')} of"

@@ -180,10 +180,13 @@ def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Ite
         "run": Run(simulate_devices=devices),  # so that checks know how many there are
     }
     for layout in layouts_of(devices):
-        if layout["model"] > target.topology.domain:
+        if target.topology.domain % layout["model"]:
             rejected["parallel.model spans hosts"] += len(remats)
             continue
-        for choice in choices_within(config, layout):
+        if layout["replica"] % target.topology.slices:
+            rejected["only replicas can be between slices"] += len(remats)
+            continue
+        for choice in choices_within(config, layout, target.topology.slices):
             parallel = config.parallel.model_copy(update=layout | choice)
             if problem := first_problem(sections | {"parallel": parallel}):
                 rejected[problem] += len(remats)
@@ -201,10 +204,10 @@ def layouts_of(devices: int) -> Iterator[dict[str, int]]:
                 yield {"pipe": pipe, "replica": shards // data, "data": data, "model": model}
 
 
-def choices_within(config: RunConfig, layout: dict[str, int]) -> Iterator[dict[str, Any]]:
+def choices_within(config: RunConfig, layout: dict[str, int], slices: int) -> Iterator[dict[str, Any]]:
     """What else is chosen, where it makes a difference."""
     stages = [0] if layout["data"] == 1 else [0, 1, 2, 3]
-    if layout["replica"] > 1:  # without ZeRO replicas are data
+    if layout["replica"] > slices:  # without ZeRO replicas are data
         stages = [stage for stage in stages if stage]
     shards = layout["replica"] * layout["data"]
     microbatches = divisors(max(1, config.train.batch // shards))

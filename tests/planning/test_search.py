@@ -18,6 +18,7 @@ from spmd_lm.cost_model.step_time import predict_step
 from spmd_lm.cost_model.systems import find_system
 from spmd_lm.errors import CompilerError, ConfigError, LayoutError
 from spmd_lm.planning import search_report
+from spmd_lm.planning.plan_report import plan_on
 from spmd_lm.planning.search import POLICIES, REASONS, Search, candidates, make_target, search
 from spmd_lm.step.program import abstract_plan
 from tests.helpers import make_config
@@ -219,8 +220,21 @@ def test_the_command_writes_a_run_that_plans(tmp_path, capsys):
         abstract_plan(best, 7, "gpu", "")
     assert main(["plan", str(out), "--topology", "h100:1x8", "--json", str(found)]) == 0
     plan = json.loads(found.read_text())
-    assert (plan["platform"], plan["devices"]) == ("gpu", 8)
+    assert (plan["topology"], plan["platform"], plan["devices"]) == ("h100:1x8", "gpu", 8)
+    assert sum(plan["memory"].values()) < plan["capacity"] and "GiB that a device has" in capsys.readouterr().out
     assert sum(plan["memory"].values()) == result["best"]["memory"]
+
+
+@pytest.mark.parametrize(("topology", "largest"), [("2*v5e:2x2", 4), ("h100:2x6", 2)])
+def test_a_search_finds_only_what_a_run_takes(topology, largest):
+    """Replicas alone are between TPU slices, and `model` divides a host's devices, whose number it need not be."""
+    target = make_target(parse_topology(topology))
+    layouts = search(gpt(layers=2, batch=12), [target]).layouts
+    assert max(each.config.parallel.model for each in layouts) == largest
+    assert {each.config.parallel.replica % target.topology.slices for each in layouts} == {0}
+    assert any(each.config.parallel.zero == 0 for each in layouts)
+    for each in random.Random(0).sample(layouts, 20):
+        plan_on(each.config, target.topology)
 
 
 def test_only_what_a_search_wrote_is_replaced(tmp_path, capsys, monkeypatch):
@@ -265,6 +279,7 @@ def test_a_refused_compile_loses_nothing_of_the_search(tmp_path, capsys, monkeyp
         (["--top", "1"], "--top is of a search. Add --search"),
         (["--topology", "abacus:8"], "'abacus' is not known"),
         (["--topology", "h100:4x2", "parallel.model=8"], "parallel.model=8 spans 4 hosts"),
+        (["--topology", "2*v5e:2x2"], "parallel.replica=1 is not a multiple of the 2 slices"),
         (["--topology", "h100:1x8", "--devices", "8"], "Leave out --devices"),
         (["--topology", "h100:1x8", "--topology", "h100:1x4"], "a plan is for one --topology"),
         (["--search"], "--search needs hardware to search on"),
