@@ -13,11 +13,10 @@ device, even where the first or the last stage has no neighbour to send to."""
 import dataclasses
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE, DimNames
+from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
 from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
@@ -146,16 +145,15 @@ class _Step:
             share /= self.plan.sizes[axis]
 
     @functools.cached_property
-    def parameters(self) -> list[tuple[DimNames, int, tuple[str, ...]]]:
-        """Of each its names as ZeRO shards it; its elements on one device of `model` and `pipe`, unsharded over `data`;
-        and the parts of a step that use it, each of which contributes to its gradient."""
-        config, plan = self.config, self.plan
-        tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
-        parameters = []
-        for each in plan.parameters:
-            uses = ("embedding", "head") if each.path == tied_table else each.path[:1]
-            parameters.append((each.sharded_names, each.gathered_elements, uses))
-        return parameters
+    def matrices(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Of each array that ZeRO shards: its elements on one device of `model` and `pipe`, unsharded over `data`; and
+        the parts of a step that use it, each of which contributes to its gradient."""
+        tied_table = ("embedding", "tokens") if self.config.objective.ties_embeddings(self.config.model) else None
+        return [
+            (each.gathered_elements, ("embedding", "head") if each.path == tied_table else each.path[:1])
+            for each in self.plan.parameters
+            if ZERO_WIDTH in each.sharded_names
+        ]
 
 
 def _messages(step: _Step) -> Iterator[ExpectedCollective]:
@@ -288,7 +286,6 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     plan, precision = step.plan, step.config.precision
     if not plan.zero.stage:
         return
-    matrices = [(elements, uses) for names, elements, uses in step.parameters if ZERO_WIDTH in names]
     kinds = (
         (ALL_GATHER, "weights", precision.compute, _weight_gathers(step)),
         (REDUCE_SCATTER, "gradients", precision.reduce, _gradient_scatters(step)),
@@ -296,7 +293,7 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     for axis, share in step.shares(plan.nontrivial_axes(DATA)):
         for kind, part, dtype, transfers in kinds:
             count = sent = repeated = 0.0
-            for elements, uses in matrices:
+            for elements, uses in step.matrices:
                 bytes_ = wire_bytes(kind, elements * share * dtype_bytes(dtype), plan.sizes[axis])
                 if uses == ("blocks",):
                     count += transfers.per_stack
@@ -348,13 +345,10 @@ def _gradient_sums(step: _Step) -> Iterator[ExpectedCollective]:
     replicas; over `model` where each device has seen only its part of a sequence."""
     plan, dtype = step.plan, step.config.precision.reduce
     formula = "what is not scattered, once" if plan.zero.stage else "P, once"
-    sizes: dict[Axes, list[float]] = defaultdict(list)
-    for names, elements, _ in step.parameters:
-        sizes[plan.grad_reduce_axes(names)].append(elements / (plan.layout.data if ZERO_WIDTH in names else 1))
-    for axes in sorted(sizes.keys() - {()}):
+    for axes, sizes in sorted(plan.unscattered.items()):
         devices = math.prod(plan.sizes[axis] for axis in axes)
-        sent = wire_bytes(ALL_REDUCE, sum(sizes[axes]) * dtype_bytes(dtype), devices)
-        yield ExpectedCollective(ALL_REDUCE, axes, "gradients", dtype, len(sizes[axes]), sent, formula)
+        sent = wire_bytes(ALL_REDUCE, sum(sizes) * dtype_bytes(dtype), devices)
+        yield ExpectedCollective(ALL_REDUCE, axes, "gradients", dtype, len(sizes), sent, formula)
 
 
 def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
@@ -366,9 +360,8 @@ def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
         (plan.nontrivial_axes(*BATCH_AXES), step.wide, 2 * losses, "losses and weights"),
         (plan.nontrivial_axes(PIPE), step.wide, losses, "losses"),
     ]
-    shardings = {plan.axes_over(names) for names, *_ in step.parameters}
     norm_dtype = at_least_float32(precision.params)
-    scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in sorted(shardings)]
+    scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in plan.shardings]
     if precision.loss_scale == "dynamic":
         scalars.append((plan.nontrivial_axes(*MESH_AXES), "int32", 1, "gradients are finite"))
     for axes, dtype, count, formula in scalars:

@@ -89,7 +89,7 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: Syst
 
 def _layers_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
     """Of one device's layers, for all microbatches, with what backward runs again."""
-    layer = LayerWork(config, plan, system).seconds(kernels)
+    layer = LayerWork.of(config, plan, system).seconds(kernels)
     if system.eager:
         passes = config.model.layers / plan.layout.pipe * config.parallel.microbatches
         again = layer.repeated(RematPolicy(config.remat.policy), eager=True)

@@ -5,10 +5,11 @@ Products are those of arXiv:1909.08053, section 3; backward has two for each of 
 by operation, as arXiv:2205.05198, section 4, counts those that are saved: each reads its operands and writes its
 result, in the dtype of activations.  A mask of dropout is one byte, half an element of 16 bits."""
 
-from typing import NamedTuple
+import functools
+from typing import NamedTuple, Self
 
 from spmd_lm.config.remat import RematPolicy
-from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.schema import Model, RunConfig
 from spmd_lm.cost_model.activations import VISIBLE_SCORES, tokens_per_device
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.systems import System
@@ -43,21 +44,54 @@ class LayerSeconds(NamedTuple):
         return self.forward
 
 
-class LayerWork:
-    """One layer on one device of `model`."""
+class LayerWork(NamedTuple):
+    """One layer on one device of `model`.  model: its sizes.  tokens: of a microbatch.  shards: of `model`."""
 
-    def __init__(self, config: RunConfig, plan: Plan, system: System):
-        m, self.shards = config.model, plan.layout.model
-        self.model, self.separate = m, not system.fuses_elementwise
-        self.visible = VISIBLE_SCORES if m.causal and not system.eager else 1.0
-        self.tokens = tokens_per_device(config, plan.layout)
-        self.batch = self.tokens / m.context * m.heads / self.shards  # heads of all sequences
-        self.stream = self.tokens * m.width / (self.shards if plan.sequence else 1)
-        self.hidden = self.tokens * m.mlp_dim / self.shards
-        self.qkv = self.tokens * (m.width + 2 * m.kv_width) / self.shards
-        self.gated = m.activation == "swiglu"
-        self.fuses_attention = system.fuses_attention(config, plan.platform)
-        self.weight_copies = system.weight_copies
+    model: Model
+    tokens: int
+    shards: int
+    sequence: bool
+    fuses_attention: bool
+    fuses_elementwise: bool
+    eager: bool
+    weight_copies: int
+
+    @classmethod
+    def of(cls, config: RunConfig, plan: Plan, system: System) -> Self:
+        sizes = config.model, tokens_per_device(config, plan.layout), plan.layout.model, plan.sequence
+        fuses_attention = system.fuses_attention(config, plan.platform)
+        return cls(*sizes, fuses_attention, system.fuses_elementwise, system.eager, system.weight_copies)
+
+    @property
+    def visible(self) -> float:
+        """Share of the scores that XLA's attention computes."""
+        return VISIBLE_SCORES if self.model.causal and not self.eager else 1.0
+
+    @property
+    def batch(self) -> float:
+        """Heads of all sequences."""
+        return self.tokens / self.model.context * self.model.heads / self.shards
+
+    @property
+    def stream(self) -> float:
+        return self.tokens * self.model.width / (self.shards if self.sequence else 1)
+
+    @property
+    def hidden(self) -> float:
+        return self.tokens * self.model.mlp_dim / self.shards
+
+    @property
+    def qkv(self) -> float:
+        return self.tokens * (self.model.width + 2 * self.model.kv_width) / self.shards
+
+    @property
+    def gated(self) -> bool:
+        return self.model.activation == "swiglu"
+
+    @property
+    def separate(self) -> bool:
+        """Whether biases, dropout, scale and mask are operations of their own."""
+        return not self.fuses_elementwise
 
     @property
     def products(self) -> list[Product]:
@@ -76,6 +110,7 @@ class LayerWork:
         context, head = self.model.context, self.model.head_width
         return [Product(context, head, context, self.batch), Product(context, context, head, self.batch)]
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - by values, of which a search has dozens
     def seconds(self, kernels: Kernels) -> LayerSeconds:
         attention, attention_backward, scores = self._attention(kernels)
         products = [kernels.product(product) for product in self.products]

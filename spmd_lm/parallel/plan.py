@@ -366,6 +366,20 @@ class Plan:
         sequence = (MODEL,) if self.sequence and not tensor_parallel else ()
         return self.nontrivial_axes(*stages, *batch, *sequence)
 
+    @functools.cached_property
+    def shardings(self) -> tuple[tuple[str, ...], ...]:
+        """All that parameters have between steps: mesh axes of more than one device."""
+        return tuple(sorted({self.axes_over(each.sharded_names) for each in self.parameters}))
+
+    @functools.cached_property
+    def unscattered(self) -> dict[tuple[str, ...], list[int]]:
+        """Elements on one device of each gradient that `psum_gradients` sums, by the axes that it is summed over."""
+        found: dict[tuple[str, ...], list[int]] = {}
+        for each in self.parameters:
+            if axes := self.grad_reduce_axes(each.sharded_names):
+                found.setdefault(axes, []).append(each.elements)
+        return found
+
     @jax.named_scope("gradients")
     def psum_gradients(self, grads: Tree, names: Tree) -> Tree:
         """The sums that are left after the scatter: one all-reduce for each set of axes."""

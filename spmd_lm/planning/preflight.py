@@ -148,7 +148,7 @@ def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
     with what it computes again; of a causal model what its mask does not hide."""
     if choose_kernel(config, plan.platform).kernel == "xla":
         return 0.0
-    layer = LayerWork(config, plan, find_system("spmd_lm"))
+    layer = LayerWork.of(config, plan, find_system("spmd_lm"))
     once = sum(product.flops for product in layer.attention_products) * (0.5 if config.model.causal else 1)
     ahead, passes = layer_passes(config, plan)
     again = config.remat_policy.policy in ("full", "residual", "selective", "block")

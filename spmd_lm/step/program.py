@@ -22,7 +22,7 @@ from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.errors import CompilerError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.transformer import Block
-from spmd_lm.parallel.mesh import abstract_mesh, domains_of_model, is_absent, make_mesh, resolve
+from spmd_lm.parallel.mesh import Layout, abstract_mesh, domains_of_model, is_absent, make_mesh, resolve
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan, pad_or_crop
 from spmd_lm.parallel.sharded_model import ShardedModel
@@ -60,12 +60,16 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
     stage = p.zero if layout.data > 1 else 0  # one device has every shard
     zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
-    mesh, names, shapes = abstract_mesh(layout), model.names, model.shapes
     ahead = layout.data > 1 and prefetches(config, platform)
     first_parts = Block.FIRST if ahead and not breadth_first else ()
     how = (config.partitioner, p.sequence, config.chunks, p.run_idle_stages, first_parts, ahead and breadth_first)
     in_parts = branches_in_parts(config, platform, kind, tokens_per_device(config, layout))
-    return Plan(layout, mesh, platform, names, shapes, zero, *how, collective_matmul=in_parts)
+    return _abstract_plan(model, layout, platform, zero, *how, in_parts)
+
+
+@functools.lru_cache(maxsize=64)  # planners ask for one plan with many microbatches and schedules
+def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, *how: Any) -> Plan:
+    return Plan(layout, abstract_mesh(layout), platform, model.names, model.shapes, *how)
 
 
 def _fit(tree: Tree, like: Tree) -> Tree:
