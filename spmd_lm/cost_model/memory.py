@@ -38,6 +38,7 @@ class _Sizes:
         self._weights()
         self._gradients()
         self._activations()
+        self._ends()
 
     def _weights(self) -> None:
         plan, compiler = self.plan, self.compiler
@@ -83,17 +84,11 @@ class _Sizes:
         self.remat_block_gradients = (
             plan.elements_per_device("blocks") * dtype_bytes(p.reduce) * in_block // self.layers
         )
-        self.head_gradient = self.embedding * self.widening  # added up over chunks of logits, in at least float32
+        # Whether they are converted before devices sum them; a compiler may start the sums of all of them at once.
+        self.widens_sums = self.compiler.wide or dtype_bytes(p.reduce) > self.itemsize
         # Whether a layer's gradients, or the embedding's, are still there when those of the next layer are made.
-        self.scatters_late = scatters and self.compiler.sums_overlap and not plan.zero.gathers_on_use
-        # The head's is scattered beside the last layer, whose sums over `model`, if it has any, wait for that; in a
-        # pipeline in another tick than the embedding's.
-        self.late_head_gradient = self.head_gradient if plan.layout.model == plan.layout.pipe == 1 else 0
-        # The embedding's gradient in at least float32, and rounded to the compute dtype; or, where scatters
-        # end late, its and what is left of the head's, each also in the layout in which it is scattered.
-        self.embedding_workspace = self.embedding + self.head_gradient
-        if self.scatters_late:
-            self.embedding_workspace = 2 * (self.head_gradient + self.late_head_gradient)
+        converts = self.compiler.sums_overlap and self.widens_sums
+        self.scatters_late = converts and scatters and not plan.zero.gathers_on_use
 
     def _activations(self) -> None:
         config, plan = self.config, self.plan
@@ -101,11 +96,32 @@ class _Sizes:
         self.stream = int(tokens * layer.stream)  # one microbatch's
         self.saved = int(tokens * config.layers_per_chunk * layer.saved)  # in the layers that run in one loop
         self.workspace = int(tokens * layer.workspace) + self.compiler.kernel_workspace
-        # One chunk of cross-entropy's logits, and their gradient; later the gradient to scatter, in another layout.
-        shards = plan.layout.model
+
+    def _ends(self) -> None:
+        """Gradients of embedding and head, and what is beside them."""
+        config, plan, compiler = self.config, self.plan, self.compiler
+        # The embedding's is added up over tokens, in at least float32; the head's over chunks of logits, in the dtype
+        # that devices sum in.  Zeros to add them to may be there from the start.
+        self.wide_embedding = self.embedding * self.widening
+        self.head_gradient = self.wide_embedding if self.widens_sums else self.embedding
+        self.zeros = self.head_gradient + self.wide_embedding if self.widens_sums else 0
+        # The head's is scattered beside the last layer, whose sums over `model`, if it has any, wait for that; in a
+        # pipeline in another tick than the embedding's.
+        self.late_head_gradient = self.head_gradient if plan.layout.model == plan.layout.pipe == 1 else 0
+        # Beside one of them is its copy in the layout in which it is scattered, or rounded to the compute dtype.
+        to_scatter = self.head_gradient if plan.zero.scatters_in_backward else 0
+        beside_embedding, beside_head = self.embedding, to_scatter
+        if plan.layout.pipe == 1 and not compiler.wide:
+            rounded = self.embedding if self.widens_sums else 0
+            beside_embedding, beside_head = to_scatter, rounded + (to_scatter if compiler.sums_overlap else 0)
+        self.embedding_workspace = self.wide_embedding + beside_embedding
+        if self.scatters_late:  # so is what is left of the head's
+            self.embedding_workspace = 2 * (self.head_gradient + self.late_head_gradient)
+        # Before that, one chunk of cross-entropy's logits, and their gradient.
+        shards, tokens = plan.layout.model, tokens_per_device(config, plan.layout)
         vocab = padded_vocab(config.model.vocab, shards) // shards if config.objective.predicts_tokens else 0
         logits = min(tokens * vocab * self.wide, cross_entropy.CHUNK_BYTES)
-        self.head_workspace = max(self.compiler.logits * logits, self.head_gradient * plan.zero.scatters_in_backward)
+        self.head_workspace = max(compiler.logits * logits, beside_head)
 
 
 class Phase(NamedTuple):
@@ -145,10 +161,11 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     accumulates = config.parallel.microbatches > 1
     accumulated = sizes.accumulated if accumulates else 0
     gradients = sizes.gradients + accumulated
-    at_the_end = sizes.resident + (sizes.rest if accumulates else 0)
-    in_blocks = sizes.resident + (sizes.layer + sizes.ahead if plan.zero.gathers_on_use else sizes.rest)
-    if accumulates and plan.zero.gathers_on_use and sizes.compiler.sums_overlap:
-        in_blocks += sizes.rest  # gathered once, for all microbatches
+    stay = accumulates or sizes.compiler.wide  # weights that no later phase of this microbatch reads
+    at_the_end = sizes.resident + (sizes.rest if accumulates else 0) if stay else 0
+    in_blocks = sizes.resident + (sizes.layer + sizes.ahead if plan.zero.gathers_on_use else 0)
+    if (stay and not plan.zero.gathers_on_use) or (accumulates and sizes.compiler.sums_overlap):
+        in_blocks += sizes.rest
     weights, gathers_first = sizes.resident + sizes.rest, plan.zero.gather_per == "step" and not accumulates
     phases = [
         Phase(HEAD, weights, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
@@ -157,7 +174,7 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     ]
     if gathers_first and sizes.compiler.sums_overlap:
         # The last stack in two layouts; zeros for the gradients of embedding and head, and for what the loop will save.
-        phases.append(Phase(GATHER, weights + sizes.largest_stack, 2 * sizes.head_gradient, sizes.saved, 0))
+        phases.append(Phase(GATHER, weights + sizes.largest_stack, sizes.zeros, sizes.saved, 0))
     return phases
 
 
@@ -165,10 +182,12 @@ def _unreduced(plan: Plan, sizes: _Sizes) -> int:
     """Gradients in backward through the blocks, besides those that are complete: a layer's that are to be scattered;
     the head's; and zeros to which the embedding's will be added, whose sum is among the complete ones."""
     of_layer = sizes.layer + sizes.ahead if plan.zero.scatters_in_backward else 0
-    head_and_zeros = 2 * sizes.head_gradient - sizes.embedding
+    head_and_zeros = max(0, sizes.zeros - sizes.embedding)
     if sizes.compiler.wide:
         return of_layer + head_and_zeros
     if not sizes.compiler.sums_overlap:  # gradients of one branch take the place of its gathered weights
+        if not plan.zero.scatters_in_backward:  # the head's is rounded later
+            return sizes.head_gradient - sizes.embedding
         return of_layer // 2 if plan.zero.gathers_on_use else of_layer
     if sizes.scatters_late:
         return of_layer + sizes.late_head_gradient + sizes.layer * sizes.widening

@@ -45,7 +45,8 @@ def test_dtypes_and_accumulation_set_the_rest():
         table(run_of("data4-model2", n, precision=dtypes, model=whole), "tpu")
         for n, dtypes in ((1, low), (1, FLOAT32), (2, low))
     )
-    assert narrow["weights"] == narrow["parameters"] / 2 == wide["parameters"] / 2 and not wide["weights"]
+    assert parts["weights"] == parts["parameters"] / 2 and not wide["weights"]  # where nothing is converted none are
+    assert narrow["weights"] < parts["weights"]  # no other microbatch reads those of embedding and head again
     assert narrow["gradients"] == narrow["parameters"] / 2  # in the dtype they are computed and reduced in
     assert parts["gradients"] == parts["parameters"] * 1.5  # and added up in the parameters' own
     assert parts["activations"] == narrow["activations"] / 2 == wide["activations"] / 4
@@ -109,6 +110,37 @@ def test_the_head_s_gradient_stays_while_it_is_scattered_unless_model_sums():
 
     assert unreduced(data=4, model=2) == 0
     assert unreduced(data=8) == (61 + 16) * 32 * 4 * (1 + 1 / 8)  # of tokens and positions; and its shard
+
+
+@pytest.mark.parametrize(("platform", "zero", "factors"), [("gpu", 1, (0, 3)), ("tpu", 1, (0, 1)), ("gpu", 2, (0, 2))])
+def test_what_waits_for_sums_is_in_the_dtype_that_devices_sum_in(platform, zero, factors):
+    """In embeddings.  ZeRO-1: the head's gradient in float32, and on a GPU zeros for the embedding's, less one that is
+    complete.  ZeRO-2: the head's alone."""
+    for reduce, factor in zip(("bfloat16", "float32"), factors, strict=True):
+        parallel = {"data": 8, "zero": zero}
+        config = make_config(parallel=parallel, precision=LOW | {"reduce": reduce}, remat=FULL)
+        sizes = memory._Sizes(config, plan := abstract_plan(config, 8, platform, ""))
+        widening = 1 + (reduce == "float32")
+        assert sizes.head_gradient == widening * sizes.embedding
+        layers = sizes.layer * (1 + sizes.scatters_late * widening) if zero == 2 else 0
+        assert memory._unreduced(plan, sizes) - layers == factor * sizes.embedding
+
+
+def test_a_single_microbatch_s_weights_are_gone_when_nothing_reads_them():
+    """But on a CPU."""
+
+    def weights(microbatches, platform):
+        parallel = {"data": 8, "zero": 1, "microbatches": microbatches}
+        config = make_config(parallel=parallel, precision=LOW, remat=FULL)
+        sizes = memory._Sizes(config, plan := abstract_plan(config, 8, platform, ""))
+        held = {phase.name: phase.weights for phase in memory._phases(config, plan, sizes)}
+        return [held[name] - sizes.resident for name in (memory.HEAD, memory.BLOCKS, memory.EMBEDDING)], sizes
+
+    for platform in ("tpu", "gpu"):
+        one, sizes = weights(1, platform)
+        assert one == [sizes.rest, 0, -sizes.resident] and weights(2, platform)[0] == [sizes.rest] * 3
+    one, sizes = weights(1, "cpu")
+    assert one == [sizes.rest, sizes.rest, 0]
 
 
 @pytest.mark.parametrize(("platform", "streams", "kernels"), [("gpu", 11, 2**26), ("tpu", 7, 0)])
