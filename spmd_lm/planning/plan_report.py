@@ -18,6 +18,7 @@ from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_betwee
 from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan, padded_vocab
 from spmd_lm.parallel.rules import PARAMETERS
+from spmd_lm.runtime.devices import devices_present
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 from spmd_lm.step.optimizer import frozen_mask, trained_count
 from spmd_lm.step.program import abstract_plan, require_model_within_domain
@@ -45,7 +46,8 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         if simulated:
             plan = abstract_plan(config, simulated, "cpu", "cpu")
         else:
-            plan = abstract_plan(config, jax.device_count(), jax.default_backend(), jax.devices()[0].device_kind)
+            (device, *others) = devices_present()
+            plan = abstract_plan(config, 1 + len(others), device.platform, device.device_kind)
     m, layout = config.model, plan.layout
     parameters = _describe_parameters(config, plan)
     frozen = frozen_mask(config.optim.freeze.split(), plan.names, plan.shapes)

@@ -15,6 +15,8 @@ from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.processes import has_tpu, in_a_job, join, require_agreement, versions
 
 if TYPE_CHECKING:
+    import jax
+
     from spmd_lm.config.schema import RunConfig
 
 FLAG = "--xla_force_host_platform_device_count"
@@ -35,10 +37,25 @@ def set_up_devices(config: "RunConfig") -> "RunConfig":
         simulate_devices(devices, process.num_processes if process else 1)
     if process or not devices:
         join(process)
+    devices_present()
     if in_a_job():
         require_same_job(config)
     use_compilation_cache(config.run.compilation_cache, lambda line: print_line(line, sys.stderr))
     return config
+
+
+def devices_present() -> "list[jax.Device]":
+    """Those that jax runs on, which this starts.  ConfigError if JAX_PLATFORMS asks for others, or they are in use."""
+    import jax
+
+    try:
+        return jax.devices()
+    except (AssertionError, RuntimeError) as error:  # an assertion where a plugin has none
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        reason = str(error).partition("\n")[0] or "this machine has none"
+        raise ConfigError(
+            f"JAX_PLATFORMS={asked}: jax does not find these devices: {reason}. Unset it, or set it to cpu."
+        ) from error
 
 
 def require_same_job(config: "RunConfig") -> None:

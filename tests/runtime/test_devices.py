@@ -66,3 +66,10 @@ def test_a_jax_that_already_runs_on_other_devices_is_refused():
 
 def test_the_x64_fixture_enables_float64(x64):
     assert jax.numpy.ones(1).dtype == "float64"
+
+
+def test_devices_that_jax_does_not_find_are_refused_in_a_line():
+    code = "from spmd_lm.errors import ConfigError\nfrom spmd_lm.runtime.devices import devices_present\n"
+    code += "try: devices_present()\nexcept ConfigError as error: print(error)"
+    said = run(code, JAX_PLATFORMS="rocm")
+    assert said.startswith("JAX_PLATFORMS=rocm: jax does not find these devices: ") and "\n" not in said
