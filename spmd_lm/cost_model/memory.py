@@ -193,7 +193,7 @@ def _unreduced(plan: Plan, sizes: _Sizes) -> int:
         return of_layer + sizes.late_head_gradient + sizes.layer * sizes.widening
     if plan.zero.gathers_on_use:  # the shard of the head's is not yet added to the others
         of_head = sizes.late_head_gradient + sizes.late_head_gradient // plan.layout.data
-        return of_layer + of_head + sizes.remat_block_gradients
+        return of_layer // (1 if sizes.widens_sums else 2) + of_head + sizes.remat_block_gradients
     return of_layer + head_and_zeros
 
 

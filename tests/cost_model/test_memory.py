@@ -103,13 +103,15 @@ LOW, FULL = FLOAT32 | {"compute": "bfloat16"}, {"policy": "full"}
 def test_the_head_s_gradient_stays_while_it_is_scattered_unless_model_sums():
     """On a GPU, ZeRO-3: with `parallel.model` the layer's all-reduces wait for that scatter."""
 
-    def unreduced(**parallel):
-        config = make_config(parallel={"zero": 3, "prefetch": "off"} | parallel, precision=LOW, remat=FULL)
+    def unreduced(reduce="float32", **parallel):
+        precision, parallel = LOW | {"reduce": reduce}, {"zero": 3, "prefetch": "off"} | parallel
+        config = make_config(parallel=parallel, precision=precision, remat=FULL)
         sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
-        return memory._unreduced(plan, sizes) - sizes.layer
+        return memory._unreduced(plan, sizes) - sizes.layer // (1 if reduce == "float32" else 2)
 
     assert unreduced(data=4, model=2) == 0
-    assert unreduced(data=8) == (61 + 16) * 32 * 4 * (1 + 1 / 8)  # of tokens and positions; and its shard
+    of_head = (61 + 16) * 32 * (1 + 1 / 8)  # of tokens and positions; and its shard
+    assert [unreduced(reduce, data=8) for reduce in ("float32", "bfloat16")] == [4 * of_head, 2 * of_head]
 
 
 @pytest.mark.parametrize(("platform", "zero", "factors"), [("gpu", 1, (0, 3)), ("tpu", 1, (0, 1)), ("gpu", 2, (0, 2))])
