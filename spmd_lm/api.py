@@ -141,9 +141,9 @@ def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None
     target = parse_topology(topology) if topology is not None else None
     if target:
         config = _on(target, config)
+        if target.platform != "cpu":
+            use_cpu_alone()  # before jax starts: it compiles ahead of time
     set_up_devices(config)
-    if target and target.platform != "cpu":
-        use_cpu_alone()  # which compiles ahead of time
     from spmd_lm.planning.audit import audit, render
 
     result = audit(config, target, None if hlo is None else Path(hlo))

@@ -46,8 +46,8 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         if simulated:
             plan = abstract_plan(config, simulated, "cpu", "cpu")
         else:
-            (device, *others) = devices_present()
-            plan = abstract_plan(config, 1 + len(others), device.platform, device.device_kind)
+            devices = devices_present()
+            plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind)
     m, layout = config.model, plan.layout
     parameters = _describe_parameters(config, plan)
     frozen = frozen_mask(config.optim.freeze.split(), plan.names, plan.shapes)

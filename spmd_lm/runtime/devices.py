@@ -37,25 +37,29 @@ def set_up_devices(config: "RunConfig") -> "RunConfig":
         simulate_devices(devices, process.num_processes if process else 1)
     if process or not devices:
         join(process)
-    devices_present()
     if in_a_job():
         require_same_job(config)
+    elif not devices:
+        devices_present()
     use_compilation_cache(config.run.compilation_cache, lambda line: print_line(line, sys.stderr))
     return config
 
 
 def devices_present() -> "list[jax.Device]":
-    """Those that jax runs on, which this starts.  ConfigError if JAX_PLATFORMS asks for others, or they are in use."""
+    """All devices of the job; starts jax.  ConfigError if a platform of JAX_PLATFORMS, or of an installed plugin, has
+    no usable device."""
     import jax
 
     try:
         return jax.devices()
-    except (AssertionError, RuntimeError) as error:  # an assertion where a plugin has none
-        asked = os.environ.get("JAX_PLATFORMS", "")
-        reason = str(error).partition("\n")[0] or "this machine has none"
-        raise ConfigError(
-            f"JAX_PLATFORMS={asked}: jax does not find these devices: {reason}. Unset it, or set it to cpu."
-        ) from error
+    except (AssertionError, RuntimeError) as error:  # JAX_PLATFORMS=cuda without a GPU is an assertion, without a text
+        reason = re.sub(r" \((set JAX_PLATFORMS|you may need).*", "", str(error).partition("\n")[0]).rstrip(".")
+        if asked := jax.config.values["jax_platforms"]:
+            problem = f"JAX_PLATFORMS={asked}: jax does not find these devices: {reason or 'this machine has none'}. "
+            problem += "Unset it, or set it to cpu."
+        else:
+            problem = f"jax does not start: {reason}. Mend its plugin, or set JAX_PLATFORMS=cpu."
+        raise ConfigError(problem) from error
 
 
 def require_same_job(config: "RunConfig") -> None:
@@ -66,6 +70,7 @@ def require_same_job(config: "RunConfig") -> None:
     sections = config.model_dump(by_alias=True)
     keys = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     require_agreement("configuration", keys)
+    devices_present()
     devices = jax.local_devices()
     require_agreement("devices", {"number": len(devices), "kind": devices[0].device_kind})
 

@@ -68,8 +68,23 @@ def test_the_x64_fixture_enables_float64(x64):
     assert jax.numpy.ones(1).dtype == "float64"
 
 
-def test_devices_that_jax_does_not_find_are_refused_in_a_line():
+@pytest.mark.parametrize("platforms", ["cuda", "rocm"])
+def test_devices_that_jax_does_not_find_are_refused_in_a_line(platforms):
     code = "from spmd_lm.errors import ConfigError\nfrom spmd_lm.runtime.devices import devices_present\n"
     code += "try: devices_present()\nexcept ConfigError as error: print(error)"
-    said = run(code, JAX_PLATFORMS="rocm")
-    assert said.startswith("JAX_PLATFORMS=rocm: jax does not find these devices: ") and "\n" not in said
+    said = run(code, JAX_PLATFORMS=platforms, CUDA_VISIBLE_DEVICES="")
+    assert said.startswith(f"JAX_PLATFORMS={platforms}: jax does not find these devices: ")
+    assert said.endswith(". Unset it, or set it to cpu.") and "\n" not in said and "(set" not in said
+
+
+AUDIT = """
+import sys, types, jax
+report = lambda *arguments: {"platform": jax.default_backend()}
+sys.modules["spmd_lm.planning.audit"] = types.SimpleNamespace(audit=report, render=str)
+import spmd_lm
+print(spmd_lm.audit(spmd_lm.load_config("configs/debug.yaml"), "h100:1x8")["platform"])
+"""
+
+
+def test_absent_hardware_is_audited_without_the_devices_that_are_here():
+    assert run(AUDIT, JAX_PLATFORMS="rocm") == "cpu"
