@@ -21,7 +21,7 @@ class Compiler(NamedTuple):
     early and end as late as their data allow, so that their float32 operands stay.  copies_replicas: sums over replicas
     are not written into their operands.  casts_layers: sharded weights are cast layer by layer as they are gathered,
     not all of them before the loop.  reuses_chunk: where a stage has one chunk and a step one microbatch, the chunk is
-    used as it was gathered, without a copy."""
+    used as it was gathered, without a copy.  keeps_weights: they stay until a step's end, read again or not."""
 
     lanes: int = 1
     wide: bool = False
@@ -35,6 +35,7 @@ class Compiler(NamedTuple):
     copies_replicas: bool = False
     casts_layers: bool = False
     reuses_chunk: bool = False
+    keeps_weights: bool = False
 
 
 COMPILER_OF_PLATFORM = {
@@ -53,5 +54,5 @@ COMPILER_OF_PLATFORM = {
         sums_overlap=True,
         casts_layers=True,
     ),
-    "cpu": Compiler(wide=True, streams=(6, 2), casts_layers=True),
+    "cpu": Compiler(wide=True, streams=(6, 2), casts_layers=True, keeps_weights=True),
 }

@@ -11,7 +11,6 @@ Stages of a pipeline send different amounts: rows are means over the stages.  A 
 device, even where the first or the last stage has no neighbour to send to."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -144,17 +143,6 @@ class _Step:
             yield axis, share
             share /= self.plan.sizes[axis]
 
-    @functools.cached_property
-    def matrices(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Of each array that ZeRO shards: its elements on one device of `model` and `pipe`, unsharded over `data`; and
-        the parts of a step that use it, each of which contributes to its gradient."""
-        tied_table = ("embedding", "tokens") if self.config.objective.ties_embeddings(self.config.model) else None
-        return [
-            (each.gathered_elements, ("embedding", "head") if each.path == tied_table else each.path[:1])
-            for each in self.plan.parameters
-            if ZERO_WIDTH in each.sharded_names
-        ]
-
 
 def _messages(step: _Step) -> Iterator[ExpectedCollective]:
     """Between stages.  Without sequence parallelism each device of `model` sends a slice of the activations, which the
@@ -283,9 +271,15 @@ class _Transfers(NamedTuple):
 
 def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     """ZeRO's collectives, one mesh axis of `data` after the other; each leaves the next a shard to send."""
-    plan, precision = step.plan, step.config.precision
+    config, plan, precision = step.config, step.plan, step.config.precision
     if not plan.zero.stage:
         return
+    tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
+    matrices = [  # of each the parts of a step that use it, which all contribute to its gradient
+        (each.gathered_elements, ("embedding", "head") if each.path == tied_table else each.path[:1])
+        for each in plan.parameters
+        if ZERO_WIDTH in each.sharded_names
+    ]
     kinds = (
         (ALL_GATHER, "weights", precision.compute, _weight_gathers(step)),
         (REDUCE_SCATTER, "gradients", precision.reduce, _gradient_scatters(step)),
@@ -293,7 +287,7 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     for axis, share in step.shares(plan.nontrivial_axes(DATA)):
         for kind, part, dtype, transfers in kinds:
             count = sent = repeated = 0.0
-            for elements, uses in step.matrices:
+            for elements, uses in matrices:
                 bytes_ = wire_bytes(kind, elements * share * dtype_bytes(dtype), plan.sizes[axis])
                 if uses == ("blocks",):
                     count += transfers.per_stack
@@ -345,7 +339,7 @@ def _gradient_sums(step: _Step) -> Iterator[ExpectedCollective]:
     replicas; over `model` where each device has seen only its part of a sequence."""
     plan, dtype = step.plan, step.config.precision.reduce
     formula = "what is not scattered, once" if plan.zero.stage else "P, once"
-    for axes, sizes in sorted(plan.unscattered.items()):
+    for axes, sizes in sorted(plan.summed_gradients.items()):
         devices = math.prod(plan.sizes[axis] for axis in axes)
         sent = wire_bytes(ALL_REDUCE, sum(sizes) * dtype_bytes(dtype), devices)
         yield ExpectedCollective(ALL_REDUCE, axes, "gradients", dtype, len(sizes), sent, formula)
@@ -361,7 +355,7 @@ def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
         (plan.nontrivial_axes(PIPE), step.wide, losses, "losses"),
     ]
     norm_dtype = at_least_float32(precision.params)
-    scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in plan.shardings]
+    scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in plan.axes_of_parameters]
     if precision.loss_scale == "dynamic":
         scalars.append((plan.nontrivial_axes(*MESH_AXES), "int32", 1, "gradients are finite"))
     for axes, dtype, count, formula in scalars:

@@ -38,7 +38,7 @@ class _Sizes:
         self._weights()
         self._gradients()
         self._activations()
-        self._ends()
+        self._embedding_and_head()
 
     def _weights(self) -> None:
         plan, compiler = self.plan, self.compiler
@@ -84,7 +84,7 @@ class _Sizes:
         self.remat_block_gradients = (
             plan.elements_per_device("blocks") * dtype_bytes(p.reduce) * in_block // self.layers
         )
-        # Whether they are converted before devices sum them; a compiler may start the sums of all of them at once.
+        # Whether gradients are converted to a wider dtype before devices sum them; sums of all may start at once.
         self.widens_sums = self.compiler.wide or dtype_bytes(p.reduce) > self.itemsize
         # Whether a layer's gradients, or the embedding's, are still there when those of the next layer are made.
         converts = self.compiler.sums_overlap and self.widens_sums
@@ -97,18 +97,20 @@ class _Sizes:
         self.saved = int(tokens * config.layers_per_chunk * layer.saved)  # in the layers that run in one loop
         self.workspace = int(tokens * layer.workspace) + self.compiler.kernel_workspace
 
-    def _ends(self) -> None:
-        """Gradients of embedding and head, and what is beside them."""
+    def _embedding_and_head(self) -> None:
+        """Gradients of the embedding and the head, and what is held beside each in its phase."""
         config, plan, compiler = self.config, self.plan, self.compiler
-        # The embedding's is added up over tokens, in at least float32; the head's over chunks of logits, in the dtype
-        # that devices sum in.  Zeros to add them to may be there from the start.
+        # The embedding's is added up over tokens, in at least float32; the head's over chunks of logits, in the wider
+        # of the compute and the reduce dtype.
+        summed = self.wide if compiler.wide else max(self.itemsize, dtype_bytes(config.precision.reduce))
         self.wide_embedding = self.embedding * self.widening
-        self.head_gradient = self.wide_embedding if self.widens_sums else self.embedding
-        self.zeros = self.head_gradient + self.wide_embedding if self.widens_sums else 0
+        self.head_gradient = self.embedding // self.itemsize * summed
         # The head's is scattered beside the last layer, whose sums over `model`, if it has any, wait for that; in a
         # pipeline in another tick than the embedding's.
         self.late_head_gradient = self.head_gradient if plan.layout.model == plan.layout.pipe == 1 else 0
-        # Beside one of them is its copy in the layout in which it is scattered, or rounded to the compute dtype.
+        # Beside each: its copy in the layout in which it is scattered, where backward scatters.  Without stages, the
+        # head's is held rounded to the compute dtype too, where that is narrower, and a TPU does without its copy.
+        # Otherwise the embedding's is held rounded, not copied.
         to_scatter = self.head_gradient if plan.zero.scatters_in_backward else 0
         beside_embedding, beside_head = self.embedding, to_scatter
         if plan.layout.pipe == 1 and not compiler.wide:
@@ -161,11 +163,14 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     accumulates = config.parallel.microbatches > 1
     accumulated = sizes.accumulated if accumulates else 0
     gradients = sizes.gradients + accumulated
-    stay = accumulates or sizes.compiler.wide  # weights that no later phase of this microbatch reads
-    at_the_end = sizes.resident + (sizes.rest if accumulates else 0) if stay else 0
-    in_blocks = sizes.resident + (sizes.layer + sizes.ahead if plan.zero.gathers_on_use else 0)
-    if (stay and not plan.zero.gathers_on_use) or (accumulates and sizes.compiler.sums_overlap):
-        in_blocks += sizes.rest
+    keeps = accumulates or sizes.compiler.keeps_weights  # after their last use
+    keeps_rest = keeps
+    in_blocks, at_the_end = sizes.resident, sizes.resident if keeps else 0
+    if plan.zero.gathers_on_use:
+        in_blocks += sizes.layer + sizes.ahead
+        keeps_rest = accumulates and sizes.compiler.sums_overlap  # gathered once, for all microbatches
+    in_blocks += sizes.rest if keeps_rest else 0
+    at_the_end += sizes.rest if accumulates else 0
     weights, gathers_first = sizes.resident + sizes.rest, plan.zero.gather_per == "step" and not accumulates
     phases = [
         Phase(HEAD, weights, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
@@ -174,7 +179,8 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     ]
     if gathers_first and sizes.compiler.sums_overlap:
         # The last stack in two layouts; zeros for the gradients of embedding and head, and for what the loop will save.
-        phases.append(Phase(GATHER, weights + sizes.largest_stack, sizes.zeros, sizes.saved, 0))
+        zeros = sizes.head_gradient + sizes.wide_embedding if sizes.widens_sums else 0
+        phases.append(Phase(GATHER, weights + sizes.largest_stack, zeros, sizes.saved, 0))
     return phases
 
 
@@ -182,12 +188,14 @@ def _unreduced(plan: Plan, sizes: _Sizes) -> int:
     """Gradients in backward through the blocks, besides those that are complete: a layer's that are to be scattered;
     the head's; and zeros to which the embedding's will be added, whose sum is among the complete ones."""
     of_layer = sizes.layer + sizes.ahead if plan.zero.scatters_in_backward else 0
-    head_and_zeros = max(0, sizes.zeros - sizes.embedding)
+    # Where nothing is converted, both are among the complete ones.
+    head_and_zeros = sizes.head_gradient + sizes.wide_embedding - sizes.embedding if sizes.widens_sums else 0
     if sizes.compiler.wide:
         return of_layer + head_and_zeros
-    if not sizes.compiler.sums_overlap:  # gradients of one branch take the place of its gathered weights
-        if not plan.zero.scatters_in_backward:  # the head's is rounded later
+    if not sizes.compiler.sums_overlap:
+        if not plan.zero.scatters_in_backward:  # the head's is rounded to the compute dtype after the blocks
             return sizes.head_gradient - sizes.embedding
+        # Gradients of one branch take the place of its gathered weights.
         return of_layer // 2 if plan.zero.gathers_on_use else of_layer
     if sizes.scatters_late:
         return of_layer + sizes.late_head_gradient + sizes.layer * sizes.widening

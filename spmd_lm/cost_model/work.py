@@ -45,7 +45,8 @@ class LayerSeconds(NamedTuple):
 
 
 class LayerWork(NamedTuple):
-    """One layer on one device of `model`.  model: its sizes.  tokens: of a microbatch.  shards: of `model`."""
+    """One layer on one device.  model: the model's sizes.  tokens: of a microbatch.  shards: devices along the mesh
+    axis `model`.  sequence: whether the residual stream is sharded over them.  The rest is as of systems.System."""
 
     model: Model
     tokens: int
@@ -58,9 +59,16 @@ class LayerWork(NamedTuple):
 
     @classmethod
     def of(cls, config: RunConfig, plan: Plan, system: System) -> Self:
-        sizes = config.model, tokens_per_device(config, plan.layout), plan.layout.model, plan.sequence
-        fuses_attention = system.fuses_attention(config, plan.platform)
-        return cls(*sizes, fuses_attention, system.fuses_elementwise, system.eager, system.weight_copies)
+        return cls(
+            model=config.model,
+            tokens=tokens_per_device(config, plan.layout),
+            shards=plan.layout.model,
+            sequence=plan.sequence,
+            fuses_attention=system.fuses_attention(config, plan.platform),
+            fuses_elementwise=system.fuses_elementwise,
+            eager=system.eager,
+            weight_copies=system.weight_copies,
+        )
 
     @property
     def visible(self) -> float:
@@ -68,8 +76,8 @@ class LayerWork(NamedTuple):
         return VISIBLE_SCORES if self.model.causal and not self.eager else 1.0
 
     @property
-    def batch(self) -> float:
-        """Heads of all sequences."""
+    def attention_heads(self) -> float:
+        """Heads of all sequences of a microbatch."""
         return self.tokens / self.model.context * self.model.heads / self.shards
 
     @property
@@ -108,7 +116,10 @@ class LayerWork(NamedTuple):
     def attention_products(self) -> list[Product]:
         """Scores, and their averages of values."""
         context, head = self.model.context, self.model.head_width
-        return [Product(context, head, context, self.batch), Product(context, context, head, self.batch)]
+        return [
+            Product(context, head, context, self.attention_heads),
+            Product(context, context, head, self.attention_heads),
+        ]
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - by values, of which a search has dozens
     def seconds(self, kernels: Kernels) -> LayerSeconds:
@@ -132,7 +143,7 @@ class LayerWork(NamedTuple):
             forward = kernels.attention(flops)
             return forward, kernels.attention(2.5 * flops), forward
         # Softmax, and dropout with its mask; scale and causal mask, where they are operations of their own.
-        scores, dropout = self.visible * self.batch * self.model.context**2, self.model.attention_dropout > 0
+        scores, dropout = self.visible * self.attention_heads * self.model.context**2, self.model.attention_dropout > 0
         operations = 1 + dropout + 2 * self.separate
         forward = kernels.elementwise(scores * (2 * operations + DROPOUT_MASK * dropout), operations)
         backward = kernels.elementwise(scores * (3 + (2 + DROPOUT_MASK) * dropout), 1 + dropout)

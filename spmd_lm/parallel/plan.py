@@ -172,6 +172,22 @@ class Plan:
         return sum([each.gathered_elements if gathered else each.elements for each in below])
 
     @functools.cached_property
+    def axes_of_parameters(self) -> tuple[tuple[str, ...], ...]:
+        """Each set of mesh axes over which a parameter is sharded between steps, without axes of one device."""
+        return tuple(sorted({self.axes_over(each.sharded_names) for each in self.parameters}))
+
+    @functools.cached_property
+    def summed_gradients(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Elements on one device of each gradient that `psum_gradients` sums, shards of scattered ones included, by the
+        axes that they are summed over."""
+        axes_of = {each.path: self.grad_reduce_axes(each.sharded_names) for each in self.parameters}
+        return {
+            axes: tuple(each.elements for each in self.parameters if axes_of[each.path] == axes)
+            for axes in dict.fromkeys(axes_of.values())
+            if axes
+        }
+
+    @functools.cached_property
     def sharded_names(self) -> Tree:
         """Dimension names of the parameters as ZeRO shards them between steps."""
         return jax.tree.map(zero.sharded_names, self.names, is_leaf=is_dim_names) if self.zero.stage else self.names
@@ -365,20 +381,6 @@ class Plan:
         batch = (REPLICA,) if zero.ZERO_WIDTH in names else BATCH_AXES
         sequence = (MODEL,) if self.sequence and not tensor_parallel else ()
         return self.nontrivial_axes(*stages, *batch, *sequence)
-
-    @functools.cached_property
-    def shardings(self) -> tuple[tuple[str, ...], ...]:
-        """All that parameters have between steps: mesh axes of more than one device."""
-        return tuple(sorted({self.axes_over(each.sharded_names) for each in self.parameters}))
-
-    @functools.cached_property
-    def unscattered(self) -> dict[tuple[str, ...], list[int]]:
-        """Elements on one device of each gradient that `psum_gradients` sums, by the axes that it is summed over."""
-        found: dict[tuple[str, ...], list[int]] = {}
-        for each in self.parameters:
-            if axes := self.grad_reduce_axes(each.sharded_names):
-                found.setdefault(axes, []).append(each.elements)
-        return found
 
     @jax.named_scope("gradients")
     def psum_gradients(self, grads: Tree, names: Tree) -> Tree:

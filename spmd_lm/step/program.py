@@ -62,14 +62,26 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
     zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
     ahead = layout.data > 1 and prefetches(config, platform)
     first_parts = Block.FIRST if ahead and not breadth_first else ()
-    how = (config.partitioner, p.sequence, config.chunks, p.run_idle_stages, first_parts, ahead and breadth_first)
     in_parts = branches_in_parts(config, platform, kind, tokens_per_device(config, layout))
-    return _abstract_plan(model, layout, platform, zero, *how, in_parts)
+    return _abstract_plan(
+        model,
+        layout,
+        platform,
+        zero=zero,
+        partitioner=config.partitioner,
+        sequence=p.sequence,
+        chunks=config.chunks,
+        run_idle_stages=p.run_idle_stages,
+        prefetch=first_parts,
+        prefetch_chunks=ahead and breadth_first,
+        collective_matmul=in_parts,
+    )
 
 
-@functools.lru_cache(maxsize=64)  # planners ask for one plan with many microbatches and schedules
-def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, *how: Any) -> Plan:
-    return Plan(layout, abstract_mesh(layout), platform, model.names, model.shapes, *how)
+@functools.lru_cache(maxsize=64)  # a search asks for one plan with many microbatches and schedules
+def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, **fields: Any) -> Plan:
+    """fields: of Plan.  Shapes depend on x64 too, which `enable_float64` has set by now where the model needs it."""
+    return Plan(layout, abstract_mesh(layout), platform, model.names, model.shapes, **fields)
 
 
 def _fit(tree: Tree, like: Tree) -> Tree:

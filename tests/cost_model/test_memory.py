@@ -129,7 +129,7 @@ def test_what_waits_for_sums_is_in_the_dtype_that_devices_sum_in(platform, zero,
 
 
 def test_a_single_microbatch_s_weights_are_gone_when_nothing_reads_them():
-    """But on a CPU."""
+    """A CPU keeps them."""
 
     def weights(microbatches, platform):
         parallel = {"data": 8, "zero": 1, "microbatches": microbatches}
