@@ -2,11 +2,12 @@
 
     python benchmarks/predictions.py [--seed N] [--runs 30]
 
-Draws a model of 1B to 30B parameters, a topology of at least 8 devices and a layout with any of the options, which
-fit by the prediction; compiles each in its own process; and prints a row: the predicted memory, the compiler's peak (on
-simulated CPU devices arguments and temporaries, because a CPU's peak has no temporaries), and whether bytes match
-theory.  Exits 1 if more than one of 30 differs by over 5%, or any bytes do.  Without --seed one is drawn, and printed;
-it may be hexadecimal, as a commit's hash is: --seed 0x$(git rev-parse --short HEAD)."""
+Draws a model of 1B to 30B parameters, a topology of at least 8 devices, a layout with any of the options and the dtype
+in which gradients are summed, which fit by the prediction; compiles each in its own process; and prints a row: the
+predicted memory, the compiler's peak (on simulated CPU devices arguments and temporaries, because a CPU's peak has no
+temporaries), and whether bytes match theory.  Exits 1 if more than one of 30 differs by over 5%, or any bytes do.
+Without --seed one is drawn, and printed; it may be hexadecimal, as a commit's hash is: --seed 0x$(git rev-parse --short
+HEAD)."""
 
 import argparse
 import functools
@@ -96,6 +97,7 @@ def draw_overrides(generator: random.Random, topology: Topology) -> list[str]:
         f"parallel.microbatches={microbatches}",
         f"parallel.reduce_once={str(generator.random() < 0.2).lower()}",
         f"remat.policy={choose(['none', 'selective', 'residual', 'full', 'block'])}",
+        f"precision.reduce={choose(['float32', 'float32', 'bfloat16'])}",
         "train.steps=10",
         f"train.batch={microbatches * shards * choose([1, 2, 4])}",
         f"run.simulate_devices={devices if topology.platform == 'cpu' else 0}",
@@ -117,7 +119,7 @@ def describe(config: RunConfig, topology: Topology) -> str:
     m, p = config.model, config.parallel
     layout = f"pipe {p.pipe} replica {p.replica} model {p.model} zero {p.zero} m {p.microbatches}"
     options = [p.schedule if p.pipe > 1 else "", f"v{p.chunks}" * (p.pipe > 1), "seq" * p.sequence]
-    options += ["once" * p.reduce_once, config.remat.policy, m.activation]
+    options += ["once" * p.reduce_once, config.remat.policy, m.activation, f"sums {config.precision.reduce}"]
     return f"{topology} | {m.layers} x {m.width}, s {m.context} | {layout} {' '.join(filter(None, options))}"
 
 
