@@ -79,13 +79,16 @@ class _Sizes:
         self.accumulated = sharded * dtype_bytes(p.params) if scatters else unsharded * self.widening
         # Those of one microbatch, or of the step, at its end; scattered ones in the dtype in which they are reduced.
         self.gradients = sharded * dtype_bytes(p.reduce) if scatters else unsharded
+        # Of a single microbatch's shards, what the optimizer's dtype has more than that.
+        single = scatters and self.config.parallel.microbatches == 1
+        self.widened_shards = sharded * dtype_bytes(p.params) - self.gradients if single else 0
         # Those of the layers of one remat block, before they join the other shards.
         in_block = remat.layers_per_remat_block if remat.policy == "block" else 0
         self.remat_block_gradients = (
             plan.elements_per_device("blocks") * dtype_bytes(p.reduce) * in_block // self.layers
         )
         # Whether gradients are converted to a wider dtype before devices sum them; sums of all may start at once.
-        self.widens_sums = self.compiler.wide or dtype_bytes(p.reduce) > self.itemsize
+        self.widens_sums = dtype_bytes(p.reduce) > self.itemsize
         # Whether a layer's gradients, or the embedding's, are still there when those of the next layer are made.
         converts = self.compiler.sums_overlap and self.widens_sums
         self.scatters_late = converts and scatters and not plan.zero.gathers_on_use
@@ -171,16 +174,18 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
         keeps_rest = accumulates and sizes.compiler.sums_overlap  # gathered once, for all microbatches
     in_blocks += sizes.rest if keeps_rest else 0
     at_the_end += sizes.rest if accumulates else 0
-    weights, gathers_first = sizes.resident + sizes.rest, plan.zero.gather_per == "step" and not accumulates
+    weights = sizes.resident + sizes.rest
     phases = [
         Phase(HEAD, weights, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
         Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), sizes.saved, sizes.workspace),
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.embedding_workspace),
     ]
-    if gathers_first and sizes.compiler.sums_overlap:
-        # The last stack in two layouts; zeros for the gradients of embedding and head, and for what the loop will save.
+    if plan.zero.gather_per == "step" and sizes.compiler.sums_overlap:
+        # The last stack in two layouts; and zeros: for the sum over microbatches, or for the gradients of embedding
+        # and head, and for what the loop over layers will save.
         zeros = sizes.head_gradient + sizes.wide_embedding if sizes.widens_sums else 0
-        phases.append(Phase(GATHER, weights + sizes.largest_stack, zeros, sizes.saved, 0))
+        then = (accumulated, 0) if accumulates else (zeros, sizes.saved)
+        phases.append(Phase(GATHER, weights + sizes.largest_stack, *then, 0))
     return phases
 
 
@@ -195,8 +200,9 @@ def _unreduced(plan: Plan, sizes: _Sizes) -> int:
     if not sizes.compiler.sums_overlap:
         if not plan.zero.scatters_in_backward:  # the head's is rounded to the compute dtype after the blocks
             return sizes.head_gradient - sizes.embedding
-        # Gradients of one branch take the place of its gathered weights.
-        return of_layer // 2 if plan.zero.gathers_on_use else of_layer
+        if plan.zero.gathers_on_use:  # gradients of one branch take the place of its gathered weights
+            return of_layer // 2
+        return of_layer * (sizes.widening if sizes.widens_sums else 1) + sizes.widened_shards
     if sizes.scatters_late:
         return of_layer + sizes.late_head_gradient + sizes.layer * sizes.widening
     if plan.zero.gathers_on_use:  # the shard of the head's is not yet added to the others

@@ -128,6 +128,17 @@ def test_what_waits_for_sums_is_in_the_dtype_that_devices_sum_in(platform, zero,
         assert memory._unreduced(plan, sizes) - layers == factor * sizes.embedding
 
 
+@pytest.mark.parametrize(("microbatches", "reduce"), [(1, "bfloat16"), (1, "float32"), (2, "bfloat16")])
+def test_a_tpu_widens_a_single_microbatch_s_shards_as_they_are_made(microbatches, reduce):
+    """ZeRO-2, to the parameters' float32; and a layer's gradients to what devices sum."""
+    parallel = {"data": 8, "zero": 2, "microbatches": microbatches}
+    config = make_config(parallel=parallel, precision=LOW | {"reduce": reduce}, remat=FULL)
+    sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "tpu", ""))
+    of_layer = sizes.layer * (2 if reduce == "float32" else 1)
+    widened = plan.elements_per_device() * 2 if (microbatches, reduce) == (1, "bfloat16") else 0
+    assert memory._unreduced(plan, sizes) == of_layer + widened
+
+
 def test_a_single_microbatch_s_weights_are_gone_when_nothing_reads_them():
     """A CPU keeps them."""
 
@@ -165,17 +176,21 @@ def test_a_tpu_copies_the_only_chunk_of_several_microbatches(microbatches, copie
 
 
 def test_a_gpu_gathers_the_last_stack_in_two_layouts():
-    """Of a single microbatch; of several, what they save takes its place."""
+    """Beside zeros: of a single microbatch for what comes, of several for the sum over them alone."""
 
     def gather(microbatches):
         parallel = {"data": 8, "zero": 2, "microbatches": microbatches}
         config = make_config(model={"attention_dropout": 0.0}, parallel=parallel, precision=LOW, remat=FULL)
         sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
-        phases = memory._phases(config, plan, sizes)
-        return [phase.weights - sizes.resident - sizes.rest for phase in phases if phase.name == memory.GATHER]
+        (phase,) = (each for each in memory._phases(config, plan, sizes) if each.name == memory.GATHER)
+        return phase.weights - sizes.resident - sizes.rest, phase.gradients, phase.activations, sizes
 
     layers, width = 2, 32
-    assert gather(1) == [layers * width * 4 * width * 2] and not gather(2)
+    stack = layers * width * 4 * width * 2
+    *held, sizes = gather(1)
+    assert held == [stack, sizes.head_gradient + sizes.wide_embedding, sizes.saved]
+    *held, sizes = gather(2)
+    assert held == [stack, sizes.accumulated, 0]
 
 
 @pytest.mark.parametrize(
