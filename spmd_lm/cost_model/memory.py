@@ -84,6 +84,7 @@ class _Sizes:
         self.widened_shards = sharded * dtype_bytes(p.params) - self.gradients if single else 0
         # Those of the layers of one remat block, before they join the other shards.
         in_block = remat.layers_per_remat_block if remat.policy == "block" else 0
+        self.remat_block = self.layer * in_block  # the weights of one
         self.remat_block_gradients = (
             plan.elements_per_device("blocks") * dtype_bytes(p.reduce) * in_block // self.layers
         )
@@ -198,11 +199,12 @@ def _unreduced(plan: Plan, sizes: _Sizes) -> int:
     if sizes.compiler.wide:
         return of_layer + head_and_zeros
     if not sizes.compiler.sums_overlap:
+        copies = 2 * sizes.remat_block  # of a remat block's weights and gradients
         if not plan.zero.scatters_in_backward:  # the head's is rounded to the compute dtype after the blocks
-            return sizes.head_gradient - sizes.embedding
+            return sizes.head_gradient - sizes.embedding + copies
         if plan.zero.gathers_on_use:  # gradients of one branch take the place of its gathered weights
-            return of_layer // 2
-        return of_layer * (sizes.widening if sizes.widens_sums else 1) + sizes.widened_shards
+            return of_layer // 2 + copies
+        return of_layer * (sizes.widening if sizes.widens_sums else 1) + sizes.widened_shards + copies
     if sizes.scatters_late:
         return of_layer + sizes.late_head_gradient + sizes.layer * sizes.widening
     if plan.zero.gathers_on_use:  # the shard of the head's is not yet added to the others
@@ -249,7 +251,7 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
         if config.chunks > 1 and sizes.compiler.sums_overlap:  # the chunk's shards, before they join the others
             in_scatter += chunk * sizes.widening // plan.layout.data
     return [
-        Phase(HEAD, weights, sizes.head_gradient, buffers + of_all, sizes.head_workspace),
+        Phase(HEAD, weights, sizes.wide_embedding, buffers + of_all, sizes.head_workspace),
         Phase(BLOCKS, weights, gradients, buffers + of_all + sizes.saved, sizes.workspace),
         Phase(CHUNK, weights, in_scatter, buffers + of_all, 0),
         Phase(EMBEDDING, sizes.rest, sizes.accumulated, of_all, sizes.embedding_workspace),

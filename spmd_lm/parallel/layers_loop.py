@@ -109,7 +109,7 @@ class LayersLoop:
         """[layers, ...] as [remat blocks, layers of each, ...]; unchanged without remat blocks."""
         if (size := self.layers_per_remat_block) == 1:
             return stacks
-        return jax.tree.map(lambda w: w.reshape(w.shape[0] // size, size, *w.shape[1:]), stacks)
+        return jax.tree.map(lambda w: _gradient_barrier(w).reshape(w.shape[0] // size, size, *w.shape[1:]), stacks)
 
     def _layers(self, stacks: Stacks) -> Any:
         """The layers of the stacks and their indices, as `_loop` takes them: stacked, or a list.
@@ -136,3 +136,13 @@ class LayersLoop:
         if self.scan:
             return jax.tree.map(lambda loss: loss.sum(0), losses)
         return jax.tree.map(lambda *losses: sum(losses), *losses)
+
+
+@jax.custom_vjp
+def _gradient_barrier(w: Array) -> Array:
+    """`w`, whose gradient is complete before anything reads it: a TPU's compiler would widen all of it to add it to the
+    sum over microbatches, because a reshape is between (docs/log.md)."""
+    return w
+
+
+_gradient_barrier.defvjp(lambda w: (w, None), lambda _, d_w: (lax.optimization_barrier(d_w),))

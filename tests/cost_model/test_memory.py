@@ -235,3 +235,23 @@ def test_remat_saves_what_was_published():
         assert formula <= traced <= 1.02 * formula, done.stdout
     _, none = found["none", "whole"]
     assert found["selective", "split"][1] <= 0.20 * none and found["full", "split"][1] <= 0.12 * none, done.stdout
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_tpu_copies_a_remat_block_s_weights_and_gradients(zero):
+    def held(policy, size=None):
+        remat = {"policy": policy} | ({"block_size": size} if size else {})
+        config = make_config(model={"layers": 8}, parallel={"data": 8, "zero": zero}, precision=LOW, remat=remat)
+        sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "tpu", ""))
+        return memory._unreduced(plan, sizes) / sizes.layer
+
+    assert held("block", 4) - held("full") == 8
+
+
+def test_a_breadth_first_pipeline_adds_up_the_head_s_gradient_in_float32():
+    """Over all microbatches, whatever devices sum in."""
+    parallel = {"pipe": 2, "data": 2, "schedule": "breadth_first", "microbatches": 4, "zero": 3}
+    config = make_config(model={"layers": 4}, parallel=parallel, precision=LOW | {"reduce": "bfloat16"}, remat=FULL)
+    sizes = memory._Sizes(config, plan := abstract_plan(config, 4, "tpu", ""))
+    (head, *_) = memory._breadth_first_phases(config, plan, sizes)
+    assert head.gradients == 2 * sizes.embedding == 2 * sizes.head_gradient

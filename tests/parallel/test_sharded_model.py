@@ -52,6 +52,18 @@ def test_layers_run_in_order_and_know_their_index(scan):
     assert {name: float(loss) for name, loss in losses.items()} == {"balance": 10.0, "size": sum(inputs)}
 
 
+def test_remat_blocks_compute_the_same_and_their_gradients_are_complete_before_they_are_read():
+    stack = {"w": jnp.array([2.0, 3.0, 5.0, 7.0])}
+
+    def result(w, size):
+        return LayersLoop(layers_per_remat_block=size).run(block, ({"w": w},), jnp.array(7.0), 1.0)[0]
+
+    alone, in_blocks = (jax.value_and_grad(result)(stack["w"], size) for size in (1, 2))
+    jax.tree.map(np.testing.assert_array_equal, alone, in_blocks)
+    jaxpr = jax.make_jaxpr(jax.grad(result), static_argnums=1)(stack["w"], 2)
+    assert [eqn.primitive.name for eqn in jaxpr.eqns].count("optimization_barrier") == 1
+
+
 @pytest.mark.parametrize("scan", [True, False])
 def test_layers_that_share_weights_know_their_index_too(scan):
     x, losses = LayersLoop(scan, layers_per_weight=3).run(block, ({"w": jnp.array([2.0])},), jnp.array(7.0), 1.0)
