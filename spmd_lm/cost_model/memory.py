@@ -106,9 +106,9 @@ class _Sizes:
         config, plan, compiler = self.config, self.plan, self.compiler
         # The embedding's is added up over tokens, in at least float32; the head's over chunks of logits, in the wider
         # of the compute and the reduce dtype.
-        summed = self.wide if compiler.wide else max(self.itemsize, dtype_bytes(config.precision.reduce))
+        sum_itemsize = self.wide if compiler.wide else max(self.itemsize, dtype_bytes(config.precision.reduce))
         self.wide_embedding = self.embedding * self.widening
-        self.head_gradient = self.embedding // self.itemsize * summed
+        self.head_gradient = self.embedding // self.itemsize * sum_itemsize
         # The head's is scattered beside the last layer, whose sums over `model`, if it has any, wait for that; in a
         # pipeline in another tick than the embedding's.
         self.late_head_gradient = self.head_gradient if plan.layout.model == plan.layout.pipe == 1 else 0
