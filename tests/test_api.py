@@ -45,7 +45,10 @@ def test_every_function_works_after_every_submodule_was_imported(tmp_path):
 import importlib, pkgutil, spmd_lm
 for module in pkgutil.walk_packages(spmd_lm.__path__, "spmd_lm."):
     if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as missing:
+            assert missing.name == "lm_eval", missing  # an extra, whose adapter nothing else imports
 small = ("model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "train.steps=2", "train.batch=8")
 config = spmd_lm.load_config("configs/debug.yaml", "run.dir={tmp_path}/run", "run.simulate_devices=2", *small)
 assert spmd_lm.plan(config)["devices"] == 2 and "mesh" in str(spmd_lm.plan(config))
