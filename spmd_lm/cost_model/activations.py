@@ -8,7 +8,7 @@ import jax
 
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.compilers import Compiler
+from spmd_lm.cost_model.compilers import Compiler, LayerArrays
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.plan import Plan
 
@@ -43,7 +43,8 @@ class LayerActivations:
 
     stream: of the residual stream.  outside: what is saved if nothing is recomputed, but for the attention core.
     core: what the attention core saves then.  saved: what the run's remat policy saves.  workspace: what backward
-    through a layer holds besides, its recomputed activations included."""
+    through a layer holds besides, its recomputed activations included.  attention_workspace: the same in attention's
+    backward, where a fused kernel reads copies in its own layout.  forward_workspace: what forward holds then."""
 
     def __init__(self, config: RunConfig, plan: Plan, compiler: Compiler):
         m, shards, remat = config.model, plan.layout.model, config.remat_policy
@@ -84,6 +85,26 @@ class LayerActivations:
             self.workspace = max(self.workspace, compiler.least_streams * unsharded)
         if not fused:
             self.workspace += compiler.scores * m.heads * m.context / shards * wide
+        self.attention_workspace = self.forward_workspace = 0.0
+        if fused:
+            self._count_arrays(config, plan, compiler, hidden)
+
+    def _count_arrays(self, config: RunConfig, plan: Plan, compiler: Compiler, hidden: float) -> None:
+        m, policy = config.model, config.remat_policy.policy
+        size = dtype_bytes(config.precision.compute)
+        padded_width = -(-m.head_width // compiler.lanes) * compiler.lanes
+        heads = m.heads * padded_width * size / plan.layout.model
+        unsharded = 2 * m.width * size if plan.sequence else 0
+
+        def most(points: tuple[LayerArrays, ...]) -> float:
+            sizes = (each.hidden * hidden + each.heads * heads + each.streams * self.stream for each in points)
+            return max(sizes) + unsharded if points else 0.0
+
+        backward, forward = compiler.attention_arrays.get(policy, ()), compiler.forward_arrays.get(policy, ())
+        if m.positions == "rotary":
+            backward += compiler.rotary_arrays[:1] if backward else ()
+            forward += compiler.rotary_arrays[1:] if policy == "none" else ()
+        self.attention_workspace, self.forward_workspace = most(backward), most(forward)
 
     def _saved(self, config: RunConfig) -> float:
         remat = config.remat_policy

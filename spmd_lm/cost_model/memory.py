@@ -79,7 +79,7 @@ class _Sizes:
         self.accumulated = sharded * dtype_bytes(p.params) if scatters else unsharded * self.widening
         # Those of one microbatch, or of the step, at its end; scattered ones in the dtype in which they are reduced.
         self.gradients = sharded * dtype_bytes(p.reduce) if scatters else unsharded
-        # Of a single microbatch's shards, what the optimizer's dtype has more than that.
+        # What the parameters' dtype takes more than that, where one microbatch's shards are all.
         single = scatters and self.config.parallel.microbatches == 1
         self.widened_shards = sharded * dtype_bytes(p.params) - self.gradients if single else 0
         # Those of the layers of one remat block, before they join the other shards.
@@ -100,6 +100,8 @@ class _Sizes:
         self.stream = int(tokens * layer.stream)  # one microbatch's
         self.saved = int(tokens * config.layers_per_chunk * layer.saved)  # in the layers that run in one loop
         self.workspace = int(tokens * layer.workspace) + self.compiler.kernel_workspace
+        self.attention_workspace = int(tokens * layer.attention_workspace)
+        self.forward_workspace = int(tokens * layer.forward_workspace)
 
     def _embedding_and_head(self) -> None:
         """Gradients of the embedding and the head, and what is held beside each in its phase."""
@@ -145,7 +147,8 @@ class Phase(NamedTuple):
 
 
 GATHER = "the gather of weights"
-HEAD, BLOCKS, EMBEDDING = "the head", "backward through the blocks", "the embedding's gradient"
+FORWARD, HEAD = "forward through the last layer", "the head"
+BLOCKS, ATTENTION, EMBEDDING = "backward through the blocks", "attention's backward", "the embedding's gradient"
 CHUNK, REPLICAS = "the scatter of a chunk's gradients", "the sum of gradients over replicas"
 
 
@@ -176,9 +179,12 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     in_blocks += sizes.rest if keeps_rest else 0
     at_the_end += sizes.rest if accumulates else 0
     weights = sizes.resident + sizes.rest
+    head_gradient = sizes.head_gradient + accumulated  # zeros until the head
     phases = [
-        Phase(HEAD, weights, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
+        Phase(FORWARD, weights, head_gradient, sizes.saved, sizes.forward_workspace),
+        Phase(HEAD, weights, head_gradient, sizes.saved, sizes.head_workspace),
         Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), sizes.saved, sizes.workspace),
+        Phase(ATTENTION, in_blocks, gradients, sizes.saved, sizes.attention_workspace),
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.embedding_workspace),
     ]
     if plan.zero.gather_per == "step" and sizes.compiler.sums_overlap:
@@ -225,6 +231,7 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
     return [
         Phase(HEAD, weights, gradients, saved, sizes.head_workspace),
         Phase(BLOCKS, weights + in_use, sizes.accumulated + unreduced, saved, sizes.workspace),
+        Phase(ATTENTION, weights + in_use, sizes.accumulated, saved, sizes.attention_workspace),
         Phase(EMBEDDING, weights, sizes.accumulated, buffers, sizes.embedding_workspace),
     ]
 
@@ -234,28 +241,48 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     gradients are summed over all microbatches first, into nothing else."""
     weights, buffers = _pipeline_weights(config, plan, sizes), _pipeline_buffers(config, plan) * sizes.stream
     of_all = config.parallel.microbatches * sizes.stream
-    gradients = in_scatter = sizes.accumulated
+    copied, gradients = 0, sizes.accumulated
+    in_scatter = gradients
     if sizes.compiler.sums_overlap:
         gradients += sizes.layer + sizes.ahead
     if plan.zero.scatter_per == "chunk":
-        chunk, reuses = sizes.layer * config.layers_per_chunk, sizes.compiler.reuses_chunk
-        if plan.zero.gathers_on_use or not (reuses and sizes.has_one_task):
-            # The one before it, which is gathered ahead, or its copy in the layout that products read.
-            copies_only_chunk = reuses and config.chunks == 1 and not sizes.has_one_task
-            copied = plan.zero.gathers_on_use and (sizes.compiler.sums_overlap or copies_only_chunk)
-            weights += chunk * (2 if plan.prefetch_chunks or copied else 1)
-        gradients = chunk * sizes.widening
-        in_scatter = gradients + sizes.gradients
-        if config.chunks > 1 or sizes.compiler.sums_overlap:  # the shards are there before the only chunk's end
-            gradients = in_scatter
-        if config.chunks > 1 and sizes.compiler.sums_overlap:  # the chunk's shards, before they join the others
-            in_scatter += chunk * sizes.widening // plan.layout.data
+        in_use, copied = _chunk_weights(config, plan, sizes)
+        weights += in_use
+        gradients, in_scatter = _chunk_gradients(config, plan, sizes)
+    saved = buffers + of_all + sizes.saved
     return [
-        Phase(HEAD, weights, sizes.wide_embedding, buffers + of_all, sizes.head_workspace),
-        Phase(BLOCKS, weights, gradients, buffers + of_all + sizes.saved, sizes.workspace),
-        Phase(CHUNK, weights, in_scatter, buffers + of_all, 0),
+        Phase(HEAD, weights + copied, sizes.wide_embedding, buffers + of_all, sizes.head_workspace),
+        Phase(BLOCKS, weights + copied, gradients, saved, sizes.workspace),
+        Phase(ATTENTION, weights, gradients, saved, sizes.attention_workspace),
+        Phase(CHUNK, weights + copied, in_scatter, buffers + of_all, 0),
         Phase(EMBEDDING, sizes.rest, sizes.accumulated, of_all, sizes.embedding_workspace),
     ]
+
+
+def _chunk_weights(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, int]:
+    """Of chunks: those in use, or gathered ahead; and a copy in the layout that products read, which is gone before
+    attention's backward."""
+    chunk, reuses = sizes.layer * config.layers_per_chunk, sizes.compiler.reuses_chunk
+    if not plan.zero.gathers_on_use:
+        return 0 if reuses and sizes.has_one_task else chunk, 0
+    if plan.prefetch_chunks:
+        return 2 * chunk, 0
+    copies_only_chunk = reuses and config.chunks == 1 and not sizes.has_one_task
+    return chunk, chunk if sizes.compiler.sums_overlap or copies_only_chunk else 0
+
+
+def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, int]:
+    """In backward, and in the scatter of a chunk's sum over microbatches."""
+    chunk, overlap = sizes.layer * config.layers_per_chunk, sizes.compiler.sums_overlap
+    of_chunk = chunk * sizes.widening
+    in_scatter = of_chunk + sizes.gradients
+    # The shards are there before the only chunk's end.
+    in_backward = in_scatter if config.chunks > 1 or overlap else of_chunk
+    if config.chunks > 1 and overlap:  # the chunk's shards, before they join the others
+        in_scatter += of_chunk // plan.layout.data
+    if sizes.compiler.rounds_stacks and sizes.widening > 1 and not sizes.widens_sums:  # and it is rounded, with shards
+        in_scatter += chunk + chunk // plan.layout.data
+    return in_backward, in_scatter
 
 
 def _pipeline_buffers(config: RunConfig, plan: Plan) -> int:

@@ -171,8 +171,31 @@ def test_a_tpu_copies_the_only_chunk_of_several_microbatches(microbatches, copie
         parallel = {"pipe": 2, "data": 2, "schedule": "breadth_first", "microbatches": microbatches, "zero": zero}
         config = make_config(model={"layers": 4}, parallel=parallel, precision=LOW, remat=FULL)
         sizes = memory._Sizes(config, plan := abstract_plan(config, 4, "tpu", ""))
-        (head, *_) = memory._breadth_first_phases(config, plan, sizes)
-        assert head.weights - sizes.resident - sizes.rest == copied * 2 * sizes.layer
+        weights = {phase.name: phase.weights for phase in memory._breadth_first_phases(config, plan, sizes)}
+        chunk = 2 * sizes.layer
+        assert weights[memory.HEAD] - sizes.resident - sizes.rest == copied * chunk
+        assert weights[memory.HEAD] - weights[memory.ATTENTION] == max(0, copied - 1) * chunk
+
+
+def test_a_tpu_rounds_a_chunk_before_its_layers_are_scattered():
+    """Where devices sum in bfloat16 what microbatches are summed in float32: all of it, and shards of its own."""
+
+    def in_scatter(platform, reduce):
+        schedule = {"schedule": "breadth_first", "chunks": 2, "microbatches": 4}
+        config = make_config(
+            model={"layers": 8},
+            parallel={"pipe": 2, "data": 2, "zero": 3} | schedule,
+            precision=LOW | {"reduce": reduce},
+            remat=FULL,
+        )
+        sizes = memory._Sizes(config, plan := abstract_plan(config, 4, platform, ""))
+        phases = {phase.name: phase for phase in memory._breadth_first_phases(config, plan, sizes)}
+        return phases[memory.CHUNK].gradients - sizes.gradients, 2 * sizes.layer
+
+    added, chunk = in_scatter("tpu", "bfloat16")
+    assert added == 2 * chunk + chunk + chunk / 2
+    assert in_scatter("tpu", "float32")[0] == 2 * chunk
+    assert in_scatter("gpu", "bfloat16")[0] == 2 * chunk + chunk  # its shards, in float32
 
 
 def test_a_gpu_gathers_the_last_stack_in_two_layouts():
@@ -205,6 +228,68 @@ def test_branches_that_are_recomputed_take_turns(platform, policy, streams):
     plan = abstract_plan(config, 1, platform, "")
     layer = LayerActivations(config, plan, COMPILER_OF_PLATFORM[platform])
     assert layer.workspace == streams * 256 * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "heads", "backward", "forward"),
+    [
+        ("none", 4, 4 + 2 * 6 + 6, 4 + 2 * 6 + 4),
+        ("none", 2, 8 + 3 + 7, 4 + 6 + 4),
+        ("selective", 4, 4 + 2 * 8 + 4, 2 * 3 + 4),
+        ("residual", 4, 8 + 2 * 8 + 5, 0),
+        ("full", 2, 8 + 7 + 7, 0),
+    ],
+)
+def test_a_tpu_s_kernel_reads_copies_that_are_padded(policy, heads, backward, forward):
+    """In streams: 4 a hidden layer, 1 all queries of heads of 128, 2 of heads of 64."""
+    model = {"width": 256, "heads": heads, "layers": 4, "context": 1024, "dropout": 0.0, "attention_dropout": 0.0}
+    config = make_config(model=model, precision=LOW, remat={"policy": policy})
+    layers = {
+        platform: LayerActivations(config, abstract_plan(config, 1, platform, ""), COMPILER_OF_PLATFORM[platform])
+        for platform in ("tpu", "gpu")
+    }
+    assert layers["tpu"].attention_workspace == backward * 256 * 2
+    assert layers["tpu"].forward_workspace == forward * 256 * 2
+    assert layers["gpu"].attention_workspace == layers["gpu"].forward_workspace == 0
+
+
+def test_what_rotary_positions_and_sharded_sequences_add_to_the_kernel_s_copies():
+    """Streams as above; rotary positions: queries and keys in float32, and their halves, each padded to 128 lanes."""
+    model = {"width": 256, "heads": 4, "context": 1024, "dropout": 0.0, "attention_dropout": 0.0}
+    rotary = model | {"positions": "rotary"}
+
+    def streams(sizes, policy="selective", **parallel):
+        config = make_config(model=sizes, precision=LOW, remat={"policy": policy}, parallel=parallel)
+        plan = abstract_plan(config, parallel.get("model", 1), "tpu", "")
+        layer = LayerActivations(config, plan, COMPILER_OF_PLATFORM["tpu"])
+        return [each / (256 * 2) for each in (layer.attention_workspace, layer.forward_workspace)]
+
+    assert streams(rotary) == [8 + 2 * 9 + 2, 2 * 3 + 4] and streams(rotary, "none")[1] == 8 + 2 * 7 + 4
+    assert streams(model, model=2)[0] == 2 + 8 + 4
+    assert streams(model, model=2, sequence=True)[0] == 2 + 8 + 2 + 2
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize(("policy", "name"), [("none", memory.FORWARD), ("residual", memory.ATTENTION)])
+def test_few_layers_of_many_tokens_are_fullest_around_the_kernel(policy, name, pipe):
+    """A pipeline's zeros are not there before the head."""
+    model = {"width": 256, "heads": 4, "layers": 4, "context": 1024, "vocab": 2**16}
+    dry = model | {"dropout": 0.0, "attention_dropout": 0.0}
+    parallel, batch = {"data": 4, "pipe": pipe, "zero": 3, "microbatches": pipe}, {"batch": 256 * pipe}
+    config = make_config(model=dry, precision=LOW, remat={"policy": policy}, parallel=parallel, train=batch)
+    plan = abstract_plan(config, 4 * pipe, "tpu", "")
+    phase, sizes = memory.fullest_phase(config, plan), memory._Sizes(config, plan)
+    assert phase.name == (memory.ATTENTION if pipe > 1 else name)
+    expected = {
+        memory.FORWARD: (sizes.resident + sizes.rest, sizes.head_gradient, sizes.saved, sizes.forward_workspace),
+        memory.ATTENTION: (
+            sizes.resident + sizes.layer + sizes.ahead + (sizes.rest if pipe > 1 else 0),
+            sizes.accumulated if pipe > 1 else sizes.gradients,
+            sizes.saved + (memory._pipeline_buffers(config, plan) * sizes.stream if pipe > 1 else 0),
+            sizes.attention_workspace,
+        ),
+    }
+    assert tuple(phase[1:]) == expected[phase.name]
 
 
 def test_bytes_of_every_leaf_add_up(x64):
