@@ -15,6 +15,7 @@ from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.config.load import load
 from spmd_lm.planning.search import CostedLayout, make_target, search
 from spmd_lm.planning.search_report import confirm, describe_layout
+from spmd_lm.runtime.devices import hide_xla_warnings, use_cpu_alone
 
 CONFIGS = Path(__file__).parents[1] / "configs/ptd-p"
 HOSTS = {"1.7b": 4, "3.6b": 8, "7.5b": 16, "18.4b": 32, "39.1b": 64, "76.1b": 128, "145.6b": 192, "310.1b": 240}
@@ -33,6 +34,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
+    hide_xla_warnings()
+    use_cpu_alone()  # before jax starts: it compiles ahead of time
     print("| model | devices | layouts | search | paper's layout | search's | chosen | compiled |\n|" + " --- |" * 8)
     failed = 0
     for name in arguments.names or HOSTS:

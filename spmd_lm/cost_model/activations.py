@@ -3,12 +3,13 @@
 By formula (arXiv:2205.05198, table 2), in the dtypes and with the kernels of this program."""
 
 import functools
+import operator
 
 import jax
 
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.compilers import Compiler, LayerArrays
+from spmd_lm.cost_model.compilers import Compiler, Points
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.plan import Plan
 
@@ -87,24 +88,25 @@ class LayerActivations:
             self.workspace += compiler.scores * m.heads * m.context / shards * wide
         self.attention_workspace = self.forward_workspace = 0.0
         if fused:
-            self._count_arrays(config, plan, compiler, hidden)
+            self._around_kernel(config, plan, compiler, hidden)
 
-    def _count_arrays(self, config: RunConfig, plan: Plan, compiler: Compiler, hidden: float) -> None:
-        m, policy = config.model, config.remat_policy.policy
+    def _around_kernel(self, config: RunConfig, plan: Plan, compiler: Compiler, hidden: float) -> None:
+        """Sets what a layer holds around a fused attention kernel.  hidden: bytes of the MLP's hidden layer."""
+        m, policy, shards = config.model, config.remat_policy.policy, plan.layout.model
         size = dtype_bytes(config.precision.compute)
-        padded_width = -(-m.head_width // compiler.lanes) * compiler.lanes
-        heads = m.heads * padded_width * size / plan.layout.model
+        head = -(-m.head_width // compiler.lanes) * compiler.lanes * size / shards
+        queries, keys = m.heads * head, m.kv_width // m.head_width * head
+        logsumexps = m.heads * compiler.lanes * dtype_bytes("float32") / shards
         unsharded = 2 * m.width * size if plan.sequence else 0
+        hidden *= 2 if m.activation == "swiglu" else 1
 
-        def most(points: tuple[LayerArrays, ...]) -> float:
-            sizes = (each.hidden * hidden + each.heads * heads + each.streams * self.stream for each in points)
-            return max(sizes) + unsharded if points else 0.0
+        def most(points: Points, rotary: Points) -> float:
+            sizes = hidden, queries, keys, logsumexps, self.stream
+            each = points.get(policy, ()) + (rotary.get(policy, ()) if m.positions == "rotary" else ())
+            return max((sum(map(operator.mul, arrays, sizes)) + unsharded for arrays in each), default=0.0)
 
-        backward, forward = compiler.attention_arrays.get(policy, ()), compiler.forward_arrays.get(policy, ())
-        if m.positions == "rotary":
-            backward += compiler.rotary_arrays[:1] if backward else ()
-            forward += compiler.rotary_arrays[1:] if policy == "none" else ()
-        self.attention_workspace, self.forward_workspace = most(backward), most(forward)
+        self.attention_workspace = most(compiler.attention_arrays, compiler.rotary_attention_arrays)
+        self.forward_workspace = most(compiler.forward_arrays, compiler.rotary_forward_arrays)
 
     def _saved(self, config: RunConfig) -> float:
         remat = config.remat_policy

@@ -1,6 +1,7 @@
 """What XLA's compiler for a platform makes of the arrays that a step names, where memory depends on it.
 
-Read from the buffers that the compilers assign to steps drawn at random (benchmarks/predictions.py)."""
+Read from the buffers that the compilers assign to steps drawn at random (benchmarks/predictions.py), and around
+attention to some of few layers (docs/log.md, 2026-11-26)."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,12 +13,20 @@ MIB = 2**20
 
 
 class LayerArrays(NamedTuple):
-    """What a layer holds at one point, apart from what it saves: how many arrays as large as the MLP's hidden layer, as
-    all heads' queries in the layout that a fused kernel reads, and as the residual stream."""
+    """How many arrays of each size a layer holds at one point, apart from what it saves.
+
+    hidden: the MLP's hidden layer, and as often what gates it.  queries, keys: all heads of queries, or of keys or
+    values, padded to lanes.  logsumexps: float32, one per query and head, each as wide as a lane.  streams: the
+    residual stream; with `parallel.sequence` two that are unsharded besides."""
 
     hidden: int = 0
-    heads: int = 0
+    queries: int = 0
+    keys: int = 0
+    logsumexps: int = 0
     streams: int = 0
+
+
+Points = Mapping[Policy, tuple[LayerArrays, ...]]
 
 
 class Compiler(NamedTuple):
@@ -34,9 +43,9 @@ class Compiler(NamedTuple):
     not all of them before the loop.  reuses_chunk: where a stage has one chunk and a step one microbatch, the chunk is
     used as it was gathered, without a copy.  rounds_stacks: gradients that a loop over layers scatters in a narrower
     dtype are rounded ahead of it, those of all layers.  keeps_weights: they stay until a step's end, read again or not.
-    attention_arrays, forward_arrays: at the points of attention's backward, and of forward, at which a layer may hold
-    most where a fused kernel computes attention, by remat policy; with `parallel.sequence` two unsharded streams more.
-    rotary_arrays: at those that rotary positions add, in attention's backward and in forward that saves everything."""
+    attention_arrays, forward_arrays: by remat policy, at the points of attention's backward, and of forward, at which a
+    layer may hold most where a fused kernel computes attention; not read for policy `block`, post norm and dropout.
+    rotary_attention_arrays, rotary_forward_arrays: at those that rotary positions add."""
 
     lanes: int = 1
     wide: bool = False
@@ -52,9 +61,10 @@ class Compiler(NamedTuple):
     reuses_chunk: bool = False
     rounds_stacks: bool = False
     keeps_weights: bool = False
-    attention_arrays: Mapping[Policy, tuple[LayerArrays, ...]] = MappingProxyType({})
-    forward_arrays: Mapping[Policy, tuple[LayerArrays, ...]] = MappingProxyType({})
-    rotary_arrays: tuple[LayerArrays, LayerArrays] = (LayerArrays(), LayerArrays())
+    attention_arrays: Points = MappingProxyType({})
+    forward_arrays: Points = MappingProxyType({})
+    rotary_attention_arrays: Points = MappingProxyType({})
+    rotary_forward_arrays: Points = MappingProxyType({})
 
 
 COMPILER_OF_PLATFORM = {
@@ -66,17 +76,38 @@ COMPILER_OF_PLATFORM = {
         copies_replicas=True,
         reuses_chunk=True,
         rounds_stacks=True,
-        # Queries, keys, values and gradients of theirs, or the output and the sums of softmax, which are float32 and as
-        # wide as a lane, twice; where no layer runs again, also its weights' gradients, which come last.
+        # Each first point is in the kernels: queries, keys and values with their gradients and the output's, or with
+        # the output and its logsumexp, of which XLA makes a copy.  The second is before the weights' gradients.
         attention_arrays={
-            "none": (LayerArrays(1, 6, 6), LayerArrays(2, 3, 7)),
-            "selective": (LayerArrays(1, 8, 4), LayerArrays(2, 3, 7)),
-            "residual": (LayerArrays(2, 8, 5),),
-            "full": (LayerArrays(2, 7, 7),),
+            "none": (
+                LayerArrays(hidden=1, queries=2, keys=4, streams=6),
+                LayerArrays(hidden=2, queries=1, keys=2, streams=7),
+            ),
+            "selective": (
+                LayerArrays(hidden=1, queries=2, keys=2, logsumexps=2, streams=4),
+                LayerArrays(hidden=2, queries=1, keys=2, streams=7),
+            ),
+            "residual": (LayerArrays(hidden=2, queries=2, keys=2, logsumexps=2, streams=5),),
+            "full": (LayerArrays(hidden=2, queries=3, keys=4, streams=7),),
         },
-        forward_arrays={"none": (LayerArrays(1, 6, 4),), "selective": (LayerArrays(0, 3, 4), LayerArrays(1, 0, 5))},
-        # Both halves of queries and keys, each padded; and in backward both in float32.
-        rotary_arrays=(LayerArrays(2, 9, 2), LayerArrays(2, 7, 4)),
+        forward_arrays={
+            "none": (LayerArrays(hidden=1, queries=2, keys=2, logsumexps=1, streams=4),),
+            "selective": (LayerArrays(queries=1, keys=2, streams=4), LayerArrays(hidden=1, streams=5)),
+        },
+        # Queries and keys in float32, and both halves of each, padded; in backward values or their gradient too.
+        rotary_attention_arrays={
+            "none": (LayerArrays(hidden=1, queries=4, keys=5, streams=2),),
+            "selective": (LayerArrays(hidden=1, queries=4, keys=5, streams=2),),
+            "residual": (LayerArrays(hidden=2, queries=5, keys=5, streams=5),),
+            "full": (LayerArrays(hidden=2, queries=5, keys=5, streams=5),),
+        },
+        rotary_forward_arrays={
+            "none": (
+                LayerArrays(queries=4, keys=4, streams=4),
+                LayerArrays(hidden=1, queries=3, keys=2, logsumexps=1, streams=4),
+            ),
+            "selective": (LayerArrays(queries=4, keys=4, streams=4),),
+        },
     ),
     "gpu": Compiler(
         kernel_workspace=64 * MIB,

@@ -79,7 +79,7 @@ class _Sizes:
         self.accumulated = sharded * dtype_bytes(p.params) if scatters else unsharded * self.widening
         # Those of one microbatch, or of the step, at its end; scattered ones in the dtype in which they are reduced.
         self.gradients = sharded * dtype_bytes(p.reduce) if scatters else unsharded
-        # What the parameters' dtype takes more than that, where one microbatch's shards are all.
+        # What the parameters' dtype takes beyond that, if a step has one microbatch.
         single = scatters and self.config.parallel.microbatches == 1
         self.widened_shards = sharded * dtype_bytes(p.params) - self.gradients if single else 0
         # Those of the layers of one remat block, before they join the other shards.
@@ -179,11 +179,13 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     in_blocks += sizes.rest if keeps_rest else 0
     at_the_end += sizes.rest if accumulates else 0
     weights = sizes.resident + sizes.rest
-    head_gradient = sizes.head_gradient + accumulated  # zeros until the head
+    forward_weights = weights + (sizes.layer + sizes.ahead if plan.zero.gathers_on_use else 0)
+    head_zeros = sizes.head_gradient if config.objective.predicts_tokens else 0  # there from the start
     phases = [
-        Phase(FORWARD, weights, head_gradient, sizes.saved, sizes.forward_workspace),
-        Phase(HEAD, weights, head_gradient, sizes.saved, sizes.head_workspace),
+        Phase(FORWARD, forward_weights, head_zeros + accumulated, sizes.saved, sizes.forward_workspace),
+        Phase(HEAD, weights, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
         Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), sizes.saved, sizes.workspace),
+        # The layer's weights' gradients are not made yet.
         Phase(ATTENTION, in_blocks, gradients, sizes.saved, sizes.attention_workspace),
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.embedding_workspace),
     ]
@@ -213,14 +215,19 @@ def _unreduced(plan: Plan, sizes: _Sizes) -> int:
         return of_layer * (sizes.widening if sizes.widens_sums else 1) + sizes.widened_shards + copies
     if sizes.scatters_late:
         return of_layer + sizes.late_head_gradient + sizes.layer * sizes.widening
-    if plan.zero.gathers_on_use:  # the shard of the head's is not yet added to the others
-        of_head = sizes.late_head_gradient + sizes.late_head_gradient // plan.layout.data
-        return of_layer // (1 if sizes.widens_sums else 2) + of_head + sizes.remat_block_gradients
+    if plan.zero.gathers_on_use:
+        # Zeros for the embedding's, and a shard of the head's; but the last layer's activations, which has run ahead of
+        # the loop.  Without conversions, the head's, and its shard.
+        extra = sizes.wide_embedding if sizes.widens_sums else sizes.late_head_gradient
+        extra += extra // plan.layout.data
+        extra -= sizes.saved // sizes.layers if sizes.widens_sums else 0
+        return of_layer // (1 if sizes.widens_sums else 2) + extra + sizes.remat_block_gradients
     return of_layer + head_and_zeros
 
 
 def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
-    """With several stages, whose buffers of inputs and cotangents exist in every tick."""
+    """With several stages, whose buffers of inputs and cotangents exist in every tick.  Zeros for the head's gradient
+    are made in the head's conditional, after forward."""
     weights, buffers = _pipeline_weights(config, plan, sizes), _pipeline_buffers(config, plan) * sizes.stream
     gradients = sizes.accumulated + sizes.head_gradient
     in_use = sizes.layer + sizes.ahead if plan.zero.gather_per == "layer" else 0
@@ -272,7 +279,7 @@ def _chunk_weights(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, i
 
 
 def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, int]:
-    """In backward, and in the scatter of a chunk's sum over microbatches."""
+    """Gradients during a chunk's backward, and while its sum over microbatches is scattered."""
     chunk, overlap = sizes.layer * config.layers_per_chunk, sizes.compiler.sums_overlap
     of_chunk = chunk * sizes.widening
     in_scatter = of_chunk + sizes.gradients
@@ -280,8 +287,8 @@ def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int,
     in_backward = in_scatter if config.chunks > 1 or overlap else of_chunk
     if config.chunks > 1 and overlap:  # the chunk's shards, before they join the others
         in_scatter += of_chunk // plan.layout.data
-    if sizes.compiler.rounds_stacks and sizes.widening > 1 and not sizes.widens_sums:  # and it is rounded, with shards
-        in_scatter += chunk + chunk // plan.layout.data
+    if sizes.compiler.rounds_stacks and sizes.widening > 1 and not sizes.widens_sums:
+        in_scatter += chunk + chunk // plan.layout.data  # the sum rounded to the reduce dtype, and that one's shards
     return in_backward, in_scatter
 
 

@@ -98,20 +98,24 @@ def test_what_compilers_copy():
 
 
 LOW, FULL = FLOAT32 | {"compute": "bfloat16"}, {"policy": "full"}
+FLAT: dict[str, int | bool] = {}
 
 
-def test_the_head_s_gradient_stays_while_it_is_scattered_unless_model_sums():
-    """On a GPU, ZeRO-3: with `parallel.model` the layer's all-reduces wait for that scatter."""
+def test_a_gpu_keeps_zeros_for_the_embedding_s_gradient_or_the_head_s_while_it_is_scattered():
+    """ZeRO-3.  The first where sums are wider; the second unless the layer's all-reduces wait for that scatter."""
 
     def unreduced(reduce="float32", **parallel):
         precision, parallel = LOW | {"reduce": reduce}, {"zero": 3, "prefetch": "off"} | parallel
         config = make_config(parallel=parallel, precision=precision, remat=FULL)
         sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
-        return memory._unreduced(plan, sizes) - sizes.layer // (1 if reduce == "float32" else 2)
+        wide = reduce == "float32"
+        run_ahead = sizes.saved // sizes.layers if wide else 0  # the last layer's activations, ahead of the loop
+        return memory._unreduced(plan, sizes) + run_ahead - sizes.layer // (1 if wide else 2)
 
-    assert unreduced(data=4, model=2) == 0
     of_head = (61 + 16) * 32 * (1 + 1 / 8)  # of tokens and positions; and its shard
     assert [unreduced(reduce, data=8) for reduce in ("float32", "bfloat16")] == [4 * of_head, 2 * of_head]
+    halved = ((62 / 2) + 16) * 32 * (1 + 1 / 4)  # tokens padded to an even number
+    assert [unreduced(reduce, data=4, model=2) for reduce in ("float32", "bfloat16")] == [4 * halved, 0]
 
 
 @pytest.mark.parametrize(("platform", "zero", "factors"), [("gpu", 1, (0, 3)), ("tpu", 1, (0, 1)), ("gpu", 2, (0, 2))])
@@ -178,7 +182,7 @@ def test_a_tpu_copies_the_only_chunk_of_several_microbatches(microbatches, copie
 
 
 def test_a_tpu_rounds_a_chunk_before_its_layers_are_scattered():
-    """Where devices sum in bfloat16 what microbatches are summed in float32: all of it, and shards of its own."""
+    """Microbatches add up in float32, devices in bfloat16: the chunk's sum is also held rounded, with its shards."""
 
     def in_scatter(platform, reduce):
         schedule = {"schedule": "breadth_first", "chunks": 2, "microbatches": 4}
@@ -230,66 +234,66 @@ def test_branches_that_are_recomputed_take_turns(platform, policy, streams):
     assert layer.workspace == streams * 256 * 2
 
 
+def kernel_streams(platform="tpu", policy="selective", precision=LOW, parallel=FLAT, **sizes):
+    """What a layer of width 256 holds around attention's kernel, backward and forward, in bfloat16 streams: a hidden
+    layer is 4, all queries are 1 with heads of 128 and 2 with heads of 64, all logsumexps twice as much."""
+    model = {"width": 256, "heads": 4, "layers": 4, "context": 1024, "dropout": 0.0, "attention_dropout": 0.0} | sizes
+    config = make_config(model=model, precision=precision, remat={"policy": policy}, parallel=parallel)
+    plan = abstract_plan(config, parallel.get("model", 1), platform, "")
+    layer = LayerActivations(config, plan, COMPILER_OF_PLATFORM[platform])
+    return [each / (256 * 2) for each in (layer.attention_workspace, layer.forward_workspace)]
+
+
 @pytest.mark.parametrize(
     ("policy", "heads", "backward", "forward"),
     [
         ("none", 4, 4 + 2 * 6 + 6, 4 + 2 * 6 + 4),
-        ("none", 2, 8 + 3 + 7, 4 + 6 + 4),
+        ("none", 2, 8 + 3 + 7, 4 + 6 + 4),  # before the weights' gradients
         ("selective", 4, 4 + 2 * 8 + 4, 2 * 3 + 4),
         ("residual", 4, 8 + 2 * 8 + 5, 0),
         ("full", 2, 8 + 7 + 7, 0),
     ],
 )
 def test_a_tpu_s_kernel_reads_copies_that_are_padded(policy, heads, backward, forward):
-    """In streams: 4 a hidden layer, 1 all queries of heads of 128, 2 of heads of 64."""
-    model = {"width": 256, "heads": heads, "layers": 4, "context": 1024, "dropout": 0.0, "attention_dropout": 0.0}
-    config = make_config(model=model, precision=LOW, remat={"policy": policy})
-    layers = {
-        platform: LayerActivations(config, abstract_plan(config, 1, platform, ""), COMPILER_OF_PLATFORM[platform])
-        for platform in ("tpu", "gpu")
-    }
-    assert layers["tpu"].attention_workspace == backward * 256 * 2
-    assert layers["tpu"].forward_workspace == forward * 256 * 2
-    assert layers["gpu"].attention_workspace == layers["gpu"].forward_workspace == 0
+    assert kernel_streams(policy=policy, heads=heads) == [backward, forward]
 
 
-def test_what_rotary_positions_and_sharded_sequences_add_to_the_kernel_s_copies():
-    """Streams as above; rotary positions: queries and keys in float32, and their halves, each padded to 128 lanes."""
-    model = {"width": 256, "heads": 4, "context": 1024, "dropout": 0.0, "attention_dropout": 0.0}
-    rotary = model | {"positions": "rotary"}
+def test_what_a_kernel_s_copies_depend_on():
+    assert kernel_streams(kv_heads=1)[0] == 4 + 2 * 2 + 2 * 0.5 + 2 * 4 + 4  # one of four heads has keys and values
+    float32 = kernel_streams(policy="residual", precision=FLOAT32)
+    assert float32[0] == 2 * (8 + 2 * 4 + 5) + 2 * 4  # logsumexps are float32 anyway
+    assert kernel_streams(heads=1, policy="residual")[0] == 8 + 4 + 2 + 5  # of 256, whose logsumexps are 128 wide
+    assert kernel_streams(parallel={"model": 2})[0] == 2 + 8 + 4
+    assert kernel_streams(parallel={"model": 2, "sequence": True})[0] == 2 + 8 + 2 + 2
+    assert kernel_streams(activation="swiglu")[0] == 2 * 8 + 2 * 3 + 7  # and its gate
+    assert kernel_streams(activation="swiglu", policy="full", heads=2)[0] == 2 * 8 + 7 + 7
+    assert kernel_streams(positions="rotary") == [4 + 2 * 9 + 2, 2 * 8 + 4]
+    assert kernel_streams(positions="rotary", policy="full", heads=2) == [8 + 10 + 5, 0]
+    assert kernel_streams(positions="rotary", policy="none", heads=2)[1] == 4 + 5 + 2 + 4
+    assert kernel_streams("gpu", "none", positions="rotary", parallel={"model": 2, "sequence": True}) == [0, 0]
 
-    def streams(sizes, policy="selective", **parallel):
-        config = make_config(model=sizes, precision=LOW, remat={"policy": policy}, parallel=parallel)
-        plan = abstract_plan(config, parallel.get("model", 1), "tpu", "")
-        layer = LayerActivations(config, plan, COMPILER_OF_PLATFORM["tpu"])
-        return [each / (256 * 2) for each in (layer.attention_workspace, layer.forward_workspace)]
 
-    assert streams(rotary) == [8 + 2 * 9 + 2, 2 * 3 + 4] and streams(rotary, "none")[1] == 8 + 2 * 7 + 4
-    assert streams(model, model=2)[0] == 2 + 8 + 4
-    assert streams(model, model=2, sequence=True)[0] == 2 + 8 + 2 + 2
-
-
-@pytest.mark.parametrize("pipe", [1, 2])
-@pytest.mark.parametrize(("policy", "name"), [("none", memory.FORWARD), ("residual", memory.ATTENTION)])
-def test_few_layers_of_many_tokens_are_fullest_around_the_kernel(policy, name, pipe):
-    """A pipeline's zeros are not there before the head."""
+def phases_of_few_layers(policy, pipe=1):
+    """What a step of many tokens holds, fullest phase last."""
     model = {"width": 256, "heads": 4, "layers": 4, "context": 1024, "vocab": 2**16}
     dry = model | {"dropout": 0.0, "attention_dropout": 0.0}
     parallel, batch = {"data": 4, "pipe": pipe, "zero": 3, "microbatches": pipe}, {"batch": 256 * pipe}
     config = make_config(model=dry, precision=LOW, remat={"policy": policy}, parallel=parallel, train=batch)
     plan = abstract_plan(config, 4 * pipe, "tpu", "")
-    phase, sizes = memory.fullest_phase(config, plan), memory._Sizes(config, plan)
-    assert phase.name == (memory.ATTENTION if pipe > 1 else name)
-    expected = {
-        memory.FORWARD: (sizes.resident + sizes.rest, sizes.head_gradient, sizes.saved, sizes.forward_workspace),
-        memory.ATTENTION: (
-            sizes.resident + sizes.layer + sizes.ahead + (sizes.rest if pipe > 1 else 0),
-            sizes.accumulated if pipe > 1 else sizes.gradients,
-            sizes.saved + (memory._pipeline_buffers(config, plan) * sizes.stream if pipe > 1 else 0),
-            sizes.attention_workspace,
-        ),
-    }
-    assert tuple(phase[1:]) == expected[phase.name]
+    sizes = memory._Sizes(config, plan)
+    phases = (memory._pipeline_phases if pipe > 1 else memory._phases)(config, plan, sizes)
+    return {phase.name: phase for phase in sorted(phases, key=lambda phase: sum(phase.rows.values()))}, sizes
+
+
+def test_few_layers_hold_most_before_the_head_or_in_attention_s_backward():
+    phases, sizes = phases_of_few_layers("none")
+    forward, attention = phases[memory.FORWARD], phases[memory.ATTENTION]
+    assert list(phases)[-1] == memory.FORWARD
+    assert forward.weights - attention.weights == sizes.rest  # those of embedding and head
+    assert (forward.gradients, attention.gradients) == (sizes.head_gradient, sizes.gradients)  # the first are zeros
+    assert list(phases_of_few_layers("residual")[0])[-1] == memory.ATTENTION
+    pipelined, _ = phases_of_few_layers("none", pipe=2)
+    assert list(pipelined)[-1] == memory.ATTENTION and memory.FORWARD not in pipelined
 
 
 def test_bytes_of_every_leaf_add_up(x64):

@@ -363,8 +363,8 @@ def test_the_peak_is_the_planned_one(remat, parallel):
 
 
 @slow
-def test_the_peak_of_few_layers_is_in_attention_s_backward():
-    """Heads of 64, which the kernel reads from copies padded to 128 lanes."""
+def test_few_layers_hold_most_in_attention_s_backward():
+    """With heads of 64, which the kernel reads from copies padded to 128 lanes."""
     config = make_config(
         model=BIG | {"layers": 2, "heads": 32, "dropout": 0.0, "attention_dropout": 0.0},
         parallel={"data": -1, "zero": 2},
@@ -372,7 +372,8 @@ def test_the_peak_of_few_layers_is_in_attention_s_backward():
         precision=BF16,
         train={"batch": 128},
     )
-    planned(audit(config, compilable("v5p:2x2x2"))["memory"])
+    found = audit(config, compilable("v5p:2x2x2"))["memory"]
+    assert found["peak"] == pytest.approx(sum(found["planned"].values()), rel=0.03), found
 
 
 def planned(memory: dict) -> None:
