@@ -17,6 +17,7 @@ from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.config.load import data_of_run, load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.runtime.compilation_cache import NONE
 from spmd_lm.runtime.devices import set_up_devices, simulate_devices, use_cpu_alone
 from spmd_lm.runtime.outputs import require_replaceable
 from spmd_lm.runtime.signals import StopSignals
@@ -126,7 +127,7 @@ def preflight(
     on = make_target(target, read_hardware(Path(hardware)) if hardware is not None else ())
     directory = cache_directory(config.run.compilation_cache, "preflight")
     found = planning.cached(directory, config, on, lambda: planning.preflight(config, on))
-    result = planning.with_costs(found, price, tokens)
+    result = planning.with_costs(found | {"software": on.profile.software}, price, tokens)
     if picture is not None:
         planning.draw(config, result, Path(picture))
     return Report(result, planning.render(result))
@@ -142,7 +143,8 @@ def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None
     if target:
         config = _on(target, config)
         if target.platform != "cpu":
-            use_cpu_alone()  # before jax starts: it compiles ahead of time
+            use_cpu_alone()  # before jax starts: it compiles ahead of time, what it cannot read again (0.10 and 0.12)
+            config = _with_run(config, compilation_cache=NONE)
     set_up_devices(config)
     from spmd_lm.planning.audit import audit, render
 
@@ -271,4 +273,9 @@ def _compile_on_cpu(*targets: Topology) -> None:
 
 def _on(target: Topology, config: RunConfig) -> RunConfig:
     """The run on these devices, and no others: it simulates them, or none."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"simulate_devices": target.simulated})})
+    return _with_run(config, simulate_devices=target.simulated)
+
+
+def _with_run(config: RunConfig, **changes: Any) -> RunConfig:
+    """With other values of keys of `run`."""
+    return config.model_copy(update={"run": config.run.model_copy(update=changes)})

@@ -8,6 +8,7 @@ import pytest
 
 import spmd_lm
 from spmd_lm import api
+from spmd_lm.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = ("load_config", "plan", "audit", "train", "evaluate", "generate", "fill_mask", "report", "read_batch")
@@ -59,3 +60,20 @@ assert spmd_lm.generate(run, "def ", tokens=4).startswith("def ")
 print("all of it")
 """
     assert python(code).splitlines()[-1] == "all of it"
+
+
+def test_what_is_compiled_for_absent_devices_is_not_kept(monkeypatch):
+    """jax could not read it again, and would warn of that."""
+    kept = []
+
+    def stop(config):
+        kept.append(config.run.compilation_cache)
+        raise ConfigError("stopped before compiling")
+
+    monkeypatch.setattr(api, "set_up_devices", stop)
+    monkeypatch.setattr(api, "use_cpu_alone", lambda: None)
+    config = api.load_config(ROOT / "configs/debug.yaml")
+    for topology in ("cpu:8", "v5p:2x2x2", None):
+        with pytest.raises(ConfigError, match="stopped"):
+            api.audit(config, topology)
+    assert kept == ["auto", "none", "auto"]

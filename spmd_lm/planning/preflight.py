@@ -206,6 +206,13 @@ def draw(config: RunConfig, found: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"--picture {path}: cannot be written: {error.strerror}. Choose another file.") from error
 
 
+def _paid(found: dict[str, Any]) -> str:
+    if (cost := found["cost"]) is None:
+        return ""
+    amount = f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}"
+    return f", {amount} at {found['price']:g} for a device and hour"
+
+
 def render(found: dict[str, Any]) -> str:
     f, m, work = found, found["memory"], found["flops"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in f["mesh"].items())
@@ -226,7 +233,6 @@ def render(found: dict[str, Any]) -> str:
         rows.append((row["kind"], " x ".join(row["axes"]), row["link"], format_bytes(row["bytes"]), *seconds))
     parts = ", ".join(f"{name} {seconds:.4g}" for name, seconds in f["parts"].items())
     times, mfu = work["hardware"] / work["model"], "unknown" if f["mfu"] is None else f"{f['mfu']:.1%}"
-    paid = f", {f['cost']:,.0f} at {f['price']:g} for a device and hour" if f["cost"] is not None else ""
     return "\n".join(
         (
             f"{f['config']} on {f['topology']}: {mesh}",
@@ -237,7 +243,8 @@ def render(found: dict[str, Any]) -> str:
             f"step    {f['step_seconds']:.4g} s: {parts}",
             f"flops   {work['model']:.4g} of the model, {work['hardware']:.4g} of the program ({times:.2f} times)",
             f"speed   {f['tokens_per_second']:,.0f} tokens/s, MFU {mfu}",
-            f"run     {f['tokens']:.4g} tokens in {f['days']:.3g} days of {f['devices']} devices{paid}",
+            f"run     {f['tokens']:.4g} tokens in {f['days']:.3g} days of {f['devices']} devices{_paid(f)}",
+            f"assumes that products reach {f['software']:.0%} of the hardware's rate: a best case",
             "matches theory" if f["matches_theory"] else "does NOT match theory: see spmd-lm audit",
         )
     )

@@ -128,7 +128,9 @@ def confirm(layout: CostedLayout) -> dict[str, Any]:
 def write_best(search: Search, path: Path) -> None:
     """The run under the fastest layout, as a file that can be run.  Raises ConfigError if it cannot be written."""
     best = search.fastest()
-    comment = f"{MARK} {best.seconds:.4g} s a step on {best.target.topology}, by the cost model.\n"
+    topology = best.target.topology
+    comment = f"{MARK} {best.seconds:.4g} s a step on {topology}, by the cost model.\n"
+    comment += f"# spmd-lm preflight {path.name} --topology {topology} compiles it.\n"
     try:
         write_atomically(path, comment + dump(best.config))
     except OSError as error:

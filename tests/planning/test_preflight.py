@@ -92,12 +92,15 @@ def test_attention_in_one_kernel_is_counted_by_formula(config, audited):
 
 
 def test_costs_follow_from_tokens_and_price(found):
+    found = found | {"software": 0.9}
     run = planning.with_costs(found, 2.5, 10**9)
     assert run["days"] == pytest.approx(1e9 / found["tokens_per_second"] / 86_400)
     assert run["cost"] == pytest.approx(run["days"] * 24 * 4 * 2.5)
     whole = planning.with_costs(found, None, None)
     assert whole["tokens"] == 10 * 8 * 128 and whole["cost"] is None and "at 2.5" not in planning.render(whole)
-    assert f"{run['cost']:,.0f} at 2.5 for a device and hour" in planning.render(run)
+    assert f", {run['cost']:.3g} at 2.5 for a device and hour" in planning.render(run)  # below 100
+    dear = planning.with_costs(found, 2.5, 10**15)
+    assert f", {dear['cost']:,.0f} at 2.5" in planning.render(dear) and "reach 90%" in planning.render(dear)
 
 
 def test_what_was_found_is_not_compiled_again(found, config, tmp_path):
