@@ -227,7 +227,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         given = getattr(arguments, positional)
         if not given or (len(positionals) > 1 and "=" in given and not os.path.exists(given)):
             parser.error(f"no {positional} given: name {POSITIONALS[positional]}")
-    written = (getattr(arguments, option, None) for option in ("json", "out", "hlo"))
+    written = (getattr(arguments, option, None) for option in ("json", "out", "hlo", "picture", "hardware"))
     for given in (*(getattr(arguments, each) for each in positionals), *written):
         for path in given if isinstance(given, list) else [given]:
             if path is not None and not is_name(path):

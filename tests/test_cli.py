@@ -264,9 +264,13 @@ def test_audit_writes_the_program_where_it_can(work, tmp_path, capsys):
     for impossible in (tmp_path, tmp_path / "missing" / "step.hlo"):
         assert main(["audit", DEBUG, "--hlo", str(impossible)]) == Exit.CONFIG
         assert errors(capsys) == [f"error: --hlo {impossible}: cannot be written. Give a file in a writable directory."]
-    for taken, out in (("-", "-"), ("-", "out.json"), ("one", "one")):
+    for taken, out, told in (
+        ("-", "-", "--hlo -: the program needs a file of its own. Name another one."),
+        ("-", "out.json", "--hlo -: the program needs a file of its own. Name another one."),
+        ("one", "one", "--json one: is --hlo too. Name another file."),
+    ):
         assert main(["audit", DEBUG, "--hlo", taken, "--json", out]) == Exit.CONFIG
-        assert errors(capsys) == [f"error: --hlo {taken}: the program needs a file of its own. Name another one."]
+        assert errors(capsys) == [f"error: {told}"]
     assert len(calls) == 1
 
 

@@ -137,7 +137,7 @@ def parse_topology(text: str) -> Topology:
         raise ConfigError(f"a topology is a text, as 'h100:2x8', not {text!r:.40}. {KNOWN}")
     match = re.fullmatch(r"(?:([0-9]{1,18})\*)?(\w+):([0-9]{1,18}(?:x[0-9]{1,18}){,3})", text)
     if not match:
-        raise ConfigError(f"--topology {text:.40}: not the form of a topology. {KNOWN}")
+        raise ConfigError(f"--topology {text!r:.40}: not the form of a topology. {KNOWN}")
     topology = Topology(kind=match[2], shape=tuple(map(int, match[3].split("x"))), slices=int(match[1] or 1))
     if problem := _problem(topology):
         raise ConfigError(f"--topology {text}: {problem}. {KNOWN}")

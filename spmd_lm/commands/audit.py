@@ -2,7 +2,14 @@
 
 import argparse
 
-from spmd_lm.commands.common import Arguments, check_writable, load_configuration, use_topology, write_result
+from spmd_lm.commands.common import (
+    Arguments,
+    check_apart,
+    check_writable,
+    load_configuration,
+    use_topology,
+    write_result,
+)
 from spmd_lm.errors import ConfigError, Exit
 
 
@@ -13,9 +20,10 @@ def run(arguments: Arguments) -> int:
 
     config = load_configuration(arguments)
     if arguments.hlo is not None:
-        if arguments.hlo in ("-", arguments.json):
+        if arguments.hlo == "-":
             raise ConfigError(f"--hlo {arguments.hlo}: the program needs a file of its own. Name another one.")
         check_writable("--hlo", arguments.hlo)
+        check_apart(arguments, "hlo")
     report = audit(config, arguments.topology, arguments.hlo)
     write_result(arguments, report, str(report))
     return Exit.DONE if report["ok"] else Exit.CHECK_FAILED

@@ -48,6 +48,7 @@ def check_json(arguments: Arguments) -> None:
     """Raises ConfigError before the work, not after it, if --json cannot be written."""
     if arguments.json not in (None, "-"):
         check_writable("--json", arguments.json)
+        check_apart(arguments, "json")
 
 
 def check_writable(option: str, path: str) -> None:
@@ -55,6 +56,17 @@ def check_writable(option: str, path: str) -> None:
     target = Path(path)
     if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
         raise ConfigError(f"{option} {target}: cannot be written. Give a file in a writable directory.")
+
+
+def check_apart(arguments: Arguments, option: str) -> None:
+    """Raises ConfigError if what this option writes is a file that the command reads, or writes for another option."""
+    path = getattr(arguments, option)
+    for name in ("CONFIG", "json", "out", "hlo", "picture", "hardware"):
+        other = getattr(arguments, name, None)
+        if name != option and other is not None and Path(other).resolve() == Path(path).resolve():
+            raise ConfigError(
+                f"--{option} {path}: is {name if name.isupper() else '--' + name} too. Name another file."
+            )
 
 
 def write_result(arguments: Arguments, result: Any, text: str) -> int:

@@ -1,13 +1,13 @@
 """`spmd-lm plan`: what a run will be, before it runs and without its devices; with --search, which layout to choose."""
 
 import argparse
-from pathlib import Path
 
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.commands.common import (
     HARDWARE_HELP,
     Arguments,
     at_least,
+    check_apart,
     check_writable,
     load_configuration,
     refuse_devices,
@@ -44,20 +44,13 @@ def _search(arguments: Arguments) -> int:
         parse_topology(topology)
     if arguments.out is not None:
         check_writable("--out", arguments.out)
-        _check_out(arguments)
+        check_apart(arguments, "out")
     config = load_configuration(arguments)
     from spmd_lm.api import search_layouts
 
     top = 1 if arguments.top is None else arguments.top
     report = search_layouts(config, arguments.topology, top=top, out=arguments.out, hardware=arguments.hardware)
     return write_result(arguments, report, str(report))
-
-
-def _check_out(arguments: Arguments) -> None:
-    """Raises ConfigError if --out is a file that this command reads, or writes for another option."""
-    for name, given in (("CONFIG", arguments.CONFIG), ("--json", arguments.json), ("--hardware", arguments.hardware)):
-        if given is not None and Path(given).resolve() == Path(arguments.out).resolve():
-            raise ConfigError(f"--out {arguments.out}: is {name} too. Name another file.")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

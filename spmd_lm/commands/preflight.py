@@ -8,6 +8,7 @@ from spmd_lm.commands.common import (
     HARDWARE_HELP,
     Arguments,
     amount,
+    check_apart,
     check_writable,
     load_configuration,
     refuse_devices,
@@ -23,6 +24,7 @@ def run(arguments: Arguments) -> int:
     parse_topology(arguments.topology)
     if arguments.picture is not None:
         check_writable("--picture", arguments.picture)
+        check_apart(arguments, "picture")
     arguments.overrides.append("run.simulate_devices=0")  # api.preflight refuses those of `cpu`
     config = load_configuration(arguments)
     from spmd_lm.api import preflight

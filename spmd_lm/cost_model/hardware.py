@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from spmd_lm.cost_model.wire import ALL_REDUCE, COLLECTIVE_PERMUTE
 from spmd_lm.errors import ConfigError
+from spmd_lm.files import read_bytes
 
 TERA, GIGA, MICRO, GIB = 1e12, 1e9, 1e-6, 2**30
+MAX_TABLE_BYTES = 2**20  # of a file of measured rows; one has a thousand
 
 
 class Latency(NamedTuple):
@@ -136,16 +138,16 @@ def _parse(row: dict[str, Any]) -> Hardware:
     if "link" not in row:
         return hardware
     memory, latency = row["memory"], Latency(**{name: MICRO * time for name, time in row["latency"].items()})
-    network = GIGA * row["network"] if "network" in row else None
+    network, overhead = row.get("network"), row.get("kernel_overhead")
     return dataclasses.replace(
         hardware,
         efficiency=row["efficiency"],
         memory=Memory(GIB * memory["size"], GIGA * memory["bandwidth"], memory["share"]),
-        links=Links(GIGA * row["link"], row.get("closes_at", 0), network, latency),
+        links=Links(GIGA * row["link"], row.get("closes_at", 0), None if network is None else GIGA * network, latency),
         products=Products(**row["products"], cores=row["cores"]),
         devices_per_host=row.get("devices_per_host", 0),
-        on_chip=row.get("on_chip", {}),
-        kernel_overhead=MICRO * row["kernel_overhead"] if "kernel_overhead" in row else None,
+        on_chip=row.get("on_chip") or {},
+        kernel_overhead=None if overhead is None else MICRO * overhead,
     )
 
 
@@ -155,7 +157,7 @@ def read_hardware(path: Path) -> tuple[Hardware, ...]:
     from spmd_lm.cost_model.hardware_schema import problem_of
 
     try:
-        rows, problems = syntax.read(path.read_text())
+        rows, problems = syntax.read(read_bytes(path, MAX_TABLE_BYTES).decode())
     except OSError as error:
         raise ConfigError(
             f"--hardware {path}: cannot be read: {error.strerror}. Name a file of bench --calibrate."

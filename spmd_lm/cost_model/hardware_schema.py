@@ -8,9 +8,10 @@ from pydantic_core import PydanticCustomError
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import Count, CountOrZero
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1)]
+LEAST, MOST = 1e-9, 1e12  # of any figure, in the table's units: beyond them seconds are 0, or not numbers
+Positive = Annotated[float, Field(ge=LEAST, le=MOST)]
+NotNegative = Annotated[float, Field(ge=0, le=MOST)]
+Share = Annotated[float, Field(ge=LEAST, le=1)]
 
 
 def with_16_bits(peaks: dict[str, float]) -> dict[str, float]:

@@ -34,7 +34,7 @@ from spmd_lm.runtime.formatting import format_bytes, format_table
 
 HOUR, DAY = 3600, 86_400
 PICTURES = (".png", ".svg")
-COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "spmd-lm")
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "spmd-lm")
 
 
 def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
@@ -52,6 +52,7 @@ def preflight(config: RunConfig, target: Target) -> dict[str, Any]:
 
 def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str, Any]:
     program, module, shares, audited = step
+    config = program.config  # with the attention kernel that could be compiled
     plan, hardware, exposed = program.plan, target.hardware, audited["exposed"]
     assert hardware.memory and exposed
     published = flops.peak(program.device, config.precision.compute)
@@ -85,6 +86,7 @@ def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str,
         "bubble": audited["bubble"],
         "compile_seconds": audited["compile_seconds"],
         "refused": None,
+        "notice": audited["notice"],
     }
 
 
@@ -111,6 +113,7 @@ def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
         "steps": config.train.steps,
         "bubble": make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks).bubble,
         "refused": reason,
+        "notice": None,
     }
 
 
@@ -245,6 +248,7 @@ def render(found: dict[str, Any]) -> str:
             f"speed   {f['tokens_per_second']:,.0f} tokens/s, MFU {mfu}",
             f"run     {f['tokens']:.4g} tokens in {f['days']:.3g} days of {f['devices']} devices{_paid(f)}",
             f"assumes that products reach {f['software']:.0%} of the hardware's rate: a best case",
+            *filter(None, [f.get("notice")]),
             "matches theory" if f["matches_theory"] else "does NOT match theory: see spmd-lm audit",
         )
     )

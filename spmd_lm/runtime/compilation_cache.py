@@ -22,14 +22,21 @@ AUTO, NONE = "auto", "none"
 
 def default_directory(name: str = "compilations") -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "spmd_lm" / name
+    return _expand(base) / "spmd_lm" / name
+
+
+def _expand(path: str) -> Path:
+    """With the home directory for ~; without, if there is none: OSError, then, from whoever writes there."""
+    with suppress(RuntimeError):
+        return Path(path).expanduser()
+    return Path("/dev/null", path)
 
 
 def cache_directory(setting: str, name: str) -> Path | None:
     """For other things that are found by compiling.  setting: of run.compilation_cache; None for none."""
     if setting == NONE:
         return None
-    return default_directory(name) if setting == AUTO else Path(setting).expanduser() / name
+    return default_directory(name) if setting == AUTO else _expand(setting) / name
 
 
 def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
@@ -38,7 +45,7 @@ def use_compilation_cache(setting: str, log: Callable[[str], None]) -> None:
     if setting == NONE or (setting == AUTO and "JAX_COMPILATION_CACHE_DIR" in os.environ):
         uninstall()
         return
-    directory = default_directory() if setting == AUTO else Path(setting).expanduser()
+    directory = default_directory() if setting == AUTO else _expand(setting)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_own(directory)

@@ -372,8 +372,7 @@ def test_few_layers_hold_most_in_attention_s_backward():
         precision=BF16,
         train={"batch": 128},
     )
-    found = audit(config, compilable("v5p:2x2x2"))["memory"]
-    assert found["peak"] == pytest.approx(sum(found["planned"].values()), rel=0.03), found
+    planned(audit(config, compilable("v5p:2x2x2"))["memory"])
 
 
 def planned(memory: dict) -> None:

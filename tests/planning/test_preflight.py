@@ -91,6 +91,17 @@ def test_attention_in_one_kernel_is_counted_by_formula(config, audited):
     assert counted == pytest.approx(3 * rows * products * 0.5 * (1 + 2.5))
 
 
+def test_a_kernel_that_is_not_here_is_named_and_not_counted(config, audited, monkeypatch):
+    """What was compiled has another one, in the program itself."""
+    fused = config.model_copy(update={"model": config.model.model_copy(update={"attention": "splash"})})
+    without = audited._replace(report=audited.report | {"notice": "no cuDNN"})
+    monkeypatch.setattr(planning, "audit_step", lambda *_, **__: without)
+    found = planning.preflight(fused, make_target(parse_topology(TOPOLOGY)))
+    plain = planning.preflight(config, make_target(parse_topology(TOPOLOGY)))
+    assert found["flops"] == plain["flops"] and found["memory"] == plain["memory"]
+    assert "\nno cuDNN\n" in planning.render(planning.with_costs(found | {"software": 0.9}, None, None))
+
+
 def test_costs_follow_from_tokens_and_price(found):
     found = found | {"software": 0.9}
     run = planning.with_costs(found, 2.5, 10**9)

@@ -250,6 +250,7 @@ def test_only_what_a_search_wrote_is_replaced(tmp_path, capsys, monkeypatch):
         ([*line, str(run)], "is CONFIG too"),
         (["plan", str(out), *line[2:], str(out)], "is CONFIG too"),
         ([*line, str(tmp_path / "x"), "--json", str(tmp_path / "x")], "is --json too"),
+        (["plan", str(run), "--topology", "h100:1x2", "--json", str(run)], "--json " + str(run) + ": is CONFIG too"),
     ):
         capsys.readouterr()
         assert main(arguments) == 2

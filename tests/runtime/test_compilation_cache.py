@@ -82,6 +82,9 @@ def test_a_directory_that_others_can_write_to_is_not_used(tmp_path, monkeypatch)
     use_compilation_cache("auto", lines.append)
     assert [cache.directory for cache in installed] == [default_directory()]
     assert default_directory().stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-has-this-name/cache")  # as ~ without a home directory
+    use_compilation_cache("auto", lines.append)
+    assert len(installed) == 1 and "Compiling without it" in lines[2]
 
 
 def test_a_later_run_without_a_cache_has_none(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import re
 from importlib.resources import files
 
@@ -86,6 +87,8 @@ def test_the_table_itself_is_one(tmp_path):
         ("products.tile", [256, 0]),
         ("products.limit", "0.8"),
         ("latency.speed", 1),
+        ("memory.size", 1e300),
+        ("products.limit", 1e-320),
     ],
 )
 def test_a_row_that_makes_no_sense_names_its_key(key, value, tmp_path):
@@ -96,6 +99,19 @@ def test_a_row_that_makes_no_sense_names_its_key(key, value, tmp_path):
     with pytest.raises(ConfigError, match=rf"row 1, {re.escape(key)}.*Write one with spmd-lm bench") as refused:
         read_hardware(tmp_path / "gpu.yaml")
     assert "\n" not in str(refused.value)
+
+
+def test_what_a_row_leaves_out_may_be_null(tmp_path):
+    (row,) = (copy.deepcopy(row) for row in PUBLISHED if row["device_kind"] == "nvidia h100")
+    (tmp_path / "gpu.yaml").write_text(yaml.safe_dump([row | {"network": None, "kernel_overhead": None}]))
+    (hardware,) = read_hardware(tmp_path / "gpu.yaml")
+    assert hardware.links.network is hardware.kernel_overhead is None
+
+
+def test_a_pipe_is_not_read_for_a_table(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="cannot be read: it is not a regular file"):
+        read_hardware(tmp_path / "pipe")
 
 
 def test_only_a_measured_table_is_replaced(tmp_path, capsys, monkeypatch):
