@@ -162,7 +162,10 @@ def fullest_phase(config: RunConfig, plan: Plan) -> Phase:
         phases = _pipeline_phases(config, plan, sizes)
     if plan.layout.replica > 1 and sizes.compiler.copies_replicas:
         added_up = config.parallel.microbatches > 1 or plan.layout.pipe > 1
-        phases.append(Phase(REPLICAS, 0, 2 * (sizes.accumulated if added_up else sizes.gradients), 0, 0))
+        addends = sizes.accumulated if added_up else sizes.gradients
+        if plan.zero.scatter_per == "step":  # over `data` first, onto shards
+            addends = plan.elements_per_device() * dtype_bytes(config.precision.params)
+        phases.append(Phase(REPLICAS, 0, 2 * addends, 0, 0))
     return max(phases, key=lambda phase: sum(phase.rows.values()))
 
 

@@ -95,6 +95,9 @@ def test_what_compilers_copy():
     phases = {platform: memory.fullest_phase(deep, abstract_plan(deep, 8, platform, "")) for platform in ("tpu", "gpu")}
     assert phases["tpu"].name == memory.REPLICAS != phases["gpu"].name
     assert phases["tpu"].gradients == 2 * table(deep, "tpu")["parameters"]
+    sharded = deep.model_copy(update={"parallel": deep.parallel.model_copy(update={"zero": 1})})
+    # ZeRO-1 has summed onto shards before, which are far less than what a phase before holds.
+    assert memory.fullest_phase(sharded, abstract_plan(sharded, 8, "tpu", "")).name != memory.REPLICAS
 
 
 LOW, FULL = FLOAT32 | {"compute": "bfloat16"}, {"policy": "full"}
