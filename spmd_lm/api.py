@@ -143,8 +143,8 @@ def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None
     if target:
         config = _on(target, config)
         if target.platform != "cpu":
-            use_cpu_alone()  # before jax starts: it compiles ahead of time, what it cannot read again (0.10 and 0.12)
-            config = _with_run(config, compilation_cache=NONE)
+            use_cpu_alone()  # before jax starts: it compiles ahead of time
+            config = _with_run(config, compilation_cache=NONE)  # jax 0.10 cannot load such programs from a cache
     set_up_devices(config)
     from spmd_lm.planning.audit import audit, render
 

@@ -219,8 +219,8 @@ def _unreduced(plan: Plan, sizes: _Sizes) -> int:
     if sizes.scatters_late:
         return of_layer + sizes.late_head_gradient + sizes.layer * sizes.widening
     if plan.zero.gathers_on_use:
-        # Zeros for the embedding's, and a shard of the head's; but the last layer's activations, which has run ahead of
-        # the loop.  Without conversions, the head's, and its shard.
+        # Zeros for the embedding's, and a shard of the head's; less the activations of the last layer, whose backward
+        # runs ahead of the loop.  Where sums are not wider, the head's and its shard.
         extra = sizes.wide_embedding if sizes.widens_sums else sizes.late_head_gradient
         extra += extra // plan.layout.data
         extra -= sizes.saved // sizes.layers if sizes.widens_sums else 0

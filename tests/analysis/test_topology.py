@@ -37,11 +37,13 @@ def test_names_of_hardware(text, platform, size):
         ("cpu:0", "does not come in this shape"),
         ("v5e:32x32", "no slice of v5e is 32 chips long"),
         ("", "not the form of a topology"),
+        ("h100:1x8\n", "not the form of a topology"),
     ],
 )
 def test_unknown_hardware_is_refused_with_what_is_known(text, message):
     with pytest.raises(ConfigError, match=message) as error:
         topology.parse_topology(text)
+    assert "\n" not in str(error.value)
     assert "Known: cpu:8" in str(error.value) and "v5p:4x4x4" in str(error.value) and "h100:2x8" in str(error.value)
 
 

@@ -157,6 +157,14 @@ def test_names_that_no_file_has_are_told(verb, capsys):
         assert "no file can have this name" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--json", "--picture", "--hardware"])
+def test_nor_can_an_option_s_file_have_them(option, capsys):
+    assert (
+        main(["preflight", "configs/debug.yaml", "--topology", "h100:1x8", option, "x" * 300 + ".png"]) == Exit.CONFIG
+    )
+    assert "no file can have this name" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run, to be copied."""
