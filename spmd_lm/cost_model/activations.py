@@ -42,10 +42,11 @@ def stream_bytes(config: RunConfig, plan: Plan) -> int:
 class LayerActivations:
     """Bytes per token, as a compiler holds them.
 
-    stream: of the residual stream.  outside: what is saved if nothing is recomputed, but for the attention core.
-    core: what the attention core saves then.  saved: what the run's remat policy saves.  workspace: what backward
-    through a layer holds besides, its recomputed activations included.  attention_workspace: the same in attention's
-    backward, where a fused kernel reads copies in its own layout.  forward_workspace: what forward holds then."""
+    stream: of the residual stream.  hidden: of the MLP's hidden layer.  outside: what is saved if nothing is
+    recomputed, but for the attention core.  core: what the attention core saves then.  saved: what the run's remat
+    policy saves.  workspace: what backward through a layer holds besides, its recomputed activations included.
+    attention_workspace: the same in attention's backward, where a fused kernel reads copies in its own layout.
+    forward_workspace: what forward holds then."""
 
     def __init__(self, config: RunConfig, plan: Plan, compiler: Compiler):
         m, shards, remat = config.model, plan.layout.model, config.remat_policy
@@ -59,7 +60,7 @@ class LayerActivations:
 
         unsharded = m.width * size
         self.stream = unsharded / shards if plan.sequence else unsharded
-        hidden = m.mlp_dim / shards * size
+        self.hidden = hidden = m.mlp_dim / shards * size
         # Both branches' inputs and both norms' outputs; queries, keys, values, and what attention's last matrix reads;
         # the MLP's hidden layer before and after the activation, and what gates it.
         streams = 4 * self.stream + (2 * self.stream / size if m.dropout else 0)  # a mask is one byte per element
@@ -75,8 +76,8 @@ class LayerActivations:
 
         # The hidden layer's gradient before and after the activation; the gradient of a branch's output, and where the
         # sequence is sharded the whole of it and of the branch's input.
-        self.workspace = 2 * hidden + (3 if plan.sequence else 1) * unsharded
-        self.workspace += compiler.streams[plan.sequence] * unsharded
+        gathered = 2 + (remat.policy in compiler.keeps_gathers and shards > 1) if plan.sequence else 0
+        self.workspace = 2 * hidden + (1 + gathered + compiler.streams[plan.sequence]) * unsharded
         core = self.core if fused else 0
         if remat.recomputes_layer:
             self.workspace += self.outside + core - self.saved

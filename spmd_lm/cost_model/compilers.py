@@ -36,7 +36,8 @@ class Compiler(NamedTuple):
     where no fused kernel computes it (read from CPUs alone).  streams: further copies of the unsharded residual stream
     in backward, without and with `parallel.sequence`.  least_streams: the fewest unsharded residual streams that
     backward holds where all-reduces over `model` sum them: operands and results.  in_turn: remat policies under which a
-    layer's branches are recomputed one after the other, so that the larger one's activations alone are held.  logits:
+    layer's branches are recomputed one after the other, so that the larger one's activations alone are held.
+    keeps_gathers: those under which attention's gathered input stays while the MLP's gradients are made.  logits:
     arrays as large as a chunk of logits that cross-entropy holds.  sums_overlap: sums over devices, and zeros, start as
     early and end as late as their data allow, so that their float32 operands stay.  copies_replicas: sums over replicas
     are not written into their operands.  casts_layers: sharded weights are cast layer by layer as they are gathered,
@@ -44,7 +45,7 @@ class Compiler(NamedTuple):
     used as it was gathered, without a copy.  rounds_stacks: gradients that a loop over layers scatters in a narrower
     dtype are rounded ahead of it, those of all layers.  keeps_weights: they stay until a step's end, read again or not.
     attention_arrays, forward_arrays: by remat policy, at the points of attention's backward, and of forward, at which a
-    layer may hold most where a fused kernel computes attention; not read for policy `block`, post norm and dropout.
+    layer may hold most where a fused kernel computes attention; not read for post norm and dropout.
     rotary_attention_arrays, rotary_forward_arrays: at those that rotary positions add."""
 
     lanes: int = 1
@@ -54,6 +55,7 @@ class Compiler(NamedTuple):
     streams: tuple[int, int] = (0, 0)
     least_streams: int = 0
     in_turn: frozenset[Policy] = frozenset()
+    keeps_gathers: frozenset[Policy] = frozenset()
     logits: int = 2
     sums_overlap: bool = False
     copies_replicas: bool = False
@@ -72,6 +74,7 @@ COMPILER_OF_PLATFORM = {
         lanes=128,
         least_streams=7,
         in_turn=frozenset({"full", "residual"}),
+        keeps_gathers=frozenset({"full"}),
         logits=1,
         copies_replicas=True,
         reuses_chunk=True,
@@ -89,6 +92,7 @@ COMPILER_OF_PLATFORM = {
             ),
             "residual": (LayerArrays(hidden=2, queries=2, keys=2, logsumexps=2, streams=5),),
             "full": (LayerArrays(hidden=2, queries=3, keys=4, streams=7),),
+            "block": (LayerArrays(hidden=2, queries=3, keys=4, streams=4),),
         },
         forward_arrays={
             "none": (LayerArrays(hidden=1, queries=2, keys=2, logsumexps=1, streams=4),),
@@ -100,6 +104,7 @@ COMPILER_OF_PLATFORM = {
             "selective": (LayerArrays(hidden=1, queries=4, keys=5, streams=2),),
             "residual": (LayerArrays(hidden=2, queries=5, keys=5, streams=5),),
             "full": (LayerArrays(hidden=2, queries=5, keys=5, streams=5),),
+            "block": (LayerArrays(hidden=2, queries=4, keys=5, streams=2),),
         },
         rotary_forward_arrays={
             "none": (

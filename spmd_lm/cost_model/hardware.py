@@ -116,6 +116,12 @@ class Hardware:
     kernel_overhead: float | None = None
 
     @property
+    def compiler_managed_memory(self) -> int:
+        """Bytes on the chip in which a TPU's compiler places arrays for one core: CMEM, or a core's VMEM."""
+        cores = self.products.cores if self.products else 1
+        return (self.on_chip.get("cmem") or self.on_chip.get("vmem", 0) // cores) * 2**20
+
+    @property
     def peak_flops(self) -> float:
         """Of 16 bits."""
         return self.peaks.get("bfloat16") or self.peaks["float16"]

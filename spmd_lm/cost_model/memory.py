@@ -8,6 +8,7 @@ from typing import NamedTuple
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.activations import LayerActivations, at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
+from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.ops import cross_entropy
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan, padded_vocab
@@ -22,6 +23,10 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     """The rows of `table` that outlive a step."""
     params = plan.elements_per_device() * dtype_bytes(config.precision.params)
     return {"parameters": params, config.optim.moments: config.optim.num_moments * params}
+
+
+SMALL = 5
+"""Arrays of the residual stream's size, unsharded, that fit the memory on a chip where they count as small."""
 
 
 class _Sizes:
@@ -98,10 +103,20 @@ class _Sizes:
         config, plan = self.config, self.plan
         tokens, layer = tokens_per_device(config, plan.layout), LayerActivations(config, plan, self.compiler)
         self.stream = int(tokens * layer.stream)  # one microbatch's
+        self.hidden = int(tokens * layer.hidden)
         self.saved = int(tokens * config.layers_per_chunk * layer.saved)  # in the layers that run in one loop
-        self.workspace = int(tokens * layer.workspace) + self.compiler.kernel_workspace
-        self.attention_workspace = int(tokens * layer.attention_workspace)
-        self.forward_workspace = int(tokens * layer.forward_workspace)
+        on_chip = self._on_chip()
+        self.workspace = max(0, int(tokens * layer.workspace) - on_chip) + self.compiler.kernel_workspace
+        self.attention_workspace = max(0, int(tokens * layer.attention_workspace) - on_chip)
+        self.forward_workspace = max(0, int(tokens * layer.forward_workspace) - on_chip)
+
+    def _on_chip(self) -> int:
+        """Of what a layer works with, about as much as a TPU's compiler places outside of HBM, where arrays are small
+        beside the memory on its chip."""
+        hardware = find_hardware(self.plan.device_kind)
+        size = hardware.compiler_managed_memory if hardware else 0
+        unsharded = self.stream * (self.plan.layout.model if self.plan.sequence else 1)
+        return size // 2 if SMALL * unsharded <= size else 0
 
     def _embedding_and_head(self) -> None:
         """Gradients of the embedding and the head, and what is held beside each in its phase."""
@@ -111,20 +126,16 @@ class _Sizes:
         sum_itemsize = self.wide if compiler.wide else max(self.itemsize, dtype_bytes(config.precision.reduce))
         self.wide_embedding = self.embedding * self.widening
         self.head_gradient = self.embedding // self.itemsize * sum_itemsize
-        # The head's is scattered beside the last layer, whose sums over `model`, if it has any, wait for that; in a
-        # pipeline in another tick than the embedding's.
-        self.late_head_gradient = self.head_gradient if plan.layout.model == plan.layout.pipe == 1 else 0
-        # Beside each: its copy in the layout in which it is scattered, where backward scatters.  Without stages, the
-        # head's is held rounded to the compute dtype too, where that is narrower, and a TPU does without its copy.
-        # Otherwise the embedding's is held rounded, not copied.
+        # Beside each: its copy in the layout in which it is scattered, where backward scatters.  Without stages a TPU,
+        # and a GPU that does not scatter, hold the head's rounded to the compute dtype instead, where that is narrower.
+        # With stages the embedding's is held rounded, not copied.
         to_scatter = self.head_gradient if plan.zero.scatters_in_backward else 0
         beside_embedding, beside_head = self.embedding, to_scatter
         if plan.layout.pipe == 1 and not compiler.wide:
-            rounded = self.embedding if self.widens_sums else 0
-            beside_embedding, beside_head = to_scatter, rounded + (to_scatter if compiler.sums_overlap else 0)
+            beside_embedding = to_scatter
+            if not (compiler.sums_overlap and to_scatter):
+                beside_head = self.embedding if self.widens_sums else 0
         self.embedding_workspace = self.wide_embedding + beside_embedding
-        if self.scatters_late:  # so is what is left of the head's
-            self.embedding_workspace = 2 * (self.head_gradient + self.late_head_gradient)
         # Before that, one chunk of cross-entropy's logits, and their gradient.
         shards, tokens = plan.layout.model, tokens_per_device(config, plan.layout)
         vocab = padded_vocab(config.model.vocab, shards) // shards if config.objective.predicts_tokens else 0
@@ -193,39 +204,44 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.embedding_workspace),
     ]
     if plan.zero.gather_per == "step" and sizes.compiler.sums_overlap:
-        # The last stack in two layouts; and zeros: for the sum over microbatches, or for the gradients of embedding
-        # and head, and for what the loop over layers will save.
-        zeros = sizes.head_gradient + sizes.wide_embedding if sizes.widens_sums else 0
+        # The last stack in two layouts; and zeros: for the sum over microbatches, or for the head's gradient and for
+        # what the loop over layers will save.
+        zeros = sizes.head_gradient if sizes.widens_sums else 0
         then = (accumulated, 0) if accumulates else (zeros, sizes.saved)
         phases.append(Phase(GATHER, weights + sizes.largest_stack, *then, 0))
     return phases
 
 
 def _unreduced(plan: Plan, sizes: _Sizes) -> int:
-    """Gradients in backward through the blocks, besides those that are complete: a layer's that are to be scattered;
-    the head's; and zeros to which the embedding's will be added, whose sum is among the complete ones."""
-    of_layer = sizes.layer + sizes.ahead if plan.zero.scatters_in_backward else 0
-    # Where nothing is converted, both are among the complete ones.
-    head_and_zeros = sizes.head_gradient + sizes.wide_embedding - sizes.embedding if sizes.widens_sums else 0
+    """Gradients in backward through the blocks, besides those that are complete: a layer's that are to be scattered,
+    and the head's in place of its sum with the embedding's; and copies of a remat block's weights and gradients."""
+    if sizes.compiler.sums_overlap:
+        return _unreduced_where_sums_overlap(plan, sizes)
+    scatters = plan.zero.scatters_in_backward
+    of_layer = sizes.layer + sizes.ahead if scatters else 0
+    head = sizes.head_gradient - sizes.embedding
     if sizes.compiler.wide:
-        return of_layer + head_and_zeros
-    if not sizes.compiler.sums_overlap:
-        copies = 2 * sizes.remat_block  # of a remat block's weights and gradients
-        if not plan.zero.scatters_in_backward:  # the head's is rounded to the compute dtype after the blocks
-            return sizes.head_gradient - sizes.embedding + copies
-        if plan.zero.gathers_on_use:  # gradients of one branch take the place of its gathered weights
-            return of_layer // 2 + copies
-        return of_layer * (sizes.widening if sizes.widens_sums else 1) + sizes.widened_shards + copies
-    if sizes.scatters_late:
-        return of_layer + sizes.late_head_gradient + sizes.layer * sizes.widening
-    if plan.zero.gathers_on_use:
-        # Zeros for the embedding's, and a shard of the head's; less the activations of the last layer, whose backward
-        # runs ahead of the loop.  Where sums are not wider, the head's and its shard.
-        extra = sizes.wide_embedding if sizes.widens_sums else sizes.late_head_gradient
-        extra += extra // plan.layout.data
-        extra -= sizes.saved // sizes.layers if sizes.widens_sums else 0
-        return of_layer // (1 if sizes.widens_sums else 2) + extra + sizes.remat_block_gradients
-    return of_layer + head_and_zeros
+        return of_layer + (head if sizes.widens_sums else 0)
+    copies = 2 * sizes.remat_block
+    if not scatters:  # the head's is rounded to the compute dtype after the blocks
+        return head + copies
+    if plan.zero.gathers_on_use:  # gradients of one branch take the place of its gathered weights
+        return of_layer // 2 + copies
+    return of_layer * (sizes.widening if sizes.widens_sums else 1) + sizes.widened_shards + copies
+
+
+def _unreduced_where_sums_overlap(plan: Plan, sizes: _Sizes) -> int:
+    scatters, gathers_on_use = plan.zero.scatters_in_backward, plan.zero.gathers_on_use
+    of_layer = sizes.layer + sizes.ahead if scatters else 0
+    copies = sizes.remat_block_gradients if scatters else sizes.remat_block
+    copies += 0 if gathers_on_use else sizes.remat_block
+    if sizes.scatters_late:  # half of a layer's, widened, and those of the next
+        return of_layer + sizes.layer * sizes.widening // 2 + copies
+    if not gathers_on_use:
+        return of_layer + (sizes.head_gradient - sizes.embedding) + copies
+    of_layer //= 1 if sizes.widens_sums else 2
+    ahead = sizes.hidden if sizes.config.remat_policy.recomputes_layer else 0  # the first layer's, before its turn
+    return of_layer + sizes.head_gradient // plan.layout.data + ahead + copies
 
 
 def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
@@ -250,6 +266,7 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     """Embedding and head run apart from the layers, for all microbatches.  Where ZeRO scatters per chunk, a chunk's
     gradients are summed over all microbatches first, into nothing else."""
     weights, buffers = _pipeline_weights(config, plan, sizes), _pipeline_buffers(config, plan) * sizes.stream
+    weights -= sizes.rest  # gathered, or cast, in the conditionals that use them
     of_all = config.parallel.microbatches * sizes.stream
     copied, gradients = 0, sizes.accumulated
     in_scatter = gradients
@@ -261,7 +278,7 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
         gradients, in_scatter = _chunk_gradients(config, plan, sizes)
     saved = buffers + of_all + sizes.saved
     return [
-        Phase(HEAD, weights + copied, sizes.wide_embedding, buffers + of_all, sizes.head_workspace),
+        Phase(HEAD, weights + copied + sizes.rest, sizes.wide_embedding, buffers + of_all, sizes.head_workspace),
         Phase(BLOCKS, weights + copied, gradients, saved, sizes.workspace),
         Phase(ATTENTION, weights, gradients, saved, sizes.attention_workspace),
         Phase(CHUNK, weights + copied, in_scatter, buffers + of_all, 0),
@@ -285,7 +302,7 @@ def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int,
     """Gradients during a chunk's backward, and while its sum over microbatches is scattered."""
     chunk, overlap = sizes.layer * config.layers_per_chunk, sizes.compiler.sums_overlap
     of_chunk = chunk * sizes.widening
-    in_scatter = of_chunk + sizes.gradients
+    in_scatter = of_chunk + (sizes.accumulated if overlap else sizes.gradients)
     # The shards are there before the only chunk's end.
     in_backward = in_scatter if config.chunks > 1 or overlap else of_chunk
     if config.chunks > 1 and overlap:  # the chunk's shards, before they join the others

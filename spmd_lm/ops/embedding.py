@@ -48,7 +48,9 @@ def _table_gradient(table: Array, ids: Array, g: Array, name: str) -> Array:
         rows, in_shard = local_rows(ids, table.shape[0], name)
         g = jnp.where(in_shard[..., None], gather_sequence(g), 0)
     wide = jnp.promote_types(table.dtype, jnp.float32)  # a sum in bfloat16 stalls at 256 equal addends
-    return jnp.zeros(table.shape, wide).at[rows].add(g.astype(wide)).astype(table.dtype)
+    # Zeros that depend on the gradient are made when they are needed; constant ones XLA for GPUs keeps from the start.
+    zeros = jnp.full(table.shape, 0 * g[(0,) * g.ndim], wide)
+    return zeros.at[rows].add(g.astype(wide)).astype(table.dtype)
 
 
 def _forward(table, ids, name):

@@ -104,7 +104,7 @@ class Plan:
     pipeline stages compute too, and discard the result.  prefetch: keys of the parts of a layer that ZeRO gathers
     while the layer before it runs.  prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one
     before it runs.  collective_matmul: keys of the branches of a layer whose products run in parts beside their
-    collectives."""
+    collectives.  device_kind: as jax calls it, where it is known."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -119,6 +119,7 @@ class Plan:
     prefetch: tuple[str, ...] = ()
     prefetch_chunks: bool = False
     collective_matmul: tuple[str, ...] = ()
+    device_kind: str = ""
 
     def __post_init__(self):
         problems = []

@@ -75,6 +75,7 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
         prefetch=first_parts,
         prefetch_chunks=ahead and breadth_first,
         collective_matmul=in_parts,
+        device_kind=kind,
     )
 
 

@@ -104,35 +104,79 @@ LOW, FULL = FLOAT32 | {"compute": "bfloat16"}, {"policy": "full"}
 FLAT: dict[str, int | bool] = {}
 
 
-def test_a_gpu_keeps_zeros_for_the_embedding_s_gradient_or_the_head_s_while_it_is_scattered():
-    """ZeRO-3.  The first where sums are wider; the second unless the layer's all-reduces wait for that scatter."""
+def test_a_gpu_keeps_a_shard_of_the_head_s_gradient_and_recomputes_a_layer_ahead():
+    """ZeRO-3; and of the layer's gradients half, where they are not widened."""
 
-    def unreduced(reduce="float32", **parallel):
+    def unreduced(reduce, policy, **parallel):
         precision, parallel = LOW | {"reduce": reduce}, {"zero": 3, "prefetch": "off"} | parallel
-        config = make_config(parallel=parallel, precision=precision, remat=FULL)
+        config = make_config(parallel=parallel, precision=precision, remat={"policy": policy})
         sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
-        wide = reduce == "float32"
-        run_ahead = sizes.saved // sizes.layers if wide else 0  # the last layer's activations, ahead of the loop
-        return memory._unreduced(plan, sizes) + run_ahead - sizes.layer // (1 if wide else 2)
+        assert sizes.hidden == config.train.batch / 8 * config.model.context * 4 * config.model.width * 2
+        of_layer = sizes.layer // (1 if reduce == "float32" else 2)
+        return memory._unreduced(plan, sizes) - of_layer - (sizes.hidden if policy == "full" else 0)
 
-    of_head = (61 + 16) * 32 * (1 + 1 / 8)  # of tokens and positions; and its shard
-    assert [unreduced(reduce, data=8) for reduce in ("float32", "bfloat16")] == [4 * of_head, 2 * of_head]
-    halved = ((62 / 2) + 16) * 32 * (1 + 1 / 4)  # tokens padded to an even number
-    assert [unreduced(reduce, data=4, model=2) for reduce in ("float32", "bfloat16")] == [4 * halved, 0]
+    of_head = (61 + 16) * 32  # of tokens and positions
+    for policy in ("full", "none"):
+        both = [unreduced(reduce, policy, data=8) for reduce in ("float32", "bfloat16")]
+        assert both == [4 * of_head / 8, 2 * of_head / 8]
+    halved = ((62 / 2) + 16) * 32  # tokens padded to an even number
+    assert unreduced("float32", "selective", data=4, model=2) == 4 * halved / 4
 
 
-@pytest.mark.parametrize(("platform", "zero", "factors"), [("gpu", 1, (0, 3)), ("tpu", 1, (0, 1)), ("gpu", 2, (0, 2))])
+@pytest.mark.parametrize(("platform", "zero", "factors"), [("gpu", 1, (0, 1)), ("tpu", 1, (0, 1)), ("gpu", 2, (0, 0))])
 def test_what_waits_for_sums_is_in_the_dtype_that_devices_sum_in(platform, zero, factors):
-    """In embeddings.  ZeRO-1: the head's gradient in float32, and on a GPU zeros for the embedding's, less one that is
-    complete.  ZeRO-2: the head's alone."""
+    """In embeddings.  ZeRO-1: the head's gradient in float32, less one that is complete.  ZeRO-2: half of a layer's,
+    widened, beside those of the next."""
     for reduce, factor in zip(("bfloat16", "float32"), factors, strict=True):
         parallel = {"data": 8, "zero": zero}
         config = make_config(parallel=parallel, precision=LOW | {"reduce": reduce}, remat=FULL)
         sizes = memory._Sizes(config, plan := abstract_plan(config, 8, platform, ""))
         widening = 1 + (reduce == "float32")
         assert sizes.head_gradient == widening * sizes.embedding
-        layers = sizes.layer * (1 + sizes.scatters_late * widening) if zero == 2 else 0
+        layers = sizes.layer * (1 + sizes.scatters_late * widening / 2) if zero == 2 else 0
         assert memory._unreduced(plan, sizes) - layers == factor * sizes.embedding
+
+
+@pytest.mark.parametrize(
+    ("platform", "zero", "weights", "gradients"),
+    [("gpu", 1, 1, 1), ("gpu", 2, 1, 1 / 8), ("gpu", 3, 0, 1 / 8), ("tpu", 1, 1, 1)],
+)
+def test_a_remat_block_s_weights_and_gradients_are_slices_of_stacks(platform, zero, weights, gradients):
+    """Beside those of one layer; each as a copy, but for weights that are gathered layer by layer."""
+
+    def unreduced(**remat):
+        config = make_config(
+            model={"layers": 8, "use_bias": False},
+            parallel={"data": 8, "zero": zero, "prefetch": "off"},
+            precision=LOW | {"reduce": "bfloat16"},
+            remat=remat,
+        )
+        sizes = memory._Sizes(config, plan := abstract_plan(config, 8, platform, ""))
+        return memory._unreduced(plan, sizes), sizes.layer
+
+    (none, layer), (block, _) = unreduced(policy="none"), unreduced(policy="block", block_size=2)
+    assert block - none == pytest.approx(2 * layer * (weights + gradients), rel=0.05)  # norms are not sharded
+
+
+@pytest.mark.parametrize(("platform", "zero", "copy"), [("gpu", 1, 1), ("gpu", 2, 2), ("gpu", 3, 2), ("tpu", 2, 1)])
+def test_the_head_s_gradient_is_there_rounded_or_in_the_layout_that_is_scattered(platform, zero, copy):
+    """Where that is more than logits are."""
+    config = make_config(model={"width": 256}, parallel={"data": 8, "zero": zero}, precision=LOW, train={"batch": 8})
+    sizes = memory._Sizes(config, abstract_plan(config, 8, platform, ""))
+    assert sizes.head_workspace == copy * sizes.embedding
+
+
+def test_a_tpu_keeps_attention_s_gathered_input_where_it_recomputes_a_whole_layer():
+    def kept(sequence, policy):
+        """Unsharded residual streams."""
+        parallel = {"data": 4, "model": 2, "sequence": sequence}
+        config = make_config(parallel=parallel, precision=LOW, remat={"policy": policy})
+        plan, tpu = abstract_plan(config, 8, "tpu", ""), COMPILER_OF_PLATFORM["tpu"]
+        compilers = tpu, tpu._replace(keeps_gathers=frozenset())
+        keeps, frees = (LayerActivations(config, plan, each).workspace for each in compilers)
+        return (keeps - frees) / (config.model.width * 2)
+
+    assert [kept(True, "full"), kept(True, "residual"), kept(False, "full")] == [1, 0, 0]
 
 
 @pytest.mark.parametrize(("microbatches", "reduce"), [(1, "bfloat16"), (1, "float32"), (2, "bfloat16")])
@@ -181,7 +225,8 @@ def test_a_tpu_copies_the_only_chunk_of_several_microbatches(microbatches, copie
         weights = {phase.name: phase.weights for phase in memory._breadth_first_phases(config, plan, sizes)}
         chunk = 2 * sizes.layer
         assert weights[memory.HEAD] - sizes.resident - sizes.rest == copied * chunk
-        assert weights[memory.HEAD] - weights[memory.ATTENTION] == max(0, copied - 1) * chunk
+        # The head's weights are there in its conditional alone.
+        assert weights[memory.HEAD] - sizes.rest - weights[memory.ATTENTION] == max(0, copied - 1) * chunk
 
 
 def test_a_tpu_rounds_a_chunk_before_its_layers_are_scattered():
@@ -197,12 +242,14 @@ def test_a_tpu_rounds_a_chunk_before_its_layers_are_scattered():
         )
         sizes = memory._Sizes(config, plan := abstract_plan(config, 4, platform, ""))
         phases = {phase.name: phase for phase in memory._breadth_first_phases(config, plan, sizes)}
-        return phases[memory.CHUNK].gradients - sizes.gradients, 2 * sizes.layer
+        return phases[memory.CHUNK].gradients, sizes, 2 * sizes.layer
 
-    added, chunk = in_scatter("tpu", "bfloat16")
-    assert added == 2 * chunk + chunk + chunk / 2
-    assert in_scatter("tpu", "float32")[0] == 2 * chunk
-    assert in_scatter("gpu", "bfloat16")[0] == 2 * chunk + chunk  # its shards, in float32
+    added, sizes, chunk = in_scatter("tpu", "bfloat16")
+    assert added - sizes.gradients == 2 * chunk + chunk + chunk / 2
+    added, sizes, chunk = in_scatter("tpu", "float32")
+    assert added - sizes.gradients == 2 * chunk
+    added, sizes, chunk = in_scatter("gpu", "bfloat16")
+    assert added - sizes.accumulated == 2 * chunk + chunk  # shards of the step, and the chunk's, in float32
 
 
 def test_a_gpu_gathers_the_last_stack_in_two_layouts():
@@ -218,7 +265,7 @@ def test_a_gpu_gathers_the_last_stack_in_two_layouts():
     layers, width = 2, 32
     stack = layers * width * 4 * width * 2
     *held, sizes = gather(1)
-    assert held == [stack, sizes.head_gradient + sizes.wide_embedding, sizes.saved]
+    assert held == [stack, sizes.head_gradient, sizes.saved]
     *held, sizes = gather(2)
     assert held == [stack, sizes.accumulated, 0]
 
@@ -241,7 +288,8 @@ def kernel_streams(platform="tpu", policy="selective", precision=LOW, parallel=F
     """What a layer of width 256 holds around attention's kernel, backward and forward, in bfloat16 streams: a hidden
     layer is 4, all queries are 1 with heads of 128 and 2 with heads of 64, all logsumexps twice as much."""
     model = {"width": 256, "heads": 4, "layers": 4, "context": 1024, "dropout": 0.0, "attention_dropout": 0.0} | sizes
-    config = make_config(model=model, precision=precision, remat={"policy": policy}, parallel=parallel)
+    remat = {"policy": policy} | ({"block_size": 2} if policy == "block" else {})
+    config = make_config(model=model, precision=precision, remat=remat, parallel=parallel)
     plan = abstract_plan(config, parallel.get("model", 1), platform, "")
     layer = LayerActivations(config, plan, COMPILER_OF_PLATFORM[platform])
     return [each / (256 * 2) for each in (layer.attention_workspace, layer.forward_workspace)]
@@ -255,6 +303,7 @@ def kernel_streams(platform="tpu", policy="selective", precision=LOW, parallel=F
         ("selective", 4, 4 + 2 * 8 + 4, 2 * 3 + 4),
         ("residual", 4, 8 + 2 * 8 + 5, 0),
         ("full", 2, 8 + 7 + 7, 0),
+        ("block", 4, 8 + 2 * 7 + 4, 0),
     ],
 )
 def test_a_tpu_s_kernel_reads_copies_that_are_padded(policy, heads, backward, forward):
@@ -272,8 +321,30 @@ def test_what_a_kernel_s_copies_depend_on():
     assert kernel_streams(activation="swiglu", policy="full", heads=2)[0] == 2 * 8 + 7 + 7
     assert kernel_streams(positions="rotary") == [4 + 2 * 9 + 2, 2 * 8 + 4]
     assert kernel_streams(positions="rotary", policy="full", heads=2) == [8 + 10 + 5, 0]
+    assert kernel_streams(positions="rotary", policy="block", heads=4) == [8 + 2 * 9 + 2, 0]
     assert kernel_streams(positions="rotary", policy="none", heads=2)[1] == 4 + 5 + 2 + 4
     assert kernel_streams("gpu", "none", positions="rotary", parallel={"model": 2, "sequence": True}) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "context", "spared"),
+    [
+        ("TPU v5 lite", 1024, 64),
+        ("TPU v4", 1024, 64),
+        ("TPU v5", 256, 32),
+        ("TPU v5", 1024, 0),
+        ("TPU v5 lite", 2048, 0),
+    ],
+)
+def test_small_arrays_lie_on_a_tpu_s_chip(kind, context, spared):
+    """MiB: half of v5e's VMEM, of v4's CMEM, or of the VMEM of one of v5p's cores, where arrays are at most a fifth."""
+
+    def workspace(device_kind):
+        model = {"width": 512, "heads": 4, "context": context, "dropout": 0.0, "attention_dropout": 0.0}
+        config = make_config(model=model, precision=LOW, train={"batch": 24}, parallel={"data": 1})
+        return memory._Sizes(config, abstract_plan(config, 1, "tpu", device_kind)).workspace
+
+    assert workspace("") - workspace(kind) == spared * 2**20
 
 
 def phases_of_few_layers(policy, pipe=1):

@@ -375,6 +375,19 @@ def test_few_layers_hold_most_in_attention_s_backward():
     planned(audit(config, compilable("v5p:2x2x2"))["memory"])
 
 
+@slow
+def test_logits_that_are_one_chunk_are_gone_before_the_blocks():
+    """And their gradient, which is as many bfloat16: none of it waits for the loss, or for the table's gradient."""
+    config = make_config(
+        model=BIG | {"layers": 4, "vocab": 32768, "dropout": 0.0, "attention_dropout": 0.0},
+        parallel={"model": 8, "sequence": True},
+        remat={"policy": "none"},
+        precision=BF16,
+        train={"batch": 8},
+    )
+    planned(audit(config, compilable("v5p:2x2x2"))["memory"])
+
+
 def planned(memory: dict) -> None:
     assert memory["peak"] == pytest.approx(sum(memory["planned"].values()), rel=0.1), memory
 
