@@ -118,7 +118,7 @@ EQUIVALENT = {
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
     "optimization_barrier((d_sinks, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",
     "optimization_barrier(lax.scan(add_chunk": "memory alone: tests/planning/test_audit.py sees the peak",
-    "0 * g[": "zeros without the gradient: memory alone; tests/ops/test_embedding.py sees it",
+    "0 * g[": "memory alone: tests/ops/test_embedding.py sees it",
     "drop residual_stream": "a CPU's compiler loses no gather; tests/planning/test_audit.py sees that an H100's does",
     "reshard(x, partition_spec('batch', SEQUENCE, None))": "as residual_stream, which it is",
     "reshard(jnp.arange(size": "indices that a device computes for itself, wherever they are laid out",

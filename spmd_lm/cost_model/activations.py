@@ -75,8 +75,10 @@ class LayerActivations:
         self.saved = self._saved(config)
 
         # The hidden layer's gradient before and after the activation; the gradient of a branch's output, and where the
-        # sequence is sharded the whole of it and of the branch's input.
-        gathered = 2 + (remat.policy in compiler.keeps_gathers and shards > 1) if plan.sequence else 0
+        # sequence is sharded the whole of it and of the branch's input, under some policies of attention's input too.
+        gathered = 2 if plan.sequence else 0
+        if plan.sequence and shards > 1 and remat.policy in compiler.keeps_gathers:
+            gathered += 1
         self.workspace = 2 * hidden + (1 + gathered + compiler.streams[plan.sequence]) * unsharded
         core = self.core if fused else 0
         if remat.recomputes_layer:
@@ -89,17 +91,17 @@ class LayerActivations:
             self.workspace += compiler.scores * m.heads * m.context / shards * wide
         self.attention_workspace = self.forward_workspace = 0.0
         if fused:
-            self._around_kernel(config, plan, compiler, hidden)
+            self._around_kernel(config, plan, compiler)
 
-    def _around_kernel(self, config: RunConfig, plan: Plan, compiler: Compiler, hidden: float) -> None:
-        """Sets what a layer holds around a fused attention kernel.  hidden: bytes of the MLP's hidden layer."""
+    def _around_kernel(self, config: RunConfig, plan: Plan, compiler: Compiler) -> None:
+        """Sets what a layer holds around a fused attention kernel."""
         m, policy, shards = config.model, config.remat_policy.policy, plan.layout.model
         size = dtype_bytes(config.precision.compute)
         head = -(-m.head_width // compiler.lanes) * compiler.lanes * size / shards
         queries, keys = m.heads * head, m.kv_width // m.head_width * head
         logsumexps = m.heads * compiler.lanes * dtype_bytes("float32") / shards
         unsharded = 2 * m.width * size if plan.sequence else 0
-        hidden *= 2 if m.activation == "swiglu" else 1
+        hidden = self.hidden * (2 if m.activation == "swiglu" else 1)
 
         def most(points: Points, rotary: Points) -> float:
             sizes = hidden, queries, keys, logsumexps, self.stream

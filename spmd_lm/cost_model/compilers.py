@@ -45,7 +45,7 @@ class Compiler(NamedTuple):
     used as it was gathered, without a copy.  rounds_stacks: gradients that a loop over layers scatters in a narrower
     dtype are rounded ahead of it, those of all layers.  keeps_weights: they stay until a step's end, read again or not.
     attention_arrays, forward_arrays: by remat policy, at the points of attention's backward, and of forward, at which a
-    layer may hold most where a fused kernel computes attention; not read for post norm and dropout.
+    layer may hold most where a fused kernel computes attention; measured without post norm and dropout.
     rotary_attention_arrays, rotary_forward_arrays: at those that rotary positions add."""
 
     lanes: int = 1

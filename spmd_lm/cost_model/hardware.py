@@ -11,7 +11,7 @@ from spmd_lm.cost_model.wire import ALL_REDUCE, COLLECTIVE_PERMUTE
 from spmd_lm.errors import ConfigError
 from spmd_lm.files import read_bytes
 
-TERA, GIGA, MICRO, GIB = 1e12, 1e9, 1e-6, 2**30
+TERA, GIGA, MICRO, MIB, GIB = 1e12, 1e9, 1e-6, 2**20, 2**30
 MAX_TABLE_BYTES = 2**20  # of a file of measured rows; one has a thousand
 
 
@@ -116,10 +116,11 @@ class Hardware:
     kernel_overhead: float | None = None
 
     @property
-    def compiler_managed_memory(self) -> int:
-        """Bytes on the chip in which a TPU's compiler places arrays for one core: CMEM, or a core's VMEM."""
+    def scratchpad(self) -> int:
+        """Bytes outside of HBM in which a TPU's compiler places arrays: CMEM, which cores share, or one core's VMEM; 0
+        of other hardware."""
         cores = self.products.cores if self.products else 1
-        return (self.on_chip.get("cmem") or self.on_chip.get("vmem", 0) // cores) * 2**20
+        return (self.on_chip.get("cmem") or self.on_chip.get("vmem", 0) // cores) * MIB
 
     @property
     def peak_flops(self) -> float:

@@ -25,8 +25,8 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     return {"parameters": params, config.optim.moments: config.optim.num_moments * params}
 
 
-SMALL = 5
-"""Arrays of the residual stream's size, unsharded, that fit the memory on a chip where they count as small."""
+STREAMS_ON_CHIP = 5
+"""A TPU's compiler places arrays on the chip where its memory holds this many unsharded residual streams."""
 
 
 class _Sizes:
@@ -53,7 +53,7 @@ class _Sizes:
         self.layer = self.parts["blocks"] // self.layers  # the weights of one
         # What is gathered ahead, for one layer; its gradients are scattered as much later.
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True) for key in plan.prefetch)
-        self.ahead = ahead * self.itemsize // self.layers
+        self.in_use = self.layer + ahead * self.itemsize // self.layers  # of one layer, with what is gathered ahead
         stacks = [each.gathered_elements for each in plan.parameters if each.path[0] == "blocks"]
         self.largest_stack = max(stacks) * self.itemsize  # the weights of all layers in one array
         self.rest = self.embedding + self.parts["head"] if copied else 0  # the weights of embedding and head
@@ -87,17 +87,18 @@ class _Sizes:
         # What the parameters' dtype takes beyond that, if a step has one microbatch.
         single = scatters and self.config.parallel.microbatches == 1
         self.widened_shards = sharded * dtype_bytes(p.params) - self.gradients if single else 0
-        # Those of the layers of one remat block, before they join the other shards.
+        # Of the layers of one remat block: weights, and the shards of their gradients before they join the others.
         in_block = remat.layers_per_remat_block if remat.policy == "block" else 0
-        self.remat_block = self.layer * in_block  # the weights of one
+        self.remat_block_weights = self.layer * in_block
         self.remat_block_gradients = (
             plan.elements_per_device("blocks") * dtype_bytes(p.reduce) * in_block // self.layers
         )
-        # Whether gradients are converted to a wider dtype before devices sum them; sums of all may start at once.
+        self.of_layer = self.in_use if scatters else 0  # a layer's, before they are scattered
+        # Whether gradients are converted to a wider dtype before devices sum them.
         self.widens_sums = dtype_bytes(p.reduce) > self.itemsize
-        # Whether a layer's gradients, or the embedding's, are still there when those of the next layer are made.
-        converts = self.compiler.sums_overlap and self.widens_sums
-        self.scatters_late = converts and scatters and not plan.zero.gathers_on_use
+        # Whether a layer's gradients, widened, are still there when those of the next layer are made.
+        overlap = self.compiler.sums_overlap and not plan.zero.gathers_on_use
+        self.scatters_late = scatters and overlap and self.widens_sums
 
     def _activations(self) -> None:
         config, plan = self.config, self.plan
@@ -106,17 +107,21 @@ class _Sizes:
         self.hidden = int(tokens * layer.hidden)
         self.saved = int(tokens * config.layers_per_chunk * layer.saved)  # in the layers that run in one loop
         on_chip = self._on_chip()
-        self.workspace = max(0, int(tokens * layer.workspace) - on_chip) + self.compiler.kernel_workspace
-        self.attention_workspace = max(0, int(tokens * layer.attention_workspace) - on_chip)
-        self.forward_workspace = max(0, int(tokens * layer.forward_workspace) - on_chip)
+
+        def in_hbm(per_token: float) -> int:
+            return max(0, int(tokens * per_token) - on_chip)
+
+        self.workspace = in_hbm(layer.workspace) + self.compiler.kernel_workspace
+        self.attention_workspace = in_hbm(layer.attention_workspace)
+        self.forward_workspace = in_hbm(layer.forward_workspace)
 
     def _on_chip(self) -> int:
-        """Of what a layer works with, about as much as a TPU's compiler places outside of HBM, where arrays are small
-        beside the memory on its chip."""
+        """About what a TPU's compiler keeps of a layer's working set on the chip, not in HBM: half of the memory there,
+        where arrays are small beside it."""
         hardware = find_hardware(self.plan.device_kind)
-        size = hardware.compiler_managed_memory if hardware else 0
+        scratchpad = hardware.scratchpad if hardware else 0
         unsharded = self.stream * (self.plan.layout.model if self.plan.sequence else 1)
-        return size // 2 if SMALL * unsharded <= size else 0
+        return scratchpad // 2 if STREAMS_ON_CHIP * unsharded <= scratchpad else 0
 
     def _embedding_and_head(self) -> None:
         """Gradients of the embedding and the head, and what is held beside each in its phase."""
@@ -126,15 +131,16 @@ class _Sizes:
         sum_itemsize = self.wide if compiler.wide else max(self.itemsize, dtype_bytes(config.precision.reduce))
         self.wide_embedding = self.embedding * self.widening
         self.head_gradient = self.embedding // self.itemsize * sum_itemsize
-        # Beside each: its copy in the layout in which it is scattered, where backward scatters.  Without stages a TPU,
-        # and a GPU that does not scatter, hold the head's rounded to the compute dtype instead, where that is narrower.
-        # With stages the embedding's is held rounded, not copied.
+        # Beside each: its copy in the layout in which it is scattered, where backward scatters.  With stages, and on a
+        # CPU, the embedding's is held rounded, not copied.  Otherwise a TPU, and a GPU that does not scatter, hold the
+        # head's rounded to the compute dtype, where that is narrower.
         to_scatter = self.head_gradient if plan.zero.scatters_in_backward else 0
-        beside_embedding, beside_head = self.embedding, to_scatter
-        if plan.layout.pipe == 1 and not compiler.wide:
+        rounded = self.embedding if self.widens_sums else 0
+        if plan.layout.pipe > 1 or compiler.wide:
+            beside_embedding, beside_head = self.embedding, to_scatter
+        else:
             beside_embedding = to_scatter
-            if not (compiler.sums_overlap and to_scatter):
-                beside_head = self.embedding if self.widens_sums else 0
+            beside_head = to_scatter if compiler.sums_overlap and to_scatter else rounded
         self.embedding_workspace = self.wide_embedding + beside_embedding
         # Before that, one chunk of cross-entropy's logits, and their gradient.
         shards, tokens = plan.layout.model, tokens_per_device(config, plan.layout)
@@ -188,17 +194,20 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     keeps_rest = keeps
     in_blocks, at_the_end = sizes.resident, sizes.resident if keeps else 0
     if plan.zero.gathers_on_use:
-        in_blocks += sizes.layer + sizes.ahead
+        in_blocks += sizes.in_use
         keeps_rest = accumulates and sizes.compiler.sums_overlap  # gathered once, for all microbatches
     in_blocks += sizes.rest if keeps_rest else 0
     at_the_end += sizes.rest if accumulates else 0
     weights = sizes.resident + sizes.rest
-    forward_weights = weights + (sizes.layer + sizes.ahead if plan.zero.gathers_on_use else 0)
+    # A GPU's backward recomputes the first layer, which runs after the loop, ahead of its turn.
+    ahead = sizes.compiler.sums_overlap and plan.zero.gathers_on_use and config.remat_policy.recomputes_layer
+    workspace = sizes.workspace + (sizes.hidden if ahead else 0)
+    forward_weights = weights + (sizes.in_use if plan.zero.gathers_on_use else 0)
     head_zeros = sizes.head_gradient if config.objective.predicts_tokens else 0  # there from the start
     phases = [
         Phase(FORWARD, forward_weights, head_zeros + accumulated, sizes.saved, sizes.forward_workspace),
         Phase(HEAD, weights, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
-        Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), sizes.saved, sizes.workspace),
+        Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), sizes.saved, workspace),
         # The layer's weights' gradients are not made yet.
         Phase(ATTENTION, in_blocks, gradients, sizes.saved, sizes.attention_workspace),
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.embedding_workspace),
@@ -206,7 +215,7 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     if plan.zero.gather_per == "step" and sizes.compiler.sums_overlap:
         # The last stack in two layouts; and zeros: for the sum over microbatches, or for the head's gradient and for
         # what the loop over layers will save.
-        zeros = sizes.head_gradient if sizes.widens_sums else 0
+        zeros = head_zeros if sizes.widens_sums else 0
         then = (accumulated, 0) if accumulates else (zeros, sizes.saved)
         phases.append(Phase(GATHER, weights + sizes.largest_stack, *then, 0))
     return phases
@@ -214,43 +223,44 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
 
 def _unreduced(plan: Plan, sizes: _Sizes) -> int:
     """Gradients in backward through the blocks, besides those that are complete: a layer's that are to be scattered,
-    and the head's in place of its sum with the embedding's; and copies of a remat block's weights and gradients."""
-    if sizes.compiler.sums_overlap:
+    and the head's; and copies of a remat block's weights and gradients."""
+    compiler, scatters = sizes.compiler, plan.zero.scatters_in_backward
+    if compiler.sums_overlap:
         return _unreduced_where_sums_overlap(plan, sizes)
-    scatters = plan.zero.scatters_in_backward
-    of_layer = sizes.layer + sizes.ahead if scatters else 0
-    head = sizes.head_gradient - sizes.embedding
-    if sizes.compiler.wide:
-        return of_layer + (head if sizes.widens_sums else 0)
-    copies = 2 * sizes.remat_block
+    head = sizes.head_gradient - sizes.embedding  # among the complete ones, in the compute dtype
+    if compiler.wide:
+        return sizes.of_layer + (head if sizes.widens_sums else 0)
+    copies = 2 * sizes.remat_block_weights
     if not scatters:  # the head's is rounded to the compute dtype after the blocks
         return head + copies
     if plan.zero.gathers_on_use:  # gradients of one branch take the place of its gathered weights
-        return of_layer // 2 + copies
-    return of_layer * (sizes.widening if sizes.widens_sums else 1) + sizes.widened_shards + copies
+        return sizes.of_layer // 2 + copies
+    return sizes.of_layer * (sizes.widening if sizes.widens_sums else 1) + sizes.widened_shards + copies
 
 
 def _unreduced_where_sums_overlap(plan: Plan, sizes: _Sizes) -> int:
-    scatters, gathers_on_use = plan.zero.scatters_in_backward, plan.zero.gathers_on_use
-    of_layer = sizes.layer + sizes.ahead if scatters else 0
-    copies = sizes.remat_block_gradients if scatters else sizes.remat_block
-    copies += 0 if gathers_on_use else sizes.remat_block
-    if sizes.scatters_late:  # half of a layer's, widened, and those of the next
-        return of_layer + sizes.layer * sizes.widening // 2 + copies
-    if not gathers_on_use:
-        return of_layer + (sizes.head_gradient - sizes.embedding) + copies
-    of_layer //= 1 if sizes.widens_sums else 2
-    ahead = sizes.hidden if sizes.config.remat_policy.recomputes_layer else 0  # the first layer's, before its turn
-    return of_layer + sizes.head_gradient // plan.layout.data + ahead + copies
+    """`_unreduced`, where a remat block's weights are sliced from stacks, unless they are gathered layer by layer."""
+    zero, copies = plan.zero, sizes.remat_block_gradients
+    if not zero.scatters_in_backward:
+        copies = sizes.remat_block_weights  # as large as their gradients
+    if zero.gathers_on_use:
+        # Where they are not widened, gradients of one branch take the place of its gathered weights.
+        of_layer = sizes.of_layer if sizes.widens_sums else sizes.of_layer // 2
+        return of_layer + sizes.head_gradient // plan.layout.data + copies
+    copies += sizes.remat_block_weights
+    if sizes.scatters_late:  # half of the layer before, widened
+        return sizes.of_layer + sizes.layer * sizes.widening // 2 + copies
+    return sizes.of_layer + (sizes.head_gradient - sizes.embedding) + copies
 
 
 def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     """With several stages, whose buffers of inputs and cotangents exist in every tick.  Zeros for the head's gradient
     are made in the head's conditional, after forward."""
-    weights, buffers = _pipeline_weights(config, plan, sizes), _pipeline_buffers(config, plan) * sizes.stream
+    weights = _pipeline_weights(config, plan, sizes) + sizes.rest
+    buffers = _pipeline_buffers(config, plan) * sizes.stream
     gradients = sizes.accumulated + sizes.head_gradient
-    in_use = sizes.layer + sizes.ahead if plan.zero.gather_per == "layer" else 0
-    unreduced = sizes.layer + sizes.ahead
+    in_use = sizes.in_use if plan.zero.gather_per == "layer" else 0
+    unreduced = sizes.in_use
     if sizes.scatters_late:
         unreduced += sizes.layer * sizes.widening
     saved = buffers + sizes.saved
@@ -266,18 +276,18 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     """Embedding and head run apart from the layers, for all microbatches.  Where ZeRO scatters per chunk, a chunk's
     gradients are summed over all microbatches first, into nothing else."""
     weights, buffers = _pipeline_weights(config, plan, sizes), _pipeline_buffers(config, plan) * sizes.stream
-    weights -= sizes.rest  # gathered, or cast, in the conditionals that use them
     of_all = config.parallel.microbatches * sizes.stream
     copied, gradients = 0, sizes.accumulated
     in_scatter = gradients
     if sizes.compiler.sums_overlap:
-        gradients += sizes.layer + sizes.ahead
+        gradients += sizes.in_use
     if plan.zero.scatter_per == "chunk":
         in_use, copied = _chunk_weights(config, plan, sizes)
         weights += in_use
         gradients, in_scatter = _chunk_gradients(config, plan, sizes)
     saved = buffers + of_all + sizes.saved
     return [
+        # The head's weights are gathered, or cast, in its conditional.
         Phase(HEAD, weights + copied + sizes.rest, sizes.wide_embedding, buffers + of_all, sizes.head_workspace),
         Phase(BLOCKS, weights + copied, gradients, saved, sizes.workspace),
         Phase(ATTENTION, weights, gradients, saved, sizes.attention_workspace),
@@ -302,6 +312,7 @@ def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int,
     """Gradients during a chunk's backward, and while its sum over microbatches is scattered."""
     chunk, overlap = sizes.layer * config.layers_per_chunk, sizes.compiler.sums_overlap
     of_chunk = chunk * sizes.widening
+    # A GPU holds the step's shards as they are added up, whatever devices sum in.
     in_scatter = of_chunk + (sizes.accumulated if overlap else sizes.gradients)
     # The shards are there before the only chunk's end.
     in_backward = in_scatter if config.chunks > 1 or overlap else of_chunk
@@ -320,8 +331,9 @@ def _pipeline_buffers(config: RunConfig, plan: Plan) -> int:
 
 
 def _pipeline_weights(config: RunConfig, plan: Plan, sizes: _Sizes) -> int:
-    """Those of every tick; and a slice of them, the chunk of the task, or what a compiler widens ahead of the loop."""
-    weights = sizes.resident + sizes.rest
+    """Layers' weights of every tick; and a slice of them, the chunk of the task, or what a compiler widens ahead of the
+    loop."""
+    weights = sizes.resident
     if config.chunks == 1:
         return weights + (sizes.resident * sizes.widening if sizes.widens_weights else 0)
     if plan.zero.gathers_on_use or plan.zero.scatter_per == "chunk":

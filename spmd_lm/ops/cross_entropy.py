@@ -176,7 +176,7 @@ def _loss_and_gradients(h, table, bias, targets, weights, *, vocab: int, accum_d
     batch, time, width = h.shape
     parts = _in_chunks(h, targets, weights, table.shape[0])
     start = jnp.zeros((), _wide(h)), accumulator(table), None if bias is None else accumulator(bias)
-    # A loop over one chunk is no loop to XLA, which would keep the logits for whatever it need not compute yet.
+    # XLA unrolls a loop over one chunk, and would compute the loss and d_table after backward, keeping the logits.
     (loss, d_table, d_bias), d_h = lax.optimization_barrier(lax.scan(add_chunk, start, parts))
     d_h = reduce_scatter_or_psum(d_h.reshape(-1, width)[: batch * time].reshape(batch, time, width), "vocab")
     d_bias = None if bias is None or d_bias is None else d_bias.astype(bias.dtype)

@@ -104,45 +104,54 @@ LOW, FULL = FLOAT32 | {"compute": "bfloat16"}, {"policy": "full"}
 FLAT: dict[str, int | bool] = {}
 
 
-def test_a_gpu_keeps_a_shard_of_the_head_s_gradient_and_recomputes_a_layer_ahead():
+def test_a_gpu_keeps_a_shard_of_the_head_s_gradient():
     """ZeRO-3; and of the layer's gradients half, where they are not widened."""
 
-    def unreduced(reduce, policy, **parallel):
+    def unreduced(reduce, **parallel):
         precision, parallel = LOW | {"reduce": reduce}, {"zero": 3, "prefetch": "off"} | parallel
-        config = make_config(parallel=parallel, precision=precision, remat={"policy": policy})
+        config = make_config(parallel=parallel, precision=precision)
         sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
-        assert sizes.hidden == config.train.batch / 8 * config.model.context * 4 * config.model.width * 2
-        of_layer = sizes.layer // (1 if reduce == "float32" else 2)
-        return memory._unreduced(plan, sizes) - of_layer - (sizes.hidden if policy == "full" else 0)
+        return memory._unreduced(plan, sizes) - sizes.layer // (1 if reduce == "float32" else 2)
 
     of_head = (61 + 16) * 32  # of tokens and positions
-    for policy in ("full", "none"):
-        both = [unreduced(reduce, policy, data=8) for reduce in ("float32", "bfloat16")]
-        assert both == [4 * of_head / 8, 2 * of_head / 8]
+    assert [unreduced(reduce, data=8) for reduce in ("float32", "bfloat16")] == [4 * of_head / 8, 2 * of_head / 8]
     halved = ((62 / 2) + 16) * 32  # tokens padded to an even number
-    assert unreduced("float32", "selective", data=4, model=2) == 4 * halved / 4
+    assert unreduced("float32", data=4, model=2) == 4 * halved / 4
+
+
+@pytest.mark.parametrize(
+    ("platform", "zero", "policy", "times"),
+    [("gpu", 3, "full", 1), ("gpu", 3, "none", 0), ("gpu", 2, "full", 0), ("tpu", 3, "full", 0)],
+)
+def test_a_gpu_recomputes_a_layer_ahead_of_the_loop(platform, zero, policy, times):
+    """Of layers that are gathered when they are used; their hidden layer is there then."""
+    config = make_config(parallel={"data": 8, "zero": zero}, precision=LOW, remat={"policy": policy})
+    sizes = memory._Sizes(config, plan := abstract_plan(config, 8, platform, ""))
+    (blocks,) = (each for each in memory._phases(config, plan, sizes) if each.name == memory.BLOCKS)
+    assert sizes.hidden == config.train.batch / 8 * config.model.context * 4 * config.model.width * 2
+    assert blocks.workspace == sizes.workspace + times * sizes.hidden
 
 
 @pytest.mark.parametrize(("platform", "zero", "factors"), [("gpu", 1, (0, 1)), ("tpu", 1, (0, 1)), ("gpu", 2, (0, 0))])
 def test_what_waits_for_sums_is_in_the_dtype_that_devices_sum_in(platform, zero, factors):
-    """In embeddings.  ZeRO-1: the head's gradient in float32, less one that is complete.  ZeRO-2: half of a layer's,
-    widened, beside those of the next."""
+    """In embeddings.  ZeRO-1: the head's gradient in float32, less one that is complete.  ZeRO-2: none of it; a
+    layer's, and half of the layer's before, widened."""
     for reduce, factor in zip(("bfloat16", "float32"), factors, strict=True):
         parallel = {"data": 8, "zero": zero}
         config = make_config(parallel=parallel, precision=LOW | {"reduce": reduce}, remat=FULL)
         sizes = memory._Sizes(config, plan := abstract_plan(config, 8, platform, ""))
         widening = 1 + (reduce == "float32")
         assert sizes.head_gradient == widening * sizes.embedding
-        layers = sizes.layer * (1 + sizes.scatters_late * widening / 2) if zero == 2 else 0
+        layers = sizes.layer * widening if zero == 2 else 0
         assert memory._unreduced(plan, sizes) - layers == factor * sizes.embedding
 
 
 @pytest.mark.parametrize(
-    ("platform", "zero", "weights", "gradients"),
-    [("gpu", 1, 1, 1), ("gpu", 2, 1, 1 / 8), ("gpu", 3, 0, 1 / 8), ("tpu", 1, 1, 1)],
+    ("zero", "weights", "gradients"),
+    [(1, 1, 1), (2, 1, 1 / 8), (3, 0, 1 / 8)],
 )
-def test_a_remat_block_s_weights_and_gradients_are_slices_of_stacks(platform, zero, weights, gradients):
-    """Beside those of one layer; each as a copy, but for weights that are gathered layer by layer."""
+def test_a_gpu_slices_a_remat_block_s_weights_and_gradients_from_stacks(zero, weights, gradients):
+    """Unless the weights are gathered layer by layer; the gradients may be shards."""
 
     def unreduced(**remat):
         config = make_config(
@@ -151,7 +160,7 @@ def test_a_remat_block_s_weights_and_gradients_are_slices_of_stacks(platform, ze
             precision=LOW | {"reduce": "bfloat16"},
             remat=remat,
         )
-        sizes = memory._Sizes(config, plan := abstract_plan(config, 8, platform, ""))
+        sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
         return memory._unreduced(plan, sizes), sizes.layer
 
     (none, layer), (block, _) = unreduced(policy="none"), unreduced(policy="block", block_size=2)
@@ -167,16 +176,16 @@ def test_the_head_s_gradient_is_there_rounded_or_in_the_layout_that_is_scattered
 
 
 def test_a_tpu_keeps_attention_s_gathered_input_where_it_recomputes_a_whole_layer():
-    def kept(sequence, policy):
+    def kept(sequence, policy, model=2):
         """Unsharded residual streams."""
-        parallel = {"data": 4, "model": 2, "sequence": sequence}
+        parallel = {"data": 8 // model, "model": model, "sequence": sequence}
         config = make_config(parallel=parallel, precision=LOW, remat={"policy": policy})
         plan, tpu = abstract_plan(config, 8, "tpu", ""), COMPILER_OF_PLATFORM["tpu"]
         compilers = tpu, tpu._replace(keeps_gathers=frozenset())
         keeps, frees = (LayerActivations(config, plan, each).workspace for each in compilers)
         return (keeps - frees) / (config.model.width * 2)
 
-    assert [kept(True, "full"), kept(True, "residual"), kept(False, "full")] == [1, 0, 0]
+    assert [kept(True, "full"), kept(True, "residual"), kept(False, "full"), kept(True, "full", 1)] == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("microbatches", "reduce"), [(1, "bfloat16"), (1, "float32"), (2, "bfloat16")])
@@ -336,15 +345,21 @@ def test_what_a_kernel_s_copies_depend_on():
         ("TPU v5 lite", 2048, 0),
     ],
 )
-def test_small_arrays_lie_on_a_tpu_s_chip(kind, context, spared):
-    """MiB: half of v5e's VMEM, of v4's CMEM, or of the VMEM of one of v5p's cores, where arrays are at most a fifth."""
+@pytest.mark.parametrize("model", [1, 2])
+def test_small_arrays_lie_on_a_tpu_s_chip(kind, context, spared, model):
+    """MiB: half of v5e's VMEM, of v4's CMEM, or of the VMEM of one of v5p's cores, where the unsharded residual stream
+    is at most a fifth of it."""
 
-    def workspace(device_kind):
-        model = {"width": 512, "heads": 4, "context": context, "dropout": 0.0, "attention_dropout": 0.0}
-        config = make_config(model=model, precision=LOW, train={"batch": 24}, parallel={"data": 1})
-        return memory._Sizes(config, abstract_plan(config, 1, "tpu", device_kind)).workspace
+    def workspaces(device_kind, batch=24):
+        sizes = {"width": 512, "heads": 4, "context": context, "dropout": 0.0, "attention_dropout": 0.0}
+        parallel = {"data": 1, "model": model, "sequence": model > 1}
+        config = make_config(model=sizes, precision=LOW, train={"batch": batch}, parallel=parallel)
+        held = memory._Sizes(config, abstract_plan(config, model, "tpu", device_kind))
+        return held.workspace, held.attention_workspace, held.forward_workspace
 
-    assert workspace("") - workspace(kind) == spared * 2**20
+    on_chip = [all_of_it - in_hbm for all_of_it, in_hbm in zip(workspaces(""), workspaces(kind), strict=True)]
+    assert on_chip == [spared * 2**20] * 3
+    assert workspaces("TPU v5 lite", batch=1) == (0, 0, 0)  # all of it fits
 
 
 def phases_of_few_layers(policy, pipe=1):
