@@ -275,19 +275,18 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     if not plan.zero.stage:
         return
     tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
-    matrices = [  # of each the parts of a step that use it, which all contribute to its gradient
-        (each.gathered_elements, ("embedding", "head") if each.path == tied_table else each.path[:1])
-        for each in plan.parameters
-        if ZERO_WIDTH in each.sharded_names
-    ]
+    matrices = [each for each in plan.parameters if ZERO_WIDTH in each.sharded_names]
+    # Of each the parts of a step that use it, which all contribute to its gradient.
+    uses_of = [("embedding", "head") if each.path == tied_table else each.path[:1] for each in matrices]
+    gathered, scattered = [each.gathered_elements for each in matrices], list(map(plan.scattered_elements, matrices))
     kinds = (
-        (ALL_GATHER, "weights", precision.compute, _weight_gathers(step)),
-        (REDUCE_SCATTER, "gradients", precision.reduce, _gradient_scatters(step)),
+        (ALL_GATHER, "weights", precision.compute, gathered, _weight_gathers(step)),
+        (REDUCE_SCATTER, "gradients", precision.reduce, scattered, _gradient_scatters(step)),
     )
     for axis, share in step.shares(plan.nontrivial_axes(DATA)):
-        for kind, part, dtype, transfers in kinds:
+        for kind, part, dtype, sizes, transfers in kinds:
             count = sent = repeated = 0.0
-            for elements, uses in matrices:
+            for elements, uses in zip(sizes, uses_of, strict=True):
                 bytes_ = wire_bytes(kind, elements * share * dtype_bytes(dtype), plan.sizes[axis])
                 if uses == ("blocks",):
                     count += transfers.per_stack

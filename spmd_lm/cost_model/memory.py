@@ -25,6 +25,9 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     return {"parameters": params, config.optim.moments: config.optim.num_moments * params}
 
 
+ATTENTION_INPUTS = ("query", "key", "value")
+"""Keys of the matrices that attention's input is multiplied by."""
+
 STREAMS_ON_CHIP = 5
 """A TPU's compiler places arrays on the chip where its memory holds this many unsharded residual streams."""
 
@@ -69,8 +72,7 @@ class _Sizes:
         one, as they are, those of a chunk, or of all chunks in the layout in which chunks are gathered."""
         shards, chunks = self.plan.elements_per_device("blocks"), self.config.chunks
         if not self.compiler.casts_layers:
-            in_use = self.plan.zero.gather_per == "chunk" and self.has_one_task
-            return 0 if in_use else shards * self.itemsize
+            return shards * self.itemsize
         uncast = shards * dtype_bytes(self.config.precision.params)
         if self.plan.zero.gather_per == "chunk":
             return uncast
@@ -277,7 +279,7 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     gradients are summed over all microbatches first, into nothing else."""
     weights, buffers = _pipeline_weights(config, plan, sizes), _pipeline_buffers(config, plan) * sizes.stream
     of_all = config.parallel.microbatches * sizes.stream
-    copied, gradients = 0, sizes.accumulated
+    copied, sliced, gradients = 0, 0, sizes.accumulated
     in_scatter = gradients
     if sizes.compiler.sums_overlap:
         gradients += sizes.in_use
@@ -285,13 +287,15 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
         in_use, copied = _chunk_weights(config, plan, sizes)
         weights += in_use
         gradients, in_scatter = _chunk_gradients(config, plan, sizes)
+        if sizes.compiler.rounds_stacks:
+            sliced = sizes.layer * (sizes.widening if sizes.widens_sums else 1)
     saved = buffers + of_all + sizes.saved
     return [
         # The head's weights are gathered, or cast, in its conditional.
         Phase(HEAD, weights + copied + sizes.rest, sizes.wide_embedding, buffers + of_all, sizes.head_workspace),
         Phase(BLOCKS, weights + copied, gradients, saved, sizes.workspace),
         Phase(ATTENTION, weights, gradients, saved, sizes.attention_workspace),
-        Phase(CHUNK, weights + copied, in_scatter, buffers + of_all, 0),
+        Phase(CHUNK, weights + copied * sizes.compiler.sums_overlap, in_scatter, buffers + of_all, sliced),
         Phase(EMBEDDING, sizes.rest, sizes.accumulated, of_all, sizes.embedding_workspace),
     ]
 
@@ -299,13 +303,15 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
 def _chunk_weights(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, int]:
     """Of chunks: those in use, or gathered ahead; and a copy in the layout that products read, which is gone before
     attention's backward."""
-    chunk, reuses = sizes.layer * config.layers_per_chunk, sizes.compiler.reuses_chunk
-    if not plan.zero.gathers_on_use:
-        return 0 if reuses and sizes.has_one_task else chunk, 0
+    chunk, reuses = sizes.layer * config.layers_per_chunk, sizes.compiler.reuses_chunk and config.chunks == 1
+    gathered = chunk if plan.zero.gathers_on_use else 0
     if plan.prefetch_chunks:
-        return 2 * chunk, 0
-    copies_only_chunk = reuses and config.chunks == 1 and not sizes.has_one_task
-    return chunk, chunk if sizes.compiler.sums_overlap or copies_only_chunk else 0
+        return 2 * gathered, 0
+    if reuses and (sizes.has_one_task or not gathered):
+        # A copy of the inputs of attention alone, in about every second compiled step.
+        keys = [plan.elements_per_device("blocks", "attention", key, gathered=True) for key in ATTENTION_INPUTS]
+        return gathered + sum(keys) * sizes.itemsize // 2, 0
+    return chunk, chunk if gathered and (sizes.compiler.sums_overlap or reuses) else 0
 
 
 def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, int]:
@@ -313,13 +319,12 @@ def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int,
     chunk, overlap = sizes.layer * config.layers_per_chunk, sizes.compiler.sums_overlap
     of_chunk = chunk * sizes.widening
     # A GPU holds the step's shards as they are added up, whatever devices sum in.
-    in_scatter = of_chunk + (sizes.accumulated if overlap else sizes.gradients)
-    # The shards are there before the only chunk's end.
-    in_backward = in_scatter if config.chunks > 1 or overlap else of_chunk
-    if config.chunks > 1 and overlap:  # the chunk's shards, before they join the others
+    in_backward = in_scatter = of_chunk + (sizes.accumulated if overlap else sizes.gradients)
+    several = config.chunks > 1  # then a chunk has shards of its own, before they join the others
+    if several and (overlap or sizes.widens_sums):
         in_scatter += of_chunk // plan.layout.data
-    if sizes.compiler.rounds_stacks and sizes.widening > 1 and not sizes.widens_sums:
-        in_scatter += chunk + chunk // plan.layout.data  # the sum rounded to the reduce dtype, and that one's shards
+    if sizes.compiler.rounds_stacks and sizes.widening > 1 and not sizes.widens_sums:  # and rounded, with shards
+        in_scatter += chunk + (chunk // plan.layout.data if several else 0)
     return in_backward, in_scatter
 
 

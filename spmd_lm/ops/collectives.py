@@ -97,12 +97,48 @@ def as_row_major(x: Array) -> Array:
 
 def _reduce_scatter_along(axis: str, x: Array, dim: int, row_major: bool) -> Array:
     devices, shape = lax.axis_size(axis), x.shape
-    if dim == 0 and shape[0] > 2 * devices:  # two rows for each device
-        rows = devices * math.gcd(2, shape[0] // devices)
-        x = x.reshape(rows, shape[0] // rows, *shape[1:])
+    x = x.reshape(_devices_first(shape, devices)) if dim == 0 else x
     x = as_row_major(x) if row_major else x
     shard = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     return shard.reshape(shape[0] // devices, *shape[1:]) if dim == 0 else shard
+
+
+def _devices_first(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
+    """`shape` with two rows for each device, or one where its shard is odd, in a dimension of their own."""
+    if shape[0] <= 2 * devices:
+        return shape
+    rows = devices * math.gcd(2, shape[0] // devices)
+    return rows, shape[0] // rows, *shape[1:]
+
+
+WINDOW_TILES = 1824
+"""Tiles of 8 x 128 numbers that a TPU's compiler has room for in a reduce-scatter: a window of the shard for each
+device, and four more.  Measured for v4, v5e and v5p; a v6e has twice the room, a 7x more (docs/log.md, 2026-11-27)."""
+
+
+def columns_in_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> int:
+    """At least shape[-1]: columns with which a TPU makes a plain `reduce_scatter` of `shape` along its first dimension,
+    over axes of these sizes.
+
+    XLA halves each device's shard until its windows fit into WINDOW_TILES.  If the number of its tiles has too large an
+    odd factor they never do: XLA then pads the shard, in a fused all-reduce-scatter, and sends what is out of place by
+    a permute.  shape[-1] itself, if no number of columns up to 1/32 larger will do."""
+    columns = -(-shape[-1] // 128)
+    for padded in range(columns, columns + columns // 32 + 1):
+        if _halves_into_windows((*shape[:-1], 128 * padded), axis_sizes):
+            return shape[-1] if padded == columns else 128 * padded
+    return shape[-1]
+
+
+def _halves_into_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> bool:
+    for devices in axis_sizes:
+        *outer, rows, columns = _devices_first(shape, devices)
+        tiles = math.prod(outer) // devices * -(-rows // 8) * (columns // 128)
+        window = tiles // (tiles & -tiles)  # the odd factor
+        if (devices + 4) * window > WINDOW_TILES:
+            return False
+        shape = (shape[0] // devices, *shape[1:])
+    return True
 
 
 def reduce_scatter_or_psum(x: Array, name: str) -> Array:

@@ -31,7 +31,7 @@ from spmd_lm.axes import (
 )
 from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
-from spmd_lm.ops.collectives import constrain, manual_region, psum_axes
+from spmd_lm.ops.collectives import columns_in_windows, constrain, manual_region, psum_axes
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules
@@ -331,10 +331,33 @@ class Plan:
 
     def scatter(self, grads: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
         """Gradients in `dtype`: those of matrices summed over `data` onto their shards, those of vectors not summed."""
-        width = self._padded_size(zero.ZERO_WIDTH, self._width)
-        axes = self.nontrivial_axes(DATA)
-        scatter = functools.partial(zero.scatter, names=names, data_axes=axes, padded_width=width, dtype=dtype)
+        scatter = functools.partial(
+            zero.scatter,
+            names=names,
+            data_axes=self.nontrivial_axes(DATA),
+            padded_shape=self._scattered_shape,
+            dtype=dtype,
+        )
         return manual_region(scatter, jax.tree.map(self._gradient_spec, names, is_leaf=is_dim_names))(grads)
+
+    @remembered
+    def _scattered_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a gradient [width, ...] as it is scattered.
+
+        In the branches of a pipeline a TPU must scatter it without permutes, for which other stages would wait."""
+        shape = (self._padded_size(zero.ZERO_WIDTH, self._width), *shape[1:])
+        diverge = self.layout.pipe > 1 and self.zero.scatters_in_backward and not self.run_idle_stages
+        if self.platform != "tpu" or not diverge:
+            return shape
+        return *shape[:-1], columns_in_windows(shape, [self.sizes[axis] for axis in self.nontrivial_axes(DATA)])
+
+    def scattered_elements(self, parameter: Parameter) -> int:
+        """What ZeRO scatters of this parameter's gradient on one device."""
+        names = parameter.names
+        sizes = [size // self._shards[name] for name, size in zip(names, parameter.shape, strict=True)]
+        layers = sizes[0] if names[0] == "layers" else 1
+        others = [size for name, size in zip(names, sizes, strict=True) if name not in ("layers", zero.SHARDED_DIM)]
+        return layers * math.prod(self._scattered_shape((sizes[names.index(zero.SHARDED_DIM)], *others)))
 
     def as_weights(self, tree: Tree, names: Tree) -> Tree:
         """Parameters whose gradients devices add up for themselves, until `scatter` and `psum_gradients`."""

@@ -102,8 +102,15 @@ def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int, *, r
 
 
 @jax.named_scope("gradients")
-def scatter(tree: Tree, names: Tree, data_axes: tuple[str, ...], padded_width: int, dtype: jnp.dtype) -> Tree:
+def scatter(
+    tree: Tree,
+    names: Tree,
+    data_axes: tuple[str, ...],
+    padded_shape: Callable[[tuple[int, ...]], tuple[int, ...]],
+    dtype: jnp.dtype,
+) -> Tree:
     """Each device's unsharded gradients to the sum over `data`, in `dtype`, of the shard that it owns.
+    padded_shape: of a gradient [width, ...], what is sent for it.
 
     On a TPU a reduce-scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the
     torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and
@@ -111,9 +118,10 @@ def scatter(tree: Tree, names: Tree, data_axes: tuple[str, ...], padded_width: i
     other on a CPU, and take each other's places."""
 
     def scatter_leaf(names: DimNames, g: Array) -> Array:
-        g, at = _off_minor_dim(g.astype(dtype), dim := names.index(ZERO_WIDTH))
-        g = jnp.pad(g, [(0, padded_width - g.shape[d] if d == at else 0) for d in range(g.ndim)])
-        return jnp.moveaxis(reduce_scatter(g, data_axes, at, row_major=True), at, dim)
+        g = jnp.moveaxis(g.astype(dtype), dim := names.index(ZERO_WIDTH), 0)
+        padding = [(0, to - size) for size, to in zip(g.shape, padded_shape(g.shape), strict=True)]
+        shard = reduce_scatter(jnp.pad(g, padding), data_axes, 0, row_major=True)
+        return jnp.moveaxis(shard[..., : g.shape[-1]], 0, dim)
 
     leaf_names = jax.tree.leaves(names, is_leaf=is_dim_names)
     leaves, treedef = jax.tree.flatten(tree)

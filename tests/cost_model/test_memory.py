@@ -224,41 +224,61 @@ def test_all_reduced_streams_have_operands_and_results(platform, streams, kernel
     assert sizes.workspace == streams * config.train.batch * 1024 * 256 * 2 + kernels
 
 
-@pytest.mark.parametrize(("microbatches", "copies"), [(1, (0, 1)), (4, (1, 2))])
-def test_a_tpu_copies_the_only_chunk_of_several_microbatches(microbatches, copies):
-    """Breadth-first: of weights that are there, and of those that are gathered."""
-    for zero, copied in zip((2, 3), copies, strict=True):
-        parallel = {"pipe": 2, "data": 2, "schedule": "breadth_first", "microbatches": microbatches, "zero": zero}
-        config = make_config(model={"layers": 4}, parallel=parallel, precision=LOW, remat=FULL)
-        sizes = memory._Sizes(config, plan := abstract_plan(config, 4, "tpu", ""))
-        weights = {phase.name: phase.weights for phase in memory._breadth_first_phases(config, plan, sizes)}
-        chunk = 2 * sizes.layer
-        assert weights[memory.HEAD] - sizes.resident - sizes.rest == copied * chunk
-        # The head's weights are there in its conditional alone.
-        assert weights[memory.HEAD] - sizes.rest - weights[memory.ATTENTION] == max(0, copied - 1) * chunk
+@pytest.mark.parametrize(
+    ("zero", "microbatches", "chunks", "copies"),
+    [
+        (2, 1, 1, 1 / 8),  # matrices that attention's input is multiplied by are a quarter of a layer: half of them
+        (2, 4, 1, 1 / 8),
+        (3, 1, 1, 1 + 1 / 8),
+        (3, 4, 1, 2),
+        (2, 4, 2, 1),
+        (3, 4, 2, 1),
+    ],
+)
+def test_a_tpu_copies_the_only_chunk_that_several_microbatches_gather(zero, microbatches, chunks, copies):
+    """Breadth-first, besides what is there in every phase: the chunk that is gathered or sliced, and copies of it."""
+    schedule = {"schedule": "breadth_first", "microbatches": microbatches, "chunks": chunks}
+    config = make_config(
+        model={"layers": 4, "activation": "gelu_tanh", "use_bias": False},
+        parallel={"pipe": 2, "data": 2, "zero": zero} | schedule,
+        precision=LOW,
+        remat=FULL,
+    )
+    sizes = memory._Sizes(config, plan := abstract_plan(config, 4, "tpu", ""))
+    weights = {phase.name: phase.weights for phase in memory._breadth_first_phases(config, plan, sizes)}
+    chunk = 2 // chunks * sizes.layer
+    assert weights[memory.HEAD] - sizes.resident - sizes.rest == pytest.approx(copies * chunk, rel=0.01)
+    # The head's weights are there in its conditional alone; a copy of all is gone before attention's backward.
+    in_head = weights[memory.HEAD] - sizes.rest
+    assert in_head - weights[memory.ATTENTION] == (chunk if copies == 2 else 0)
+    assert weights[memory.CHUNK] == weights[memory.ATTENTION]
 
 
 def test_a_tpu_rounds_a_chunk_before_its_layers_are_scattered():
-    """Microbatches add up in float32, devices in bfloat16: the chunk's sum is also held rounded, with its shards."""
+    """Microbatches add up in float32, devices in bfloat16: the chunk's sum is also held rounded.  Shards of one of
+    several chunks are there beside those of the step; a layer is sliced from what is scattered."""
 
-    def in_scatter(platform, reduce):
-        schedule = {"schedule": "breadth_first", "chunks": 2, "microbatches": 4}
+    def in_scatter(platform, reduce, chunks=2):
+        schedule = {"schedule": "breadth_first", "chunks": chunks, "microbatches": 4}
         config = make_config(
-            model={"layers": 8},
+            model={"layers": 4 * chunks},
             parallel={"pipe": 2, "data": 2, "zero": 3} | schedule,
             precision=LOW | {"reduce": reduce},
             remat=FULL,
         )
         sizes = memory._Sizes(config, plan := abstract_plan(config, 4, platform, ""))
         phases = {phase.name: phase for phase in memory._breadth_first_phases(config, plan, sizes)}
-        return phases[memory.CHUNK].gradients, sizes, 2 * sizes.layer
+        backward, scatter = phases[memory.BLOCKS], phases[memory.CHUNK]
+        shards = sizes.accumulated if platform == "gpu" else sizes.gradients
+        chunk = 2 * sizes.layer
+        assert backward.gradients - shards == 2 * chunk
+        return (scatter.gradients - shards) / chunk, scatter.workspace / sizes.layer
 
-    added, sizes, chunk = in_scatter("tpu", "bfloat16")
-    assert added - sizes.gradients == 2 * chunk + chunk + chunk / 2
-    added, sizes, chunk = in_scatter("tpu", "float32")
-    assert added - sizes.gradients == 2 * chunk
-    added, sizes, chunk = in_scatter("gpu", "bfloat16")
-    assert added - sizes.accumulated == 2 * chunk + chunk  # shards of the step, and the chunk's, in float32
+    assert in_scatter("tpu", "bfloat16") == (2 + 1 + 1 / 2, 1)
+    assert in_scatter("tpu", "bfloat16", chunks=1) == (2 + 1, 1)
+    assert in_scatter("tpu", "float32") == (2 + 1, 2)
+    assert in_scatter("tpu", "float32", chunks=1) == (2, 2)
+    assert in_scatter("gpu", "bfloat16") == (2 + 1, 0)  # in float32
 
 
 def test_a_gpu_gathers_the_last_stack_in_two_layouts():

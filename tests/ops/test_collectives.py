@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm import axes
 from spmd_lm.ops.collectives import (
     all_gather,
+    columns_in_windows,
     copy_to_region,
     gather_sequence,
     global_indices,
@@ -78,6 +79,24 @@ def test_shards_of_every_size_are_sums(shard, dim, row_major, x64):
         of_groups = addends.reshape(2, 4, *addends.shape[1:]).sum(1)  # of one `data` each
         want = np.concatenate(of_groups) if on == ("model",) else of_groups.sum(0)
         np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis_sizes", "columns"),
+    [
+        ((5120, 8064), [2], 8192),  # 63 tiles of columns, 320 of rows: windows of 315, and at most 304 fit
+        ((5120, 8000), [2], 8192),
+        ((5120, 6784), [2], 6784),  # 53: windows of 265
+        ((5120, 6700), [2], 6700),  # what the last tile lacks is padded in memory anyway
+        ((5120, 6784), [4], 6912),  # windows of 265, and at most 228: 54 tiles, of 135
+        ((5120, 6784), [2, 4], 6912),
+        ((5120, 6784), [4, 2], 6912),
+        ((25600, 12800), [2], 12800),  # windows of 625; the next that would fit are 12% larger
+        ((5120, 8064), [], 8064),
+    ],
+)
+def test_columns_are_padded_until_tiles_halve_into_windows(shape, axis_sizes, columns):
+    assert columns_in_windows(shape, axis_sizes) == columns
 
 
 @pytest.mark.parametrize("sequence", [(), ("model",)], ids=["whole", "split"])

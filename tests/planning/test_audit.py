@@ -3,10 +3,13 @@
 import functools
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd_lm.analysis import topology
 from spmd_lm.analysis.compiled_collectives import CompiledCollective
@@ -14,6 +17,8 @@ from spmd_lm.config.load import load
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
+from spmd_lm.ops.collectives import WINDOW_TILES, columns_in_windows, reduce_scatter
+from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning.audit import _compare, _mark_narrowed, _mark_unscattered, _with_available_kernel, audit, render
 from spmd_lm.step.program import abstract_plan
@@ -131,6 +136,27 @@ def test_sequence_parallelism_gathers_and_scatters_instead(name, remat, scatters
 )
 def test_a_tpu_scatters_along_any_axes(name, parallel):
     exact(audited(name, "full", sequence=True, model_keys={"context": 2048, "width": 2048}, **parallel))
+
+
+@slow
+@pytest.mark.parametrize(("name", "devices"), [("v5p:2x2x2", 2), ("v4:2x2x4", 4), ("v5e:8x8", 8)])
+def test_a_tpu_scatters_what_it_can_halve_into_windows(name, devices):
+    """The first odd number of tiles that is padded is the first that the compiler does not scatter as it is."""
+    target = compilable(name)
+    mesh = make_mesh(Layout(data=devices, model=target.size // devices), target.devices())
+
+    def scatters(columns: int) -> bool:
+        """Of a gradient [16 x devices, columns], in float32."""
+        scatter = functools.partial(reduce_scatter, axes=["data"], dim=0, row_major=True)
+        step = jax.shard_map(scatter, mesh=mesh, in_specs=P(), out_specs=P("data"), check_vma=False)
+        x = jax.ShapeDtypeStruct((16 * devices, columns), "float32", sharding=NamedSharding(mesh, P()))
+        return re.search(r" reduce-scatter(-start)?\(", jax.jit(step).lower(x).compile().as_text()) is not None
+
+    most = WINDOW_TILES // (devices + 4)
+    fits = 128 * (most - 1 + most % 2)  # columns of 128 for each tile of an odd number
+    assert columns_in_windows((16 * devices, fits), [devices]) == fits and scatters(fits)
+    padded = columns_in_windows((16 * devices, fits + 256), [devices])
+    assert fits + 256 < padded <= fits + 512 and scatters(padded) and not scatters(fits + 256)
 
 
 @slow
@@ -534,6 +560,15 @@ def test_pipelines_send_what_theory_expects(name, remat, scan, parallel):
     assert [(c["axes"], c["count"]) for c in permutes] == [(["pipe"], both * ticks)]
 
 
+@slow
+def test_a_tpu_s_stages_scatter_a_table_without_permutes():
+    """Of 233 tiles of rows, a prime: over four devices XLA would pad those shards."""
+    model = {"vocab": 128 * 233, "dropout": 0.0, "width": 256}
+    result = audited("v5e:4x4", "full", layers=4, model_keys=model, pipe=4, data=4, model=1, zero=2, microbatches=4)
+    exact(result)
+    assert result["stages_that_may_wait"] == []
+
+
 def test_a_collective_across_stages_in_a_branch_is_reported(monkeypatch):
     """A head with a psum over all stages, though only the last one runs it."""
     from spmd_lm.models.language_model import LanguageModel
@@ -590,7 +625,7 @@ def test_an_excess_is_reported_with_its_cost(monkeypatch):
     from spmd_lm.axes import is_dim_names
     from spmd_lm.parallel import zero
 
-    def all_reduced(tree, names, data_axes, padded_width, dtype):
+    def all_reduced(tree, names, data_axes, padded_shape, dtype):
         def all_reduced_leaf(names, g):
             if "zero_width" not in names:
                 return g

@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from spmd_lm.axes import PIPE
+from spmd_lm.ops.collectives import as_row_major
 from spmd_lm.parallel.layers_loop import Losses
 from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, TaskFields, schedule_table
 from spmd_lm.parallel.pipeline.transfer import StageTransfer
@@ -219,6 +220,8 @@ class Pipeline:
         losses = tree_add_subset(losses, layer_losses)
         if self.scatters_per_chunk:
             chunk_grads, d_x = accumulate_grads(d_y, chunk_grads, 0, overwrite=task.first_of_chunk)
+            if self.plan.platform == "tpu":  # whose compiler would copy them to the layout in which they are scattered
+                chunk_grads = jax.tree.map(as_row_major, chunk_grads)
         else:
             blocks, d_x = accumulate_grads(d_y, grads.blocks, task.chunk * self.layers_per_chunk)
             grads = Parts(blocks, grads.rest if self.breadth_first else self.embedding_vjp(task, d_x, rest))
