@@ -201,15 +201,17 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     in_blocks += sizes.rest if keeps_rest else 0
     at_the_end += sizes.rest if accumulates else 0
     weights = sizes.resident + sizes.rest
-    # A GPU's backward recomputes the first layer, which runs after the loop, ahead of its turn.
-    ahead = sizes.compiler.sums_overlap and plan.zero.gathers_on_use and config.remat_policy.recomputes_layer
-    workspace = sizes.workspace + (sizes.hidden if ahead else 0)
+    # With prefetch one layer runs apart from the loop over the others: in these' backward what the last one saved is
+    # gone, and on a GPU the first one, which comes after the loop, is recomputed ahead of its turn.
+    apart = sizes.compiler.sums_overlap and plan.prefetch
+    workspace = sizes.workspace + (sizes.hidden if apart and config.remat_policy.recomputes_layer else 0)
+    saved_in_loop = sizes.saved - (sizes.saved // config.model.layers if apart else 0)
     forward_weights = weights + (sizes.in_use if plan.zero.gathers_on_use else 0)
     head_zeros = sizes.head_gradient if config.objective.predicts_tokens else 0  # there from the start
     phases = [
         Phase(FORWARD, forward_weights, head_zeros + accumulated, sizes.saved, sizes.forward_workspace),
         Phase(HEAD, weights, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
-        Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), sizes.saved, workspace),
+        Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), saved_in_loop, workspace),
         # The layer's weights' gradients are not made yet.
         Phase(ATTENTION, in_blocks, gradients, sizes.saved, sizes.attention_workspace),
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.embedding_workspace),
@@ -246,8 +248,8 @@ def _unreduced_where_sums_overlap(plan: Plan, sizes: _Sizes) -> int:
     if not zero.scatters_in_backward:
         copies = sizes.remat_block_weights  # as large as their gradients
     if zero.gathers_on_use:
-        # Where they are not widened, gradients of one branch take the place of its gathered weights.
-        of_layer = sizes.of_layer if sizes.widens_sums else sizes.of_layer // 2
+        # Gradients of a branch take the place of its gathered weights, unless they are widened and sent a layer later.
+        of_layer = sizes.of_layer if sizes.widens_sums and plan.prefetch else sizes.of_layer // 2
         return of_layer + sizes.head_gradient // plan.layout.data + copies
     copies += sizes.remat_block_weights
     if sizes.scatters_late:  # half of the layer before, widened

@@ -105,18 +105,30 @@ FLAT: dict[str, int | bool] = {}
 
 
 def test_a_gpu_keeps_a_shard_of_the_head_s_gradient():
-    """ZeRO-3; and of the layer's gradients half, where they are not widened."""
+    """ZeRO-3; and of the layer's gradients half, unless they are widened and scattered a layer later."""
 
     def unreduced(reduce, **parallel):
-        precision, parallel = LOW | {"reduce": reduce}, {"zero": 3, "prefetch": "off"} | parallel
-        config = make_config(parallel=parallel, precision=precision)
+        precision, parallel = LOW | {"reduce": reduce}, {"zero": 3} | parallel
+        config = make_config(model={"layers": 4}, parallel=parallel, precision=precision)
         sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
-        return memory._unreduced(plan, sizes) - sizes.layer // (1 if reduce == "float32" else 2)
+        widened_late = reduce == "float32" and parallel.get("prefetch") != "off"
+        return memory._unreduced(plan, sizes) - sizes.in_use // (1 if widened_late else 2)
 
     of_head = (61 + 16) * 32  # of tokens and positions
     assert [unreduced(reduce, data=8) for reduce in ("float32", "bfloat16")] == [4 * of_head / 8, 2 * of_head / 8]
     halved = ((62 / 2) + 16) * 32  # tokens padded to an even number
     assert unreduced("float32", data=4, model=2) == 4 * halved / 4
+    assert unreduced("float32", data=8, prefetch="off") == 4 * of_head / 8
+
+
+def test_a_layer_that_runs_apart_from_the_loop_has_used_what_it_saved():
+    def saved(prefetch):
+        config = make_config(model={"layers": 4}, parallel={"data": 8, "zero": 3, "prefetch": prefetch}, precision=LOW)
+        sizes = memory._Sizes(config, plan := abstract_plan(config, 8, "gpu", ""))
+        phases = {phase.name: phase.activations for phase in memory._phases(config, plan, sizes)}
+        return phases[memory.BLOCKS] / sizes.saved, phases[memory.HEAD] / sizes.saved
+
+    assert saved("on") == (3 / 4, 1) and saved("off") == (1, 1)
 
 
 @pytest.mark.parametrize(
