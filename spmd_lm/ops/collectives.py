@@ -80,9 +80,9 @@ def reduce_scatter(x: Array, axes: Sequence[str], dim: int, *, row_major: bool =
 
     A TPU's compiler makes a full all-reduce of it over all devices of a torus at once, where an array has dimensions of
     size one, which are therefore squeezed meanwhile, or where `dim` is the minor dimension in memory; and it pads most
-    arrays along their first dimension, but no array whose first dimension is twice the number of devices.  An odd
-    shard gives each device one row, which some topologies pad.  row_major: constrain x to row-major layout in memory,
-    for arrays that would otherwise inherit the layout of what produced them."""
+    arrays along their first dimension, but few of which that dimension is twice the number of devices (see
+    `columns_in_windows`).  An odd shard gives each device one row, which some topologies pad.  row_major: constrain x
+    to row-major layout in memory, for arrays that would otherwise inherit the layout of what produced them."""
     ones = tuple(d for d, size in enumerate(x.shape) if size == 1 and d != dim)
     x, dim = lax.squeeze(x, ones), dim - sum(d < dim for d in ones)
     for axis in axes:
@@ -131,9 +131,11 @@ def columns_in_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> int
 
 
 def _halves_into_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> bool:
+    """Whether a TPU halves every shard of `shape`, of which the columns are a multiple of 128, into WINDOW_TILES."""
     for devices in axis_sizes:
-        *outer, rows, columns = _devices_first(shape, devices)
-        tiles = math.prod(outer) // devices * -(-rows // 8) * (columns // 128)
+        first, *others = _devices_first(shape, devices)
+        *outer, rows, columns = first // devices, *others  # of one device's shard
+        tiles = math.prod(outer) * -(-rows // 8) * (columns // 128)
         window = tiles // (tiles & -tiles)  # the odd factor
         if (devices + 4) * window > WINDOW_TILES:
             return False

@@ -93,6 +93,8 @@ def test_shards_of_every_size_are_sums(shard, dim, row_major, x64):
         ((5120, 6784), [4, 2], 6912),
         ((25600, 12800), [2], 12800),  # windows of 625; the next that would fit are 12% larger
         ((5120, 8064), [], 8064),
+        ((64, 128), [32], 128),  # two rows for each device, less than a tile
+        ((32, 6784), [4, 8], 6784),
     ],
 )
 def test_columns_are_padded_until_tiles_halve_into_windows(shape, axis_sizes, columns):
