@@ -126,6 +126,9 @@ EQUIVALENT = {
     "unreduced=_sharding_axes(x, x_dims)": "XLA then sums at the product itself, which is where the layout asks for it",
     "optimization_barrier((shards, g))": "a CPU's compiler looks through it; test_audit.py sees an H100's",
     "optimization_barrier(saved)": "a CPU's compiler looks through it; benchmarks/overlap.py sees a v5p's",
+    "128 * padded": "TPUs alone; tests/ops/test_collectives.py sees the columns",
+    "math.prod(outer) * -(-rows // 8)": "TPUs alone; tests/ops/test_collectives.py sees the columns",
+    "(devices + 4) * window": "TPUs alone; tests/ops/test_collectives.py sees the columns",
     "optimization_barrier((w, jnp.int32(k)))": "a CPU merges no products; tests/planning/test_audit.py sees an H100's",
 }
 

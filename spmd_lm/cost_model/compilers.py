@@ -41,9 +41,10 @@ class Compiler(NamedTuple):
     arrays as large as a chunk of logits that cross-entropy holds.  sums_overlap: sums over devices, and zeros, start as
     early and end as late as their data allow, so that their float32 operands stay.  copies_replicas: sums over replicas
     are not written into their operands.  casts_layers: sharded weights are cast layer by layer as they are gathered,
-    not all of them before the loop.  reuses_chunk: where a stage has one chunk, that is used as it is,
-    without a copy of all of it, unless several microbatches gather it.  rounds_stacks: gradients that a loop over
-    layers scatters in a narrower dtype are rounded ahead of it, those of all layers.  keeps_weights: they stay until a
+    not all of them before the loop.  reuses_chunk: a stage's only chunk is used as it is, but for attention's query,
+    key and value matrices, which about every second compiled step copies; all of it is copied where it is gathered for
+    several microbatches.  rounds_stacks: the loop that scatters a stack holds a slice of one layer, and gradients that
+    it scatters in a narrower dtype are rounded ahead of it, those of all layers.  keeps_weights: they stay until a
     step's end, read again or not.  attention_arrays, forward_arrays: by remat policy, at the points of attention's
     backward, and of forward, at which a layer may hold most where a fused kernel computes attention; measured without
     post norm and dropout.  rotary_attention_arrays, rotary_forward_arrays: at those that rotary positions add."""

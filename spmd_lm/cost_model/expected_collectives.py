@@ -276,9 +276,10 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
         return
     tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
     matrices = [each for each in plan.parameters if ZERO_WIDTH in each.sharded_names]
-    # Of each the parts of a step that use it, which all contribute to its gradient.
+    # The parts of a step that use each of them; all contribute to its gradient.
     uses_of = [("embedding", "head") if each.path == tied_table else each.path[:1] for each in matrices]
-    gathered, scattered = [each.gathered_elements for each in matrices], list(map(plan.scattered_elements, matrices))
+    gathered = [each.gathered_elements for each in matrices]
+    scattered = [plan.scattered_elements(each) for each in matrices]
     kinds = (
         (ALL_GATHER, "weights", precision.compute, gathered, _weight_gathers(step)),
         (REDUCE_SCATTER, "gradients", precision.reduce, scattered, _gradient_scatters(step)),

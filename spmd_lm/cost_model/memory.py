@@ -10,8 +10,9 @@ from spmd_lm.cost_model.activations import LayerActivations, at_least_float32, d
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.ops import cross_entropy
+from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
-from spmd_lm.parallel.plan import Plan, padded_vocab
+from spmd_lm.parallel.plan import Plan
 
 
 def table(config: RunConfig, plan: Plan) -> dict[str, int]:
@@ -24,9 +25,6 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     params = plan.elements_per_device() * dtype_bytes(config.precision.params)
     return {"parameters": params, config.optim.moments: config.optim.num_moments * params}
 
-
-ATTENTION_INPUTS = ("query", "key", "value")
-"""Keys of the matrices that attention's input is multiplied by."""
 
 STREAMS_ON_CHIP = 5
 """A TPU's compiler places arrays on the chip where its memory holds this many unsharded residual streams."""
@@ -42,7 +40,6 @@ class _Sizes:
         self.widening = self.wide // self.itemsize  # how many times larger float32, or a wider compute dtype, is
         self.parts = {part: plan.elements_per_device(part, gathered=True) * self.itemsize for part in plan.shapes}
         self.embedding = self.parts["embedding"]
-        self.has_one_task = config.chunks == config.parallel.microbatches == 1  # a stage, in each direction
         self._weights()
         self._gradients()
         self._activations()
@@ -201,11 +198,11 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     in_blocks += sizes.rest if keeps_rest else 0
     at_the_end += sizes.rest if accumulates else 0
     weights = sizes.resident + sizes.rest
-    # With prefetch one layer runs apart from the loop over the others: in these' backward what the last one saved is
-    # gone, and on a GPU the first one, which comes after the loop, is recomputed ahead of its turn.
-    apart = sizes.compiler.sums_overlap and plan.prefetch
-    workspace = sizes.workspace + (sizes.hidden if apart and config.remat_policy.recomputes_layer else 0)
-    saved_in_loop = sizes.saved - (sizes.saved // config.model.layers if apart else 0)
+    # With prefetch, backward runs the last layer before its loop and the first one after it.  During the loop a GPU has
+    # freed what the last one saved, and recomputes the first one ahead of its turn.
+    layers_apart = sizes.compiler.sums_overlap and bool(plan.prefetch)
+    workspace = sizes.workspace + (sizes.hidden if layers_apart and config.remat_policy.recomputes_layer else 0)
+    saved_in_loop = sizes.saved - (sizes.saved // config.model.layers if layers_apart else 0)
     forward_weights = weights + (sizes.in_use if plan.zero.gathers_on_use else 0)
     head_zeros = sizes.head_gradient if config.objective.predicts_tokens else 0  # there from the start
     phases = [
@@ -281,39 +278,47 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     gradients are summed over all microbatches first, into nothing else."""
     weights, buffers = _pipeline_weights(config, plan, sizes), _pipeline_buffers(config, plan) * sizes.stream
     of_all = config.parallel.microbatches * sizes.stream
-    copied, sliced, gradients = 0, 0, sizes.accumulated
+    copied, slice_of_layer, gradients = 0, 0, sizes.accumulated
     in_scatter = gradients
     if sizes.compiler.sums_overlap:
         gradients += sizes.in_use
     if plan.zero.scatter_per == "chunk":
-        in_use, copied = _chunk_weights(config, plan, sizes)
-        weights += in_use
+        of_chunk, copied = _chunk_weights(config, plan, sizes)
+        weights += of_chunk
         gradients, in_scatter = _chunk_gradients(config, plan, sizes)
         if sizes.compiler.rounds_stacks:
-            sliced = sizes.layer * (sizes.widening if sizes.widens_sums else 1)
+            slice_of_layer = sizes.layer * (sizes.widening if sizes.widens_sums else 1)
     saved = buffers + of_all + sizes.saved
+    copied_in_scatter = copied if sizes.compiler.sums_overlap else 0  # a TPU has freed it by then
     return [
         # The head's weights are gathered, or cast, in its conditional.
         Phase(HEAD, weights + copied + sizes.rest, sizes.wide_embedding, buffers + of_all, sizes.head_workspace),
         Phase(BLOCKS, weights + copied, gradients, saved, sizes.workspace),
         Phase(ATTENTION, weights, gradients, saved, sizes.attention_workspace),
-        Phase(CHUNK, weights + copied * sizes.compiler.sums_overlap, in_scatter, buffers + of_all, sliced),
+        Phase(CHUNK, weights + copied_in_scatter, in_scatter, buffers + of_all, slice_of_layer),
         Phase(EMBEDDING, sizes.rest, sizes.accumulated, of_all, sizes.embedding_workspace),
     ]
 
 
 def _chunk_weights(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, int]:
-    """Of chunks: those in use, or gathered ahead; and a copy in the layout that products read, which is gone before
-    attention's backward."""
-    chunk, reuses = sizes.layer * config.layers_per_chunk, sizes.compiler.reuses_chunk and config.chunks == 1
-    gathered = chunk if plan.zero.gathers_on_use else 0
+    """Weights of a chunk that stay through its backward, with the next chunk's where that is gathered ahead; and a copy
+    of them in the layout that products read, which is gone before attention's backward."""
+    chunk = sizes.layer * config.layers_per_chunk
+    reuses = sizes.compiler.reuses_chunk and config.chunks == 1
     if plan.prefetch_chunks:
-        return 2 * gathered, 0
-    if reuses and (sizes.has_one_task or not gathered):
-        # A copy of the inputs of attention alone, in about every second compiled step.
-        keys = [plan.elements_per_device("blocks", "attention", key, gathered=True) for key in ATTENTION_INPUTS]
-        return gathered + sum(keys) * sizes.itemsize // 2, 0
-    return chunk, chunk if gathered and (sizes.compiler.sums_overlap or reuses) else 0
+        return 2 * chunk, 0
+    if not plan.zero.gathers_on_use:
+        return (_copied_attention(plan, sizes) if reuses else chunk), 0
+    if reuses and config.parallel.microbatches == 1:
+        return chunk + _copied_attention(plan, sizes), 0
+    return chunk, chunk if reuses or sizes.compiler.sums_overlap else 0
+
+
+def _copied_attention(plan: Plan, sizes: _Sizes) -> int:
+    """Half of the query, key and value matrices: about every second compiled step copies them (docs/log.md)."""
+    keys = ("query", "key", "value")
+    elements = sum(plan.elements_per_device("blocks", "attention", key, gathered=True) for key in keys)
+    return elements * sizes.itemsize // 2
 
 
 def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, int]:

@@ -13,7 +13,8 @@ from spmd_lm.config.schema import Model, RunConfig
 from spmd_lm.cost_model.activations import VISIBLE_SCORES, tokens_per_device
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.systems import System
-from spmd_lm.parallel.plan import Plan, padded_vocab
+from spmd_lm.parallel.padding import padded_vocab
+from spmd_lm.parallel.plan import Plan
 
 DROPOUT_MASK = 0.5  # elements
 HEAD_OPERATIONS = 12  # kernels of cross-entropy, forward and backward

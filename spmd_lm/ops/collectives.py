@@ -79,10 +79,11 @@ def reduce_scatter(x: Array, axes: Sequence[str], dim: int, *, row_major: bool =
     """The sum of x over mesh axes, one after the other, of which each device keeps its shard along `dim`.
 
     A TPU's compiler makes a full all-reduce of it over all devices of a torus at once, where an array has dimensions of
-    size one, which are therefore squeezed meanwhile, or where `dim` is the minor dimension in memory; and it pads most
-    arrays along their first dimension, but few of which that dimension is twice the number of devices (see
-    `columns_in_windows`).  An odd shard gives each device one row, which some topologies pad.  row_major: constrain x
-    to row-major layout in memory, for arrays that would otherwise inherit the layout of what produced them."""
+    size one, which are therefore squeezed meanwhile, or where `dim` is the minor dimension in memory.  It also pads
+    most arrays along their first dimension, but few of those whose first dimension is twice the number of devices
+    (`padded_columns`): hence the reshape.  A shard of an odd number of rows gives each device one row instead of two,
+    which some topologies pad.  row_major: constrain x to row-major layout in memory, for arrays that would otherwise
+    inherit the layout of what produced them."""
     ones = tuple(d for d, size in enumerate(x.shape) if size == 1 and d != dim)
     x, dim = lax.squeeze(x, ones), dim - sum(d < dim for d in ones)
     for axis in axes:
@@ -116,13 +117,13 @@ WINDOW_TILES = 1824
 device, and four more.  Measured for v4, v5e and v5p; a v6e has twice the room, a 7x more (docs/log.md, 2026-11-27)."""
 
 
-def columns_in_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> int:
-    """At least shape[-1]: columns with which a TPU makes a plain `reduce_scatter` of `shape` along its first dimension,
-    over axes of these sizes.
+def padded_columns(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> int:
+    """The columns, shape[-1] or up to 1/32 more, to which `shape` is padded so that a TPU's compiler makes plain
+    reduce-scatters of it along its first dimension, over axes of these sizes in turn.
 
-    XLA halves each device's shard until its windows fit into WINDOW_TILES.  If the number of its tiles has too large an
-    odd factor they never do: XLA then pads the shard, in a fused all-reduce-scatter, and sends what is out of place by
-    a permute.  shape[-1] itself, if no number of columns up to 1/32 larger will do."""
+    XLA halves a device's shard until a window of it for each device, and four more, fit into WINDOW_TILES.  Where the
+    odd factor of the shard's tiles is too large for that, it pads the shard in a fused all-reduce-scatter, and moves
+    what is then out of place by a permute.  Where no number of columns in that range helps, the result is shape[-1]."""
     columns = -(-shape[-1] // 128)
     for padded in range(columns, columns + columns // 32 + 1):
         if _halves_into_windows((*shape[:-1], 128 * padded), axis_sizes):
@@ -131,7 +132,8 @@ def columns_in_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> int
 
 
 def _halves_into_windows(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> bool:
-    """Whether a TPU halves every shard of `shape`, of which the columns are a multiple of 128, into WINDOW_TILES."""
+    """Whether a shard of `shape`, scattered over these axes in turn, halves each time into windows that fit.  Its
+    columns are a multiple of 128."""
     for devices in axis_sizes:
         first, *others = _devices_first(shape, devices)
         *outer, rows, columns = first // devices, *others  # of one device's shard

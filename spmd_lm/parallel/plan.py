@@ -31,9 +31,10 @@ from spmd_lm.axes import (
 )
 from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
-from spmd_lm.ops.collectives import columns_in_windows, constrain, manual_region, psum_axes
+from spmd_lm.ops.collectives import constrain, manual_region, padded_columns, psum_axes
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.mesh import Layout
+from spmd_lm.parallel.padding import pad_or_crop, padded_vocab, padded_width
 from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.parallel.zero import ZeroPolicy
@@ -52,28 +53,6 @@ def remembered(
 
     remembering.__doc__ = method.__doc__
     return functools.cached_property(remembering)
-
-
-def _padded(size: int, shards: int, tile: int) -> int:
-    """`size` rounded up to a multiple of `shards`, and to full tiles per shard where that adds less than an eighth."""
-    rows = tile * shards if 8 * tile * shards <= size else shards
-    return -(-size // rows) * rows
-
-
-def padded_vocab(vocab: int, model: int) -> int:
-    return _padded(vocab, model, tile=128)
-
-
-def padded_width(width: int, shards: int) -> int:
-    """With shards of 4,272 rows, not 4,267, a TPU's compiler takes 26 s, not 92, for a step of 1T parameters: hence
-    tiles of 16 bfloat16 rows, where `shards` does not divide."""
-    return width if width % shards == 0 else _padded(width, shards, tile=16)
-
-
-def pad_or_crop(x: Array, shape: tuple[int, ...]) -> Array:
-    """`x`, padded with zeros or cropped at the end of each dimension to `shape`."""
-    padding = [(0, to - size, 0) for size, to in zip(x.shape, shape, strict=True)]
-    return lax.pad(x, jnp.zeros((), x.dtype), padding)
 
 
 def interleave(x: Array, dim: int, first: int, second: int) -> Array:
@@ -342,17 +321,19 @@ class Plan:
 
     @remembered
     def _scattered_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a gradient [width, ...] as it is scattered.
+        """The shape to which a gradient [width, ...], unsharded over `data`, is padded before it is scattered; width to
+        what `data` divides, whatever shape[0] is.
 
-        In the branches of a pipeline a TPU must scatter it without permutes, for which other stages would wait."""
+        In the branches of a pipeline on a TPU the last dimension is padded too: XLA would otherwise add permutes, for
+        which other stages would wait."""
         shape = (self._padded_size(zero.ZERO_WIDTH, self._width), *shape[1:])
         diverge = self.layout.pipe > 1 and self.zero.scatters_in_backward and not self.run_idle_stages
         if self.platform != "tpu" or not diverge:
             return shape
-        return *shape[:-1], columns_in_windows(shape, [self.sizes[axis] for axis in self.nontrivial_axes(DATA)])
+        return *shape[:-1], padded_columns(shape, [self.sizes[axis] for axis in self.nontrivial_axes(DATA)])
 
     def scattered_elements(self, parameter: Parameter) -> int:
-        """What ZeRO scatters of this parameter's gradient on one device."""
+        """Elements of this matrix's gradient that a device puts into the scatter over `data`, padding included."""
         names = parameter.names
         sizes = [size // self._shards[name] for name, size in zip(names, parameter.shape, strict=True)]
         layers = sizes[0] if names[0] == "layers" else 1

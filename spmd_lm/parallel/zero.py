@@ -76,11 +76,6 @@ def gathered_names(names: DimNames) -> DimNames:
     return tuple(SHARDED_DIM if name == ZERO_WIDTH else name for name in names)
 
 
-def _off_minor_dim(x: Array, dim: int) -> tuple[Array, int]:
-    """x with `dim` first if it was last, and where it is now."""
-    return (jnp.moveaxis(x, dim, 0), 0) if dim == x.ndim - 1 else (x, dim)
-
-
 @jax.named_scope("weights")
 def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int, *, row_major_stacks: bool = False) -> Tree:
     """Shards to unsharded leaves, one axis of `data` after the other, innermost first.  names: the sharded dimension
@@ -92,7 +87,9 @@ def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int, *, r
     def gather_leaf(names: DimNames, x: Array) -> Array:
         if ZERO_WIDTH not in names:
             return x
-        x, at = _off_minor_dim(x, dim := names.index(ZERO_WIDTH))
+        dim = names.index(ZERO_WIDTH)
+        at = 0 if dim == x.ndim - 1 else dim  # never the minor dimension in memory
+        x = jnp.moveaxis(x, dim, at)
         for axis in reversed(data_axes):
             x = lax.all_gather(x, axis, axis=at, tiled=True)
         x = jnp.moveaxis(lax.slice_in_dim(x, 0, width, axis=at), at, dim)
@@ -110,7 +107,7 @@ def scatter(
     dtype: jnp.dtype,
 ) -> Tree:
     """Each device's unsharded gradients to the sum over `data`, in `dtype`, of the shard that it owns.
-    padded_shape: of a gradient [width, ...], what is sent for it.
+    padded_shape(shape): to what a gradient [width, ...] of this shape is padded before it is sent.
 
     On a TPU a reduce-scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the
     torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and

@@ -15,8 +15,9 @@ from spmd_lm.cost_model.activations import dtype_bytes, stream_bytes, tokens_per
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
+from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline import schedule as schedules
-from spmd_lm.parallel.plan import Plan, padded_vocab
+from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.runtime.devices import devices_present
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize

@@ -23,8 +23,9 @@ from spmd_lm.errors import CompilerError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.transformer import Block
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, domains_of_model, is_absent, make_mesh, resolve
+from spmd_lm.parallel.padding import pad_or_crop
 from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.parallel.plan import Plan, pad_or_crop
+from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ShardedModel
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.parallel.zero import ZeroPolicy

@@ -7,11 +7,11 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm import axes
 from spmd_lm.ops.collectives import (
     all_gather,
-    columns_in_windows,
     copy_to_region,
     gather_sequence,
     global_indices,
     local_slice,
+    padded_columns,
     pmax,
     psum,
     reduce_from_region,
@@ -98,7 +98,7 @@ def test_shards_of_every_size_are_sums(shard, dim, row_major, x64):
     ],
 )
 def test_columns_are_padded_until_tiles_halve_into_windows(shape, axis_sizes, columns):
-    assert columns_in_windows(shape, axis_sizes) == columns
+    assert padded_columns(shape, axis_sizes) == columns
 
 
 @pytest.mark.parametrize("sequence", [(), ("model",)], ids=["whole", "split"])

@@ -6,9 +6,11 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.errors import LayoutError
 from spmd_lm.parallel.mesh import Layout, abstract_mesh
-from spmd_lm.parallel.plan import Plan, padded_vocab, padded_width
+from spmd_lm.parallel.padding import padded_vocab, padded_width
+from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import ZeroPolicy
-from tests.helpers import assert_equal
+from spmd_lm.step.program import abstract_plan
+from tests.helpers import assert_equal, make_config
 
 NAMES = {"table": ("vocab", "width"), "blocks": {"up": ("layers", "width", "mlp"), "bias": ("layers", "mlp")}}
 
@@ -132,3 +134,22 @@ def test_what_is_left_to_sum_of_a_gradient(sequence):
     assert made.grad_reduce_axes(("layers", "mlp")) == ("replica", "data")
     assert made.grad_reduce_axes(("layers", "width")) == ("replica", "data", *model)
     assert made.grad_reduce_axes(("position", "zero_width")) == ("pipe", "replica", *model)
+
+
+@pytest.mark.parametrize(
+    ("platform", "keys", "tiles"),
+    [
+        ("tpu", {}, 234),
+        ("gpu", {}, 233),
+        ("tpu", {"run_idle_stages": True}, 233),
+        ("tpu", {"zero": 1}, 233),
+        ("tpu", {"pipe": 1}, 233),
+    ],
+)
+def test_stages_on_a_tpu_scatter_a_table_of_more_columns(platform, keys, tiles):
+    """Where they scatter in branches: its 233 tiles, a prime, would not halve."""
+    parallel = {"pipe": 4, "data": 4, "zero": 2, "microbatches": 4} | keys
+    config = make_config(model={"layers": 4, "width": 256, "vocab": 128 * 233}, parallel=parallel)
+    plan = abstract_plan(config, 4 * parallel["pipe"], platform, "")
+    (table,) = (each for each in plan.parameters if each.path == ("embedding", "tokens"))
+    assert plan.scattered_elements(table) == 256 * 128 * tiles

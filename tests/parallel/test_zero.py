@@ -54,10 +54,15 @@ def test_shards_that_do_not_divide_are_padded():
 @pytest.mark.parametrize("layout", [Layout(data=4, model=2), Layout(replica=2, data=2, model=2)], ids=str)
 def test_gathering_and_scattering_are_exact(layout, more_columns):
     """Each device's gradient is its own number; the shards hold the sum over data, and then over replica.
-    more_columns: that are sent, as in a TPU's pipeline."""
+    more_columns: how many are added before the scatter and cropped after it, as in a pipeline on TPUs."""
     made = plan(layout, 3, jax.devices())
-    width = made.padded_shapes["up"].shape[1]
-    vars(made)["_scattered_shape"] = lambda shape: (width, shape[1] + more_columns)
+    padded_shape = made._scattered_shape
+
+    def with_more_columns(shape):
+        *outer, columns = padded_shape(shape)
+        return *outer, columns + more_columns
+
+    vars(made)["_scattered_shape"] = with_more_columns
     r = np.random.default_rng(0)
     whole = {name: jnp.asarray(r.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
     padded = made.from_canonical(whole)

@@ -17,7 +17,7 @@ from spmd_lm.config.load import load
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective, expected_collectives
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.errors import ConfigError
-from spmd_lm.ops.collectives import WINDOW_TILES, columns_in_windows, reduce_scatter
+from spmd_lm.ops.collectives import WINDOW_TILES, padded_columns, reduce_scatter
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning.audit import _compare, _mark_narrowed, _mark_unscattered, _with_available_kernel, audit, render
@@ -141,7 +141,8 @@ def test_a_tpu_scatters_along_any_axes(name, parallel):
 @slow
 @pytest.mark.parametrize(("name", "devices"), [("v5p:2x2x2", 2), ("v4:2x2x4", 4), ("v5e:8x8", 8)])
 def test_a_tpu_scatters_what_it_can_halve_into_windows(name, devices):
-    """The first odd number of tiles that is padded is the first that the compiler does not scatter as it is."""
+    """An odd number of tiles cannot be halved: the largest that fits is scattered as it is, the next odd one is not,
+    and one tile more makes that even."""
     target = compilable(name)
     mesh = make_mesh(Layout(data=devices, model=target.size // devices), target.devices())
 
@@ -153,10 +154,11 @@ def test_a_tpu_scatters_what_it_can_halve_into_windows(name, devices):
         return re.search(r" reduce-scatter(-start)?\(", jax.jit(step).lower(x).compile().as_text()) is not None
 
     most = WINDOW_TILES // (devices + 4)
-    fits = 128 * (most - 1 + most % 2)  # columns of 128 for each tile of an odd number
-    assert columns_in_windows((16 * devices, fits), [devices]) == fits and scatters(fits)
-    padded = columns_in_windows((16 * devices, fits + 256), [devices])
-    assert fits + 256 < padded <= fits + 512 and scatters(padded) and not scatters(fits + 256)
+    columns = 128 * (most - 1 + most % 2)  # of the largest odd number of tiles that fits
+    shape, larger = (16 * devices, columns), (16 * devices, columns + 2 * 128)
+    assert padded_columns(shape, [devices]) == columns and scatters(columns)
+    assert padded_columns(larger, [devices]) == columns + 3 * 128 and scatters(columns + 3 * 128)
+    assert not scatters(columns + 2 * 128)
 
 
 @slow
@@ -562,7 +564,8 @@ def test_pipelines_send_what_theory_expects(name, remat, scan, parallel):
 
 @slow
 def test_a_tpu_s_stages_scatter_a_table_without_permutes():
-    """Of 233 tiles of rows, a prime: over four devices XLA would pad those shards."""
+    """Its 128 x 233 tokens are 233 tiles of columns, a prime: over four devices XLA would pad the shards and add a
+    permute."""
     model = {"vocab": 128 * 233, "dropout": 0.0, "width": 256}
     result = audited("v5e:4x4", "full", layers=4, model_keys=model, pipe=4, data=4, model=1, zero=2, microbatches=4)
     exact(result)

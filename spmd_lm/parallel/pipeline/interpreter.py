@@ -220,7 +220,7 @@ class Pipeline:
         losses = tree_add_subset(losses, layer_losses)
         if self.scatters_per_chunk:
             chunk_grads, d_x = accumulate_grads(d_y, chunk_grads, 0, overwrite=task.first_of_chunk)
-            if self.plan.platform == "tpu":  # whose compiler would copy them to the layout in which they are scattered
+            if self.plan.platform == "tpu":  # whose compiler would copy whole stacks for the loop that scatters them
                 chunk_grads = jax.tree.map(as_row_major, chunk_grads)
         else:
             blocks, d_x = accumulate_grads(d_y, grads.blocks, task.chunk * self.layers_per_chunk)
