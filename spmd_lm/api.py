@@ -8,7 +8,6 @@ when one is first used.
 
 Devices that a configuration simulates are set up by the first function that computes; jax cannot change them later."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.compilation_cache import NONE
 from spmd_lm.runtime.devices import set_up_devices, simulate_devices, use_cpu_alone
+from spmd_lm.runtime.formatting import LARGEST_PRICE, LARGEST_TOKENS
 from spmd_lm.runtime.outputs import require_replaceable
 from spmd_lm.runtime.signals import StopSignals
 
@@ -82,13 +82,11 @@ def search_layouts(
     targets = [parse_topology(topology) for topology in topologies]
     if top:
         _compile_on_cpu(*targets)
-    from spmd_lm.cost_model.hardware import read_hardware
     from spmd_lm.planning import search, search_report
 
     if out is not None:
         require_replaceable("--out", Path(out), search_report.MARK)
-    measured = read_hardware(Path(hardware)) if hardware is not None else ()
-    found = search.search(config, [search.make_target(topology, measured) for topology in targets])
+    found = search.search(config, search.make_targets(targets, Path(hardware) if hardware is not None else None))
     if out is not None:
         search_report.write_best(found, Path(out))
     description = search_report.describe(found, top)
@@ -110,21 +108,20 @@ def preflight(
     one step by stage.  hardware: as of `search_layouts`.  What is found is kept in the user's cache directory, unless
     run.compilation_cache=none.  Raises ConfigError for hardware of unknown speed, and if the step cannot be
     compiled."""
-    for name, given in (("price", price), ("tokens", tokens)):
-        if given is not None and not (isinstance(given, (int, float)) and 0 < given < math.inf):
-            raise ConfigError(f"{name} is {given!r:.40}: give a number above 0.")
+    for name, given, most in (("price", price, LARGEST_PRICE), ("tokens", tokens, LARGEST_TOKENS)):
+        if given is not None and (not isinstance(given, (int, float)) or given is True or not 0 < given <= most):
+            raise ConfigError(f"{name} is {given!s:.40}: give a number above 0, at most {most:g}.")
     target = parse_topology(topology)
     if target.platform == "cpu":
         raise ConfigError(f"--topology {topology}: a CPU's schedule tells nothing of other devices. Use spmd-lm bench.")
     _compile_on_cpu(target)
-    from spmd_lm.cost_model.hardware import read_hardware
     from spmd_lm.planning import preflight as planning
-    from spmd_lm.planning.search import make_target
+    from spmd_lm.planning.search import make_targets
     from spmd_lm.runtime.compilation_cache import cache_directory
 
     if picture is not None and Path(picture).suffix not in planning.PICTURES:
         raise ConfigError(f"--picture {picture}: its name must end in {' or '.join(planning.PICTURES)}.")
-    on = make_target(target, read_hardware(Path(hardware)) if hardware is not None else ())
+    (on,) = make_targets([target], Path(hardware) if hardware is not None else None)
     directory = cache_directory(config.run.compilation_cache, "preflight")
     found = planning.cached(directory, config, on, lambda: planning.preflight(config, on))
     result = planning.with_costs(found | {"software": on.profile.software}, price, tokens)

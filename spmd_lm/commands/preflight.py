@@ -15,6 +15,7 @@ from spmd_lm.commands.common import (
     write_result,
 )
 from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.runtime.formatting import LARGEST_PRICE, LARGEST_TOKENS
 
 
 def run(arguments: Arguments) -> int:
@@ -39,9 +40,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", metavar="T", help="hardware, present or not: v5p:4x4x4, 2*v5e:16x16, h100:2x8")
     help = "of a device and hour, for the cost of the run"
     parser.add_argument(
-        "--price", metavar="USD", type=amount("dollars for a device and hour, as in 2.5", 1e6), help=help
+        "--price", metavar="USD", type=amount("dollars for a device and hour, as in 2.5", LARGEST_PRICE), help=help
     )
     help = "that the run trains on, as in 300e9; default: those of train.steps"
-    parser.add_argument("--tokens", metavar="N", type=amount("a number of tokens, as in 300e9", 1e18), help=help)
+    parser.add_argument(
+        "--tokens", metavar="N", type=amount("a number of tokens, as in 300e9", LARGEST_TOKENS), help=help
+    )
     parser.add_argument("--picture", metavar="FILE", help="a picture of one step by stage, as PNG or SVG")
     parser.add_argument("--hardware", metavar="FILE", help=HARDWARE_HELP)

@@ -59,7 +59,7 @@ class Links(NamedTuple):
         start, link, network = self.latency
         if kind == COLLECTIVE_PERMUTE:
             return start + (network if domains > 1 else link)
-        crossing = domains if domains > 1 else 0
+        crossing = min(domains, devices - 1) if domains > 1 else 0
         around = (devices - 1 - crossing) * link + crossing * network
         if kind == ALL_REDUCE:
             up = math.log2(devices / domains) * link + math.log2(domains) * network
@@ -141,7 +141,7 @@ def _table() -> tuple[Hardware, ...]:
 
 def _parse(row: dict[str, Any]) -> Hardware:
     peaks = {dtype: TERA * rate for dtype, rate in row["peak"].items()}
-    hardware = Hardware(row["device_kind"], peaks, row["source"])
+    hardware = Hardware(row["device_kind"].strip().lower(), peaks, row["source"])
     if "link" not in row:
         return hardware
     memory, latency = row["memory"], Latency(**{name: MICRO * time for name, time in row["latency"].items()})
@@ -184,5 +184,10 @@ def read_hardware(path: Path) -> tuple[Hardware, ...]:
 
 def find_hardware(device_kind: str, measured: tuple[Hardware, ...] = ()) -> Hardware | None:
     """The row of a device, by jax's device_kind; None if the table has none.  measured: rows before the table's."""
-    matching = [row for row in (*measured, *_table()) if device_kind.lower().startswith(row.device_kind)]
+    return find_row(device_kind, measured) or find_row(device_kind, _table())
+
+
+def find_row(device_kind: str, rows: tuple[Hardware, ...]) -> Hardware | None:
+    """The row of which the kind is the longest beginning of `device_kind`; None if none is."""
+    matching = [row for row in rows if device_kind.lower().startswith(row.device_kind)]
     return max(matching, key=lambda row: len(row.device_kind), default=None)  # of equal ones the first

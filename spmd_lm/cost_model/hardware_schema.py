@@ -42,7 +42,7 @@ class LatencyRow(Section):
 class PeakRow(Section):
     """Hardware of which only the peak is known."""
 
-    device_kind: Annotated[str, Field(min_length=1)]
+    device_kind: Annotated[str, Field(pattern=r"\S")]
     peak: Annotated[dict[str, Positive], AfterValidator(with_16_bits)]
     source: str
 
@@ -68,7 +68,7 @@ def problem_of(row: Any) -> str:
     if not isinstance(row, dict):
         return "must be keys and values"
     try:
-        (HardwareRow if "link" in row else PeakRow).model_validate(row)
+        (PeakRow if row.keys() <= PeakRow.model_fields.keys() else HardwareRow).model_validate(row)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

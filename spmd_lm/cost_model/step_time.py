@@ -56,7 +56,7 @@ class StepTime:
 
 def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: System) -> StepTime:
     """Of a step of `config` under `plan`, as `system` runs it."""
-    overhead = hardware.kernel_overhead or system.kernel_overhead
+    overhead = system.kernel_overhead if hardware.kernel_overhead is None else hardware.kernel_overhead
     kernels = Kernels(hardware, config.precision.compute, system.software, overhead)
     microbatches = config.parallel.microbatches
     in_layers = _layers_seconds(config, plan, system, kernels)

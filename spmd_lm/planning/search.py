@@ -10,6 +10,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from spmd_lm.analysis.topology import Topology
@@ -20,11 +21,12 @@ from spmd_lm.config.section import Section
 from spmd_lm.config.suggest import divisors
 from spmd_lm.config.types import Dtype
 from spmd_lm.cost_model import memory
-from spmd_lm.cost_model.hardware import Hardware, find_hardware
+from spmd_lm.cost_model.hardware import Hardware, find_hardware, find_row, read_hardware
 from spmd_lm.cost_model.step_time import predict_step
 from spmd_lm.cost_model.systems import System, find_system
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.parallel.plan import Plan
+from spmd_lm.step.optimizer import frozen_mask
 from spmd_lm.step.program import abstract_plan
 
 POLICIES: tuple[Policy, ...] = ("none", "selective", "residual", "full")  # which one plan serves
@@ -110,7 +112,8 @@ class Search:
 
 
 def search(config: RunConfig, targets: Sequence[Target]) -> Search:
-    """Costs every layout of `config` on each target.  Raises ConfigError for a dtype whose speed is not known there."""
+    """Costs every layout of `config` on each target.  Raises ConfigError for a dtype whose speed is not known there,
+    and for an optim.freeze that `frozen_mask` refuses."""
     start, layouts, rejected = time.perf_counter(), list[CostedLayout](), Counter[str]()
     for target in targets:
         require_speed(config, target)
@@ -120,6 +123,8 @@ def search(config: RunConfig, targets: Sequence[Target]) -> Search:
             except LayoutError:
                 rejected["parameters are not divisible"] += len(variants)
                 continue
+            if not layouts:
+                frozen_mask(config.optim.freeze.split(), plan.names, plan.shapes)
             layouts += [cost(each, target, plan) for each in variants]
     for layout in layouts:
         rejected["does not fit"] += layout.room < 0
@@ -138,6 +143,21 @@ def cost(config: RunConfig, target: Target, plan: Plan) -> CostedLayout:
     return CostedLayout(config, target, sum(memory.table(config, plan).values()), sent, step.seconds, step.parts)
 
 
+def make_targets(topologies: Iterable[Topology], table: Path | None = None) -> list[Target]:
+    """Each topology once.  table: of bench --calibrate, whose rows come before published ones.  Raises ConfigError for
+    hardware whose speed is not known, and if no row of `table` is of any topology."""
+    distinct = list(dict.fromkeys(topologies))
+    measured = read_hardware(table) if table else ()
+    if table and not any(find_row(each.device_kind, measured) for each in distinct):
+        rows = ", ".join(repr(row.device_kind) for row in measured)
+        kinds = " or ".join(dict.fromkeys(each.device_kind.lower() for each in distinct))
+        raise ConfigError(
+            f"--hardware {table}: its rows are of {rows:.200}, and of no --topology. Add one whose device_kind is "
+            f"{kinds}, or a beginning of it."
+        )
+    return [make_target(each, measured) for each in distinct]
+
+
 def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Target:
     """Raises ConfigError for hardware whose speed is not known.  measured: rows before the table's."""
     hardware = find_hardware(topology.device_kind, measured)
@@ -148,8 +168,9 @@ def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Targ
             f"`spmd-lm bench CONFIG{simulated} --calibrate FILE`, and add --hardware FILE."
         )
     if hardware.links.network is None and topology.domain < topology.size:
+        one = "slice" if topology.platform == "tpu" else "host"
         raise ConfigError(
-            f"--topology {topology}: the speed of the network between slices is not known. Name one slice."
+            f"--topology {topology}: the speed of the network between {one}s is not known. Name one {one}."
         )
     return Target(topology, dataclasses.replace(hardware, devices_per_host=topology.domain))
 
@@ -226,6 +247,7 @@ def choices_within(config: RunConfig, layout: dict[str, int], slices: int) -> It
 
 
 REASONS: dict[Callable[..., Any], str] = {
+    layout_checks.microbatches_divide_batch: "the batch is not divisible",
     layout_checks.tensor_parallel_divides: "parallel.model does not divide heads, MLP or context",
     layout_checks.tensor_parallel_divides_kv_heads: "parallel.model does not divide key/value heads",
     layout_checks.shared_layers_are_on_one_stage: "stages of shared layers",

@@ -8,6 +8,7 @@ from typing import Any
 
 MAX_NAMES = 8
 LARGEST_COUNT = 2**31 - 1  # devices count steps in 32 bits
+LARGEST_PRICE, LARGEST_TOKENS = 1e6, 1e18  # dollars for a device and hour; tokens of a run
 
 
 def parse_count(text: str, most: int = LARGEST_COUNT) -> int | None:

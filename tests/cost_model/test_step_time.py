@@ -74,6 +74,7 @@ def test_collectives_wait_for_their_hops():
     delay = HARDWARE.links.delay
     assert delay(ALL_GATHER, 8, 1) == pytest.approx(start + 7 * link)
     assert delay(ALL_GATHER, 16, 2) == pytest.approx(start + 13 * link + 2 * network)
+    assert delay(ALL_GATHER, 4, 4) == pytest.approx(start + 3 * network)  # one device in each domain
     assert delay(ALL_REDUCE, 2, 1) == pytest.approx(start + 2 * link)
     assert delay(ALL_REDUCE, 64, 8) == pytest.approx(start + 2 * (3 * link + 3 * network))
     assert delay(COLLECTIVE_PERMUTE, 64, 8) == start + network
@@ -250,6 +251,16 @@ def test_products_run_at_the_rate_of_their_dtype():
         kernels = (Kernels(HARDWARE, each, 1.0, 0.0) for each in (dtype, "bfloat16"))
         other, half = (each.product(Product(2**14, 2**14, 2**14)) for each in kernels)
         assert other == pytest.approx(slower * half)
+
+
+def test_kernels_may_start_in_no_time():
+    run = config(parallel={"data": 8})
+
+    def seconds(overhead):
+        hardware = dataclasses.replace(HARDWARE, kernel_overhead=overhead)
+        return predict_step(run, abstract_plan(run, 8, "gpu", H100), hardware, find_system("spmd_lm")).seconds
+
+    assert seconds(None) > seconds(0.0) == pytest.approx(seconds(1e-15))
 
 
 def test_the_optimizer_reads_and_writes_its_state():

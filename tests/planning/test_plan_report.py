@@ -4,6 +4,7 @@ import math
 import jax
 import pytest
 
+from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cost_model import flops
 from spmd_lm.planning.plan_report import describe, render, summary
 from spmd_lm.runtime.formatting import format_bytes
@@ -71,10 +72,15 @@ def test_the_text_has_a_line_for_every_parameter():
         assert any(line.startswith(row) and line.endswith(format_bytes(size)) for line in lines)
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "policy"), [("1f1b", 1, "block"), ("breadth_first", 2, "full")])
-def test_a_pipeline_is_drawn_and_ways_to_gather_are_compared(schedule, chunks, policy):
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "policy", "topology"),
+    [("1f1b", 1, "block", None), ("breadth_first", 2, "full", None), ("1f1b", 1, "full", parse_topology("v4:2x2x2"))],
+    ids=str,
+)
+def test_a_pipeline_is_drawn_and_ways_to_gather_are_compared(schedule, chunks, policy, topology):
     parallel = {"pipe": 2, "data": 4, "zero": 3, "microbatches": 4, "schedule": schedule, "chunks": chunks}
-    d = describe(make_config(model={"layers": 4}, parallel=parallel, remat={"policy": policy}, precision=FLOAT32))
+    config = make_config(model={"layers": 4}, parallel=parallel, remat={"policy": policy}, precision=FLOAT32)
+    d = describe(config, topology=topology)
     lines, options = render(d).splitlines(), d["pipeline"]["choices"]
     assert [line for line in lines if line.startswith("stage 0 ")] and d["pipeline"]["drawing"] in render(d)
     assert [option["gathers"] for option in options] == [

@@ -197,7 +197,18 @@ def test_bad_input_is_refused(tmp_path, capsys, arguments, message):
     assert message in told and "Traceback" not in told
 
 
-@pytest.mark.parametrize("amount", [{"price": -1.0}, {"price": math.nan}, {"price": "abc"}, {"tokens": 0}])
+@pytest.mark.parametrize(
+    "amount",
+    [
+        {"price": -1.0},
+        {"price": math.nan},
+        {"price": "abc"},
+        {"price": True},
+        {"price": 1e308},
+        {"tokens": 0},
+        {"tokens": 10**400},
+    ],
+)
 def test_amounts_are_above_zero_in_python_too(amount):
     with pytest.raises(ConfigError, match="give a number above 0"):
         api.preflight(make_config(), TOPOLOGY, **amount)

@@ -12,6 +12,7 @@ from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cli import main
 from spmd_lm.config import checks, layout_checks
 from spmd_lm.config.load import load
+from spmd_lm.config.schema import Run
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.step_time import predict_step
@@ -19,7 +20,7 @@ from spmd_lm.cost_model.systems import find_system
 from spmd_lm.errors import CompilerError, ConfigError, LayoutError
 from spmd_lm.planning import search_report
 from spmd_lm.planning.plan_report import plan_on
-from spmd_lm.planning.search import POLICIES, REASONS, Search, candidates, make_target, search
+from spmd_lm.planning.search import POLICIES, REASONS, Search, candidates, make_target, make_targets, search
 from spmd_lm.step.program import abstract_plan
 from tests.helpers import make_config
 
@@ -80,7 +81,6 @@ def test_candidates_are_those_that_the_checks_allow():
 def test_every_check_of_layouts_is_asked():
     """But for those of keys that the search sets itself, to what they allow."""
     by_construction = {
-        layout_checks.microbatches_divide_batch,
         layout_checks.remat_blocks_divide_chunk,
         layout_checks.schedule_has_chunks,
         layout_checks.data_degree_is_not_zero,
@@ -161,7 +161,7 @@ def test_more_hardware_is_compared():
             "cpu:6",
             r"its speed is not known .* `spmd-lm bench CONFIG --devices 6 --calibrate FILE`, and add --hardware FILE",
         ),
-        ("2*v4:2x2x1", "between slices is not known"),
+        ("2*v4:2x2x1", "between slices is not known. Name one slice"),
     ],
 )
 def test_hardware_of_unknown_speed_is_refused(topology, message):
@@ -184,6 +184,24 @@ def test_what_does_not_fit_says_by_how_much():
     message = r"none of [\d,]+ layouts fits: the smallest takes [\d.]+ GiB of 14.7 on v5e:2x2"
     with pytest.raises(ConfigError, match=message):
         search(gpt(width=4096, layers=64, batch=4), [target]).fastest()
+
+
+@pytest.mark.parametrize("batch", [9, 12, 65])
+def test_no_layout_is_searched_that_a_run_refuses(batch):
+    """Where devices, or microbatches, do not divide the batch."""
+    for each in search(gpt(width=64, layers=4, batch=batch), make_targets([parse_topology("h100:1x8")])).layouts:
+        there = each.config.model_copy(update={"run": Run(simulate_devices=8)})
+        assert not checks.problems(dict(there)), each.overrides
+
+
+@pytest.mark.parametrize("patterns", ["zzz", "*"])
+def test_a_search_refuses_what_nothing_can_train(patterns):
+    with pytest.raises(ConfigError, match=r"optim\.freeze"):
+        search(gpt(optim={"freeze": patterns}), make_targets([parse_topology("h100:1x8")]))
+
+
+def test_a_topology_is_searched_once():
+    assert len(make_targets(parse_topology(name) for name in ("h100:1x8", "v5e:2x2", "h100:1x8"))) == 2
 
 
 def test_a_batch_that_no_layout_divides_is_told():

@@ -13,7 +13,7 @@ from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cli import main
 from spmd_lm.cost_model.hardware import find_hardware, read_hardware
 from spmd_lm.errors import ConfigError
-from spmd_lm.planning.search import make_target
+from spmd_lm.planning.search import make_target, make_targets
 from spmd_lm.runtime.outputs import require_replaceable
 from spmd_lm.training import calibrate
 
@@ -76,6 +76,7 @@ def test_the_table_itself_is_one(tmp_path):
     ("key", "value"),
     [
         ("device_kind", 5),
+        ("device_kind", " "),
         ("cores", None),
         ("link", 0),
         ("link", math.nan),
@@ -99,6 +100,27 @@ def test_a_row_that_makes_no_sense_names_its_key(key, value, tmp_path):
     with pytest.raises(ConfigError, match=rf"row 1, {re.escape(key)}.*Write one with spmd-lm bench") as refused:
         read_hardware(tmp_path / "gpu.yaml")
     assert "\n" not in str(refused.value)
+
+
+def test_a_row_without_links_is_told_what_is_missing(tmp_path):
+    (row,) = (copy.deepcopy(row) for row in PUBLISHED if row["device_kind"] == "nvidia h100")
+    del row["link"]
+    (tmp_path / "gpu.yaml").write_text(yaml.safe_dump([row]))
+    with pytest.raises(ConfigError, match="row 1, link: field required"):
+        read_hardware(tmp_path / "gpu.yaml")
+
+
+def test_what_was_measured_comes_before_what_is_published(tmp_path):
+    """However jax writes its name, and however short."""
+    (row,) = (row for row in PUBLISHED if row["device_kind"] == "nvidia h100")
+    table = tmp_path / "gpu.yaml"
+    for kind in ("NVIDIA H100", " nvidia"):
+        table.write_text(yaml.safe_dump([row | {"device_kind": kind, "source": "here"}]))
+        (target,) = make_targets([parse_topology("h100:1x8")], table)
+        assert target.hardware.source == "here"
+    message = r"its rows are of 'nvidia', and of no --topology. Add one whose device_kind is tpu v5 lite"
+    with pytest.raises(ConfigError, match=message):
+        make_targets([parse_topology("v5e:2x2")], table)
 
 
 def test_what_a_row_leaves_out_may_be_null(tmp_path):
