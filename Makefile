@@ -94,7 +94,7 @@ ON_LATEST = @latest="$(NEWEST)"; \
 # In an environment of their own, with what the package requires and no more, as their readers have it.
 notebooks:
 	@$(MAKE) -s .venv-notebooks/.notebooks VENV=.venv-notebooks
-	.venv-notebooks/bin/python tests/run_notebooks.py --workers $(WORKERS) --part $(PART)
+	.venv-notebooks/bin/python -m tests.run_notebooks --workers $(WORKERS) --part $(PART)
 
 predictions: $(VENV)/.dev
 	$(BIN)/python benchmarks/predictions.py --runs $(RUNS) --seed $(SEED)

@@ -8,12 +8,12 @@ if the losses differ or the framework takes more than `--bar` times as long as t
 
 import argparse
 import json
-import os
 import shlex
 import statistics
 import sys
 from pathlib import Path
 
+import children
 from turns import Contender, measure, started
 from workload import SIZES
 
@@ -33,10 +33,10 @@ TOLERANCE = 1e-4
 
 
 def environment(malloc: str) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "GLIBC_TUNABLES")}
+    env = {k: v for k, v in children.environment().items() if k not in ("XLA_FLAGS", "GLIBC_TUNABLES")}
     if malloc == "tuned":
         env["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{key}={value}" for key, value in KEEP_MEMORY.items())
-    return env | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)}
+    return env | {"JAX_PLATFORMS": "cpu"}
 
 
 def row(contender: Contender, reference: Contender, flops: int) -> dict[str, float]:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import children
 from gpu_kernels import COLUMNS, by_kind
 from gpu_sizes import ALL, SIZES, TINY_SIZES, load_size
 from turns import Contender, measure, started
@@ -39,7 +40,7 @@ def environment(on_gpu: bool) -> dict[str, str]:
     """Programs that share a GPU's memory do not take it in advance.  On a CPU, OpenMP's threads spin while they wait:
     beside other work, PyTorch's tiny step takes 100 times as long with two of them as with one."""
     hide_xla_warnings()
-    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(HERE.parent)}
+    env = children.environment() | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return env if on_gpu else env | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
 
 

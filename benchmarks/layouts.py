@@ -11,9 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import children
+
 HEADER = "| overrides | mesh | bubble | wire | theory | total | peak | planned | largest all-reduce | compile | RAM | |"
 RULE = f"|{' --- |' * (HEADER.count('|') - 1)}"
 
@@ -26,9 +26,8 @@ def row(config: str, topology: str, overrides: str, name: str) -> tuple[str, boo
     """The row, and whether the step matches theory.  RAM: the peak of the compiling process."""
     command = [sys.executable, "-m", "spmd_lm", "audit", config, "--topology", topology, "--json", "-"]
     command += overrides.split()
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        process = subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, text=True)
+        process = subprocess.Popen(command, env=children.environment(), stdout=stdout, stderr=stderr, text=True)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         stdout.seek(0)

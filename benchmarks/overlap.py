@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
-
+import spmd_lm
 from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.config.load import load
-from spmd_lm.planning.audit import audit
 from spmd_lm.runtime.xla_options import options_for
 
 SEQUENCE = "with the sequence sharded"
@@ -148,7 +146,6 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--partitioner", default="auto", choices=("auto", "types", "manual"))
     args = parser.parse_args()
-    jax.config.update("jax_enable_compilation_cache", False)  # what was compiled for absent hardware cannot be loaded
     columns = ("with", "sent", "exposed", "seconds", "compute", "step", "temporaries")
     print(f"| topology | layout | {' | '.join(columns)} |")
     print("|" + " --- |" * (len(columns) + 2))
@@ -161,7 +158,7 @@ def main() -> int:
         for variant in variants(case.layout, args.partitioner, target):
             overrides = [*case.overrides, *variant.overrides()]
             config = load(f"configs/{case.config}.yaml", [*overrides, f"parallel.partitioner={args.partitioner}"])
-            exact, cells = row(audit(config, target), variant.name)
+            exact, cells = row(spmd_lm.audit(config, case.topology), variant.name)
             if not exact:
                 failed += 1
                 print(f"{case.topology}, {case.where}, {variant.name}: not as theory asks", file=sys.stderr)

@@ -22,10 +22,10 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 
+import spmd_lm
 from spmd_lm.analysis import topology
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.wire import wire_bytes
-from spmd_lm.planning.audit import audit
 
 TOPOLOGIES = ("v5p:4x4x4", "h100:2x8", "cpu:8")
 TENSOR_PARALLEL = 4
@@ -98,7 +98,7 @@ def over_model(rows: list[dict], one: float) -> dict[str, float]:
 def judged(name: str, case: Case, partitioner: str) -> tuple[bool, list[str]]:
     """Whether a case is exact, and its row of the table."""
     target = topology.parse_topology(name)
-    result = audit(config_of(case, partitioner), target)
+    result = spmd_lm.audit(config_of(case, partitioner), name)
     shards = target.size // TENSOR_PARALLEL * case["microbatches"]
     one = BATCH // shards * SIZES["context"] * SIZES["width"] * 2
     found, theory = (over_model(result[key], one) for key in ("collectives", "theory"))
@@ -169,7 +169,6 @@ def main() -> int:
     if args.steps:
         time_steps()
         return 0
-    jax.config.update("jax_enable_compilation_cache", False)  # what was compiled for absent hardware cannot be loaded
     print(f"| topology | {' | '.join(FACTORS)} | over model (theory) | bytes off | | compiled in |")
     print("|" + " --- |" * (len(FACTORS) + 5))
     failed = 0

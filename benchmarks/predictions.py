@@ -14,7 +14,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import random
 import secrets
 import subprocess
@@ -24,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import children
 import jax
 
 from spmd_lm.analysis.topology import Topology, parse_topology
@@ -34,7 +34,6 @@ from spmd_lm.cost_model.hardware import GIB, find_hardware
 from spmd_lm.errors import ConfigError
 from spmd_lm.step.program import abstract_plan
 
-ROOT = Path(__file__).parents[1]
 TOPOLOGIES = (
     *("v5p:2x2x2", "v5p:4x4x4", "v5e:4x4", "v6e:4x4", "v4:2x2x4", "7x:2x2x2"),
     *("h100:1x8", "h100:4x8", "a100:2x8", "b200:2x8", "cpu:8"),
@@ -110,8 +109,7 @@ def compiled(config: RunConfig, topology: Topology) -> dict[str, Any] | str:
         file = Path(directory, "run.yaml")
         file.write_text(dump(config))
         command = [sys.executable, "-m", "spmd_lm", "audit", str(file), "--topology", str(topology), "--json", "-"]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=children.environment(), capture_output=True, text=True, check=False)
     return json.loads(done.stdout) if done.stdout else done.stderr.strip()[-300:]
 
 

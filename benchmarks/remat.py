@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
+import spmd_lm
 from spmd_lm.analysis.topology import Topology, parse_topology
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.activations import LayerActivations
 from spmd_lm.cost_model.compilers import Compiler
-from spmd_lm.planning.audit import audit
 from spmd_lm.step.program import Program
 
 # Large enough that no array fits the vector memory of a TPU, which its compiler does not count.
@@ -71,10 +71,10 @@ def traced(a: argparse.Namespace, policy: str, sequence: bool, target: Topology)
     return LayerActivations(c, program.plan, Compiler()).saved * a.context, bytes_
 
 
-def compiled(a: argparse.Namespace, policy: str, sequence: bool, target: Topology) -> float:
+def compiled(a: argparse.Namespace, policy: str, sequence: bool) -> float:
     """The same, by the compiler."""
     temporaries = {
-        (layers, batch): audit(config(a, policy, sequence, layers, batch), target)["memory"]["temporaries"]
+        (layers, batch): spmd_lm.audit(config(a, policy, sequence, layers, batch), a.topology)["memory"]["temporaries"]
         for layers in DEPTHS
         for batch in BATCHES
     }
@@ -98,7 +98,7 @@ def main() -> None:
     base: list[float] = []
     for policy, sequence in POLICIES:
         formula, *measured = traced(a, policy, sequence, target)
-        measured += [compiled(a, policy, sequence, target)] if a.compile else []
+        measured += [compiled(a, policy, sequence)] if a.compile else []
         base = base or measured
         shares = [f"{x / 2**20:.2f} | {x / none:.1%}" for x, none in zip(measured, base, strict=True)]
         cells = [policy, "split" if sequence else "whole", f"{formula / 2**20:.2f}", *shares]

@@ -1,6 +1,6 @@
 """`spmd-lm plan --search` on PTD-P's ten models (arXiv:2104.04473, table 1), beside the layouts that the paper chose.
 
-    python benchmarks/searches.py [--compile] [NAME ...]       NAME: as 39.1b; default all
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python benchmarks/searches.py [--compile] [NAME ...]    NAME: 39.1b; default all
 
 Each row: layouts that were costed, the time of a search, and the step by the model under the paper's layout, with the
 microbatch and chunks that are best for it, and under the search's.  The paper's layout is not given to the search.
@@ -11,11 +11,12 @@ import argparse
 import sys
 from pathlib import Path
 
+import spmd_lm
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.config.load import load
 from spmd_lm.planning.search import CostedLayout, make_target, search
 from spmd_lm.planning.search_report import confirm, describe_layout
-from spmd_lm.runtime.devices import hide_xla_warnings, use_cpu_alone
+from spmd_lm.runtime.devices import hide_xla_warnings
 
 CONFIGS = Path(__file__).parents[1] / "configs/ptd-p"
 HOSTS = {"1.7b": 4, "3.6b": 8, "7.5b": 16, "18.4b": 32, "39.1b": 64, "76.1b": 128, "145.6b": 192, "310.1b": 240}
@@ -35,7 +36,6 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     hide_xla_warnings()
-    use_cpu_alone()  # before jax starts: it compiles ahead of time
     print("| model | devices | layouts | search | paper's layout | search's | chosen | compiled |\n|" + " --- |" * 8)
     failed = 0
     for name in arguments.names or HOSTS:
@@ -49,7 +49,7 @@ def main() -> int:
         assert paper, name
         compiled = ""
         if arguments.compile:
-            confirmed = confirm(best)
+            confirmed = confirm(best, spmd_lm.audit)
             peak = confirmed["compiled_peak"] or float("inf")  # none, if the compiler refuses it
             compiled = f"peak {peak / 2**30:.1f} GiB for {best.memory / 2**30:.1f}"
             compiled += ", bytes as theory has them" if confirmed["matches_theory"] else ", NOT as theory"

@@ -15,6 +15,10 @@ runtime=${RUNTIME:-v2-alpha-tpuv5}
 setup=${SETUP:-"test -d spmd_lm || git clone -q ${REPOSITORY:?where to clone from} spmd_lm
     cd spmd_lm; pip install -q uv; uv=~/.local/bin/uv
     \$uv venv -q --allow-existing -p 3.12; \$uv pip install -q -c constraints.txt -e .[tpu]"}
+case $TYPE in # what spmd_lm/runtime/xla_options.yaml advises for this slice
+v5p-*) libtpu=${LIBTPU_INIT_ARGS:---deepsea_chip_config_name=megachip_tccontrol} ;;
+*) libtpu=${LIBTPU_INIT_ARGS:-} ;;
+esac
 read -ra options <<<"${OPTIONS:---spot}"
 
 gcloud() { command gcloud --quiet compute tpus "$@" --zone="$ZONE"; }
@@ -36,7 +40,8 @@ while true; do
     FAILED | SUSPENDED) delete ;;
     ACTIVE)
         code=0
-        gcloud tpu-vm ssh "$NAME" --worker=all --command="$setup; exec .venv/bin/spmd-lm ${*@Q}" || code=$?
+        gcloud tpu-vm ssh "$NAME" --worker=all --command="$setup; export LIBTPU_INIT_ARGS=${libtpu@Q}
+            exec .venv/bin/spmd-lm ${*@Q}" || code=$?
         if [ "$code" -ne 3 ] && [ "$(state)" = ACTIVE ]; then
             delete
             exit "$code"

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd_lm.analysis.topology import Topology, parse_topology
-from spmd_lm.config.load import data_of_run, load, load_run
+from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.runtime.child import run_in_child
 from spmd_lm.runtime.compilation_cache import NONE
-from spmd_lm.runtime.devices import set_up_devices, simulate_devices, use_cpu_alone
+from spmd_lm.runtime.devices import set_up_devices, use_cpu_alone
 from spmd_lm.runtime.formatting import LARGEST_PRICE, LARGEST_TOKENS
 from spmd_lm.runtime.outputs import require_replaceable
 from spmd_lm.runtime.signals import StopSignals
@@ -80,8 +81,6 @@ def search_layouts(
             f"search_layouts needs a topology, and top of 0 or more, not {top}. Name one, as in h100:8x8."
         )
     targets = [parse_topology(topology) for topology in topologies]
-    if top:
-        _compile_on_cpu(*targets)
     from spmd_lm.planning import search, search_report
 
     if out is not None:
@@ -89,7 +88,7 @@ def search_layouts(
     found = search.search(config, search.make_targets(targets, Path(hardware) if hardware is not None else None))
     if out is not None:
         search_report.write_best(found, Path(out))
-    description = search_report.describe(found, top)
+    description = search_report.describe(found, top, audit)
     return Report(description, search_report.render(description))
 
 
@@ -102,7 +101,7 @@ def preflight(
     hardware: str | Path | None = None,
 ) -> Report:
     """Compiles the train step for `topology`, as in "v5p:4x4x4", which need not be present: memory against what there
-    is, collectives with their seconds, FLOPs, the predicted time of a step, and days and cost of the run.
+    is, collectives with their seconds, FLOPs, and ranges of a step's time and of the run's days and cost.
 
     price: of a device and hour.  tokens: that the run trains on; None for those of train.steps.  picture: a file for
     one step by stage.  hardware: as of `search_layouts`.  What is found is kept in the user's cache directory, unless
@@ -114,19 +113,31 @@ def preflight(
     target = parse_topology(topology)
     if target.platform == "cpu":
         raise ConfigError(f"--topology {topology}: a CPU's schedule tells nothing of other devices. Use spmd-lm bench.")
-    _compile_on_cpu(target)
+    paths = (None if path is None else Path(path) for path in (picture, hardware))
+    return run_in_child(topology, _preflight, config, target, price, tokens, *paths)
+
+
+def _preflight(
+    config: RunConfig,
+    target: Topology,
+    price: float | None,
+    tokens: float | None,
+    picture: Path | None,
+    hardware: Path | None,
+) -> Report:
+    use_cpu_alone()
     from spmd_lm.planning import preflight as planning
     from spmd_lm.planning.search import make_targets
     from spmd_lm.runtime.compilation_cache import cache_directory
 
-    if picture is not None and Path(picture).suffix not in planning.PICTURES:
+    if picture is not None and picture.suffix not in planning.PICTURES:
         raise ConfigError(f"--picture {picture}: its name must end in {' or '.join(planning.PICTURES)}.")
-    (on,) = make_targets([target], Path(hardware) if hardware is not None else None)
+    (on,) = make_targets([target], hardware)
     directory = cache_directory(config.run.compilation_cache, "preflight")
     found = planning.cached(directory, config, on, lambda: planning.preflight(config, on))
     result = planning.with_costs(found | {"software": on.profile.software}, price, tokens)
     if picture is not None:
-        planning.draw(config, result, Path(picture))
+        planning.draw(config, result, picture)
     return Report(result, planning.render(result))
 
 
@@ -136,16 +147,21 @@ def audit(config: RunConfig, topology: str | None = None, hlo: str | Path | None
 
     hlo: a file for the text of the compiled program.  Raises ConfigError if the step cannot be compiled, and
     OutputError if the file cannot be written."""
-    target = parse_topology(topology) if topology is not None else None
-    if target:
-        config = _on(target, config)
-        if target.platform != "cpu":
-            use_cpu_alone()  # before jax starts: it compiles ahead of time
-            config = _with_run(config, compilation_cache=NONE)  # jax 0.10 cannot load such programs from a cache
+    file = None if hlo is None else Path(hlo)
+    if topology is None:
+        return _audit(config, None, file)
+    target = parse_topology(topology)
+    return run_in_child(topology, _audit, _on(target, config), target, file)
+
+
+def _audit(config: RunConfig, target: Topology | None, hlo: Path | None) -> Report:
+    if target and target.platform != "cpu":
+        use_cpu_alone()  # before jax starts: it compiles ahead of time
+        config = _with_run(config, compilation_cache=NONE)  # jax 0.10 cannot load such programs from a cache
     set_up_devices(config)
     from spmd_lm.planning.audit import audit, render
 
-    result = audit(config, target, None if hlo is None else Path(hlo))
+    result = audit(config, target, hlo)
     return Report(result, render(result))
 
 
@@ -247,25 +263,16 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
 def read_batch(config: RunConfig, step: int = 1) -> "Batch":
     """The rows that the run trains on in a step, from 1 on, under every layout.  Fields are numpy arrays, such as the
     tokens [train.batch, model.context] that the model reads, and the targets that it predicts."""
-    from spmd_lm.data.corpus import load_data, make_loader
+    from spmd_lm.checkpoints.saved_run import load_run_data
+    from spmd_lm.data.corpus import make_loader
 
     if step < 1:
         raise ConfigError(f"step={step}: a run's steps are counted from 1.")
-    corpus = load_data(data_of_run(config), config.train.seed, config.model.vocab)
-    return make_loader(config, corpus, "training").rows(step - 1, 0, config.train.batch)
+    return make_loader(config, load_run_data(config), "training").rows(step - 1, 0, config.train.batch)
 
 
 def _run_config(run: str | Path | RunConfig) -> RunConfig:
     return run if isinstance(run, RunConfig) else load_run(Path(run))
-
-
-def _compile_on_cpu(*targets: Topology) -> None:
-    """Leaves accelerators alone, which compiling ahead of time does not use; and simulates the devices of `cpu`."""
-    simulated = max((target.simulated for target in targets), default=0)
-    if simulated:
-        simulate_devices(simulated)
-    else:
-        use_cpu_alone()
 
 
 def _on(target: Topology, config: RunConfig) -> RunConfig:

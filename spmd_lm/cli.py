@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 from spmd_lm import __version__
@@ -30,7 +30,7 @@ from spmd_lm.commands import (
 )
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
-from spmd_lm.files import is_name
+from spmd_lm.files import elsewhere, is_name
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.outputs import flush_streams, open_closed_streams, print_line, quiet_libraries, unfailing
 from spmd_lm.runtime.processes import PEER_IS_GONE, end_with_parent, in_a_job, leave_job, tells_of_lost_peer
@@ -102,9 +102,9 @@ VERBS = {
 
 POSITIONALS = {
     "ACTION": "ls, verify or diff",
-    "CONFIG": "a YAML file, or a run's directory",
-    "RECIPE": "a data set's YAML file, as in configs/prepare",
-    "SWEEP": "a sweep's YAML file, as in configs/sweeps",
+    "CONFIG": "a YAML file, a shipped one's name, as quickstart, or a run's directory",
+    "RECIPE": "a data set's YAML file, or a shipped one's name, as prepare/python-stdlib",
+    "SWEEP": "a sweep's YAML file, or a shipped one's name, as sweeps/layouts",
     "RUN_DIR": "a run's directory",
     "RUN": "a run's directory",
     "STEP": "the step, from 1 on",
@@ -195,6 +195,17 @@ class Parser(argparse.ArgumentParser):
                 return f"Did you mean {options[near]}?"
         return f"See {self.prog} --help."
 
+    def paths_among(self, arguments: Arguments) -> Iterator[tuple[str, str]]:
+        """The arguments that may be paths: all but free text, keys, topologies and choices; and what each is called."""
+        for action in self._actions:
+            given = getattr(arguments, action.dest, None)
+            if action.dest in ("overrides", "topology") or action.metavar == "TEXT" or action.choices or not given:
+                continue
+            for text in given if isinstance(given, list) else [given]:
+                if isinstance(text, str):
+                    name = (action.option_strings or [action.dest])[0]
+                    yield name, text.partition("=")[2] if action.metavar == "NAME[=PATH]" else text
+
     def print_help(self, file: object = None) -> None:
         write_text(self.format_help().rstrip())
 
@@ -227,11 +238,11 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         given = getattr(arguments, positional)
         if not given or (len(positionals) > 1 and "=" in given and not os.path.exists(given)):
             parser.error(f"no {positional} given: name {POSITIONALS[positional]}")
-    written = (getattr(arguments, option, None) for option in ("json", "out", "hlo", "picture", "hardware"))
-    for given in (*(getattr(arguments, each) for each in positionals), *written):
-        for path in given if isinstance(given, list) else [given]:
-            if path is not None and not is_name(path):
-                parser.error(f"{path[:40]!r}..: no file can have this name")
+    for name_of, path in parser.paths_among(arguments):
+        if problem := elsewhere(path):
+            raise ConfigError(f"{parser.prog}: {name_of} {path:.80}: {problem}.")
+        if not is_name(path):
+            parser.error(f"{path[:40]!r}..: no file can have this name")
     if name == "supervise":
         if not command or command[0] not in VERBS:
             raise ConfigError("spmd-lm supervise: no verb given. Write `spmd-lm supervise -- train CONFIG ...`.")

@@ -4,6 +4,7 @@ Every message says where, what is wrong, and how to fix it.  Our own invariants 
 
 import enum
 from pathlib import Path
+from typing import Any
 
 
 class Exit(enum.IntEnum):
@@ -25,6 +26,10 @@ class UserError(ValueError):
     """A mistake that the user can fix.  Subclasses set the exit code."""
 
     code = Exit.CONFIG
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without __init__, whose parameters are not `args`."""
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class ConfigError(UserError):

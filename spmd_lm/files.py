@@ -4,8 +4,12 @@ A pipe or a device may never end, a file may be larger than the memory, and a li
 may lead to any file of ours.  What is refused is an OSError, whose `strerror` says why."""
 
 import errno
+import grp
+import itertools
 import json
 import os
+import pwd
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -37,6 +41,16 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
+def elsewhere(path: str) -> str:
+    """Why this names no file of this machine, as s3://bucket/run does not; '' if it may.  Path makes one slash of
+    two."""
+    if not (scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(?=/)", path)):
+        return ""
+    if scheme[0].lower() == "file:":
+        return "file:// is not read: write the path alone"
+    return f"{scheme[0]}// is not supported yet: copy it to this machine, or mount it there, and give that path"
+
+
 def is_name(path: str) -> bool:
     """Whether a file can have this name, which says nothing of whether there is one."""
     try:
@@ -57,21 +71,38 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 def parse_json(text: bytes) -> Any:
     """The value that the text stands for.  ValueError, with the reason, if there is none or it has too many parts."""
-    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:  # of 100 bytes each and more
-        raise ValueError(f"it has more than {MAX_VALUES:,} values")
+    require_few_values(text)
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def walk_files(directory: Path) -> Iterator[Path]:
-    """The regular files below a directory, sorted.  OSError for what cannot be looked into, which rglob leaves out."""
+def require_few_values(text: bytes) -> None:
+    """ValueError for JSON of more than MAX_VALUES."""
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:  # of 100 bytes each and more
+        raise ValueError(f"it has more than {MAX_VALUES:,} values")
+
+
+def walk(top: str | Path, strict: bool = True) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walks like os.walk, however deep the directories are: in Python 3.11 that calls itself for each level.  OSError
+    for a directory that cannot be looked into, unless `strict` is false."""
 
     def fail(error: OSError) -> None:
-        raise error
+        if strict:
+            raise error
 
-    for root, directories, names in os.walk(directory, onerror=fail):
+    waiting = [os.fspath(top)]
+    while waiting:
+        for directory, below, names in itertools.islice(os.walk(waiting.pop(), onerror=fail), 1):
+            yield directory, below, names
+            paths = [os.path.join(directory, name) for name in reversed(below)]
+            waiting += [path for path in paths if not os.path.islink(path)]
+
+
+def walk_files(directory: Path) -> Iterator[Path]:
+    """The regular files below a directory, sorted.  OSError for what cannot be looked into, which rglob leaves out."""
+    for root, directories, names in walk(directory):
         directories.sort()
         for path in (Path(root, name) for name in sorted(names)):
             try:
@@ -85,12 +116,30 @@ def walk_files(directory: Path) -> Iterator[Path]:
 
 
 def require_own(directory: Path, or_sticky: bool = False) -> None:
-    """OSError if another user could replace what is in the directory.  or_sticky: as in /tmp nobody can."""
-    found = directory.stat()
-    own = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    sticky = found.st_uid in (0, os.getuid()) and found.st_mode & stat.S_ISVTX
-    if not own and not (or_sticky and sticky):
-        raise OSError(errno.EPERM, "other users can write to it: chmod 700 it", str(directory))
+    """OSError if another user could replace what is in the directory, or, by way of one above it, the directory.
+    or_sticky: as in /tmp nobody can."""
+    path, target = Path(os.path.abspath(directory)), Path(os.path.realpath(directory))
+    for each in dict.fromkeys((path, target, *path.parents, *target.parents)):
+        found, is_above = each.stat(), each not in (path, target)
+        group = 0 if is_above and _is_of_user_alone(found.st_gid) else stat.S_IWGRP
+        others_write = found.st_mode & (group | stat.S_IWOTH)
+        sticky = found.st_uid in (0, os.getuid()) and found.st_mode & stat.S_ISVTX
+        if others_write and not (sticky and (or_sticky or is_above)):
+            how = "chmod go-w it" if is_above else "chmod 700 it"
+            raise OSError(errno.EPERM, f"other users can write to it: {how}", str(each))
+        if not is_above and found.st_uid != os.getuid() and not (sticky and or_sticky):
+            raise OSError(errno.EPERM, "it is another user's", str(each))
+        if each.is_symlink() and each.lstat().st_uid not in (0, os.getuid()):
+            raise OSError(errno.EPERM, "it is a link of another user's", str(each))
+
+
+def _is_of_user_alone(group: int) -> bool:
+    """Whether it is the group that many systems give each user, with which all that they make is group-writable."""
+    try:
+        name = pwd.getpwuid(os.getuid()).pw_name
+        return grp.getgrgid(group).gr_name == name and {*grp.getgrgid(group).gr_mem} <= {name}
+    except KeyError:
+        return False
 
 
 def memory_bytes() -> int:

@@ -51,6 +51,12 @@ def narrow():
 
 
 @pytest.fixture
+def in_this_process(monkeypatch):
+    """What the API runs in a child runs here, with what the test has replaced, and without a second start of jax."""
+    monkeypatch.setattr("spmd_lm.api.run_in_child", lambda target, function, *arguments: function(*arguments))
+
+
+@pytest.fixture
 def x64():
     """float64, for comparisons to rounding; only in the tests that ask for it."""
     import jax

@@ -1,12 +1,13 @@
 """Runs notebooks/ from top to bottom, as a reader would, each in a kernel and a copy of the repository of its own:
 `make notebooks`.
 
-    python tests/run_notebooks.py             all of them, two at a time
-    python tests/run_notebooks.py --part 1/2  every second one, from the second on
+    python -m tests.run_notebooks             all of them, two at a time
+    python -m tests.run_notebooks --part 1/2  every second one, from the second on
 
-A notebook passes if no cell raises, and some cell shows a picture."""
+A notebook passes if no cell raises, and some cell shows a picture.  It may take as long as it gets on."""
 
 import argparse
+import asyncio
 import os
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from pathlib import Path
 import nbformat
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-ROOT = Path(__file__).parents[1]
-SECONDS_PER_CELL = 300
+from tests.processes import ROOT, Progress
+
+PATIENT = {"startup_timeout": 3600, "iopub_timeout": 3600}  # seconds: `execute` looks whether there is progress
 
 # As in tests/conftest.py: most of the time goes to compiling, and what LLVM optimizes changes no collective.
 ENVIRONMENT = {
@@ -40,6 +42,17 @@ def copy_repository(to: Path) -> None:
             (to / name).write_bytes((ROOT / name).read_bytes())
 
 
+async def execute(client: NotebookClient) -> None:
+    """Raises TimeoutError once the kernel, which is all that this process has started, does not get on."""
+    running, progress = asyncio.ensure_future(client.async_execute(cleanup_kc=True)), Progress(os.getpid())
+    while not (await asyncio.wait([running], timeout=5))[0]:
+        if problem := progress.problem():
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            raise TimeoutError(problem)
+    await running
+
+
 def run(path: Path) -> str | None:
     """Runs a notebook; what is wrong with it, or None."""
     notebook = nbformat.read(path, as_version=4)
@@ -51,8 +64,9 @@ def run(path: Path) -> str | None:
         connection = str(Path(folder, "kernel.json"))
         kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", connection_file=connection)
         try:
-            NotebookClient(notebook, km=kernel, timeout=SECONDS_PER_CELL, resources=where).execute(cleanup_kc=True)
-        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            client = NotebookClient(notebook, km=kernel, resources=where, timeout=None, **PATIENT)
+            asyncio.run(execute(client))
+        except (CellExecutionError, DeadKernelError, TimeoutError) as error:
             return str(error)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return None if any("image/png" in output.get("data", {}) for output in outputs) else "no cell shows a picture"

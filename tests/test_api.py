@@ -62,6 +62,7 @@ print("all of it")
     assert python(code).splitlines()[-1] == "all of it"
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_what_is_compiled_for_absent_devices_is_not_kept(monkeypatch):
     """jax could not read it again, and would warn of that."""
     kept = []

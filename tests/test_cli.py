@@ -1,3 +1,4 @@
+import argparse
 import dataclasses
 import io
 import json
@@ -15,10 +16,12 @@ import pytest
 import spmd_lm
 from spmd_lm import api
 from spmd_lm.cli import VERBS, main
+from spmd_lm.commands.common import write_result
 from spmd_lm.config.load import dump, load
 from spmd_lm.errors import CheckpointError, Exit
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.runtime.signals import StopSignals
+from tests import processes
 
 DEBUG = str(Path(__file__).parents[1] / "configs" / "debug.yaml")
 
@@ -81,7 +84,8 @@ def test_plan_initializes_no_devices(tmp_path):
     )
     line = ["plan", DEBUG, "--devices", "5000", "train.batch=5000", "--json", str(tmp_path / "plan.json")]
     environment = os.environ | {"JAX_PLATFORMS": "none such"}
-    subprocess.run([sys.executable, "-c", program, *line], env=environment, timeout=60, check=True)
+    done = processes.finish([sys.executable, "-c", program, *line], env=environment)
+    assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["devices"], plan["platform"]) == (5000, "cpu")
 
@@ -171,6 +175,14 @@ def test_generate_takes_prompts_and_sampling(capsys, work):
     assert json.loads(capsys.readouterr().out)[1] == {"prompt": "class", "text": "class C"}
 
 
+@pytest.mark.parametrize("text", ["\x1b]0;title\a", "\x1b[2J", "\x9b31m", "a\rb", "\x7f\b"])
+def test_a_result_steers_no_terminal(text, capsys):
+    """A model's text, a file's name, a document that prepare tells of: whatever a verb prints."""
+    write_result(argparse.Namespace(json=None), {}, f"{text}\n\tend")
+    out = capsys.readouterr().out
+    assert out == f"{text.encode('unicode_escape').decode()}\n\tend\n"
+
+
 def test_characters_that_the_terminal_cannot_show_are_escaped(work, monkeypatch):
     """As in a container without a locale."""
     work("spmd_lm.generation.generate", "generate_run", ["caf\xe9 \U0001f600"])
@@ -242,6 +254,7 @@ def test_bench_takes_steps_and_warmup(work, capsys):
     assert capsys.readouterr().out == "{'tokens_per_second': 3}\n"
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_audit_s_devices_are_its_topology_s(work, capsys):
     calls = work("spmd_lm.planning.audit", "audit", {"ok": False}, render=lambda result: "differs")
     assert main(["audit", DEBUG, "run.simulate_devices=4", "--topology", "cpu:8"]) == Exit.CHECK_FAILED
@@ -326,6 +339,14 @@ def test_an_interrupt_prints_nothing(capsys, work):
             ["generate", "absent.yaml", "--tokens", "-5"],
             "tokens=-5: ask for 1 to 1,000,000",
         ),  # before it looks for a run
+        (["train", DEBUG, "train.eval_every=1", "--seeds", str(2**31 - 1)], "--seeds 2147483647: at most 10,000"),
+        (["train", DEBUG, "--devices", str(2**31 - 1)], "run.simulate_devices: "),
+        (["plan", DEBUG, "--devices", str(10**30)], "run.simulate_devices: "),
+        (["plan", DEBUG, "--top", str(10**12)], "expected a whole number from 0 to 2,147,483,647"),
+        (["bench", DEBUG, "--steps", str(2**31 - 1)], "expected a whole number from 1 to 1,000,000"),
+        (["eval", DEBUG, "--stride", str(2**31)], "expected a whole number from 1 to 2,147,483,647"),
+        (["generate", DEBUG, "--tokens", str(2**31)], "tokens=2147483648: ask for 1 to 1,000,000"),
+        (["generate", DEBUG, "--top-k", str(2**70)], "top_k=1180591620717411303424: "),
         (["generate", DEBUG, "--prompt", "-def"], "expected one argument. Write --prompt=-def."),
         (["generate", DEBUG, "--prompt"], "expected one argument. See spmd-lm generate --help."),
     ],

@@ -1,5 +1,6 @@
 """What the pages point to is there."""
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from spmd_lm.config import checks, layout_checks
 from spmd_lm.config.load import dump, load
+from spmd_lm.errors import ConfigError
 from tests import processes
 
 ROOT = Path(__file__).parents[1]
@@ -96,3 +99,65 @@ def test_the_benchmark_runs():
     line = [sys.executable, ROOT / "benchmarks/cpu_step.py", "tiny", "--rounds", "1", "--bar", "1000"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "hand-written" in done.stdout, done.stdout + done.stderr
+
+
+def words(page: str) -> str:
+    return " ".join((ROOT / page).read_text().split())
+
+
+def rows(page: str, header: str) -> list[list[str]]:
+    """The cells of the table whose header begins like this."""
+    table = (ROOT / page).read_text().partition(f"\n| {header} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table]
+
+
+def test_the_readme_counts_the_steps_whose_bytes_are_those_of_theory():
+    counts = [cells[-1].split(" of ") for cells in rows("docs/planning.md", "seed | commit")]
+    near, drawn = (sum(map(int, column)) for column in zip(*counts, strict=True))
+    sent = [tuple(map(float, cells[4:6])) for cells in rows("docs/parallelism/published.md", "configuration")]
+    published = sum(abs(wire / theory - 1) < 0.01 for wire, theory in sent)
+    assert drawn > 200 and len(sent) == 14
+    told = words("README.md")
+    assert f"within 1% on {near} of {drawn} steps" in told and f"on {published} of {len(sent)} published models" in told
+
+
+def test_the_readme_has_the_ratios_of_the_benchmarks():
+    cells = rows("docs/benchmarks.md", "| jax 0.10.2, Python 3.11: CPU ms")
+    ours = [row for row in cells if "spmd-lm" in row[0]]
+    ratios = {
+        scanned: [float(row[i].strip("*")) for row in ours if ("scanned" in row[0]) == scanned for i in (3, 6)]
+        for scanned in (False, True)
+    }
+    spans = [f"{min(each):.2f} to {max(each):.2f} times" for each in ratios.values()]
+    told = words("README.md")
+    assert (
+        f"{spans[0]} as long as a step written by hand, with layers unrolled, and {spans[1]} with the default" in told
+    )
+    both = [row for row in rows("docs/benchmarks.md", "size | step") if row[0] != "gpt2-1.2b"]
+    of_pytorch = [float(cell) for row in both for cell in row[3:5]]
+    span = f"{min(of_pytorch):.2f} to {max(of_pytorch):.2f} times"
+    assert [row[0] for row in both] == ["gpt2-124m", "gpt2-355m"]
+    assert f"GPT-2 124M and 355M take {span} as long as PyTorch's compiled ones" in told
+
+
+def test_what_layouts_refuse_is_in_the_table(monkeypatch):
+    """Each row is refused, and each check of layouts refuses one."""
+    refusing, caught = set(), set()
+
+    def seen(check):
+        @functools.wraps(check)
+        def told(**sections):
+            for problem in check(**sections):
+                refusing.add(check)
+                yield problem
+
+        return told
+
+    monkeypatch.setattr(checks, "CHECKS", [seen(check) for check in checks.CHECKS])
+    for *_, example in rows("docs/parallelism/README.md", "refused"):
+        refusing.clear()
+        with pytest.raises(ConfigError):
+            load(ROOT / "configs/debug.yaml", example.strip("`").split())
+        assert refusing & {*layout_checks.CHECKS}, example
+        caught |= refusing
+    assert not {*layout_checks.CHECKS} - caught

@@ -33,7 +33,7 @@ LAYERS = (
 KNOW = {
     "files": set(),
     "axes": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "files"},
     "ops": {"axes", "errors"},
     "batch": {"config"},
 }  # these, no more than this

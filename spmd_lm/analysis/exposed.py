@@ -24,6 +24,7 @@ from spmd_lm.analysis.control_flow import CallPath, Shares, calls, path_to_entry
 from spmd_lm.analysis.exposed_state import State, Transfer, Wire
 from spmd_lm.analysis.hlo import HloModule, Instruction
 from spmd_lm.analysis.instruction_costs import InstructionCosts
+from spmd_lm.analysis.memory_traffic import KernelSpeeds
 from spmd_lm.analysis.starts import Starts
 from spmd_lm.cost_model.wire import COLLECTIVE_PERMUTE
 
@@ -31,12 +32,11 @@ from spmd_lm.cost_model.wire import COLLECTIVE_PERMUTE
 class Speeds(NamedTuple):
     """How fast the devices are that a step runs on.
 
-    flops: per second, that matrix products reach.  memory_bandwidth: bytes per second.  sizes: of the mesh axes,
-    outermost first.  bandwidth: bytes per second that a device sends in a collective of this kind over these axes.
-    is_ring: whether each way round along these axes has links of its own."""
+    kernels: of one device.  sizes: of the mesh axes, outermost first.  bandwidth: bytes per second that a device sends
+    in a collective of this kind over these axes.  is_ring: whether each way round along these axes has links of its
+    own."""
 
-    flops: float
-    memory_bandwidth: float
+    kernels: KernelSpeeds
     sizes: Mapping[str, int]
     bandwidth: Callable[[str, tuple[str, ...]], float]
     is_ring: Callable[[tuple[str, ...]], bool]
@@ -98,6 +98,7 @@ class _Walk:
                 for callee, callee_path in calls(self.module, i, path, self.shares):
                     self.run(callee, callee_path)
             elif i.opcode.endswith("-start") and '"is_sync":true' not in i.attributes:
+                state.compute_beside(step.seconds, (), frozenset())
                 state.start(i.name, step.transfers)
             elif i.opcode.endswith("-done"):
                 state.finish(self.starts.of(computation, i))
@@ -151,12 +152,12 @@ class _Walk:
 
     def _seconds(self, computation: str, i: Instruction, *, beside: bool) -> float:
         """Of compute.  beside: a collective, whose own memory traffic is none: only a matrix product counts."""
-        if i.opcode in ("while", "conditional", "call") or i.opcode.endswith(("-start", "-update", "-done")):
+        apart = i.opcode in ("while", "conditional", "call") or i.opcode.endswith(("-start", "-update", "-done"))
+        if apart and i.opcode != "fusion-start":  # a GPU's copy beside other kernels, with which it shares the memory
             return 0.0
-        flops = self.costs.flops(computation, i)
-        if beside and not flops:
+        if beside and not self.costs.flops(computation, i):
             return 0.0
-        return max(flops / self.speeds.flops, self.costs.bytes(computation, i) / self.speeds.memory_bandwidth)
+        return self.speeds.kernels.seconds(self.costs, computation, i)
 
     def _transfers(self, computation: str, i: Instruction, path: CallPath) -> tuple[Transfer, ...]:
         """What an instruction sends, other than a call, a loop or a conditional, which have schedules of their own."""

@@ -43,6 +43,11 @@ class Instruction:
         """Of its result."""
         return sum(array.bytes for array in self.arrays)
 
+    @functools.cached_property
+    def elements(self) -> int:
+        """Of its result."""
+        return sum(math.prod(array.dims) for array in self.arrays)
+
     @property
     def scope(self) -> str:
         """The op_name that jax gave it: the functions and named scopes it was traced in."""
@@ -70,6 +75,8 @@ class Instruction:
 
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_SOURCE_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_SOURCE_ROW = re.compile(r'^(\d+) (".*"|\{.*\})$')
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 
 
@@ -83,8 +90,13 @@ class HloModule:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
         current: list[Instruction] = []
+        self._sources: dict[str, dict[int, str]] = {}
         for line in text.splitlines():
-            if match := _COMPUTATION.match(line):
+            if line in _SOURCE_TABLES:
+                rows = self._sources.setdefault(line, {})
+            elif match := _SOURCE_ROW.match(line):
+                rows[int(match[1])] = match[2]
+            elif match := _COMPUTATION.match(line):
                 current = self.computations.setdefault(match[2], [])
                 self.entry = match[2] if match[1] else self.entry
             elif match := _INSTRUCTION.match(line):
@@ -101,6 +113,18 @@ class HloModule:
         """Those instructions of `computation` whose results `i` reads, in its order."""
         known = self.by_name(computation)
         return [known[name] for name in i.operands if name in known]
+
+    def source(self, i: Instruction) -> str:
+        """FILE:LINE of the innermost frame in which jax traced it; empty where the compiler made it of its own."""
+        frame = re.search(r"\bstack_frame_id=(\d+)", i.attributes)
+        if not frame or not (location := self._source_row("StackFrames", int(frame[1]), "file_location_id")):
+            return ""
+        file, line = (self._source_row("FileLocations", location, key) for key in ("file_name_id", "line"))
+        return f"{self._sources['FileNames'][file][1:-1]}:{line}"
+
+    def _source_row(self, table: str, number: int, key: str) -> int:
+        found = re.search(rf"\b{key}=(\d+)", self._sources.get(table, {}).get(number, ""))
+        return int(found[1]) if found else 0
 
     def trip_count(self, loop: Instruction) -> int | None:
         """None for a loop of at most one iteration: it tests a flag, and does not count up to a number."""

@@ -7,18 +7,42 @@ import functools
 import math
 import re
 from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
 
 from spmd_lm.analysis.hlo import HloModule, Instruction
+from spmd_lm.cost_model.wire import KINDS
 
 _NO_MEMORY = {
-    # what only names or arranges values, or happens once
+    # what only names or arranges values, or happens once, or is walked of its own
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"),
-    *("opt-barrier", "iota", "add-dependency", "domain"),
+    *("opt-barrier", "iota", "add-dependency", "domain", "while", "conditional"),
 }
-_SLICES = ("dynamic-slice", "slice", "gather")
+_ALLOCATION = 'custom_call_target="AllocateBuffer"'
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand replaces, or is added to, a part of the first one
+_WHOLE = {
+    # of which any element of the result may need all of the operands
+    *("dot", "convolution", "custom-call", "fusion", "reduce", "reduce-window", "select-and-scatter", "sort", "map"),
+    *("call", "while", "conditional", "fft", "cholesky", "triangular-solve", "rng-bit-generator", *_UPDATES, "gather"),
+    *(kind + end for kind in KINDS for end in ("", "-start")),
+    "copy-start",
+}
+_OF_WORKSPACE = ("s8", "u8")
+_MOVES = {"dynamic-update-slice", "dynamic-slice", "copy", "copy-start", "transpose"}
+_ARRANGES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+_FEW_BYTES = 64  # of indices, which any fusion may compute
 _MOST_POSITIONS = 1 << 22
+
+PRODUCTS, ATTENTION, OTHERS, COPIES, FILLS = "products", "attention", "other kernels", "copies", "fills"
+COLLECTIVE_KERNELS = "collectives"
+
+
+class Traffic(NamedTuple):
+    """Bytes that a kernel reads from and writes to device memory."""
+
+    read: float
+    written: float
 
 
 class InstructionCosts:
@@ -27,13 +51,13 @@ class InstructionCosts:
     def __init__(self, module: HloModule):
         self.module = module
         self._flops: dict[str, float] = {}
-        self._reads: dict[str, dict[int, float | None]] = {}
+        self._fused_traffic: dict[str, tuple[dict[int, float], float]] = {}
 
     def flops(self, computation: str, i: Instruction) -> float:
         """Of an instruction of `computation`, and of all that it calls, other than loops and conditionals."""
         if i.callee:
             return self._flops_within(i.callee)
-        if i.opcode in ("dot", "convolution") or (i.opcode == "custom-call" and _GEMM.search(i.attributes)):
+        if i.opcode in ("dot", "convolution") or (_is_gemm(i)):
             left, right, *_ = (operand.arrays[0].dims for operand in self.module.operands(computation, i))
             count = _convolved if i.opcode == "convolution" else _contracted
             return 2.0 * math.prod(i.arrays[0].dims) * count(i, left, right)
@@ -44,64 +68,129 @@ class InstructionCosts:
             self._flops[computation] = sum(self.flops(computation, i) for i in self.module.computations[computation])
         return self._flops[computation]
 
-    def bytes(self, computation: str, i: Instruction) -> float:
-        """Read from and written to memory by an instruction of `computation`; none by one that others wait for, or that
-        goes on beside others.
+    def traffic(self, computation: str, i: Instruction) -> Traffic:
+        """Of an instruction of `computation`, on its own memory alone; none of one that others wait for, or that only
+        names or arranges values.
 
-        Of an array that it only slices or updates in place, the slices."""
-        if i.opcode in _NO_MEMORY or i.opcode.endswith(("-start", "-update", "-done")):
-            return 0.0
+        Of an array that it only slices, gathers from or updates in place, the slices."""
+        if i.opcode in _NO_MEMORY or i.opcode.endswith(("-update", "-done")) or _ALLOCATION in i.attributes:
+            return Traffic(0.0, 0.0)
+        if i.opcode.removesuffix("-start") == "fusion":
+            operands = self.module.operands(computation, i)
+            of_parameters, written = self._fused(i.callee)
+            return Traffic(sum(min(of_parameters.get(n, 0.0), each.bytes) for n, each in enumerate(operands)), written)
+        if i.callee:
+            body = [self.traffic(i.callee, each) for each in self.module.computations[i.callee]]
+            return Traffic(*(sum(amounts) for amounts in zip(*body, strict=True)))
         operands = self.module.operands(computation, i)
-        if i.opcode in _SLICES:
-            return 2.0 * i.bytes
-        if i.opcode == "dynamic-update-slice":
-            return 2.0 * operands[1].bytes
-        if i.opcode != "fusion":
-            return float(i.bytes + sum(operand.bytes for operand in operands))
-        sliced = self._sliced(i.callee)
-        reads = (operand.bytes if (n := sliced.get(k)) is None else n for k, operand in enumerate(operands))
-        return self._written(i.callee) + sum(reads)
+        elements, written = float(i.elements), float(_moved(i))
+        if i.opcode.endswith("-start") and len(i.arrays) > len(operands):  # a tuple of operands, results and contexts
+            written -= sum(operand.bytes for operand in operands)
+        if i.opcode in _UPDATES:
+            elements, written = _updated(i, operands)
+        return Traffic(sum(_needed(i, n, each, elements) * _itemsize(each) for n, each in enumerate(operands)), written)
 
-    def _sliced(self, computation: str) -> dict[int, float | None]:
-        """Bytes that a fused computation reads of each parameter; None for all of it."""
-        if computation not in self._reads:
+    def kind(self, computation: str, i: Instruction) -> str:
+        """What an instruction of `computation` that has traffic is: one of the kinds above."""
+        within = self.within(i.callee) if i.callee else [i]
+        if any(each.opcode.removesuffix("-start") in KINDS for each in within):
+            return COLLECTIVE_KERNELS
+        if any("__cudnn$fmha" in each.attributes for each in within):
+            return ATTENTION
+        if self.flops(computation, i) or any(_is_gemm(each) for each in within):
+            return PRODUCTS
+        work = {
+            each.opcode
+            for each in within
+            if each.opcode not in _ARRANGES and (each.bytes > _FEW_BYTES or each.opcode == "reduce")
+        }
+        if work <= _MOVES:
+            return COPIES
+        return FILLS if work <= {"broadcast"} else OTHERS
+
+    def within(self, computation: str) -> list[Instruction]:
+        """The instructions of a computation, and of those that it calls."""
+        body = self.module.computations[computation]
+        return [each for i in body for each in (self.within(i.callee) if i.callee else [i])]
+
+    def attention_flops(self, computation: str, i: Instruction) -> float:
+        """Of a call of cuDNN's attention, which is not HLO: of a causal one, half; backward runs five products for
+        forward's two."""
+        (call,) = self.within(i.callee) if i.callee else [i]
+        scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^]]*)\]', call.attributes)
+        assert scores, call.attributes
+        size = math.prod(map(int, re.findall(r"\d+", scores[1]))) * call.arrays[0].dims[-1]
+        causal = 0.5 if re.search(r'"mask_type":\s*"CAUSAL"', call.attributes) else 1.0
+        return 4.0 * size * causal * (2.5 if "Backward" in call.attributes else 1.0)
+
+    def _fused(self, computation: str) -> tuple[dict[int, float], float]:
+        """Bytes that a fused computation reads of each parameter, and that it writes.
+
+        A kernel computes what its results need, element by element, from the last instruction to the first."""
+        if computation not in self._fused_traffic:
             body = self.module.computations[computation]
-            numbers = {i.name: int(i.attributes.partition(")")[0]) for i in body if i.opcode == "parameter"}
-            reads = defaultdict[int, list[float | None]](list)
-            for i in body:
-                within = self._sliced(i.callee) if i.opcode == "fusion" else {}
-                for position, name in enumerate(i.operands):
-                    if name in numbers:
-                        reads[numbers[name]].append(_read_by(i, position, within))
-            self._reads[computation] = {
-                number: None if None in of_uses else sum(filter(None, of_uses)) for number, of_uses in reads.items()
-            }
-        return self._reads[computation]
+            needed, in_place, reads, written = defaultdict[str, float](float), dict[str, float](), {}, 0.0
+            (root,) = (i for i in body if i.is_root)
+            for result in self.module.operands(computation, root) if root.opcode == "tuple" else [root]:
+                if update := self._in_place(computation, result):
+                    in_place[update.name], of_update = _updated(update, self.module.operands(computation, update))
+                    written += of_update
+                else:
+                    needed[result.name] = float(result.elements)
+                    written += self._fused(result.callee)[1] if result.opcode == "fusion" else _moved(result)
+            for i in reversed(body):
+                elements = in_place.get(i.name, min(needed[i.name], i.elements))
+                if i.opcode == "parameter":
+                    reads[int(i.attributes.partition(")")[0])] = elements * _itemsize(i)
+                elif elements or i.name in in_place:
+                    within = self._fused(i.callee)[0] if i.opcode == "fusion" else {}
+                    for n, operand in enumerate(self.module.operands(computation, i)):
+                        of_operand = within[n] / _itemsize(operand) if n in within else _needed(i, n, operand, elements)
+                        needed[operand.name] += of_operand
+            self._fused_traffic[computation] = reads, written
+        return self._fused_traffic[computation]
 
-    def _written(self, computation: str) -> float:
-        """Bytes that a fused computation writes."""
-        (root,) = (i for i in self.module.computations[computation] if i.is_root)
-        results = self.module.operands(computation, root) if root.opcode == "tuple" else [root]
-        return float(sum(self._written_of(computation, result) for result in results))
-
-    def _written_of(self, computation: str, result: Instruction) -> float:
-        operands = self.module.operands(computation, result)
-        if result.opcode == "dynamic-update-slice":
-            return operands[1].bytes
-        if result.opcode == "bitcast":
-            return self._written_of(computation, operands[0])
-        return self._written(result.callee) if result.opcode == "fusion" else result.bytes
+    def _in_place(self, computation: str, result: Instruction) -> Instruction | None:
+        """The update that makes a result out of a parameter's own memory; None for any other result."""
+        while result.opcode == "bitcast":
+            (result,) = self.module.operands(computation, result)
+        if result.opcode not in _UPDATES:
+            return None
+        base = self.module.operands(computation, result)[0]
+        while base.opcode == "bitcast":
+            (base,) = self.module.operands(computation, base)
+        return result if base.opcode == "parameter" else None
 
 
-def _read_by(i: Instruction, position: int, within: dict[int, float | None]) -> float | None:
-    """Bytes of its operand at `position` that an instruction of a fused computation reads; None for all of it.
+def _updated(i: Instruction, operands: list[Instruction]) -> tuple[float, float]:
+    """Of an update in place: elements that it reads of what it updates, and bytes that it writes."""
+    update, base = operands[_UPDATES[i.opcode]], operands[0]
+    return (update.elements if i.opcode == "scatter" else 0.0), float(min(update.bytes, base.bytes))
 
-    within: of a nested fusion, what it reads of its own operands."""
-    if i.opcode == "fusion":
-        return within.get(position)
-    if i.opcode in _SLICES:
-        return float(i.bytes) if position == 0 else 0.0
-    return 0.0 if i.opcode == "dynamic-update-slice" and position == 0 else None
+
+def _needed(i: Instruction, position: int, operand: Instruction, elements: float) -> float:
+    """Elements of its operand at `position` that an instruction reads for so many of its own."""
+    if position == 0 and i.opcode in (*_UPDATES, "gather"):
+        return min(operand.elements, elements)
+    if i.opcode in ("dynamic-slice", "dynamic-update-slice") and position > 1:
+        return 0.0
+    return operand.elements if i.opcode in _WHOLE else min(operand.elements, elements)
+
+
+def _moved(i: Instruction) -> int:
+    """Bytes of a result, without the workspace of a library's call."""
+    arrays = i.arrays
+    if i.opcode in ("custom-call", "get-tuple-element"):
+        arrays = [each for each in arrays if not (each.dtype in _OF_WORKSPACE and len(each.dims) == 1)]
+    return sum(array.bytes for array in arrays)
+
+
+def _itemsize(i: Instruction) -> float:
+    return i.bytes / max(1, i.elements)
+
+
+def _is_gemm(i: Instruction) -> bool:
+    return i.opcode == "custom-call" and bool(_GEMM.search(i.attributes))
 
 
 _GEMM = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas)')

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.devices import deepen_compiler_stacks
 
 
 class Tpu(NamedTuple):
@@ -51,7 +52,7 @@ TPUS = {
 GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 85_100_068_864, 40 << 20, 164 << 10, 1.41),
     "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 84_942_979_072, 50 << 20, 228 << 10, 1.98),
-    "h200": Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 151_397_597_184, 50 << 20, 228 << 10, 1.98),
+    "h200": Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 150_109_106_995, 50 << 20, 228 << 10, 1.98),
     "b200": Gpu("NVIDIA B200", 10, 148, 128, 191_510_872_064, 126 << 20, 228 << 10, 1.965),
     "gb200": Gpu("NVIDIA GB200", 10, 152, 128, 197_897_748_480, 129 << 20, 228 << 10, 2.062),
 }
@@ -174,6 +175,7 @@ def _tpu_options(topology: Topology) -> dict[str, Any]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not query a metadata server about this host
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several processes may compile side by side
+    deepen_compiler_stacks()
     tpu = TPUS[topology.kind]
     host = [min(n, chips) for n, chips in zip(topology.shape, tpu.host_bounds, strict=True)]
     return {

@@ -28,6 +28,7 @@ from spmd_lm.checkpoints.directories import (
     FOREIGN,
     SAVING,
     delete,
+    entries,
     is_checkpoint,
     move_aside,
     parse_step,
@@ -52,6 +53,7 @@ from spmd_lm.checkpoints.record import (
     read_record,
 )
 from spmd_lm.checkpoints.storage import OrbaxStorage, Response, Storage
+from spmd_lm.config.data_sections import RULES
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
 from spmd_lm.parallel.trees import Tree, leaves_by_path
@@ -62,12 +64,12 @@ from spmd_lm.step.state import OPTIONAL_FIELDS
 Config = dict[str, Any]  # a RunConfig as JSON
 
 
-def make_meta(config: Config, num_samples: int, fingerprint: str, vocabulary: str = "") -> Meta:
+def make_meta(config: Config, num_samples: int, fingerprint: str, vocabulary: str = "", rules: int = RULES) -> Meta:
     """What is saved beside a state: the resolved config, the position in the data, and the versions that wrote it.
-    vocabulary: its hash; '' if there is none, or the run keeps its file."""
+    vocabulary: its hash; '' if there is none, or the run keeps its file.  rules: that made tokens of documents."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint")
     versions = {"spmd_lm": spmd_lm.__version__} | {name: version(name) for name in packages}
-    data = {"samples": num_samples, "fingerprint": fingerprint, "vocabulary": vocabulary}
+    data = {"samples": num_samples, "fingerprint": fingerprint, "vocabulary": vocabulary, "rules": rules}
     return {"config": config, "data": data, "versions": versions}
 
 
@@ -103,6 +105,7 @@ class Checkpointer:
         self._deletions: list[Future[str]] = []
         self._saving: Saving | None = None
         self._saved_step: int | None = None
+        self._removed: CheckpointError | None = None  # the last save, if somebody removed it while it was written
         self._ignored: set[int] = set()  # steps of other runs, which the log has named
 
     @property
@@ -115,7 +118,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, damaged ones included, ascending.  A directory that holds no checkpoint
         does not count, whatever its name; nor does another run's, if run_id is known."""
-        steps = [parse_step(path.name) for path in self.directory.glob("*")]
+        steps = [parse_step(path.name) for path in entries(self.directory)]
         return sorted(step for step in steps if step is not None and self._is_ours(step))
 
     def _is_ours(self, step: int) -> bool:
@@ -205,7 +208,8 @@ class Checkpointer:
     def save(self, step: int, state: Tree, meta: Meta) -> None:
         """Saves, in the background if asynchronous.  NonFiniteError, and nothing is written, if a number of the state
         is not finite.  CheckpointError if this save or the one before it failed."""
-        self.close()
+        self.wait()
+        self._finish_deletions()
         if not self.storage.shared:  # no process deletes what another one may still need
             collect(f"saved before {step}", None)
         fields = present_fields(state)
@@ -228,21 +232,37 @@ class Checkpointer:
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Waits for the save in progress, at most so long, and makes it count; returns the step of the last save that
-        does.  Called between steps, where a failed save surfaces: CheckpointError."""
+        does.  Called between steps, where a failed save surfaces: CheckpointError.  In a job of one process a save that
+        somebody removed while it was written is told, and an error at the end alone: the next one may count."""
         if (saving := self._saving) is None:
             return self._saved_step
         if not futures.wait([saving.ended], seconds).done:
             return self._saved_step
-        self._saving = None
-        with self._writing(saving.record):
-            saving.ended.result()
-            self._commit(saving)
+        self._saving, self._removed = None, None
+        try:
+            with self._writing(saving.record):
+                saving.ended.result()
+                self._commit(saving)
+        except CheckpointError as error:
+            unfinished = self.path(saving.record.step).with_suffix(SAVING)
+            is_there = any(path.name.startswith(unfinished.name) for path in entries(self.directory))
+            if is_there or jax.process_count() > 1:  # several would have to agree on what counts
+                raise
+            self._removed = error
+            self._log(f"{unfinished} was removed while it was written: the next save is tried.")
+            return self._saved_step
         self._saved_step = saving.record.step
         return self._saved_step
 
     def close(self) -> None:
-        """Waits for the save in progress, as `wait` does, and until the oldest checkpoints are deleted."""
+        """Waits for the save in progress, as `wait` does, and until the oldest checkpoints are deleted.
+        CheckpointError if the last save does not count."""
         self.wait()
+        self._finish_deletions()
+        if self._removed:
+            raise self._removed
+
+    def _finish_deletions(self) -> None:
         while self._deletions:
             self._log_each(self._deletions.pop().result())
 

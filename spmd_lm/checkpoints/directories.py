@@ -12,11 +12,23 @@ import shutil
 from pathlib import Path
 
 from spmd_lm.checkpoints.record import RECORD_FILE
+from spmd_lm.errors import CheckpointError
 from spmd_lm.runtime.formatting import parse_count
 
 SAVING, DELETING, CORRUPT, FOREIGN = ".saving", ".deleting", ".corrupt", ".foreign"
 
 BEING_WRITTEN = ".orbax-checkpoint-tmp"  # orbax's own ending, before all processes have written
+
+
+def entries(directory: Path) -> list[Path]:
+    """What is in a directory; nothing if it is not there.  CheckpointError if that cannot be seen: glob finds nothing
+    then either."""
+    try:
+        return sorted(directory / name for name in os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be read: {error.strerror}. Mend that, and try again.") from error
 
 
 def parse_step(name: str) -> int | None:
@@ -36,13 +48,13 @@ def is_checkpoint(path: Path) -> bool:
 
 def foreign_names(directory: Path) -> list[str]:
     """The names of files and directories that could be a checkpoint's, but are none."""
-    names = [path.name for path in directory.glob("*") if path.name.isdecimal()]
+    names = [path.name for path in entries(directory) if path.name.isdecimal()]
     return sorted(name for name in names if parse_step(name) is None or not is_checkpoint(directory / name))
 
 
 def say_damaged(directory: Path) -> str:
     """Which checkpoints were damaged, and moved aside; '' if none were."""
-    names = sorted(path.name for path in directory.glob(f"*{CORRUPT}*"))
+    names = [path.name for path in entries(directory) if CORRUPT in path.name]
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} damaged" if names else ""
 
 
@@ -57,7 +69,7 @@ def move_aside(path: Path, suffix: str) -> Path:
 def remove_unfinished(directory: Path) -> list[str]:
     """Deletes what a killed process was saving or deleting.  Messages about what cannot be deleted."""
     messages = []
-    for path in directory.glob("*"):
+    for path in entries(directory):
         number, dot, rest = path.name.partition(".")
         ours = dot + rest in (SAVING, DELETING) or rest.startswith(f"{SAVING[1:]}{BEING_WRITTEN}")
         if parse_step(number) is not None and ours:

@@ -1,5 +1,6 @@
 """What is in a run's checkpoints, and whether it is what was saved: read on one device, one array at a time."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.directories import SAVING, parse_step
+from spmd_lm.checkpoints.directories import SAVING, entries, parse_step
 from spmd_lm.checkpoints.parts import num_parts, part_directories, parts_of
 from spmd_lm.checkpoints.record import CheckpointRecord, file_sizes, read_record
 from spmd_lm.checkpoints.saved_run import open_checkpoints
@@ -26,8 +27,8 @@ INTACT, DAMAGED, UNCOMMITTED = "intact", "damaged", "uncommitted"
 
 def open_saved(run: Path) -> Checkpointer:
     """Raises ConfigError if `run` is no run that has saved."""
-    if not (run / "checkpoints").is_dir():
-        what = "it has no directory checkpoints/" if run.exists() else "no such run"
+    if not entries(run / "checkpoints") and not os.path.isdir(run / "checkpoints"):
+        what = "it has no directory checkpoints/" if os.path.exists(run) else "no such run"
         name, _, step = str(run).rpartition("@")
         is_step = name and parse_count(step) is not None
         advice = f"Write {name} --step {step}" if is_step else "Give the directory of a run that has saved"
@@ -52,7 +53,8 @@ def list_checkpoints(tiers: list[Checkpointer]) -> list[Json]:
     """One report a checkpoint, ascending, by its record and the sizes of its files; no array is read."""
     reports = []
     for checkpoints in tiers:
-        unfinished = [path.name.partition(".")[0] for path in checkpoints.directory.glob(f"*{SAVING}*")]
+        names = [path.name for path in entries(checkpoints.directory) if SAVING in path.name]
+        unfinished = [name.partition(".")[0] for name in names]
         steps = {step for step in map(parse_step, unfinished) if step is not None} - {*checkpoints.steps()}
         reports += [describe(checkpoints, step) for step in checkpoints.steps()]
         reports += [_report(checkpoints, step, UNCOMMITTED) for step in steps]

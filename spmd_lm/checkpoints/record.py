@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from spmd_lm.config.data_sections import RULES
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError
 from spmd_lm.files import parse_json, read_bytes, walk_files, write_atomically
 from spmd_lm.runtime.formatting import abbreviate
@@ -62,6 +63,8 @@ class CheckpointRecord(BaseModel):
             isinstance(data, dict) and type(data.get("samples")) is int and isinstance(data.get("fingerprint"), str)
         ):
             raise ValueError("data: expected samples and a fingerprint")
+        if data.get("rules", 1) not in (1, RULES):
+            raise ValueError(f"data.rules: expected 1 or {RULES}")
         return meta
 
     @field_validator("leaves")

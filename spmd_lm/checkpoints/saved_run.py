@@ -13,10 +13,12 @@ from pydantic import ValidationError
 from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
 from spmd_lm.checkpoints.directories import say_damaged
 from spmd_lm.checkpoints.record import Meta
-from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data
-from spmd_lm.config.load import TOKENIZER_DIR, saved_tokenizer
+from spmd_lm.config.data_sections import RULES, TRAINED_TOKENIZERS, Data
+from spmd_lm.config.load import TOKENIZER_DIR, data_of_run, saved_tokenizer
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.corpus import Dataset, load_data
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from spmd_lm.parallel.trees import Tree
@@ -32,6 +34,10 @@ MODEL_KEYS = ("model", "objective", "precision.params")
 
 # Keys among them that define how a layer is computed and regularized: the saved arrays mean the same.
 COMPUTATION_KEYS = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout")
+
+
+# Keys of `run` that may change the bits that a step computes.
+COMPILED_KEYS = ("run.compiler_options", "run.deterministic")
 
 
 def warn(line: str) -> None:
@@ -90,7 +96,7 @@ def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tre
 
     def read(step: int) -> tuple[Program, Tree, int]:
         meta = checked_meta(checkpoints, step)
-        check_compatible(meta["config"], config.model_dump(by_alias=True), checkpoints.directory)
+        check_compatible(meta["config"], config.model_dump(by_alias=True), config.run.directory)
         check_vocabulary(config, config.run.directory, meta if step else None)
         program = Program(config)
         return program, checkpoints.restore_params(step, program.abstract_canonical().params), step
@@ -105,15 +111,18 @@ def open_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, 
 
 
 def check_compatible(saved: Config, config: Config, directory: Path) -> list[str]:
-    """The differences between a run's saved config and today's that leave its state usable, a line each.
+    """The differences between the saved config of the run in `directory` and today's that leave its state usable, a
+    line each.
 
     Raises CheckpointError if the model differs."""
     changes = _changes(saved, config)
+    if config.get("data", {}).get("tokenizer") == str(saved_tokenizer(directory)):
+        changes.pop("data.tokenizer", None)  # the run's own copy: check_vocabulary compares what is in it
     if other_model := _select(changes, MODEL_KEYS, COMPUTATION_KEYS):
         header = f"{directory} holds a run of another model (saved -> configured):"
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
         raise CheckpointError("\n".join([header, *other_model, advice]))
-    return [line for key, line in changes.items() if not _is_under(key, ("run",)) or key == "run.compiler_options"]
+    return [line for key, line in changes.items() if not _is_under(key, ("run",)) or key in COMPILED_KEYS]
 
 
 def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> None:
@@ -130,8 +139,8 @@ def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> N
         own = vocabulary_hash(str(saved) if saved else "bytes")
     if name in TRAINED_TOKENIZERS and directory == config.run.directory and own:
         if trained_with not in (name, str(saved)):
-            advice = f"Use data.tokenizer={trained_with}, or another run.dir"
-            raise ConfigError(f"data.tokenizer={name}, but {directory} has data.tokenizer={trained_with}. {advice}.")
+            has = f"data.tokenizer={trained_with or saved or 'bytes'}"
+            raise ConfigError(f"data.tokenizer={name}, but {directory} has {has}. Use {has}, or another run.dir.")
         if not saved:
             raise ConfigError(f"{directory}: the tokenizer that it trained is gone. Bring {TOKENIZER_DIR}/ back.")
         name = str(saved)
@@ -164,6 +173,30 @@ def checked_meta(checkpoints: Checkpointer, step: int) -> Meta:
     meta = checkpoints.agreed_record(step).meta
     check_saved_config(meta["config"], checkpoints.directory)
     return meta
+
+
+def rules_of(meta: Meta | None) -> int:
+    """The rules by which documents become the tokens of a run: those of its checkpoint, once it has read some."""
+    return meta["data"].get("rules", 1) if meta and meta["data"]["samples"] else RULES
+
+
+def load_run_data(config: RunConfig) -> Dataset:
+    """The data that the run trains on, and its validation text, by the rules of its checkpoints."""
+    return load_data(data_of_run(config), config.train.seed, config.model.vocab, _rules_of_run(config))
+
+
+def make_run_tokenizer(config: RunConfig) -> Tokenizer:
+    """The tokenizer of `load_run_data`, without its data."""
+    return make_tokenizer(data_of_run(config), _rules_of_run(config))
+
+
+def _rules_of_run(config: RunConfig) -> int:
+    """The rules of the newest checkpoint that can be read; today's if there is none."""
+    checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
+    for step in reversed(checkpoints.steps()):
+        with suppress(CheckpointError):  # opening the run tells
+            return rules_of(checkpoints.meta(step))
+    return RULES
 
 
 def check_data(meta: Meta, config: RunConfig, fingerprint: str, name: str) -> list[str]:

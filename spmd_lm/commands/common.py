@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.errors import ConfigError, Exit, OutputError
 from spmd_lm.runtime.formatting import LARGEST_COUNT, parse_count, to_json
-from spmd_lm.runtime.outputs import silence
+from spmd_lm.runtime.outputs import escape_controls, print_line, silence
 
 if TYPE_CHECKING:
     from spmd_lm.config.schema import RunConfig
@@ -27,6 +27,10 @@ def load_configuration(arguments: Arguments, positional: str = "CONFIG") -> "Run
     from spmd_lm.api import load_config
 
     config = load_config(getattr(arguments, positional), *arguments.overrides)
+    from spmd_lm.config.plausible import doubts
+
+    for doubt in doubts(config):
+        print_line(f"warning: {doubt}", sys.stderr)
     check_json(arguments)
     return config
 
@@ -74,7 +78,7 @@ def write_result(arguments: Arguments, result: Any, text: str) -> int:
     if arguments.json:
         write_text(to_json(result, indent=2), arguments.json)
     if text and arguments.json != "-":
-        write_text(text)
+        write_text(escape_controls(text))
     return Exit.DONE
 
 

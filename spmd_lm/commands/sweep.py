@@ -9,6 +9,8 @@ from spmd_lm.commands.common import Arguments, at_least, check_json, write_resul
 from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.signals import DURING_SWEEP, StopSignals
 
+MOST_JOBS = 10_000  # at once, which is all cells that a sweep may have
+
 
 def run(arguments: Arguments) -> int:
     from spmd_lm.sweeps.sweep import list_cells, render_cells, run_sweep
@@ -32,7 +34,7 @@ def log(line: str) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--jobs", type=at_least(1), metavar="N", help="cells that run at once; default 1, or all in SLURM"
+        "--jobs", type=at_least(1, MOST_JOBS), metavar="N", help="cells that run at once; default 1, or all in SLURM"
     )
     parser.add_argument("--submit", choices=["slurm"], help="submit a job for each cell, with launch/slurm.sbatch")
     parser.add_argument("--dry-run", action="store_true", help="list the cells and what plan says of each")

@@ -20,7 +20,7 @@ class FusedKernel:
 
     platform: the one on which it runs.  dtypes: of queries, keys and values.  A head's width must be a multiple of
     `head_multiple` and at most `max_head_width`; the context, a multiple of `context_multiple`.  packs_causal: whether
-    causal rows may hold several documents."""
+    causal rows may hold several documents.  deterministic: whether it runs where XLA's operations have to be."""
 
     name: str
     platform: str
@@ -29,6 +29,7 @@ class FusedKernel:
     max_head_width: int | None = None
     context_multiple: int = 1
     packs_causal: bool = True
+    deterministic: bool = True
 
     def supports_head_width(self, width: int) -> bool:
         return width % self.head_multiple == 0 and (self.max_head_width is None or width <= self.max_head_width)
@@ -36,14 +37,24 @@ class FusedKernel:
 
 FUSED_KERNELS = {
     # From Hopper on, cuDNN supports heads up to 256 wide; but a configuration does not know its device.
-    "cudnn": FusedKernel("cuDNN", "gpu", ("bfloat16", "float16"), 8, max_head_width=128, packs_causal=False),
+    "cudnn": FusedKernel(
+        "cuDNN", "gpu", ("bfloat16", "float16"), 8, max_head_width=128, packs_causal=False, deterministic=False
+    ),
     "splash": FusedKernel("splash", "tpu", context_multiple=128),
 }
 
 
-def obstacles(kernel: FusedKernel, model: Model, compute: str, *, packs: bool = False) -> Iterator[Obstacle]:
+def obstacles(
+    kernel: FusedKernel, model: Model, compute: str, *, packs: bool = False, deterministic: bool = False
+) -> Iterator[Obstacle]:
     """Whatever keeps a fused kernel from running this model in the dtype `compute`, on any device.  packs: whether rows
-    hold several documents."""
+    hold several documents.  deterministic: as run.deterministic."""
+    if deterministic and not kernel.deterministic:
+        # One H200: IndexError, absl raw_hash_map::at, from the step's execution; four of four runs.
+        reason = (
+            f"{kernel.name}'s attention ends in its first step where XLA's operations are deterministic (jax 0.11.2)"
+        )
+        yield Obstacle("run.deterministic=true", reason, "run.deterministic=false")
     if model.attention_dropout:
         reason = "fused kernels have no dropout that is the same under every layout"
         yield Obstacle(f"{model.attention_dropout=}", reason, "model.attention_dropout=0")
@@ -78,7 +89,8 @@ def choose_kernel(config: RunConfig, platform: str) -> KernelChoice:
     if name == "xla":
         return KernelChoice(name, "as configured" if asked == "xla" else f"no fused kernel for {platform}")
     kernel = FUSED_KERNELS[name]
-    found = obstacles(kernel, config.model, config.precision.compute, packs=packs_documents(config.data))
+    packs, deterministic = packs_documents(config.data), config.run.deterministic
+    found = obstacles(kernel, config.model, config.precision.compute, packs=packs, deterministic=deterministic)
     problems = [f"{o.settings}: {o.reason}" for o in found]
     if asked == "auto":
         return KernelChoice("xla", problems[0]) if problems else KernelChoice(name, f"fused kernel for {platform}")

@@ -87,6 +87,9 @@ def data_suits_objective(data: Data | Synthetic, objective: Objective) -> Proble
     if isinstance(objective, MaskedLM) and isinstance(data, Synthetic):
         problem = "objective.kind=masked_lm with data.source=synthetic: a Markov chain has no words to mask"
         yield use(problem, "data.source=python-stdlib", "objective.kind=causal_lm with model.kind=gpt")
+    if isinstance(data, Data) and data.bos is True and objective.kind != "causal_lm":
+        problem = f"data.bos=true with {objective.kind=!s}, whose rows begin with a token of their own"
+        yield use(problem, "data.bos=auto")
     if not isinstance(data, Task):
         if not objective.predicts_tokens:
             problem = f"{objective.kind=!s} with {data.source=!s}, which has no labels"
@@ -170,11 +173,21 @@ def precisions_suit_each_other(precision: Precision) -> Problems:
         yield use(problem, f"precision.initial_scale={least}", f"precision.min_scale={initial}")
 
 
-def kernel_supports_model(model: Model, precision: Precision, data: Data | Synthetic) -> Problems:
+def kernel_supports_model(run: Run, model: Model, precision: Precision, data: Data | Synthetic) -> Problems:
     """Refuses an explicit choice that would fail later; `auto` falls back to XLA."""
     if kernel := FUSED_KERNELS.get(model.attention):
-        for settings, reason, alternative in obstacles(kernel, model, precision.compute, packs=packs_documents(data)):
+        packs, deterministic = packs_documents(data), run.deterministic
+        for settings, reason, alternative in obstacles(
+            kernel, model, precision.compute, packs=packs, deterministic=deterministic
+        ):
             yield use(f"{model.attention=!s} with {settings}: {reason}", alternative, "model.attention=xla")
+
+
+def options_are_deterministic(run: Run) -> Problems:
+    name, own = "xla_gpu_deterministic_ops", run.compiler_options  # as in runtime/xla_options.yaml
+    if run.deterministic and isinstance(own, dict) and not own.get(name, True):
+        problem = f"run.deterministic=true with {name}={own[name]} of run.compiler_options"
+        yield use(problem, "run.deterministic=false", "run.compiler_options without it")
 
 
 def checkpoints_can_be_read(run: Run) -> Problems:
@@ -235,6 +248,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     profiled_steps_are_taken,
     precisions_suit_each_other,
     kernel_supports_model,
+    options_are_deterministic,
     arrays_can_be_counted,
 )
 

@@ -15,6 +15,9 @@ class Data(Section):
     # bytes; bpe or wordpiece, which is trained on the training documents and has model.vocab tokens; or the path of a
     # vocabulary: data/tokenizers/vocabulary.py
     tokenizer: ValidPath = "bytes"
+    # whether the token that begins a text stands before every document, context and prompt; auto: as the vocabulary's
+    # own files say
+    bos: Literal["auto"] | bool = "auto"
     allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
 
 
@@ -22,8 +25,13 @@ TRAINED_TOKENIZERS = ("bpe", "wordpiece")
 """Values of data.tokenizer that stand for a tokenizer which the run trains."""
 
 
+RULES = 2
+"""How documents become the tokens of a run.  A run that began by older rules keeps them: by 1 a file is held out by its
+name, and a vocabulary's own rule puts no token before a document."""
+
+
 class Documents(Data):
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the documents; of a single document, its end
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of the text, whatever the sizes of its documents
 
 
 def _as_list(paths: str | list[str]) -> list[str]:
@@ -63,7 +71,7 @@ class Tokens(Data):
     pack: bool = False  # tokens attend within their document only, whose positions begin at 0
     # compares files with their checksums: each MiB before its first use (touch), all at the start (full), never (off)
     verify: Literal["touch", "full", "off"] = "touch"
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of Megatron-LM's documents, the last ones
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1  # of Megatron-LM's tokens, the last ones
 
 
 class Task(Data):

@@ -4,10 +4,11 @@ A configuration is a stack of layers, each a mapping of sections and its origin:
 the command line last.  All problems are reported at once, each with the layer that set the key: unknown keys are
 dropped, sections are validated separately, and every check runs whose sections are valid."""
 
+import functools
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -21,6 +22,7 @@ from spmd_lm.config.schema import DEFAULT_KINDS, RunConfig
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import valid_path
 from spmd_lm.errors import ConfigError
+from spmd_lm.files import elsewhere
 
 COMMAND_LINE = "command line"
 FIELDS = RunConfig.model_fields
@@ -33,12 +35,15 @@ TOKENIZER_DIR = "tokenizer"
 VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
 """The file names of a vocabulary; the first that a directory has is used."""
 
-SHARED_KEYS = {"data": ("tokenizer",), "optim": ("warmup", "decay", "decay_steps", "clip", "freeze")}
-"""Keys that stay when the kind of their section changes: a model's token ids mean the same words in any text, and the
-shape of a learning rate schedule suits any optimizer.  Its lr does not."""
+SHARED_KEYS = {"data": ("tokenizer", "bos"), "optim": ("warmup", "decay", "decay_steps", "clip", "freeze")}
+"""Keys that stay when the kind of their section changes: a model's token ids mean the same words in any text,
+which begins as others do, and the shape of a learning rate schedule suits any optimizer.  Its lr does not."""
 
 RECIPE_KEYS = {"sources", "out"}
 """Of a file of `spmd-lm prepare`."""
+
+SHIPPED = Path(__file__).parents[1] / "configs"
+"""The configurations that come with the package; in the repository, a link to its configs/."""
 
 MAX_CHARACTERS = 2**20
 """Of a configuration file."""
@@ -63,13 +68,14 @@ def load(
     over: Layer | None = None,
     cell: Layer | None = None,
 ) -> RunConfig:
-    """The configuration in the file at `path`, if there is one, changed by `overrides`.  under, over: layers below and
-    above the file.  Under an `over`, which knows the whole model, run.init_from is not read.  cell: what a sweep sets.
+    """The configuration in the file at `path`, or the shipped one of that name, changed by `overrides`.  under, over:
+    layers below and above the file.  Under an `over`, which knows the whole model, run.init_from is not read.  cell:
+    what a sweep sets.
 
     Raises ConfigError with one line per problem: `origin: section.key: what is wrong. How to fix it.`"""
     problems: list[str] = []
     command_line = _parse_overrides(overrides, problems)
-    files = [] if path is None else _read_chain(path, problems)
+    files = [] if path is None else _read_chain(locate(path), problems)
     if path is not None and not files:  # there is nothing to check the overrides against
         raise ConfigError(*problems)
     if any(file.tree.keys() >= RECIPE_KEYS for file in files):
@@ -85,7 +91,8 @@ def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
     does, and if the overrides name another tokenizer than the run's own."""
     file, tokenizer = directory / CONFIG_FILE, saved_tokenizer(directory)
     if not os.path.exists(file):
-        raise ConfigError(f"{directory}: {_not_a_run(directory)}, or a YAML file.")
+        problem = elsewhere(str(directory)) or f"{_not_a_run(directory)}, or a YAML file"
+        raise ConfigError(f"{directory}: {problem}.")
     here: dict[str, Any] = {"run": {"dir": str(directory)}}
     if _get(_merge_layers(_read_chain(file, [])), "data", "tokenizer") in (..., "bytes"):
         tokenizer = None
@@ -148,7 +155,7 @@ def _inherit(layers: Sequence[Layer], problems: list[str]) -> Layer | None:
         return None
     taken: dict[str, Any] = {"model": config.model.model_dump()}
     if isinstance(config.data, Data) and _get(tree, "data", "source") != "synthetic":
-        taken["data"] = {"tokenizer": config.data.tokenizer}
+        taken["data"] = {"tokenizer": config.data.tokenizer, "bos": config.data.bos}
     return Layer(str(Path(init_from) / CONFIG_FILE), taken)
 
 
@@ -229,13 +236,27 @@ def _read_chain(path: str | Path, problems: list[str], extended_by: tuple[str, .
     if not isinstance(base, str):
         problems.append(f"{name}: base: expected the name of one file, got {base!r}. Let each file name one base.")
         return []
-    bases = _read_chain(os.path.join(os.path.dirname(name), base), problems, chain)
+    bases = _read_chain(locate(os.path.join(os.path.dirname(name), base), base), problems, chain)
     return [*bases, Layer(name, tree)] if bases else []
+
+
+def locate(path: str | Path, name: str = "") -> Path:
+    """`path`, if anything is there; else the shipped file called `name`, if one is: by default, what `path` says."""
+    return Path(path) if os.path.lexists(path) else shipped().get(name or str(path), Path(path))
+
+
+@functools.cache
+def shipped() -> Mapping[str, Path]:
+    """The files that come with the package, by name: gpt2/124m, sweeps/layouts."""
+    return {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
 
 
 def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any] | None:
     """The sections of one file, and its other keys; None if it cannot be read.  origin: of a problem with the whole
     file."""
+    if problem := elsewhere(name):
+        problems.append(f"{origin}: {problem}.")
+        return None
     try:
         if stat.S_IFMT(os.stat(name).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):  # a pipe or a device may never end
             problems.append(f"{origin}: no regular file. Give the path of a YAML file.")
@@ -259,6 +280,10 @@ def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any
         if value is None:
             return None if errors else {}
         if isinstance(value, dict):
+            for key, text in value.items():  # base, and what a sweep's or a recipe's file names
+                if isinstance(text, str) and (problem := elsewhere(text)):
+                    problems.append(f"{name}: {key}: {text:.80}: {problem}.")
+                    return None
             return _sections(value)
         problems.append(f"{name}: expected sections of keys, got {value!r:.40}. Known: {', '.join(FIELDS)}.")
     return None
@@ -267,12 +292,15 @@ def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any
 def _suggest_file(missing: str) -> str:
     """The YAML files and runs that may have been meant; completes the sentence 'no such file'."""
     directory, or_run = Path(missing).parent, "" if Path(missing).suffix else " or run"
-    if not directory.is_dir():
-        return f"{or_run}: there is no directory {directory}."
     found = sorted([*directory.glob("*.y*ml"), *(file.parent for file in directory.glob(f"*/{CONFIG_FILE}"))])
     paths = {path.name: str(path) for path in found}
     if near := suggest.did_you_mean(Path(missing).name, paths):
         return f"{or_run}. Did you mean {paths[near]}?"
+    names = {Path(name).name: name for name in shipped()} | {name: name for name in shipped()}
+    if near := suggest.did_you_mean(missing.removeprefix("configs/").removesuffix(".yaml"), names):
+        return f"{or_run}. Did you mean {names[near]}, which is shipped?"
+    if not directory.is_dir():
+        return f"{or_run}: there is no directory {directory}."
     if not paths:
         return f"{or_run}. There is none in {'this directory' if directory == Path() else directory}."
     return f"{or_run}. There is {', '.join([*paths.values()][:6])}{' and more' if len(paths) > 6 else ''}."

@@ -23,7 +23,7 @@ def prefetch_obstacles(model: Model, parallel: Parallel, remat: Remat) -> Iterat
             reason = "a chunk's last microbatch would run twice"
             yield Obstacle("parallel.run_idle_stages=true", reason, "parallel.run_idle_stages=false")
         return
-    if not model.scan:
+    if model.scan is False:
         yield Obstacle("model.scan=false", "there is no loop over layers", "model.scan=true")
     if remat.policy == "block":
         yield Obstacle("remat.policy=block", "a layer is gathered for its block alone", "remat.policy=full")

@@ -20,12 +20,11 @@ class RematPolicy:
     """A policy, resolved for one model and layout.
 
     layers_per_remat_block: layers per remat block; 1 but for policy `block`.  post_norm: whether norms follow the
-    branches. scan: whether layers run in a loop."""
+    branches."""
 
     policy: Policy = "none"
     layers_per_remat_block: int = 1
     post_norm: bool = False
-    scan: bool = True
 
     @property
     def recomputes_attention(self) -> bool:
@@ -46,14 +45,14 @@ class RematPolicy:
         and that backward needs."""
         return 1 + self.saves_branch_sums * (1 + self.post_norm)
 
-    @property
-    def repeated_reductions(self) -> float:
-        """How many of a layer's forward reductions over `model` (Megatron's g) backward runs again."""
+    def repeated_reductions(self, *, scan: bool) -> float:
+        """How many of a layer's forward reductions over `model` (Megatron's g) backward runs again.  scan: whether
+        layers run in a loop."""
         if self.policy == "full":
             return 1 + self.post_norm  # the MLP's only where a norm follows it
         if self.policy == "block":
             # Unrolled, all but the one that ends the last layer of a remat block.
-            return 2.0 if self.scan or self.post_norm else 2 - 1 / self.layers_per_remat_block
+            return 2.0 if scan or self.post_norm else 2 - 1 / self.layers_per_remat_block
         return 0
 
     @property

@@ -33,6 +33,7 @@ class Run(Section):
     simulate_devices: CountOrZero = 0  # CPU devices to simulate; 0: use the real devices
     # XLA's, for the step: those of runtime/xla_options.yaml, none, or {name: value}
     compiler_options: Literal["auto", "none"] | dict[str, bool | int | float | str] = "auto"
+    deterministic: bool = False  # a GPU computes the same bits at every start, more slowly; docs/reliability.md
     # what takes a second to compile is not compiled again: auto (the user's cache directory), none, or a directory
     compilation_cache: ValidPath = "auto"
     # which get the records of metrics.jsonl too; docs/reports.md
@@ -64,7 +65,7 @@ class Model(Section):
     use_bias: bool = True  # in matrix products and norms
     tie_embeddings: bool = True  # the head reuses the token table
     share_layers: bool = False  # all layers share one set of weights (ALBERT, arXiv:1909.11942)
-    scan: bool = True  # scan over layers; false unrolls: 4% to 11% faster on a CPU, slower to compile
+    scan: Literal["auto"] | bool = "auto"  # a loop over layers; auto: unrolled on GPUs where that pays
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"  # the kernel; auto: the fastest that fits
 
     @property
@@ -189,8 +190,10 @@ class Precision(Section):
     params: Dtype = "float32"  # of master weights and optimizer state
     compute: Dtype = "bfloat16"  # of activations and matrix products
     reduce: Dtype = "float32"  # of gradients as they are summed over devices
+    logits: Literal["float32", "compute"] = "float32"  # as products write them; compute: half the bytes, rounded
     loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, see step/loss_scale.py
-    initial_scale: Annotated[float, Field(gt=0, le=2**64)] = 2.0**32  # too large for most: halved in the first steps
+    # halved in the first steps where that is too large; Megatron-LM begins at 4294967296
+    initial_scale: Annotated[float, Field(gt=0, le=2**64)] = 2.0**16
     scale_window: Count = 1000  # consecutive steps without overflow that double the scale
     hysteresis: Count = 2  # overflows until the scale is first halved; a full window resets the count
     min_scale: PositiveFloat = 1.0  # the scale is never halved below it
@@ -320,11 +323,6 @@ class RunConfig(Section):
         return self.model.layers // (self.parallel.pipe * self.chunks)
 
     @property
-    def scan_layers(self) -> bool:
-        """Whether layers run in a scan; a single layer never does."""
-        return self.model.scan and self.layers_per_chunk > 1
-
-    @property
     def partitioner(self) -> Partitioner:
         """`parallel.partitioner`, resolved."""
         return "manual" if self.parallel.partitioner == "auto" else self.parallel.partitioner
@@ -343,7 +341,7 @@ class RunConfig(Section):
             policy = "full" if size == 1 else policy
         if self.parallel.pipe > 1 and policy in ("full", "block") and size == self.layers_per_chunk:
             policy = "none"
-        return RematPolicy(policy, size if policy == "block" else 1, m.norm == "post", m.scan)
+        return RematPolicy(policy, size if policy == "block" else 1, m.norm == "post")
 
 
 def variants(name: str) -> dict[str, type[Section]]:

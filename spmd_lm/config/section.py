@@ -2,12 +2,23 @@
 
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 from pydantic.fields import FieldInfo
+
+from spmd_lm.config.types import valid_text
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _texts_are_valid(cls, value: Any) -> Any:
+        """Of every key, so that a new one for paths needs no check of its own."""
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                valid_text(text)
+        return value
 
 
 def section_within(field: FieldInfo | None) -> type[Section] | None:

@@ -229,6 +229,8 @@ def _wrong_choice(section: str, key: str, error: ErrorDetails, others: list[str]
     value = error["input"].get(key) if "tag" in context else error["input"]
     near = RENAMED_VALUES.get(f"{section}.{key}={value}") or did_you_mean(str(value), choices, cutoff=0.5)
     suggestion = f" Did you mean '{near}'?" if near else ""
+    if TYPES["bool_type"] in others:
+        suggestion = suggestion or _correction("bool_type", value)
     return f"expected {_either([*choices, *others])}, got {_show(value)}.{suggestion}"
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from spmd_lm.files import elsewhere
+
 Partitioner = Literal["types", "manual"]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 MOST = 2**30  # devices index and count in 32 bits, padding included
@@ -15,16 +17,24 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 DropoutRate = Annotated[float, Field(ge=0, le=0.999)]  # what is kept is divided by 1 - rate, in 16 bits too
 
 
+def valid_text(text: str) -> str:
+    """The same text, if it has no NUL, is UTF-8, and is not the address of something elsewhere."""
+    if "\0" in text:
+        raise PydanticCustomError("text_nul", "expected text without NUL characters")
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):  # bytes that are no UTF-8
+        raise PydanticCustomError("text_encoding", "expected text in UTF-8")
+    if problem := elsewhere(text):
+        raise PydanticCustomError("elsewhere", "{problem}", {"problem": problem})
+    return text
+
+
 def valid_path(path: str) -> str:
     """The same path, if a file system can hold it; whether it can be written shows when it is written."""
+    valid_text(path)
     try:
         parts = Path(path).expanduser().parts
     except RuntimeError:
         raise PydanticCustomError("path_home", "expected ~ or the ~name of a user of this machine") from None
-    if "\0" in path:
-        raise PydanticCustomError("path_nul", "expected a path without NUL characters")
-    if not path.isascii() and any("\ud800" <= character <= "\udfff" for character in path):  # bytes that are no UTF-8
-        raise PydanticCustomError("path_encoding", "expected a path in UTF-8")
     if any(len(part.encode()) > 255 for part in parts):
         raise PydanticCustomError("path_length", "expected names of at most 255 bytes between slashes")
     return path

@@ -45,7 +45,8 @@ class Compiler(NamedTuple):
     key and value matrices, which about every second compiled step copies; all of it is copied where it is gathered for
     several microbatches.  rounds_stacks: the loop that scatters a stack holds a slice of one layer, and gradients that
     it scatters in a narrower dtype are rounded ahead of it, those of all layers.  keeps_weights: they stay until a
-    step's end, read again or not.  attention_arrays, forward_arrays: by remat policy, at the points of attention's
+    step's end, read again or not.  unrolled_sums: further residual streams that an unrolled layer saves where
+    all-reduces over `model` sum them.  attention_arrays, forward_arrays: by remat policy, at the points of attention's
     backward, and of forward, at which a layer may hold most where a fused kernel computes attention; measured without
     post norm and dropout.  rotary_attention_arrays, rotary_forward_arrays: at those that rotary positions add."""
 
@@ -57,13 +58,14 @@ class Compiler(NamedTuple):
     least_streams: int = 0
     in_turn: frozenset[Policy] = frozenset()
     keeps_gathers: frozenset[Policy] = frozenset()
-    logits: int = 2
+    logits: float = 2
     sums_overlap: bool = False
     copies_replicas: bool = False
     casts_layers: bool = False
     reuses_chunk: bool = False
     rounds_stacks: bool = False
     keeps_weights: bool = False
+    unrolled_sums: float = 0
     attention_arrays: Points = MappingProxyType({})
     forward_arrays: Points = MappingProxyType({})
     rotary_attention_arrays: Points = MappingProxyType({})
@@ -118,6 +120,8 @@ COMPILER_OF_PLATFORM = {
     "gpu": Compiler(
         kernel_workspace=64 * MIB,
         least_streams=11,
+        logits=1.5,
+        unrolled_sums=1.5,
         in_turn=frozenset({"residual"}),
         sums_overlap=True,
         casts_layers=True,

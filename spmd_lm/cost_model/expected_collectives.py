@@ -114,7 +114,7 @@ class _Step:
         # The share of a chunk's layers that no loop runs: all where they are unrolled; with prefetch the last one, and
         # both of two, because XLA unrolls a loop of one iteration.
         layers = config.layers_per_chunk
-        self.unrolled = (1.0 if layers == 2 else 1 / layers) if plan.prefetch else float(not config.scan_layers)
+        self.unrolled = (1.0 if layers == 2 else 1 / layers) if plan.prefetch else float(not plan.scan)
         self.model_axes = plan.nontrivial_axes(MODEL)
 
     def row(
@@ -182,10 +182,10 @@ class _BranchRuns(NamedTuple):
 def _runs_of_branches(step: _Step) -> dict[str, _BranchRuns]:
     """Megatron's f and g: in each branch one reduction forward and one backward per layer, and what remat repeats."""
     config, runs, remat = step.config, step.runs, step.config.remat_policy
-    attention_again = min(1, remat.repeated_reductions)
-    again = {"attention": attention_again, "mlp": remat.repeated_reductions - attention_again}
+    repeated = remat.repeated_reductions(scan=step.plan.scan)
+    again = {"attention": min(1, repeated), "mlp": max(0, repeated - 1)}
     outputs = 0.0  # of a stage's last layer, for the head alone, which has used them long before backward
-    if runs.messages and config.parallel.schedule == "breadth_first" and not config.scan_layers:
+    if runs.messages and config.parallel.schedule == "breadth_first" and not step.plan.scan:
         outputs = runs.layer_passes / config.layers_per_chunk
     dropped = {  # reductions and gathers that such an output would take
         "attention": (again["attention"], remat.unneeded_gathers // 2),

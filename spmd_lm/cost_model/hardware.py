@@ -96,6 +96,15 @@ class Products(NamedTuple):
         return self.limit * used * inner / (inner + self.half_inner)
 
 
+class Compiled(NamedTuple):
+    """What kernels of a compiled step were measured to reach: of the peak, products and attention in one kernel; of the
+    memory's bandwidth, kernels that a compiler fuses, which read and write in several orders at a time."""
+
+    products: float
+    attention: float
+    fused: float
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hardware:
     """One kind of device.  Compared and hashed by identity, because its dicts have no hash.
@@ -114,6 +123,7 @@ class Hardware:
     devices_per_host: int = 0
     on_chip: dict[str, int] = dataclasses.field(default_factory=dict)
     kernel_overhead: float | None = None
+    compiled: Compiled | None = None
 
     @property
     def scratchpad(self) -> int:
@@ -155,6 +165,7 @@ def _parse(row: dict[str, Any]) -> Hardware:
         devices_per_host=row.get("devices_per_host", 0),
         on_chip=row.get("on_chip") or {},
         kernel_overhead=None if overhead is None else MICRO * overhead,
+        compiled=Compiled(**row["compiled"]) if row.get("compiled") else None,
     )
 
 

@@ -33,6 +33,12 @@ class ProductsRow(Section):
     tile: Annotated[list[Count], Field(min_length=2, max_length=2)]
 
 
+class CompiledRow(Section):
+    products: Share
+    attention: Share
+    fused: Share
+
+
 class LatencyRow(Section):
     start: NotNegative
     link: NotNegative
@@ -55,6 +61,7 @@ class HardwareRow(PeakRow):
     on_chip: dict[str, Count] | None = None
     cores: Count
     products: ProductsRow
+    compiled: CompiledRow | None = None
     link: Positive
     closes_at: CountOrZero = 0
     network: Positive | None = None

@@ -6,6 +6,7 @@ most: `benchmarks/predictions.py` compares the sum with compilers' peaks, for ra
 from typing import NamedTuple
 
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model import logit_chunks
 from spmd_lm.cost_model.activations import LayerActivations, at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.cost_model.hardware import find_hardware
@@ -13,6 +14,7 @@ from spmd_lm.ops import cross_entropy
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
+from spmd_lm.runtime.gpu_memory import ALLOCATED_BY_DEFAULT
 
 
 def table(config: RunConfig, plan: Plan) -> dict[str, int]:
@@ -105,6 +107,8 @@ class _Sizes:
         self.stream = int(tokens * layer.stream)  # one microbatch's
         self.hidden = int(tokens * layer.hidden)
         self.saved = int(tokens * config.layers_per_chunk * layer.saved)  # in the layers that run in one loop
+        if not plan.scan and plan.layout.model > 1 and not plan.sequence:
+            self.saved += int(self.compiler.unrolled_sums * self.stream) * config.layers_per_chunk
         on_chip = self._on_chip()
 
         def in_hbm(per_token: float) -> int:
@@ -141,11 +145,17 @@ class _Sizes:
             beside_embedding = to_scatter
             beside_head = to_scatter if compiler.sums_overlap and to_scatter else rounded
         self.embedding_workspace = self.wide_embedding + beside_embedding
+        self.beside_head = beside_head
         # Before that, one chunk of cross-entropy's logits, and their gradient.
-        shards, tokens = plan.layout.model, tokens_per_device(config, plan.layout)
+        shards = plan.layout.model
         vocab = padded_vocab(config.model.vocab, shards) // shards if config.objective.predicts_tokens else 0
-        logits = min(tokens * vocab * self.wide, cross_entropy.CHUNK_BYTES)
-        self.head_workspace = max(compiler.logits * logits, beside_head)
+        self.logit = vocab * self.wide  # those of one token
+        logits = min(tokens_per_device(config, plan.layout) * self.logit, cross_entropy.CHUNK_BYTES)
+        self.head_workspace = self.head_workspace_of(logits)
+
+    def head_workspace_of(self, logits: int) -> int:
+        """Beside the head's gradient, with so many bytes of logits at a time."""
+        return max(int(self.compiler.logits * logits), self.beside_head)
 
 
 class Phase(NamedTuple):
@@ -170,6 +180,36 @@ CHUNK, REPLICAS = "the scatter of a chunk's gradients", "the sum of gradients ov
 
 def fullest_phase(config: RunConfig, plan: Plan) -> Phase:
     sizes = _Sizes(config, plan)
+    phases = _all_phases(config, plan, sizes)
+    if tokens := _tokens_per_chunk(config, plan, sizes, phases):
+        of_head = sizes.head_workspace_of(tokens * sizes.logit)
+        phases = [each._replace(workspace=of_head) if each.name == HEAD else each for each in phases]
+    return _fullest(phases)
+
+
+def tokens_per_chunk(config: RunConfig, plan: Plan) -> int | None:
+    """Tokens whose logits a GPU's step computes at a time, if cross-entropy is to take more than it does by itself."""
+    sizes = _Sizes(config, plan)
+    return _tokens_per_chunk(config, plan, sizes, _all_phases(config, plan, sizes))
+
+
+def _tokens_per_chunk(config: RunConfig, plan: Plan, sizes: _Sizes, phases: list[Phase]) -> int | None:
+    hardware, tokens = find_hardware(plan.device_kind), tokens_per_device(config, plan.layout)
+    few = tokens * sizes.logit <= cross_entropy.CHUNK_BYTES  # or none
+    if plan.platform != "gpu" or few or hardware is None or hardware.memory is None:
+        return None
+    peak = sum(state(config, plan).values()) + sum(_fullest(phases).rows.values())
+    # Not of what XLA_PYTHON_CLIENT_MEM_FRACTION allows: processes that differ in it would run other programs.
+    free = (ALLOCATED_BY_DEFAULT * hardware.memory.size - peak) / sizes.compiler.logits
+    each = logit_chunks.tokens_per_chunk(tokens, sizes.logit, peak, free)
+    return each if each and each * sizes.logit > cross_entropy.CHUNK_BYTES else None
+
+
+def _fullest(phases: list[Phase]) -> Phase:
+    return max(phases, key=lambda phase: sum(phase.rows.values()))
+
+
+def _all_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     if plan.layout.pipe == 1:
         phases = _phases(config, plan, sizes)
     elif config.parallel.schedule == "breadth_first":
@@ -182,13 +222,15 @@ def fullest_phase(config: RunConfig, plan: Plan) -> Phase:
         if plan.zero.scatter_per == "step":  # over `data` first, onto shards
             addends = plan.elements_per_device() * dtype_bytes(config.precision.params)
         phases.append(Phase(REPLICAS, 0, 2 * addends, 0, 0))
-    return max(phases, key=lambda phase: sum(phase.rows.values()))
+    return phases
 
 
 def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     accumulates = config.parallel.microbatches > 1
     accumulated = sizes.accumulated if accumulates else 0
-    gradients = sizes.gradients + accumulated
+    gradients = in_blocks_gradients = sizes.gradients + accumulated
+    if _matrices_apart(config, plan, sizes):  # gradients appear as what layers saved is freed
+        in_blocks_gradients = accumulated + sizes.embedding + (0 if accumulates else sizes.layer)
     keeps = accumulates or sizes.compiler.keeps_weights  # after their last use
     keeps_rest = keeps
     in_blocks, at_the_end = sizes.resident, sizes.resident if keeps else 0
@@ -208,9 +250,9 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     phases = [
         Phase(FORWARD, forward_weights, head_zeros + accumulated, sizes.saved, sizes.forward_workspace),
         Phase(HEAD, weights, sizes.head_gradient + accumulated, sizes.saved, sizes.head_workspace),
-        Phase(BLOCKS, in_blocks, gradients + _unreduced(plan, sizes), saved_in_loop, workspace),
+        Phase(BLOCKS, in_blocks, in_blocks_gradients + _unreduced(plan, sizes), saved_in_loop, workspace),
         # The layer's weights' gradients are not made yet.
-        Phase(ATTENTION, in_blocks, gradients, sizes.saved, sizes.attention_workspace),
+        Phase(ATTENTION, in_blocks, in_blocks_gradients, sizes.saved, sizes.attention_workspace),
         Phase(EMBEDDING, at_the_end, gradients, 0, sizes.embedding_workspace),
     ]
     if plan.zero.gather_per == "step" and sizes.compiler.sums_overlap:
@@ -220,6 +262,12 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
         then = (accumulated, 0) if accumulates else (zeros, sizes.saved)
         phases.append(Phase(GATHER, weights + sizes.largest_stack, *then, 0))
     return phases
+
+
+def _matrices_apart(config: RunConfig, plan: Plan, sizes: _Sizes) -> bool:
+    """Whether layers are unrolled, with matrices whose gradients products add to their sums."""
+    stacked = plan.scan or config.remat_policy.layers_per_remat_block > 1 or plan.zero.scatters_in_backward
+    return sizes.compiler.sums_overlap and not stacked
 
 
 def _unreduced(plan: Plan, sizes: _Sizes) -> int:

@@ -87,6 +87,14 @@ def predict_step(config: RunConfig, plan: Plan, hardware: Hardware, system: Syst
     )
 
 
+def step_range(parts: dict[str, float], system: System) -> dict[str, list[float]]:
+    """Seconds of a step of these parts if what computes reached the most, and the least, of the hardware's rate that
+    published runs did."""
+    computing, shares = parts["compute"] + parts["bubble"], system.software_range
+    others = sum(parts.values()) - computing
+    return {"software": [*shares], "step_seconds": [computing * system.software / each + others for each in shares]}
+
+
 def _layers_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
     """Of one device's layers, for all microbatches, with what backward runs again."""
     layer = LayerWork.of(config, plan, system).seconds(kernels)

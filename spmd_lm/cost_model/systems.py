@@ -26,6 +26,7 @@ class System(NamedTuple):
     optimizer_bytes: float | None = None
     kernel_overhead: float = 4e-6
     software: float = 1.0
+    software_range: tuple[float, float] = (1.0, 1.0)
     hidden_tensor_parallelism: float = 0.0
     beside: dict[str, Window] | Literal["plan"] = {}  # noqa: RUF012 - never changed
     one_adapter: bool = False

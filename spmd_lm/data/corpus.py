@@ -1,19 +1,21 @@
 """A run's data and the loader of its batches.  Text is token ids, split into training and validation.
 
-A document goes to validation by a hash of its name, so adding files never moves another one to the other split, and no
-document is in both."""
+Documents are in the order of the hashes of their texts, and so is what is held out: neither their names nor the order
+in which they are given counts."""
 
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import platform
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data, Documents, Synthetic, Task, Text, Tokens
+from spmd_lm.config.data_sections import RULES, TRAINED_TOKENIZERS, Data, Documents, Synthetic, Task, Text, Tokens
 from spmd_lm.config.schema import MaskedLM, RunConfig
+from spmd_lm.data.held_out import SHARE_MARGIN, character_start, count_held_out
 from spmd_lm.data.loader import CORPUS_STREAM, BlendLoader, CausalLMLoader, Loader, SplitName
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.shuffle import fold_in, permute
@@ -22,7 +24,7 @@ from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.data.text_files import Document, read_documents, read_standard_library
 from spmd_lm.data.token_array import TokenArray, TokensInMemory
 from spmd_lm.data.token_files.dataset import TokenDataset, open_dataset
-from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer, make_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer, begin, make_tokenizer, put_bos
 from spmd_lm.data.tokenizers.training import train_bpe, train_wordpiece
 from spmd_lm.errors import ConfigError, DataError
 
@@ -38,6 +40,7 @@ class Corpus:
     num_documents: int
     num_bytes: int  # of text; of token ids where there is no text
     tokenizer: Tokenizer  # knows where words begin, and which token separates documents
+    warning: str = ""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -54,30 +57,31 @@ class Corpus:
         return (
             f"{self.name}: {documents}, {self.num_bytes / 1e6:.2f} MB, {self.train.size:,} training tokens, "
             f"{self.validation.size:,} validation tokens, sha256 {self.fingerprint[:12]}"
+            + (self.warning and f". {self.warning}")
         )
 
 
 Dataset = Corpus | TokenDataset | TaskDataset
 
 
-def load_data(data: Data | Synthetic, seed: int, vocab_size: int) -> Dataset:
-    """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`.
+def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = RULES) -> Dataset:
+    """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`.  rules: as of RULES.
 
     Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged
     vocabulary, and for a token id not below `vocab_size`; ConfigError for a vocabulary larger than that."""
     if isinstance(data, Synthetic):
         return _markov_chain(data, seed, vocab_size)
     if isinstance(data, Documents):
-        return _load_documents(data, vocab_size)
-    tokenizer = _fitting_tokenizer(data, vocab_size)
+        return _load_documents(data, vocab_size, rules)
+    tokenizer = _fitting_tokenizer(data, vocab_size, rules)
     if isinstance(data, Task):
         return load_task(data, tokenizer)
     assert isinstance(data, Tokens)
-    return open_dataset(data, tokenizer, vocab_size)
+    return open_dataset(data, tokenizer, vocab_size, rules)
 
 
-def _fitting_tokenizer(data: Data, vocab_size: int) -> Tokenizer:
-    tokenizer = make_tokenizer(data)
+def _fitting_tokenizer(data: Data, vocab_size: int, rules: int) -> Tokenizer:
+    tokenizer = make_tokenizer(data, rules)
     if data.tokenizer != "bytes" and tokenizer.vocab_size > vocab_size:  # for bytes, only those that occur matter
         raise ConfigError(
             f"model.vocab={vocab_size} is less than the {tokenizer.vocab_size} tokens of "
@@ -86,27 +90,33 @@ def _fitting_tokenizer(data: Data, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _load_documents(data: Documents, vocab_size: int) -> Corpus:
+def _load_documents(data: Documents, vocab_size: int, rules: int) -> Corpus:
     if isinstance(data, Text):
         name, documents = ", ".join(data.paths), read_documents(data.paths)
     else:
         name, documents = f"Python {platform.python_version()} standard library", read_standard_library()
+    fraction = data.validation_fraction
+    splits = split_documents(documents, fraction) if rules == RULES else split_by_name(documents, fraction)
     if data.tokenizer in TRAINED_TOKENIZERS:
-        tokenizer: Tokenizer = _train_tokenizer(data, documents, vocab_size)
+        tokenizer: Tokenizer = put_bos(_train_tokenizer(data, splits[0], vocab_size), data.bos, rules)
     else:
-        tokenizer = _fitting_tokenizer(data, vocab_size)
-    return _tokenize(name, documents, tokenizer, data.validation_fraction, vocab_size)
+        tokenizer = _fitting_tokenizer(data, vocab_size, rules)
+    _check_tokens(documents, tokenizer, vocab_size)
+    if rules < RULES and len(documents) == 1:  # was cut between two tokens
+        undivided = _tokenize(documents, tokenizer)
+        train, validation = np.split(undivided, [int((1 - fraction) * len(undivided))])
+    else:
+        train, validation = (_tokenize(split, tokenizer) for split in splits)
+    num_bytes = sum(len(document.text) for document in documents)
+    held_out = sum(len(document.text) for document in splits[1]) / num_bytes
+    is_near = abs(held_out - fraction) <= 2 * SHARE_MARGIN * min(fraction, 1 - fraction)
+    warning = "" if is_near else f"WARNING: {held_out:.1%} are held out, not data.validation_fraction={fraction:.1%}"
+    return Corpus(name, train, validation, len(documents), num_bytes, tokenizer, warning)
 
 
 def _train_tokenizer(data: Documents, documents: list[Document], vocab_size: int) -> SubwordTokenizer:
-    """On the training documents, up to MAX_TRAINING_TEXT bytes; of a single one, on the part that is trained on."""
-    fraction = data.validation_fraction
-    if len(documents) == 1:
-        (document,) = documents
-        texts = [document.text[: int((1 - fraction) * len(document.text))]]
-    else:
-        held_out = hold_out([document.name for document in documents], fraction)
-        texts = [document.text for document, is_held_out in zip(documents, held_out, strict=True) if not is_held_out]
+    """On the training documents, up to MAX_TRAINING_TEXT bytes."""
+    texts = [document.text for document in documents]
     ends = np.cumsum([len(text) for text in texts])
     texts = texts[: max(1, int(np.searchsorted(ends, MAX_TRAINING_TEXT, side="right")))]
 
@@ -157,28 +167,51 @@ def make_blend_loader(
     return loader
 
 
-def _tokenize(name: str, documents: list[Document], tokenizer: Tokenizer, fraction: float, vocab_size: int) -> Corpus:
-    encoded = [tokenizer.encode(document.text) for document in documents]
-    for document, tokens in zip(documents, encoded, strict=True):
+def _check_tokens(documents: list[Document], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """DataError for a token that the model has not; that the tokenizer has more is checked where it is made."""
+    for document in documents if tokenizer.vocab_size > vocab_size else []:
+        tokens = tokenizer.encode(document.text)
         if tokens.max(initial=0) >= vocab_size:
             offset = int(np.argmax(tokens >= vocab_size))
             raise DataError(
                 f"{document.path}: token {tokens[offset]} at offset {offset} is not below model.vocab={vocab_size}. "
                 f"Use model.vocab={int(tokens.max()) + 1} or more, or correct the text."
             )
+
+
+def _tokenize(documents: list[Document], tokenizer: Tokenizer) -> np.ndarray:
+    """Their tokens, separated where the tokenizer has a token for that."""
+    encoded, empty = [tokenizer.encode(document.text) for document in documents], tokenizer.encode("")
+    separator = empty if tokenizer.eos_token_id is None else np.array([tokenizer.eos_token_id], empty.dtype)
+    parts = itertools.chain.from_iterable((separator, begin(tokenizer, ids, document=True)) for ids in encoded)
+    return np.concatenate([empty, *itertools.islice(parts, 1, None)])
+
+
+def split_documents(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
+    """Training documents and validation documents, which have `share` of the text.  If need be, the end of one document
+    is held out."""
+    digests = [hashlib.sha256(document.text).digest() for document in documents]
+    order = sorted(range(len(documents)), key=digests.__getitem__)
+    draws = np.array([int.from_bytes(digests[i][:6]) / 2**48 for i in order])
+    count, size = count_held_out(draws, np.array([len(documents[i].text) for i in order]), share)
+    validation, train = ([documents[i] for i in part] for part in (order[:count], order[count:]))
+    if size:
+        divided = train.pop(0)
+        cut = character_start(divided.text, len(divided.text) - size)
+        parts = divided._replace(text=divided.text[:cut]), divided._replace(text=divided.text[cut:])
+        train, validation = [parts[0], *train] if cut else train, [*validation, parts[1]]
+    return train, validation
+
+
+def split_by_name(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
+    """Splits by rules 1: `share` of the documents is held out, whatever their sizes; of a single one, the end."""
     if len(documents) == 1:
-        cut = int((1 - fraction) * len(encoded[0]))
-        train, validation = encoded[0][:cut], encoded[0][cut:]
-    else:
-        eos = tokenizer.eos_token_id
-        separator = np.array([] if eos is None else [eos], encoded[0].dtype)
-        splits: tuple[list[np.ndarray], list[np.ndarray]] = [], []
-        held_out = hold_out([document.name for document in documents], fraction)
-        for tokens, is_validation in zip(encoded, held_out, strict=True):
-            splits[is_validation].extend((separator, tokens))
-        train, validation = (np.concatenate(split[1:]) for split in splits)
-    num_bytes = sum(len(document.text) for document in documents)
-    return Corpus(name, train, validation, len(documents), num_bytes, tokenizer)
+        (divided,) = documents
+        cut = int((1 - share) * len(divided.text))
+        return [divided._replace(text=divided.text[:cut])], [divided._replace(text=divided.text[cut:])]
+    held_out = hold_out([document.name for document in documents], share)
+    train, validation = ([*itertools.compress(documents, np.array(held_out) == part)] for part in (False, True))
+    return train, validation
 
 
 def hold_out(names: list[str], fraction: float) -> list[bool]:

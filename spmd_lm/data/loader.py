@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -148,18 +148,20 @@ class Loader(abc.ABC):
 
 
 @contextlib.contextmanager
-def batches_ahead(loader: Loader, shardings: Batch, steps: range) -> Iterator[Iterator[Batch]]:
-    """loader.batch of these steps in order, each made by a thread while the caller uses the one before it."""
+def batches_ahead(
+    loader: Loader, shardings: Batch, steps: range, alone: Collection[int] = ()
+) -> Iterator[Iterator[Batch]]:
+    """loader.batch of these steps in order, each made by a thread while the caller uses the one before it; but while
+    the caller uses the batch of a step in `alone`, the thread leaves devices alone."""
 
     def batches() -> Iterator[Batch]:
-        if not steps:
-            return
-        ahead = pool.submit(loader.batch, steps[0], shardings)
-        for step in steps[1:]:
+        ahead = None
+        for step in steps:
+            ahead = ahead or pool.submit(loader.batch, step, shardings)
             made = [ahead.result()]  # before the thread is busy, and in the way, again
-            ahead = pool.submit(loader.batch, step, shardings)
+            is_next = step + 1 in steps and step not in alone
+            ahead = pool.submit(loader.batch, step + 1, shardings) if is_next else None
             yield made.pop()  # held by the caller alone
-        yield ahead.result()
 
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
         yield batches()

@@ -1,7 +1,6 @@
 """Text files as documents: found, ordered, read, and checked to be UTF-8.
 
-A document's name is its path below the directory that was given.  Order and split depend on names alone, so the same
-files make the same run on another machine or from another directory."""
+A document's name is its path below the directory that was given."""
 
 import contextlib
 import glob
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spmd_lm.errors import DataError
-from spmd_lm.files import memory_bytes
+from spmd_lm.files import memory_bytes, walk
 
 # Files that a directory is searched for; any other text must be named by its path or a glob.
 SUFFIXES = (".txt", ".md", ".rst", ".py")
@@ -93,8 +92,8 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
             return [(path.name, path)]
     if glob.has_magic(pattern):
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-        if matches := [Path(match) for match in _matches(str(path)) if os.path.isfile(match)]:
-            return sorted((match.relative_to(root).as_posix(), match) for match in matches)
+        if found := [Path(match) for match in matches(str(path)) if os.path.isfile(match)]:
+            return sorted((match.relative_to(root).as_posix(), match) for match in found)
         raise DataError(
             f"{where}: matches no file (working directory {Path.cwd()}). "
             "Note that * matches within one directory only, ** across directories."
@@ -103,27 +102,30 @@ def _find_files(pattern: str, key: str, suffixes: tuple[str, ...]) -> list[tuple
     raise DataError(f"{where}: {problem}. Give the path of a text file, a glob or a directory.")
 
 
-def _matches(pattern: str) -> Iterator[str]:
-    """As glob.glob, except that `**` follows no links: two that lead back to their directory would match for ever."""
+def matches(pattern: str, seen: set[tuple[str, str]] | None = None) -> Iterator[str]:
+    """Matches like glob.glob, but `**` follows no links: two that lead back to their directory would match for ever.
+
+    seen: directories that were looked into, each with the pattern for what is below it."""
+    seen = set() if seen is None else seen
     before, *after = re.split(r"(?<![^/])(?:\*\*/)*\*\*(?:/|$)", pattern, maxsplit=1)
     if not after:
         yield from glob.iglob(pattern)
         return
     for root in glob.iglob(before or "."):
-        for directory, subdirectories, _ in os.walk(root):
+        for directory, subdirectories, _ in walk(root, strict=False):
+            if (directory, after[0]) in seen:
+                subdirectories.clear()
+                continue
+            seen.add((directory, after[0]))
             subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
-            yield from _matches(os.path.join(glob.escape(directory), after[0] or "*"))
+            yield from matches(os.path.join(glob.escape(directory), after[0] or "*"), seen)
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], key: str, excluded: Collection[str] = ()) -> list[tuple[str, Path]]:
     """Name and path of the files below `root`, sorted by name, without hidden ones and `excluded` directories."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
     found = []
     with _readable(root, key):
-        for directory, subdirectories, files in os.walk(root, onerror=fail):
+        for directory, subdirectories, files in walk(root):
             subdirectories[:] = [name for name in subdirectories if name not in excluded and not name.startswith(".")]
             paths = [Path(directory, file) for file in files if file.endswith(suffixes) and not file.startswith(".")]
             found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, begin
 from spmd_lm.errors import DataError
 from spmd_lm.evaluation.scoring import Windows
 
@@ -41,6 +41,10 @@ class Encoder(NamedTuple):
             )
         return ids
 
+    def document(self, text: str | bytes, location: str) -> np.ndarray:
+        """Token ids after the token that begins a text, where data.bos puts one before contexts."""
+        return begin(self.tokenizer, self.encode(text, location))
+
     def continuation(self, context: str, text: str, location: str) -> Continuation:
         """`text` after `context`; after an empty one, as the beginning of a document.
 
@@ -48,9 +52,9 @@ class Encoder(NamedTuple):
         start a document with."""
         stripped = context.rstrip()
         text = context[len(stripped) :] + text
-        length = len(self.encode(stripped, location))
+        length = len(self.document(stripped, location))
         if length:
-            ids = self.encode(stripped + text, location)
+            ids = self.document(stripped + text, location)
         else:
             ids, length = np.concatenate([self.document_start(location), self.encode(text, location)]), 1
         if len(ids) <= length:

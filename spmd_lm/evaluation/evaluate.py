@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from spmd_lm.checkpoints.saved_run import open_run
-from spmd_lm.config.load import data_of_run
+from spmd_lm.checkpoints.saved_run import load_run_data, open_run
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.corpus import make_loader
 from spmd_lm.data.loader import Loader
 from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.evaluation.task_metrics import task_metrics
@@ -52,6 +51,6 @@ def text_metrics(outputs: Sequence[Mapping[str, tuple]]) -> tuple[dict[str, floa
 def evaluate_run(config: RunConfig, fallback: bool = False) -> dict:
     """`spmd-lm eval`: figures of a run's newest checkpoint on its validation text.  fallback: as of `open_run`."""
     program, params, step = open_run(config, fallback)
-    corpus = load_data(data_of_run(config), config.train.seed, config.model.vocab)
+    corpus = load_run_data(config)
     metrics, count = validation_metrics(program, params, make_loader(config, corpus, "validation"))
     return {"step": step, **metrics, "tokens" if config.objective.predicts_tokens else "examples": int(count)}

@@ -16,9 +16,8 @@ import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from spmd_lm.checkpoints.saved_run import open_run
-from spmd_lm.config.load import data_of_run, load_run
-from spmd_lm.data.tokenizers.tokenizer import make_tokenizer
+from spmd_lm.checkpoints.saved_run import make_run_tokenizer, open_run
+from spmd_lm.config.load import load_run
 from spmd_lm.errors import ConfigError
 from spmd_lm.evaluation.continuations import Encoder, continuation_windows
 from spmd_lm.evaluation.scoring import Scorer, Windows, sliding_windows
@@ -42,7 +41,7 @@ class HarnessLM(LM):
         require_causal(config)
         self.program, self.params, _ = open_run(config, fallback)
         self.scorer = Scorer(self.program, self.params)
-        self.encoder = Encoder(make_tokenizer(data_of_run(config)), config.model.vocab)
+        self.encoder = Encoder(make_run_tokenizer(config), config.model.vocab)
         self.generators: dict[Sampling, Generator] = {}
 
     @property
@@ -71,7 +70,8 @@ class HarnessLM(LM):
         for i, request in enumerate(requests):
             where = f"loglikelihood_rolling request {i}"
             if len(ids := self.encoder.encode(request.args[0], where)):
-                text = np.concatenate([self.encoder.document_start(where), ids])
+                start = self.encoder.document_start(where)
+                text = ids if ids[0] == start[0] else np.concatenate([start, ids])
                 parts.append(sliding_windows(text, context, context, last_is_full=True))
                 owner += [i] * len(parts[-1].start)
         if not parts:
@@ -95,19 +95,16 @@ class HarnessLM(LM):
 
     def _continue(self, contexts: list[str], sampling: Sampling) -> list[str]:
         """What follows each context, at most a batch of them, up to the end of the document."""
-        generator = self.generators.get(sampling) or Generator(self.program, self.program.config.train.batch, sampling)
+        tokenizer, size = self.encoder.tokenizer, self.program.config.train.batch
+        generator = self.generators.get(sampling) or Generator(self.program, size, sampling, tokenizer)
         self.generators[sampling] = generator
         prompts = []
         for i, context in enumerate(contexts):
             where = f"generate_until request {i}"
-            prompt = self.encoder.encode(context, where)
+            prompt = self.encoder.document(context, where)
             prompts.append(prompt if len(prompt) else self.encoder.document_start(where))
-        tokenizer, texts = self.encoder.tokenizer, []
-        for prompt, ids in zip(prompts, generator.generate(self.params, prompts), strict=True):
-            new = ids[len(prompt) :]
-            ends = np.flatnonzero(new == tokenizer.eos_token_id)
-            texts.append(tokenizer.decode(new[: ends[0]] if len(ends) else new))
-        return texts
+        new_ids = [ids[len(p) :] for p, ids in zip(prompts, generator.generate(self.params, prompts), strict=True)]
+        return [tokenizer.decode(ids[: generator.length(ids)]) for ids in new_ids]
 
 
 def parse_options(options: Mapping[str, Any]) -> tuple[Sampling, list[str]]:

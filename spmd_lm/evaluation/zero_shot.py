@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.checkpoints.saved_run import load_run_data, make_run_tokenizer, open_run
 from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Tokens
 from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import CausalLM, RunConfig
 from spmd_lm.config.suggest import did_you_mean
-from spmd_lm.data.corpus import Corpus, load_data
+from spmd_lm.data.corpus import Corpus
 from spmd_lm.data.token_files.dataset import TokenDataset, open_test_splits
 from spmd_lm.data.token_files.sharded_tokens import ShardedTokens
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.evaluation.continuations import Encoder
 from spmd_lm.evaluation.scoring import Scorer
@@ -50,7 +50,7 @@ def make_tasks(config: RunConfig, specs: Sequence[str], stride: int | None = Non
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ConfigError(f"--task {repeated[0]} is given twice, and figures go by its name. Evaluate one at a time.")
     check_stride(stride, config.model.context, [kind for kind, _ in parsed])
-    encoder = Encoder(make_tokenizer(data_of_run(config)), config.model.vocab)
+    encoder = Encoder(make_run_tokenizer(config), config.model.vocab)
 
     def split(name: str) -> SplitText:
         text = read_split(config, encoder.tokenizer, name)
@@ -74,7 +74,7 @@ def read_split(config: RunConfig, tokenizer: Tokenizer, name: str) -> SplitText:
     if name == "test":
         assert isinstance(section, Tokens)
         return read_shards(open_test_splits(section, tokenizer, config.model.vocab), tokenizer)
-    data = load_data(section, config.train.seed, config.model.vocab)
+    data = load_run_data(config)
     if isinstance(data, Corpus):
         return SplitText(data.validation, count_bytes(data.tokenizer, data.validation))
     assert isinstance(data, TokenDataset)

@@ -7,13 +7,14 @@ import jax
 import numpy as np
 
 from spmd_lm.batch import Batch
-from spmd_lm.checkpoints.saved_run import open_run
-from spmd_lm.config.load import data_of_run
+from spmd_lm.checkpoints.saved_run import make_run_tokenizer, open_run
 from spmd_lm.config.schema import MaskedLM, RunConfig
 from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer
 from spmd_lm.errors import ConfigError, DataError
+from spmd_lm.generation.generate import mask_logits
 from spmd_lm.parallel.trees import Tree
+from spmd_lm.runtime.first_execution import alone_at_first
 from spmd_lm.step.program import Program
 
 MASK = "[MASK]"  # in a text, whatever the vocabulary calls it
@@ -41,7 +42,7 @@ def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[
     """For each [MASK] in `text` the `top` likeliest tokens, likeliest first.
 
     The text is read as one row, [CLS] text [SEP].  Raises DataError for a text without [MASK], or too long."""
-    tokenizer, model = make_tokenizer(data_of_run(program.config)), program.config.model
+    tokenizer, model = make_run_tokenizer(program.config), program.config.model
     special, _ = tokenizer.special_tokens_and_words()
     ids = row_of(text, tokenizer, special)
     if len(ids) > model.context:
@@ -49,16 +50,19 @@ def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[
             f"{text!r:.60} has {len(ids)} tokens with [CLS] and [SEP], but a row of this model holds {model.context}. "
             "Shorten it."
         )
-    if not 1 <= top <= model.vocab:
-        raise ConfigError(f"top={top}: ask for 1 to {model.vocab} tokens, the size of the vocabulary.")
+    is_token = tokenizer.has_text(model.vocab)
+    is_token[[special.cls, special.sep, special.mask, special.pad]] = True
+    if not 1 <= top <= is_token.sum():
+        raise ConfigError(f"top={top}: ask for 1 to {is_token.sum()} tokens, the size of the vocabulary.")
     masks = np.flatnonzero(ids == special.mask)
     batch = batch_of(ids, special, program)
 
     def probabilities(params: Tree, batch: Batch) -> jax.Array:
         logits = program.forward(params, batch)["tokens"][0, 0, masks]  # of the first row; all are alike
-        return jax.nn.softmax(logits)
+        return jax.nn.softmax(mask_logits(logits, is_token))
 
-    chances = np.asarray(jax.jit(probabilities)(params, batch))
+    execute = alone_at_first(jax.jit(probabilities, compiler_options=program.xla_options.deterministic))
+    chances = np.asarray(execute(params, batch))
     likeliest = np.argsort(-chances, axis=-1, kind="stable")[:, :top]
     return [
         [Prediction(tokenizer.decode([token]), float(row[token])) for token in tokens]

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.checkpoints.saved_run import open_run
-from spmd_lm.config.load import data_of_run
+from spmd_lm.checkpoints.saved_run import make_run_tokenizer, open_run
+from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, begin
+from spmd_lm.data.tokenizers.vocabulary import read_end_ids
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.parallel.trees import Tree
+from spmd_lm.runtime.first_execution import alone_at_first
 from spmd_lm.step.program import Program
 
 
@@ -36,20 +38,25 @@ def generate_run(config: RunConfig, prompts: list[str], sampling: Sampling, fall
 def generate_text(
     program: Program, params: Tree, prompts: Sequence[str], sampling: Sampling, tokenizer: Tokenizer | None = None
 ) -> list[str]:
-    """Each prompt with its continuation, up to the end of the document, or of sampling.tokens if the tokenizer has no
-    token for it.  An empty prompt starts a document.  tokenizer: that of the program's data, read again if it is None.
+    """Each prompt with its continuation, up to the end of the document, or of sampling.tokens if there is no token for
+    it.  An empty prompt starts a document.  tokenizer: that of the run's data, read again if it is None.
 
-    Raises DataError as `encode_prompt` does."""
-    tokenizer, vocab = tokenizer or make_tokenizer(data_of_run(program.config)), program.config.model.vocab
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    prompt_ids = [encode_prompt(tokenizer, prompt, vocab) for prompt in prompts]
+    Raises DataError as `encode_prompt` and `end_token_ids` do."""
+    config = program.config
+    tokenizer = tokenizer or make_run_tokenizer(config)
+    prompt_ids = [encode_prompt(tokenizer, prompt, config.model.vocab) for prompt in prompts]
     texts = []
-    generated = Generator(program, len(prompts), sampling).generate(params, prompt_ids)
-    for ids, prompt_length in zip(generated, map(len, prompt_ids), strict=True):
-        ends = np.flatnonzero(ids[prompt_length:] == tokenizer.eos_token_id)
-        stop = prompt_length + ends[0] if len(ends) else len(ids)
-        texts.append(tokenizer.decode(ids[len(start) : stop]))
+    generator = Generator(program, len(prompts), sampling, tokenizer)
+    for prompt, begun, ids in zip(prompts, prompt_ids, generator.generate(params, prompt_ids), strict=True):
+        added = len(begun) - len(tokenizer.encode(prompt))
+        texts.append(tokenizer.decode(ids[added : len(begun) + generator.length(ids[len(begun) :])]))
     return texts
+
+
+def end_token_ids(config: RunConfig, tokenizer: Tokenizer) -> list[int]:
+    """What ends a text: the token that separates documents, and those that an imported model's own files name."""
+    own = read_end_ids(config.run.directory / TOKENIZER_DIR)
+    return sorted({*own, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, vocab: int) -> np.ndarray:
@@ -57,8 +64,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, vocab: int) -> np.ndarray:
 
     Raises DataError for a prompt with a token outside the vocabulary; and for an empty one, if the tokenizer has no
     token to start a document with."""
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    ids = np.array([*start, *tokenizer.encode(prompt)], np.int64)
+    ids = begin(tokenizer, tokenizer.encode(prompt).astype(np.int64), prompt=True)
+    if not ids.size and tokenizer.bos_token_id is not None:
+        ids = np.array([tokenizer.bos_token_id], np.int64)
     if not ids.size:
         raise DataError(
             "an empty prompt: this run's tokenizer has no token to start a document with. Give a prompt, as in "
@@ -83,6 +91,12 @@ def filter_logits(logits: jax.Array, top_k: int, top_p: float) -> jax.Array:
         # The likeliest token is always kept, also where top_p is 0 in float32.
         threshold = jnp.min(jnp.where(in_nucleus, sorted_logits, sorted_logits[:, :1]), axis=-1, keepdims=True)
     return jnp.where(logits >= threshold, logits, -jnp.inf)
+
+
+def mask_logits(logits: jax.Array, allowed: np.ndarray) -> jax.Array:
+    """logits [.., vocab], with -inf for ids that are not allowed.  allowed: bool, without the layout's padding."""
+    padded = np.pad(allowed, (0, logits.shape[-1] - len(allowed)))
+    return logits if allowed.all() else jnp.where(padded, logits, -jnp.inf)
 
 
 def sample_token(logits: jax.Array, rows: jax.Array, index: jax.Array, sampling: Sampling) -> jax.Array:
@@ -111,12 +125,23 @@ def window_length(length: int, context: int) -> int:
 
 
 class Generator:
-    """A model and its sampling options, compiled for batches of `rows` prompts."""
+    """A model and its sampling options, compiled for batches of `rows` prompts.
 
-    def __init__(self, program: Program, rows: int, sampling: Sampling):
+    tokenizer: whose tokens are sampled, and those that end a text; None for all ids of the model."""
+
+    def __init__(self, program: Program, rows: int, sampling: Sampling, tokenizer: Tokenizer | None = None):
         shards = program.plan.layout.batch_shards
         self.program, self.sampling = program, sampling
         self.rows = -(-rows // shards) * shards
+        self.ends, self.allowed = list[int](), np.ones(program.config.model.vocab, bool)
+        if tokenizer:
+            self.ends = end_token_ids(program.config, tokenizer)
+            self.allowed = tokenizer.has_text(len(self.allowed))
+            self.allowed[[end for end in self.ends if end < len(self.allowed)]] = True
+
+    def length(self, new_ids: np.ndarray) -> int:
+        """The number of ids before the first one that ends a text."""
+        return int(np.argmax([*np.isin(new_ids, self.ends), True]))
 
     def generate(self, params: Tree, prompts: list[np.ndarray]) -> list[np.ndarray]:
         """Each prompt (at least one token id) followed by `sampling.tokens` new ones, int32."""
@@ -149,7 +174,7 @@ class Generator:
     def _prefill_and_decode(self):
         """(params, tokens [batch, context + 1], lengths [batch], rows [batch], generated, count) -> tokens with `count`
         more in each row."""
-        program, sampling = self.program, self.sampling
+        program, sampling, allowed = self.program, self.sampling, self.allowed
         plan, model, dtype = program.plan, program.model, jnp.dtype(program.config.precision.compute)
 
         def body(params: Tree, tokens, lengths, rows, generated, count):
@@ -162,7 +187,7 @@ class Generator:
 
             def decode_step(i, carry):
                 tokens, logits, cache = carry
-                new = sample_token(logits, rows, generated + i, sampling)
+                new = sample_token(mask_logits(logits, allowed), rows, generated + i, sampling)
                 position = lengths + i
                 tokens = tokens.at[local_rows, position].set(new)
                 logits, cache = read(cache, new[:, None], position[:, None], jnp.zeros_like(position))
@@ -170,12 +195,13 @@ class Generator:
 
             # The last token is sampled outside the loop: the model need not read it.
             tokens, logits, _ = jax.lax.fori_loop(0, count - 1, decode_step, (tokens, logits, cache))
-            last = sample_token(logits, rows, generated + count - 1, sampling)
+            last = sample_token(mask_logits(logits, allowed), rows, generated + count - 1, sampling)
             return tokens.at[local_rows, lengths + count - 1].set(last)
 
         batch = self._batch_spec
         sharded = plan.shard_map(body, (plan.param_specs, batch, batch, batch, P(), P()), batch, whole_sequence=True)
-        return jax.jit(sharded, out_shardings=plan.sharding(P()))  # replicated, so that every process can read it
+        replicated, options = plan.sharding(P()), program.xla_options.deterministic  # every process can read it
+        return alone_at_first(jax.jit(sharded, out_shardings=replicated, compiler_options=options))
 
     @property
     def _batch_spec(self) -> P:

@@ -1,7 +1,6 @@
 """Sampling options.  Free of jax, so that the command line refuses a bad option before jax is imported."""
 
 import dataclasses
-import math
 
 from spmd_lm.errors import ConfigError
 
@@ -23,9 +22,9 @@ class Sampling:
         problems = []
         if not 1 <= self.tokens <= MOST_TOKENS:
             problems.append(f"tokens={self.tokens}: ask for 1 to {MOST_TOKENS:,}")
-        if self.temperature and not 1e-6 <= self.temperature < math.inf:  # far smaller ones are 0 in float32
-            problems.append(f"temperature={self.temperature}: use 0 for greedy sampling, or at least 1e-6")
-        if self.top_k < 0:
+        if self.temperature and not 1e-6 <= self.temperature <= 1e6:  # in float32 1/T is 0 of far larger ones, as T is
+            problems.append(f"temperature={self.temperature}: use 0 for greedy sampling, or 1e-6 to 1e6")
+        if not 0 <= self.top_k < 2**31:
             problems.append(f"top_k={self.top_k}: use the number of tokens to keep, or 0 to keep all")
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p={self.top_p}: use a probability above 0 and at most 1")

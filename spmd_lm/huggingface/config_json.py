@@ -1,11 +1,12 @@
 """config.json to the sections `model` and `objective` of our configuration, and back."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmd_lm.config.schema import Classification, Model, Objective
+from spmd_lm.config.schema import Classification, Model, Objective, RunConfig
+from spmd_lm.data.tasks.files import MNLI_CLASSES
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface import architectures
 from spmd_lm.huggingface.architectures import ARCHITECTURES, CLASSES, LLAMA, MODEL_TYPES, Architecture, ConfigKey
@@ -136,12 +137,40 @@ def build_config(model: Model, objective: Objective) -> tuple[Architecture, dict
         hf_config[key.hf_key] = next((theirs for theirs, ours in key.choices.items() if ours == value), value)
     hf_config |= dict.fromkeys(architectures.SPECIAL_TOKEN_KEYS)
     if isinstance(objective, Classification):
-        hf_config["id2label"] = {str(label): f"LABEL_{label}" for label in range(objective.classes)}
-        hf_config["label2id"] = {f"LABEL_{label}": label for label in range(objective.classes)}
+        hf_config |= _labels([f"LABEL_{label}" for label in range(objective.classes)])
     if architecture is LLAMA:
         hf_config["head_dim"] = model.head_width
         hf_config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_theta}
     return architecture, hf_config
+
+
+CLASS_NAMES = {  # of the tasks' classes, in order
+    "mnli": MNLI_CLASSES,
+    "qqp": ("not_duplicate", "duplicate"),
+    "sst2": ("negative", "positive"),
+    "cola": ("unacceptable", "acceptable"),
+}
+
+
+def label_names(config: RunConfig, source: Mapping[str, Any], is_trained: bool) -> dict[str, Any]:
+    """id2label and label2id of a classifier: those of its task, once it is trained on one, or of the config.json that
+    it was imported with.  {} if neither names them."""
+    if not isinstance(config.objective, Classification):
+        return {}
+    classes, given = config.objective.classes, source.get("id2label")
+    names = CLASS_NAMES.get(getattr(config.data, "task", "")) if is_trained else None
+    if names is None and isinstance(given, dict):
+        listed = [given.get(str(label)) for label in range(classes)]
+        if len(given) == classes and all(isinstance(name, str) for name in listed) and len({*listed}) == classes:
+            names = tuple(map(str, listed))
+    return _labels(names or ())
+
+
+def _labels(names: Sequence[str]) -> dict[str, Any]:
+    if not names:
+        return {}
+    numbers = {name: label for label, name in enumerate(names)}
+    return {"id2label": {str(label): name for name, label in numbers.items()}, "label2id": numbers}
 
 
 def _mismatches(architecture: Architecture, model: Model, objective: Objective) -> list[str]:

@@ -9,14 +9,12 @@ from pathlib import Path
 from spmd_lm.config.data_sections import Data
 from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, Layer, load
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES
-from spmd_lm.errors import ConfigError
+from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, CONFIG_JSON, read_end_ids
+from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.files import write_atomically
 from spmd_lm.huggingface.architectures import BERT
 from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_file, read_json
-
-CONFIG_JSON = "config.json"
 
 # Of an imported run, where neither --config nor the command line sets a key.
 DEFAULTS = {
@@ -60,6 +58,10 @@ def open_directory(path: Path) -> ModelDirectory:
         raise ConfigError(f"{path}: not a model: no {CONFIG_JSON} in it. Give a directory with one.")
     hf_config = read_json(config_file)
     problems: list[str] = []
+    try:
+        read_end_ids(path)
+    except DataError as error:
+        problems.append(str(error))
     try:
         config = parse_config(hf_config)
     except ConfigError as error:

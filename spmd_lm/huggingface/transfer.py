@@ -17,15 +17,26 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
 from spmd_lm.checkpoints.saved_run import restore_run
 from spmd_lm.config.load import TOKENIZER_DIR, dump
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.tokenizers.vocabulary import CONFIG_JSON
 from spmd_lm.errors import ConfigError, NonFiniteError
-from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS, HFTensor, Index, Shape, WeightMapping
-from spmd_lm.huggingface.config_json import build_config
-from spmd_lm.huggingface.directory import CONFIG_JSON, ModelDirectory, copy_files, tokenizer_files
-from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, read_json, write_json, write_tensors
+from spmd_lm.huggingface.architectures import (
+    OUTPUT_EMBEDDING,
+    SPECIAL_TOKEN_KEYS,
+    HFTensor,
+    Index,
+    Shape,
+    WeightMapping,
+)
+from spmd_lm.huggingface.config_json import build_config, label_names
+from spmd_lm.huggingface.directory import ModelDirectory, copy_files, tokenizer_files
+from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, INDEX_FILE, read_json, write_json, write_tensors
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.step.program import Program
+
+ROWS = 4096  # of a table that are compared at a time
+STATE = "optimizer state"
 
 
 def require_single_process(verb: str) -> None:
@@ -41,8 +52,11 @@ def format_result(result: dict[str, Any]) -> str:
     """The result of an import or an export, as text."""
     model = f"{result['architecture']} of {result['parameters']:,} parameters, step {result['step']}"
     lines = [f"{result['directory']}: {model}", f"files: {', '.join(result['files'])}"]
-    if unread := result.get("unread"):
-        lines.append(f"not read: {', '.join(unread)}")
+    for what in ("unread", "left_out"):
+        if names := result.get(what):
+            lines.append(f"{'not read' if what == 'unread' else 'left out'}: {', '.join(names)}")
+    if warning := result.get("warning"):
+        lines.append(f"warning: {warning}")
     return "\n".join(lines)
 
 
@@ -66,14 +80,48 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
         (run_dir / "config.yaml").write_text(dump(config), "utf-8")
     architecture = model_dir.config.architecture
     unused = architecture.unused_head_names(model_dir.reader.tensors, shapes)
+    read = {CONFIG_JSON, *(path.name for path in (*model_dir.reader.files, *model_dir.tokenizer_files)), INDEX_FILE}
+    others = sorted(name for name in os.listdir(model_dir.path) if name not in read and not name.startswith("."))
     return {
         "directory": str(config.run.directory),
         "architecture": architecture.model_type,
         "step": 0,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "files": [path.name for path in (*model_dir.reader.files, *model_dir.tokenizer_files)],
-        "unread": [*model_dir.config.unknown_keys, *sorted(unused)],
+        "unread": [*model_dir.config.unknown_keys, *sorted(unused), *others],
+        "warning": other_head(model_dir, shapes, file_names),
     }
+
+
+def other_head(model_dir: ModelDirectory, shapes: Mapping[str, Shape], file_names: Mapping[str, str]) -> str:
+    """What is lost where the embeddings are tied, and the files have a head that is not the token table; '' if none."""
+    mappings = {mapping.param: mapping for mapping in model_dir.config.architecture.weights}
+    head, table = mappings.get(OUTPUT_EMBEDDING), mappings["embedding.tokens"]
+    stored = model_dir.reader.tensors
+    if head is None or OUTPUT_EMBEDDING in shapes or head.tensor not in stored or table.tensor not in file_names:
+        return ""
+    what, names = f"{head.tensor} is not the token table", (head.tensor, file_names[table.tensor])
+    rows, *others = (tuple(stored[name].get_shape()) for name in names)
+    if others != [rows]:
+        size = f", but {[*rows]}"
+    else:
+        differences = (
+            np.abs(
+                np.subtract(
+                    *(
+                        model_dir.reader.read(name, ((first, min(first + ROWS, rows[0])),)).astype(float)
+                        for name in names
+                    )
+                )
+            )
+            for first in range(0, rows[0], ROWS)
+        )
+        largest = max((float(each.max(initial=0)) for each in differences), default=0.0)
+        if largest == 0:
+            return ""
+        size = f": they differ by up to {largest:.3g}"
+    advice = "To use it, set tie_word_embeddings to false there"
+    return f"{what}{size}. {CONFIG_JSON} ties them, so the head is not used. {advice}."
 
 
 def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dict[str, str]:
@@ -176,6 +224,9 @@ def export_hf(
     if os.path.lexists(tokenizer_dir / CONFIG_JSON):  # the run was imported
         source = read_json(tokenizer_dir / CONFIG_JSON)
         hf_config |= {key: value for key, value in source.items() if key in SPECIAL_TOKEN_KEYS}
+    else:
+        source = {}
+    hf_config |= label_names(config, source, is_trained=step > 0)
     copied = tokenizer_files(tokenizer_dir)
     with atomic_directory(target) as directory:
         shapes = {tensor.name: tensor.shape for tensor in tensors}
@@ -190,6 +241,7 @@ def export_hf(
         "parameters": sum(leaf.size for leaf in leaves.values()),
         "files": [path.name for path in (*written, *copied)],
         "dtype": dtype,
+        "left_out": [*(f"{CONFIG_JSON}: {key}" for key in sorted(source.keys() - {*hf_config, "dtype"})), STATE],
     }
 
 

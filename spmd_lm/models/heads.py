@@ -10,7 +10,7 @@ from flax import nnx
 from spmd_lm.axes import partition_spec
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, Objective
-from spmd_lm.models.layers import Norm, ParamInit, add_bias, widen
+from spmd_lm.models.layers import Norm, ParamInit, add_bias
 from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, GATED_ACTIVATIONS, LossDict, residual_dropout
 from spmd_lm.ops.collectives import (
     all_gather,
@@ -23,9 +23,10 @@ from spmd_lm.ops.collectives import (
     manual_region,
     psum_unreduced,
 )
-from spmd_lm.ops.cross_entropy import cross_entropy, evaluate_cross_entropy, score_targets
+from spmd_lm.ops.cross_entropy import LogitsPolicy, cross_entropy, evaluate_cross_entropy, score_targets
 from spmd_lm.ops.dense import dense
 from spmd_lm.ops.dropout import DropoutKey
+from spmd_lm.ops.norm import widen
 
 
 class Head(nnx.Module):
@@ -87,15 +88,15 @@ def first_shard_sum(row_losses: jax.Array) -> jax.Array:
 
 
 class CausalLMHead(Head):
-    """Predicts the next token.  accum_dtype: of sums of gradients over chunks of tokens."""
+    """Predicts the next token."""
 
     loss_name = "causal_lm"
 
-    def __init__(self, init: ParamInit, accum_dtype: str, *, pooled: bool = False):
+    def __init__(self, init: ParamInit, policy: LogitsPolicy, *, pooled: bool = False):
         super().__init__(init, pooled=pooled)
         if not init.c.tie_embeddings:  # where they are tied, LanguageModel adds the embedding's table
             self.tokens = init.table(init.c.vocab, "vocab")
-        self.vocab, self.accum_dtype = init.c.vocab, accum_dtype
+        self.vocab, self.policy = init.c.vocab, policy
 
     def unembedding(self, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Factors of the token logits, [batch, sequence, width] and [local vocab, width], and their bias [local vocab];
@@ -104,7 +105,7 @@ class CausalLMHead(Head):
 
     def losses(self, h, batch, weights, key):
         weight = weights[self.loss_name]
-        loss = cross_entropy(*self.unembedding(h), batch.targets, weight, self.vocab, self.accum_dtype)
+        loss = cross_entropy(*self.unembedding(h), batch.targets, weight, self.vocab, self.policy)
         return {self.loss_name: loss}
 
     def eval_sums(self, h, batch, rows):
@@ -133,8 +134,8 @@ class MaskedLMHead(CausalLMHead):
 
     loss_name = "masked_lm"
 
-    def __init__(self, init: ParamInit, accum_dtype: str, *, sentence_order: bool):
-        super().__init__(init, accum_dtype, pooled=sentence_order)
+    def __init__(self, init: ParamInit, policy: LogitsPolicy, *, sentence_order: bool):
+        super().__init__(init, policy, pooled=sentence_order)
         c = init.c
         self.transform, self.transform_bias = init.linear(c.width, "feature")
         self.transform_norm = Norm(init)
@@ -145,7 +146,7 @@ class MaskedLMHead(CausalLMHead):
             self.binary, self.binary_bias = init.linear(2, "label")
 
     def unembedding(self, h):
-        h = ACTIVATIONS[self.activation](add_bias(dense(h, self.transform[...]), self.transform_bias))
+        h = jax.checkpoint(ACTIVATIONS[self.activation])(add_bias(dense(h, self.transform[...]), self.transform_bias))
         h, table, _ = super().unembedding(self.transform_norm(h))
         return h, table, None if self.output_bias is None else self.output_bias[...]
 
@@ -235,17 +236,17 @@ class ExtractiveQAHead(LabelHead):
         return {"spans": jnp.where(batch.segments[..., None] > 0, z, -jnp.inf)}
 
 
-def make_head(init: ParamInit, objective: Objective, accum_dtype: str) -> Head:
+def make_head(init: ParamInit, objective: Objective, policy: LogitsPolicy) -> Head:
     match objective:
         case MaskedLM(sentence_order=sentence_order):
-            return MaskedLMHead(init, accum_dtype, sentence_order=sentence_order)
+            return MaskedLMHead(init, policy, sentence_order=sentence_order)
         case Classification(classes=classes):
             return ClassificationHead(init, classes)
         case MultipleChoice(choices=choices):
             return MultipleChoiceHead(init, choices)
         case ExtractiveQA():
             return ExtractiveQAHead(init, 2, pooled=False)
-    return CausalLMHead(init, accum_dtype)
+    return CausalLMHead(init, policy)
 
 
 def nonzero_totals(weights: LossDict) -> LossDict:

@@ -20,11 +20,13 @@ from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import LayoutError
 from spmd_lm.models.heads import Head, loss_weights, make_head, nonzero_totals
-from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BlockProducts, ParamInit, widen
+from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BlockProducts, ParamInit
 from spmd_lm.models.transformer import RESIDUAL, Block, Embedding, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
 from spmd_lm.ops.collectives import manual_region, residual_stream
+from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.ops.dropout import DropoutKey
+from spmd_lm.ops.norm import widen
 from spmd_lm.ops.sharding_types import checked, is_explicit
 
 Params = dict  # nested dicts of arrays: embedding, blocks, head
@@ -53,7 +55,7 @@ def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = N
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, a key of ops.attention.KERNELS.
-    accum_dtype: of the head's sums of gradients over chunks of tokens.  scan_layers: whether layers run in a loop.
+    logits_policy: how training holds logits.  scan_layers: whether layers run in a loop.
     collective_matmul: branches of a layer, by their keys, whose products run in parts, beside the collectives over
     `heads` and `mlp`; not in generation.  Only on one device's shards: where arrays are global, XLA inserts the
     collectives."""
@@ -63,7 +65,7 @@ class LanguageModel:
     dtype: str
     kernel: str
     remat: RematPolicy = RematPolicy()  # noqa: RUF009 - frozen
-    accum_dtype: str = "float32"
+    logits_policy: LogitsPolicy = LogitsPolicy()  # noqa: RUF009 - frozen
     scan_layers: bool = True
     collective_matmul: tuple[str, ...] = ()
 
@@ -94,7 +96,7 @@ class LanguageModel:
 
         init = ParamInit(self.c, rngs, self.dtype)
         embedding, blocks = Embedding(init), make_blocks(rngs)
-        return {"embedding": embedding, "blocks": blocks, "head": make_head(init, self.objective, self.accum_dtype)}
+        return {"embedding": embedding, "blocks": blocks, "head": make_head(init, self.objective, self.logits_policy)}
 
     @functools.cached_property
     def _graphs(self) -> dict[str, nnx.GraphDef]:
@@ -104,7 +106,7 @@ class LanguageModel:
         def graph(make: Callable[[ParamInit], nnx.Module]) -> nnx.GraphDef:
             return _abstract(lambda rngs: make(ParamInit(untied, rngs, self.dtype)))[0]
 
-        head = graph(lambda init: make_head(init, self.objective, self.accum_dtype))
+        head = graph(lambda init: make_head(init, self.objective, self.logits_policy))
         return {"embedding": graph(Embedding), "block": graph(Block), "head": head}
 
     def embed_params(self, params: Params) -> Params:
@@ -150,7 +152,8 @@ class LanguageModel:
         if num_shards(SEQUENCE) > 1 and not self.remat.recomputes_layer:
             # Save each device's shard of the stream and gather it again (arXiv:2205.05198, section 4.2.2).
             products = BlockProducts(*(each._replace(column=self._checkpointed(each.column)) for each in products))
-        return nnx.merge(self._graphs["block"], params)(residual_stream(x), key, core, products)
+        block = nnx.merge(self._graphs["block"], params)
+        return block(residual_stream(x), key, core, products, self._checkpoint)
 
     def _checkpointed(self, column: Callable) -> Callable:
         def run(x: jax.Array, weights: tuple[jax.Array, ...], *names: str, **how: bool) -> list[jax.Array]:

@@ -1,24 +1,20 @@
 """The parameters and layers that every block is built from."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from spmd_lm.axes import DimNames
 from spmd_lm.config.schema import Model
 from spmd_lm.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from spmd_lm.ops.collectives import broadcast_like, copy_to_region, partial_sum, reduce_from_region
 from spmd_lm.ops.dense import dense
+from spmd_lm.ops.norm import layer_norm, widen
 
 INIT_STD = 0.02  # GPT-2's; divided by sqrt(2 x layers) for the matrices that end a residual branch
-
-recompute = functools.partial(jax.checkpoint, prevent_cse=False)
-"""For elementwise work: only its inputs are saved.  A layer norm would save five activations of the stream's width."""
 
 
 class ParamInit(NamedTuple):
@@ -48,11 +44,6 @@ class ParamInit(NamedTuple):
     def linear(self, size: int, name: str) -> tuple[nnx.Param, nnx.Param | None]:
         """A matrix [width, size] and its bias."""
         return self.matrix(size, name), self.bias(size, name)
-
-
-def widen(x: jax.Array) -> jax.Array:
-    """x in float32, or in its own dtype where that is wider."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 @jax.custom_vjp
@@ -113,23 +104,6 @@ class BlockProducts(NamedTuple):
     mlp: BranchProducts = BranchProducts()
 
 
-def layer_norm(
-    x: jax.Array, scale: jax.Array, bias: jax.Array | None = None, eps: float = 1e-5, *, center: bool = True
-) -> jax.Array:
-    """Statistics in float32 or wider: in bfloat16 the mean of a wide row is wrong in its third digit.
-
-    center: whether to subtract the mean; RMS norm does not (arXiv:1910.07467)."""
-
-    @recompute
-    def run(x, scale, bias):
-        h = widen(x)
-        h = h - h.mean(-1, keepdims=True) if center else h
-        h = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + eps) * broadcast_over_tokens(widen(scale), h)
-        return (h if bias is None else h + broadcast_over_tokens(widen(bias), h)).astype(x.dtype)
-
-    return run(x, scale, bias)
-
-
 class Norm(nnx.Module):
     """The model's norm, over the last dimension, `width`."""
 
@@ -141,4 +115,4 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
-        return layer_norm(x, self.scale[...], bias, self.eps, center=self.norm_type == "layer")
+        return layer_norm(x, self.scale[...], bias, self.eps, self.norm_type == "layer")

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
-from spmd_lm.models.layers import INIT_STD, BlockProducts, BranchProducts, Norm, ParamInit, add_bias, recompute
+from spmd_lm.models.layers import INIT_STD, BlockProducts, BranchProducts, Norm, ParamInit, add_bias
 from spmd_lm.ops.collectives import global_indices, residual_stream
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.embedding import lookup
@@ -28,10 +28,10 @@ AttentionCore = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention of q [batch, time, heads x head width], k and v [batch, time, kv heads x head width]: over the row in
 training, through a cache in generation."""
 
-ACTIVATIONS = {
-    "gelu": recompute(functools.partial(jax.nn.gelu, approximate=False)),
-    "gelu_tanh": recompute(functools.partial(jax.nn.gelu, approximate=True)),
-    "swiglu": recompute(lambda x, gate: jax.nn.silu(gate) * x),
+ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "swiglu": lambda x, gate: jax.nn.silu(gate) * x,
 }
 GATED_ACTIVATIONS = ("swiglu",)  # of a hidden layer and a second one that gates it (arXiv:2002.05202)
 
@@ -96,11 +96,11 @@ class MLP(nnx.Module):
         self.gate_bias = init.bias(c.mlp_dim, "mlp") if gated else None
         self.activation = c.activation
 
-    def __call__(self, x: jax.Array, products: BranchProducts) -> jax.Array:
+    def __call__(self, x: jax.Array, products: BranchProducts, checkpoint: Callable) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
         matrices = tuple(matrix[...] for matrix in (self.up, self.gate) if matrix is not None)
         hidden = map(add_bias, products.column(x, matrices, "mlp", ordered=False), (self.up_bias, self.gate_bias))
-        h = ACTIVATIONS[self.activation](*hidden)
+        h = checkpoint(ACTIVATIONS[self.activation])(*hidden)
         return add_bias(products.row(h, self.down[...], "mlp", ordered=False), self.down_bias)
 
 
@@ -119,17 +119,22 @@ class Block(nnx.Module):
         self.dropout, self.post_norm = c.dropout, c.norm == "post"
 
     def __call__(
-        self, x: jax.Array, key: DropoutKey | None, core: AttentionCore, products: BlockProducts
+        self,
+        x: jax.Array,
+        key: DropoutKey | None,
+        core: AttentionCore,
+        products: BlockProducts,
+        checkpoint: Callable = jax.checkpoint,
     ) -> tuple[jax.Array, LossDict]:
-        """x: [batch, sequence, width].  key: of dropout; None for none.  Returns x and auxiliary losses; a dense block
-        has none."""
+        """x: [batch, sequence, width].  key: of dropout; None for none.  checkpoint: jax.checkpoint, of what backward
+        always computes again.  Returns x and auxiliary losses; a dense block has none."""
         drop = functools.partial(residual_dropout, rate=self.dropout, key=key)
         if self.post_norm:
             y = self.attention(x, core, products.attention)
             x = self.norm1(checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL))
-            y = self.mlp(x, products.mlp)
+            y = self.mlp(x, products.mlp, checkpoint)
             return residual_stream(self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL))), {}
         y = self.attention(self.norm1(x), core, products.attention)
         x = checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL)
-        y = self.mlp(self.norm2(x), products.mlp)
+        y = self.mlp(self.norm2(x), products.mlp, checkpoint)
         return residual_stream(x + drop(y, site=AFTER_MLP)), {}

@@ -30,13 +30,31 @@ from spmd_lm.ops.collectives import (
 from spmd_lm.ops.embedding import local_rows
 
 CHUNK_BYTES = 2**27
-"""Most bytes of logits that one device holds at a time.  Below about 32 MiB a CPU loses time to short products."""
+"""Most bytes of logits that one device holds at a time, unless it is told of how many tokens.  Below about 32 MiB a CPU
+loses time to short products."""
 
 
-def chunks(tokens: int, row_bytes: int) -> tuple[int, int]:
-    """(number, tokens in each) of the fewest equal chunks that hold `tokens` with logits within CHUNK_BYTES.
+class LogitsPolicy(NamedTuple):
+    """How a step holds logits.  accum_dtype: dtype in which the chunks' gradients of table and bias are summed, or the
+    table's if that is wider.  compute: whether products write them in the compute dtype, rather than in float32 or
+    wider, in which everything else is computed.  tokens: whose logits are held at a time; None for as many as
+    CHUNK_BYTES holds."""
+
+    accum_dtype: str = "float32"
+    compute: bool = False
+    tokens: int | None = None
+
+
+DEFAULT = LogitsPolicy()
+
+
+def chunks(tokens: int, row_bytes: int, each: int | None = None) -> tuple[int, int]:
+    """(number, tokens in each) of the fewest equal chunks that hold `tokens`: of so many each, or with logits within
+    CHUNK_BYTES.
 
     Together they may hold a few tokens more: those have weight 0."""
+    if each:
+        return -(-tokens // each), each
     number = min(tokens, -(-tokens * row_bytes // CHUNK_BYTES))
     return number, -(-tokens // number)
 
@@ -49,25 +67,54 @@ class ForwardChunk(NamedTuple):
     nll: Array  # [N]: negative log-likelihood of the target, in nats
     logits: Array  # [N, V]; -inf for padding
     largest: Array  # [N]: the largest logit of the whole vocabulary
-    exponentials: Array  # [N, V]: of the logits less the largest
-    normalizer: Array  # [N]: their sum over the whole vocabulary
+    normalizer: Array  # [N]: the sum over the whole vocabulary of exp(logits - largest)
 
 
-def _forward_chunk(x, targets, table: Array, bias: Array | None, vocab: int) -> ForwardChunk:
+def _forward_chunk(
+    x: Array, targets: Array, table: Array, bias: Array | None, vocab: int, policy: LogitsPolicy = DEFAULT
+) -> ForwardChunk:
     """x: inputs [N, W]; targets: [N]."""
     rows, wide = table.shape[0], _wide(x)
-    logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=wide)
+    logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=x.dtype if policy.compute else wide).astype(wide)
     if bias is not None:
         logits = logits + bias.astype(wide)
     if vocab < rows * num_shards("vocab"):
         logits = jnp.where(global_indices("vocab", rows) < vocab, logits, -jnp.inf)
-    largest = pmax(logits.max(-1), "vocab")
+    local_largest, local_normalizer = _largest_and_normalizer(logits)
+    largest = pmax(local_largest, "vocab")
     target_row, in_shard = local_rows(targets, rows, "vocab")
     target_logit = jnp.where(in_shard, jnp.take_along_axis(logits, target_row[:, None], 1)[:, 0], 0)
-    exponentials = jnp.exp(logits - largest[:, None])
-    normalizer, target_logit = psum((exponentials.sum(-1), target_logit), "vocab")
+    normalizer, target_logit = psum((local_normalizer * jnp.exp(local_largest - largest), target_logit), "vocab")
     nll = jnp.log(normalizer) + largest - target_logit
-    return ForwardChunk(nll, logits, largest, exponentials, normalizer)
+    return ForwardChunk(nll, logits, largest, normalizer)
+
+
+def _largest_and_normalizer(logits: Array) -> tuple[Array, Array]:
+    """Of each row of this shard: the largest logit, and the sum of exponentials of the logits less the largest."""
+    return lax.platform_dependent(logits, cuda=_in_one_pass, default=_in_two_passes)
+
+
+def _in_two_passes(logits: Array) -> tuple[Array, Array]:
+    largest = _bounded(logits).max(-1)
+    return largest, jnp.exp(logits - largest[:, None]).sum(-1)
+
+
+def _in_one_pass(logits: Array) -> tuple[Array, Array]:
+    """By a reduction that merges those of two sets (arXiv:1805.02867).  A GPU reads the logits once."""
+    h = _bounded(logits)
+    start = jnp.finfo(h.dtype).min, jnp.zeros((), h.dtype)
+    return tuple(lax.reduce((h, jnp.ones_like(h)), start, _merge, (1,)))
+
+
+def _merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    (largest, total), (other, others) = a, b
+    shrink = jnp.exp(-jnp.abs(largest - other))
+    return jnp.maximum(largest, other), jnp.where(largest >= other, total + others * shrink, total * shrink + others)
+
+
+def _bounded(logits: Array) -> Array:
+    """Without -inf, of padding: in a shard of nothing else, -inf less the largest would be no number."""
+    return jnp.maximum(logits, jnp.finfo(logits.dtype).min)
 
 
 def _is_likeliest(chunk: ForwardChunk, targets: Array) -> Array:
@@ -78,10 +125,12 @@ def _is_likeliest(chunk: ForwardChunk, targets: Array) -> Array:
     return targets == first
 
 
-def _in_chunks(h: Array, targets: Array, weights: Array, rows: int) -> tuple[Array, ...]:
-    """h [batch, time, W], targets and weights [batch, time] as [chunks, N, ...], padded with weight 0."""
+def _in_chunks(h: Array, targets: Array, weights: Array, vocab: int, each: int | None = None) -> tuple[Array, ...]:
+    """h [batch, time, W], targets and weights [batch, time] as [chunks, N, ...], padded with weight 0.
+
+    vocab: rows of the table.  each: tokens of a chunk."""
     tokens, wide = math.prod(h.shape[:2]), _wide(h)
-    number, size = chunks(tokens, rows * wide.itemsize)
+    number, size = chunks(tokens, vocab * wide.itemsize, each)
 
     def split(a: Array) -> Array:
         flat = a.reshape(tokens, *a.shape[2:])
@@ -134,21 +183,26 @@ def _score_targets(h, table, bias, targets, *, vocab: int) -> tuple[Array, Array
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def cross_entropy(
-    h: Array, table: Array, bias: Array | None, targets: Array, weights: Array, vocab: int, accum_dtype: str = "float32"
+    h: Array,
+    table: Array,
+    bias: Array | None,
+    targets: Array,
+    weights: Array,
+    vocab: int,
+    policy: LogitsPolicy = DEFAULT,
 ) -> Array:
     """Sum over tokens of weight x negative log-likelihood, in nats, float32 or wider.
 
     h: [batch, sequence, width]; table: [local rows of the padded vocabulary, width]; bias: [local rows]; targets: int32
-    [batch, time]; weights: float [batch, time].  accum_dtype: dtype in which the chunks' gradients of table and bias
-    are summed, or the table's if that is wider."""
+    [batch, time]; weights: float [batch, time]."""
     return evaluate_cross_entropy(h, table, bias, targets, weights, vocab)[0]
 
 
-def _forward(h, table, bias, targets, weights, vocab, accum_dtype):
+def _forward(h, table, bias, targets, weights, vocab, policy):
     over_batch = {"unreduced": ("batch",)}  # where the addends of what follows lie
     d_bias_spec = None if bias is None else partition_spec("vocab", **over_batch)
     gradient_specs = partition_spec("batch", SEQUENCE, None), partition_spec("vocab", None, **over_batch), d_bias_spec
-    region = functools.partial(_loss_and_gradients, vocab=vocab, accum_dtype=accum_dtype)
+    region = functools.partial(_loss_and_gradients, vocab=vocab, policy=policy)
     loss, gradients = manual_region(region, (partition_spec(**over_batch), gradient_specs))(
         h, table, bias, targets, weights
     )
@@ -156,17 +210,18 @@ def _forward(h, table, bias, targets, weights, vocab, accum_dtype):
     return psum_unreduced(loss), (*gradients, weights)
 
 
-def _loss_and_gradients(h, table, bias, targets, weights, *, vocab: int, accum_dtype: str):
+def _loss_and_gradients(h, table, bias, targets, weights, *, vocab: int, policy: LogitsPolicy):
     """Loss, and the gradients of h, table and bias for a loss gradient of 1."""
 
     def accumulator(x: Array) -> Array:
-        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, accum_dtype))
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, policy.accum_dtype))
 
     def add_chunk(total, part):
         (loss, d_table, d_bias), (x, targets, weights) = total, part
-        nll, _, _, exponentials, normalizer = _forward_chunk(x, targets, table, bias, vocab)
+        nll, logits, largest, normalizer = _forward_chunk(x, targets, table, bias, vocab, policy)
         is_target = global_indices("vocab", table.shape[0]) == targets[:, None]
-        d_logits = exponentials * (weights / normalizer)[:, None] - jnp.where(is_target, weights[:, None], 0)
+        probabilities = jnp.exp(logits - largest[:, None]) / normalizer[:, None]
+        d_logits = (probabilities - is_target) * weights[:, None]
         g = d_logits.astype(x.dtype)
         d_table = d_table + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=d_table.dtype)
         d_bias = None if d_bias is None else d_bias + d_logits.sum(0, dtype=d_bias.dtype)
@@ -174,7 +229,7 @@ def _loss_and_gradients(h, table, bias, targets, weights, *, vocab: int, accum_d
 
     h = gather_sequence(h)
     batch, time, width = h.shape
-    parts = _in_chunks(h, targets, weights, table.shape[0])
+    parts = _in_chunks(h, targets, weights, table.shape[0], policy.tokens)
     start = jnp.zeros((), _wide(h)), accumulator(table), None if bias is None else accumulator(bias)
     # XLA unrolls a loop over one chunk, and would compute the loss and d_table after backward, keeping the logits.
     (loss, d_table, d_bias), d_h = lax.optimization_barrier(lax.scan(add_chunk, start, parts))
@@ -183,7 +238,7 @@ def _loss_and_gradients(h, table, bias, targets, weights, *, vocab: int, accum_d
     return loss, (d_h, d_table.astype(table.dtype), d_bias)
 
 
-def _backward(vocab, accum_dtype, saved, g):
+def _backward(vocab, policy, saved, g):
     *gradients, weights = saved
     d_h, d_table, d_bias = (None if d is None else scale(g.astype(d.dtype), d) for d in gradients)
     return d_h, d_table, d_bias, None, jnp.zeros_like(weights)

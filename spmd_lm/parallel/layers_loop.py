@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from spmd_lm.parallel import allocated_scan
 from spmd_lm.parallel.trees import Tree, drop_residuals
 
 Losses = dict[str, Array]
-Stacks = tuple[Tree, ...]  # trees of arrays [layers, ...]: the weights, or with_gathered_weights' first three arguments
+Stacks = tuple[Tree, ...]
+"""Trees of arrays [layers, ...]: the weights, or with_gathered_weights' first three arguments.  Unrolled, a stack of
+matrices may be a list of them: see `with_matrices_apart`."""
 
 BlockFn = Callable[..., tuple[Array, Losses]]
 """block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: for each stack, its entry of this layer."""
@@ -21,11 +24,17 @@ BlockFn = Callable[..., tuple[Array, Losses]]
 class LayersLoop:
     """How a stack of layers runs.  scan: in a lax.scan, otherwise unrolled.  layers_per_weight: how many layers share
     the weights of the one layer in the stack.  layers_per_remat_block: layers per remat block; only the block's input
-    is saved."""
+    is saved.  allocated: whether what `vjp` saves in a scan goes into arrays that nothing fills."""
 
     scan: bool = True
     layers_per_weight: int = 1
     layers_per_remat_block: int = 1
+    allocated: bool = False
+
+    @property
+    def takes_apart(self) -> bool:
+        """Whether matrices may come apart, so that no microbatch has to take a stack apart."""
+        return not self.scan and self.layers_per_weight == self.layers_per_remat_block == 1
 
     def run(
         self, block: BlockFn, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
@@ -74,7 +83,7 @@ class LayersLoop:
             return (d_x, jax.tree.map(add, grads, d_layer), overwrite), None
 
         layers = self._layers(stacks)
-        y, saved = self._loop(forward, x, layers)
+        y, saved = self._loop(forward, x, layers, allocated=self.allocated)
 
         def accumulate_grads(d_y: Array, grads: Tree, offset: Array | int, overwrite: Array | None = None):
             start = offset // self.layers_per_remat_block if self.layers_per_remat_block > 1 else offset
@@ -112,19 +121,19 @@ class LayersLoop:
         return jax.tree.map(lambda w: _gradient_barrier(w).reshape(w.shape[0] // size, size, *w.shape[1:]), stacks)
 
     def _layers(self, stacks: Stacks) -> Any:
-        """The layers of the stacks and their indices, as `_loop` takes them: stacked, or a list.
-
-        Unrolled by one split per leaf, because the transpose of a split is one concatenation."""
-        leaves, treedef = jax.tree.flatten(stacks)
+        """The layers of the stacks and their indices, as `_loop` takes them: stacked, or a list."""
         if self.scan:
-            return stacks, jnp.arange(leaves[0].shape[0], dtype=jnp.int32)
-        split = [[part[0] for part in lax.split(leaf, (1,) * leaf.shape[0])] for leaf in leaves]
-        return [(jax.tree.unflatten(treedef, layer), jnp.int32(i)) for i, layer in enumerate(zip(*split, strict=True))]
+            return stacks, jnp.arange(jax.tree.leaves(stacks)[0].shape[0], dtype=jnp.int32)
+        leaves, treedef = jax.tree.flatten(stacks, is_leaf=_is_apart)
+        layers = zip(*(leaf if _is_apart(leaf) else _split(leaf) for leaf in leaves), strict=True)
+        return [(jax.tree.unflatten(treedef, layer), jnp.int32(i)) for i, layer in enumerate(layers)]
 
-    def _loop(self, step: Callable, carry: Tree, layers: Any, reverse: bool = False) -> tuple[Tree, Any]:
+    def _loop(
+        self, step: Callable, carry: Tree, layers: Any, *, reverse: bool = False, allocated: bool = False
+    ) -> tuple[Tree, Any]:
         """lax.scan over stacked layers, whose outputs are stacked; or a loop over a list, whose outputs are a list."""
         if self.scan:
-            return lax.scan(step, carry, layers, reverse=reverse)
+            return allocated_scan.scan(step, carry, layers, reverse=reverse, allocated=allocated)
         outputs = []
         for layer in reversed(layers) if reverse else layers:
             carry, y = step(carry, layer)
@@ -136,6 +145,32 @@ class LayersLoop:
         if self.scan:
             return jax.tree.map(lambda loss: loss.sum(0), losses)
         return jax.tree.map(lambda *losses: sum(losses), *losses)
+
+
+def with_matrices_apart(stacks: Tree) -> Tree:
+    """The same with each stack of matrices as a list of them.  Vectors stay together: apart, each would take kernels of
+    its own to be added up."""
+    return jax.tree.map(lambda stack: _split(stack) if stack.ndim > 2 else stack, stacks)
+
+
+def as_stacks(stacks: Tree) -> Tree:
+    """The inverse of `with_matrices_apart`; stacks unchanged."""
+    return jax.tree.map(lambda x: _stack(x) if _is_apart(x) else x, stacks, is_leaf=_is_apart)
+
+
+def _is_apart(x: Any) -> bool:
+    return isinstance(x, list)
+
+
+def _split(stack: Array) -> list[Array]:
+    """Its layers.  By one split, because the transpose of that is one concatenation."""
+    return [part[0] for part in lax.split(stack, (1,) * stack.shape[0])]
+
+
+def _stack(matrices: list[Array]) -> Array:
+    """jnp.stack(matrices).  Under sharding types that itself would sum gradients twice: jax 0.10.2 does not say of the
+    parts which it lowers it to that they are unreduced."""
+    return lax.concatenate([matrix[None] for matrix in matrices], 0)
 
 
 @jax.custom_vjp

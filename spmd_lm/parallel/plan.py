@@ -83,7 +83,7 @@ class Plan:
     pipeline stages compute too, and discard the result.  prefetch: keys of the parts of a layer that ZeRO gathers
     while the layer before it runs.  prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one
     before it runs.  collective_matmul: keys of the branches of a layer whose products run in parts beside their
-    collectives.  device_kind: as jax calls it, where it is known."""
+    collectives.  scan: whether layers run in a loop, in training.  device_kind: as jax calls it, where it is known."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -98,6 +98,7 @@ class Plan:
     prefetch: tuple[str, ...] = ()
     prefetch_chunks: bool = False
     collective_matmul: tuple[str, ...] = ()
+    scan: bool = True
     device_kind: str = ""
 
     def __post_init__(self):
@@ -310,13 +311,9 @@ class Plan:
 
     def scatter(self, grads: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
         """Gradients in `dtype`: those of matrices summed over `data` onto their shards, those of vectors not summed."""
-        scatter = functools.partial(
-            zero.scatter,
-            names=names,
-            data_axes=self.nontrivial_axes(DATA),
-            padded_shape=self._scattered_shape,
-            dtype=dtype,
-        )
+        axes, in_order = self.nontrivial_axes(DATA), self.platform == "cpu"
+        scatter = functools.partial(zero.scatter, names=names, data_axes=axes, dtype=dtype, in_order=in_order)
+        scatter = functools.partial(scatter, padded_shape=self._scattered_shape)
         return manual_region(scatter, jax.tree.map(self._gradient_spec, names, is_leaf=is_dim_names))(grads)
 
     @remembered

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from spmd_lm.ops.collectives import zeros_like_gradient
+from spmd_lm.parallel import allocated_scan
 from spmd_lm.parallel.layers_loop import BlockFn, Losses
 from spmd_lm.parallel.trees import Tree, drop_residuals, tree_add
 
@@ -39,12 +40,14 @@ class Saved(NamedTuple):
 class PrefetchedLayers:
     """block(weights, x, microbatch, index) -> (x, losses): a layer.  gather: from parts of a layer's shards to weights.
     scatter: from the gradients of such parts to those of the shards.  first: keys of the parts of a layer, a dict, that
-    it uses first.  Stacks have at least two layers."""
+    it uses first.  allocated: whether what is saved goes into arrays that nothing fills.  Stacks have at least two
+    layers."""
 
     block: BlockFn
     gather: Callable[[Tree], Tree]
     scatter: Callable[[Tree], Tree]
     first: tuple[str, ...]
+    allocated: bool = False
 
     def differentiable(self) -> Callable[..., tuple[Array, Losses]]:
         """run(grad_sinks, shards, x, microbatch, first_layer): as a loop over with_gathered_weights(block, ...)."""
@@ -103,7 +106,8 @@ class PrefetchedLayers:
             return (x, next_first), (losses, saved)
 
         start = x, self.gather(_at(stacks.first, 0))
-        (x, first), (losses, saved) = lax.scan(turn, start, jnp.arange(last, dtype=jnp.int32))
+        indices = jnp.arange(last, dtype=jnp.int32)
+        (x, first), (losses, saved) = allocated_scan.scan(turn, start, indices, allocated=self.allocated)
         x, losses_of_last, saved_of_last = layer(x, first, jnp.int32(last))
         losses = jax.tree.map(lambda a, b: a.sum(0) + b, losses, losses_of_last)
         return (x, losses), Saved(saved, saved_of_last) if save else None

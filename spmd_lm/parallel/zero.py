@@ -105,6 +105,8 @@ def scatter(
     data_axes: tuple[str, ...],
     padded_shape: Callable[[tuple[int, ...]], tuple[int, ...]],
     dtype: jnp.dtype,
+    *,
+    in_order: bool,
 ) -> Tree:
     """Each device's unsharded gradients to the sum over `data`, in `dtype`, of the shard that it owns.
     padded_shape(shape): to what a gradient [width, ...] of this shape is padded before it is sent.
@@ -112,7 +114,10 @@ def scatter(
     On a TPU a reduce-scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the
     torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and
     layer by layer.  All stacks in one loop: independent loops whose collectives have the same devices run beside each
-    other on a CPU, and take each other's places."""
+    other on a CPU, and take each other's places.
+
+    in_order: make each scatter wait for the one before it, as a CPU needs (`_after`).  Elsewhere that would expose them
+    (docs/adr/0024)."""
 
     def scatter_leaf(names: DimNames, g: Array) -> Array:
         g = jnp.moveaxis(g.astype(dtype), dim := names.index(ZERO_WIDTH), 0)
@@ -135,7 +140,8 @@ def scatter(
         if i not in sharded:
             leaves[i] = leaves[i].astype(dtype)
         elif i not in stacks:
-            leaves[i] = last = scatter_leaf(each, _after(last, leaves[i].astype(dtype)))
+            g = leaves[i].astype(dtype)
+            leaves[i] = last = scatter_leaf(each, _after(last, g) if in_order else g)
     return jax.tree.unflatten(treedef, leaves)
 
 

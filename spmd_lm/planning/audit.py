@@ -31,6 +31,7 @@ from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER
 from spmd_lm.parallel.mesh import peers_across_slices
 from spmd_lm.parallel.pipeline.schedule import schedule_table
+from spmd_lm.planning.device_memory import device_traffic, render_traffic
 from spmd_lm.planning.exposed_communication import exposed_communication, render_exposed, write_hlo
 from spmd_lm.runtime.formatting import format_bytes, format_table
 from spmd_lm.step.program import Program
@@ -51,7 +52,8 @@ class AuditedStep(NamedTuple):
 
 def audit(config: RunConfig, topology: Topology | None = None, hlo: Path | None = None) -> dict[str, Any]:
     """The collectives and memory of the step of `config`, compiled for `topology` or for the devices of this machine,
-    compared with what is expected; and how much of the communication nothing hides, None for a CPU.
+    compared with what is expected; how much of the communication nothing hides, None for a CPU; and what a GPU's
+    kernels move through its memory, None for others.
 
     hlo: a file for the text of the compiled program.  Raises ConfigError or LayoutError if it cannot be compiled, and
     OutputError if the file cannot be written."""
@@ -87,6 +89,7 @@ def audit_step(
         "mesh": program.plan.sizes,
         **_collectives(config, program, collective_instructions(module, len(devices), shares)),
         "exposed": exposed_communication(module, mesh, shares, hardware),
+        "memory_traffic": device_traffic(program.config, program.plan, module, shares, hardware),
         "bubble": program.schedule.bubble,
         "memory": _memory(config, program, compiled),
         "compile_seconds": compile_seconds,
@@ -255,6 +258,7 @@ def render(result: dict[str, Any]) -> str:
     lines += [f"zeros   {each}: the compiler lost what it sends" for each in r["compiled_to_zeros"]]
     lines += [f"waits   {each}: stages in different branches would wait here" for each in r["stages_that_may_wait"]]
     lines += render_exposed(r["exposed"]) if r["exposed"] else []
+    lines += render_traffic(r["memory_traffic"]) if r["memory_traffic"] else []
     lines.append(f"memory  {_render_memory(r['memory'])} per device")
     lines += [f"xla     {name}={value}" for name, value in r["compiler_options"].items()]
     lines += r["compiler_advice"]

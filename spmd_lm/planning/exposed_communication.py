@@ -16,12 +16,13 @@ from spmd_lm.cost_model.hardware import Hardware, find_hardware
 from spmd_lm.cost_model.wire import ALL_GATHER, COLLECTIVE_PERMUTE
 from spmd_lm.errors import OutputError
 from spmd_lm.parallel.mesh import domains_along
+from spmd_lm.planning.device_memory import kernel_speeds
 from spmd_lm.runtime.formatting import format_bytes
 
 LEAST_SHOWN = 0.01  # of all seconds on wires: a row that is printed
 NOT_MODELLED = (
-    "latency, contention for memory and between axes, FLOPs of kernels that are not HLO, asynchronous compute, stages "
-    "that wait for each other"
+    "latency, contention for memory and between axes, FLOPs of kernels that are not HLO, but for cuDNN's attention, "
+    "asynchronous compute, stages that wait for each other"
 )
 
 
@@ -47,15 +48,15 @@ def exposed_communication(
     def is_ring(axes: tuple[str, ...]) -> bool:
         return links.is_ring(math.prod(sizes[axis] for axis in axes), domains_along(mesh, axes))
 
-    flops = hardware.peak_flops * hardware.efficiency
-    result = walk_schedule(module, Speeds(flops, hardware.memory.bandwidth, sizes, bandwidth, is_ring), shares)
+    kernels = kernel_speeds(hardware)
+    result = walk_schedule(module, Speeds(kernels, sizes, bandwidth, is_ring), shares)
     axes = [axis for axis, size in sizes.items() if size > 1]
     return result | {
         "assumptions": {
             "hardware": hardware.device_kind,
             "peak_flops": hardware.peak_flops,
-            "efficiency": hardware.efficiency,
-            "memory_bandwidth": hardware.memory.bandwidth,
+            "efficiency": kernels.flops / hardware.peak_flops,
+            "memory_bandwidth": kernels.memory_bandwidth,
             "bandwidth": {axis: bandwidth(ALL_GATHER, (axis,)) for axis in axes},
             "permute_bandwidth": {axis: bandwidth(COLLECTIVE_PERMUTE, (axis,)) for axis in axes},
             "source": hardware.source,

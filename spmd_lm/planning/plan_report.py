@@ -9,16 +9,19 @@ from spmd_lm.analysis.topology import Topology
 from spmd_lm.axes import DATA, MODEL, PIPE
 from spmd_lm.config import checks
 from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
 from spmd_lm.cost_model.activations import dtype_bytes, stream_bytes, tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import find_hardware
+from spmd_lm.cost_model.least_traffic import saved_traffic
 from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.rules import PARAMETERS
+from spmd_lm.planning.capacity import capacity_of, describe_capacity
 from spmd_lm.runtime.devices import devices_present
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
 from spmd_lm.step.optimizer import frozen_mask, trained_count
@@ -36,20 +39,10 @@ def plan_on(config: RunConfig, topology: Topology) -> Plan:
 
 
 def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | None = None) -> dict[str, Any]:
-    """The plan as plain data.  Without one, it is made for `topology`, or for the devices that the run simulates, which
-    starts none of them, or else for those of this machine.  Raises ConfigError for an optim.freeze that matches no
-    parameter."""
-    hardware = find_hardware(topology.device_kind) if topology else None
-    if topology:
-        plan = plan_on(config, topology)
-    elif plan is None:
-        simulated = config.run.simulate_devices
-        if simulated:
-            plan = abstract_plan(config, simulated, "cpu", "cpu")
-        else:
-            devices = devices_present()
-            plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind)
-    m, layout = config.model, plan.layout
+    """The plan as plain data.  Without one, it is made for `topology`, or for the devices of the run.  Raises
+    ConfigError for an optim.freeze that matches no parameter."""
+    plan = plan_on(config, topology) if topology else plan or _plan_of_run(config)
+    m, layout, table = config.model, plan.layout, memory.table(config, plan)
     parameters = _describe_parameters(config, plan)
     frozen = frozen_mask(config.optim.freeze.split(), plan.names, plan.shapes)
     return {
@@ -64,13 +57,12 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "devices": layout.devices,
         "platform": plan.platform,
         "topology": str(topology) if topology else None,
-        "capacity": hardware.memory.size if hardware and hardware.memory else None,
         "parameters": parameters,
         "parameter_count": sum(leaf.size for leaf in jax.tree.leaves(plan.shapes)),  # without padding
         "trained_count": trained_count(frozen, plan.shapes),
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "state_bytes": sum(memory.state(config, plan).values()),
-        "memory": memory.table(config, plan),
+        "memory": table,
         "fullest_in": memory.fullest_phase(config, plan).name,
         "batch": {
             "sequences": config.train.batch,
@@ -81,10 +73,31 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         },
         "model_flops_per_step": flops.train_step(config),
         "attention": choose_kernel(config, plan.platform)._asdict(),
+        "layers": _describe_layers(config, plan),
+        "deterministic": config.run.deterministic,
         "pipeline": _describe_pipeline(config, plan, parameters) if layout.pipe > 1 else None,
         "remat": config.remat_policy.policy,
         "precision": config.precision.model_dump(),
+    } | _describe_capacity(plan, topology, sum(table.values()))
+
+
+def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> dict[str, Any]:
+    """Bytes of a device, where it is named or a GPU: what a run may take, and all; the setting that it needs to fit."""
+    known = find_hardware(plan.device_kind) if topology or plan.platform == "gpu" else None
+    capacity = capacity_of(known, plan.platform)
+    return {
+        "capacity": capacity and capacity.usable,
+        "device_memory": capacity and capacity.device,
+        "remedy": capacity and capacity.remedy(needed),
     }
+
+
+def _plan_of_run(config: RunConfig) -> Plan:
+    """On the devices that it simulates, which starts none of them, or else on those of this machine."""
+    if simulated := config.run.simulate_devices:
+        return abstract_plan(config, simulated, "cpu", "cpu")
+    devices = devices_present()
+    return abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind)
 
 
 def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
@@ -96,6 +109,14 @@ def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
         parameter = {"name": ".".join(each.path), "shape": list(each.shape), "names": list(each.sharded_names)}
         parameters.append(parameter | {"spec": spec, "bytes_per_device": size})
     return parameters
+
+
+def _describe_layers(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """Whether the layers of the train step run in a loop, why, and the bytes that one copies on a GPU each step."""
+    scatters = plan.zero.scatters_in_backward
+    choice = choose_loop(config, plan.platform, prefetch=bool(plan.prefetch), scatters=scatters)
+    copies = saved_traffic(config, plan) if plan.platform == "gpu" else None
+    return {"count": config.model.layers} | choice._asdict() | {"loop_copies": copies}
 
 
 def _describe_pipeline(config: RunConfig, plan: Plan, parameters: list[dict[str, Any]]) -> dict[str, Any]:
@@ -166,14 +187,21 @@ def summary(description: dict[str, Any]) -> str:
     compute = d["precision"]["compute"]
     if d["precision"]["loss_scale"] == "dynamic":
         compute += f", initial loss scale 2^{math.log2(d['precision']['initial_scale']):.4g}"
+    compute += ", deterministic" if d["deterministic"] else ""
     shards = pluralize(d["mesh"]["replica"] * d["mesh"]["data"], "shard")
     microbatches = pluralize(batch["microbatches"], "microbatch")
     state, total = d["state_bytes"], sum(d["memory"].values())
     devices = f"{pluralize(d['devices'], 'device')} ({d['topology'] or d['platform']})"
-    capacity = f" of the {format_bytes(d['capacity'])} that a device has" if d["capacity"] else ""
+    capacity = f" of the {describe_capacity(d['capacity'], d['device_memory'])}" if d["capacity"] else ""
+    capacity += f"; to fit it needs {d['remedy']}" if d["remedy"] else ""
+    loop = d["layers"]
+    how = f"{loop['count']} {'in a loop' if loop['scan'] else 'unrolled'} ({loop['why']})"
+    if loop["loop_copies"]:
+        how += f"; a loop copies at least {loop['loop_copies'] / 1e9:,.3g} GB a step"
     lines = [
         f"mesh    {mesh} = {devices}, {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
+        f"layers  {how}",
         f"kernel  attention {attention['kernel']} ({attention['why']}), compute {compute}",
         f"batch   {batch['sequences']} sequences = {microbatches} x {shards} x "
         f"{batch['sequences_per_device_and_microbatch']}",
@@ -183,7 +211,7 @@ def summary(description: dict[str, Any]) -> str:
     if p := d["pipeline"]:
         stages = f"{p['stages']} stages x {pluralize(p['chunks'], 'chunk')} of"
         work = f"{p['ticks']} ticks, bubble {p['bubble']:.1%} of the work"
-        lines.insert(4, f"pipe    {p['schedule']}, {stages} {pluralize(p['layers_per_chunk'], 'layer')}; {work}")
+        lines.insert(5, f"pipe    {p['schedule']}, {stages} {pluralize(p['layers_per_chunk'], 'layer')}; {work}")
     return "\n".join(lines)
 
 

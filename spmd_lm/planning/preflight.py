@@ -1,8 +1,8 @@
 """`spmd-lm preflight`: whether a run fits some hardware, how long its step takes there, and what the run costs.
 
 The step is compiled, and its memory, collectives and FLOPs are those of the program.  Seconds are a model's: compute,
-bubble and optimizer are those of cost_model/step_time.py, and what nothing hides of the communication is
-analysis/exposed.py's, as in audit."""
+bubble and optimizer are those of cost_model/step_time.py, but on a GPU compute is that of the kernels that
+analysis/memory_traffic.py counts; and what nothing hides of the communication is analysis/exposed.py's, as in audit."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
 from spmd_lm.cost_model.expected_collectives import layer_passes
-from spmd_lm.cost_model.step_time import predict_step
+from spmd_lm.cost_model.step_time import predict_step, step_range
 from spmd_lm.cost_model.systems import find_system
 from spmd_lm.cost_model.work import LayerWork
 from spmd_lm.errors import CompilerError, ConfigError
@@ -28,9 +28,10 @@ from spmd_lm.parallel.mesh import domains_along
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.audit import AuditedStep, audit_step
+from spmd_lm.planning.capacity import describe_capacity
 from spmd_lm.planning.search import Target, make_plan, require_speed
 from spmd_lm.runtime.compilation_cache import VerifiedCache
-from spmd_lm.runtime.formatting import format_bytes, format_table
+from spmd_lm.runtime.formatting import format_bytes, format_range, format_table
 
 HOUR, DAY = 3600, 86_400
 PICTURES = (".png", ".svg")
@@ -54,29 +55,33 @@ def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str,
     program, module, shares, audited = step
     config = program.config  # with the attention kernel that could be compiled
     plan, hardware, exposed = program.plan, target.hardware, audited["exposed"]
-    assert hardware.memory and exposed
+    assert exposed
     published = flops.peak(program.device, config.precision.compute)
     predicted = predict_step(config, plan, hardware, target.profile)
     parts = predicted.parts | {"exposed": exposed["exposed_seconds"]}
+    if traffic := audited["memory_traffic"]:
+        counted = max(0.0, traffic["seconds"] - predicted.optimizer)
+        parts |= {"compute": counted, "bubble": predicted.bubble * counted / predicted.compute}
     step_seconds = sum(parts.values())
     in_kernels = fused_attention_flops(config, plan)
     model_flops, devices = program.flops_per_step, plan.layout.devices
     tokens = program.tokens_per_step / step_seconds
-    found = audited["memory"]
+    found = _memory(config, plan, target, audited["memory"])
     return {
         "config": config.run.name,
         "topology": str(target.topology),
         "devices": devices,
         "mesh": plan.sizes,
         "matches_theory": audited["ok"],
-        "fits": max(found["peak"], found["arguments"]) <= hardware.memory.size,
-        "memory": _memory(config, plan, found) | {"capacity": int(hardware.memory.size)},
+        "fits": found["peak"] <= found["capacity"],
+        "memory": found,
         "collectives": [_collective(row, plan, target) for row in exposed["rows"]],
         "flops": {
             "model": model_flops,
             "hardware": devices * (compiled_flops(module, shares) + in_kernels),
         },
         "step_seconds": step_seconds,
+        "range": step_range(parts, target.profile),
         "parts": parts,
         "analytic": {"step_seconds": predicted.seconds, "parts": predicted.parts},
         "tokens_per_second": tokens,
@@ -94,18 +99,16 @@ def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
     """The same of a step that the compiler refuses for want of memory, for `reason`: by the plan alone, and None for
     what only a program can tell."""
     plan, hardware = make_plan(config, target), target.hardware
-    assert hardware.memory
     predicted, p = predict_step(config, plan, hardware, target.profile), config.parallel
     planned = sum(memory.table(config, plan).values())
-    unknown = ("matches_theory", "step_seconds", "parts", "tokens_per_second", "mfu", "compile_seconds")
+    unknown = ("matches_theory", "step_seconds", "range", "parts", "tokens_per_second", "mfu", "compile_seconds")
     return dict.fromkeys(unknown) | {
         "config": config.run.name,
         "topology": str(target.topology),
         "devices": plan.layout.devices,
         "mesh": plan.sizes,
         "fits": False,
-        "memory": _memory(config, plan, {"temporaries": None, "peak": planned, "arguments": 0})
-        | {"capacity": int(hardware.memory.size)},
+        "memory": _memory(config, plan, target, {"temporaries": None, "peak": planned, "arguments": 0}),
         "collectives": [],
         "flops": {"model": flops.train_step(config), "hardware": None},
         "analytic": {"step_seconds": predicted.seconds, "parts": predicted.parts},
@@ -117,18 +120,22 @@ def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
     }
 
 
-def _memory(config: RunConfig, plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
+def _memory(config: RunConfig, plan: Plan, target: Target, found: dict[str, Any]) -> dict[str, Any]:
     """Bytes per device: state is exact; peak and temporaries are the compiler's; gradients and activations are those of
-    the plan, in the phase that holds most."""
+    the plan, in the phase that holds most.  remedy: the setting of jax's allocator with which alone it fits."""
     state, fullest = memory.state(config, plan), memory.fullest_phase(config, plan)
+    peak, capacity = max(found["peak"], found["arguments"]), target.capacity
     return {
         "parameters": state["parameters"],
         "gradients": fullest.gradients,
         "optimizer": state[config.optim.moments],
         "activations": fullest.activations,
         "temporaries": found["temporaries"],
-        "peak": max(found["peak"], found["arguments"]),
+        "peak": peak,
         "planned": sum(memory.table(config, plan).values()),
+        "capacity": int(capacity.usable),
+        "device": int(capacity.device),
+        "remedy": capacity.remedy(peak),
     }
 
 
@@ -159,14 +166,20 @@ def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
 
 
 def with_costs(found: dict[str, Any], price: float | None, tokens: float | None) -> dict[str, Any]:
-    """Days and cost of the whole run, None of a refused one.  price: of a device and hour.  tokens: that it trains on;
-    None for those of train.steps."""
+    """Days and cost of the whole run, None of a refused one, and the range of all that depends on a step's seconds.
+    price: of a device and hour.  tokens: that it trains on; None for those of train.steps."""
     tokens = tokens or found["steps"] * found["tokens_per_step"]
     if found["refused"]:
         return found | {"tokens": tokens, "days": None, "price": price, "cost": None}
-    seconds = tokens / found["tokens_per_second"]
-    cost = None if price is None else price * found["devices"] * seconds / HOUR
-    return found | {"tokens": tokens, "days": seconds / DAY, "price": price, "cost": cost}
+
+    def at(slower: float) -> dict[str, float | None]:
+        rate, mfu, seconds = found["tokens_per_second"], found["mfu"], slower * tokens / found["tokens_per_second"]
+        cost = None if price is None else price * found["devices"] * seconds / HOUR
+        return {"tokens_per_second": rate / slower, "mfu": mfu and mfu / slower, "days": seconds / DAY, "cost": cost}
+
+    best, worst = (at(seconds / found["step_seconds"]) for seconds in found["range"]["step_seconds"])
+    ranges = found["range"] | {key: [best[key], worst[key]] for key in best}
+    return found | at(1.0) | {"tokens": tokens, "price": price, "range": ranges}
 
 
 def cached(directory: Path | None, config: RunConfig, target: Target, make: Callable[[], dict[str, Any]]) -> dict:
@@ -191,7 +204,7 @@ def _digest(config: RunConfig, target: Target) -> str:
             versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    what = [dump(config), str(target), *versions]
+    what = [dump(config), str(target), str(target.profile), *versions]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
@@ -210,9 +223,9 @@ def draw(config: RunConfig, found: dict[str, Any], path: Path) -> None:
 
 
 def _paid(found: dict[str, Any]) -> str:
-    if (cost := found["cost"]) is None:
+    if found["cost"] is None:
         return ""
-    amount = f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}"
+    amount = format_range(found["range"]["cost"], lambda cost: f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}")
     return f", {amount} at {found['price']:g} for a device and hour"
 
 
@@ -221,11 +234,15 @@ def render(found: dict[str, Any]) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in f["mesh"].items())
     room = m["capacity"] - m["peak"]
     kinds = [f"{format_bytes(m[kind])} {kind}" for kind in ("parameters", "optimizer", "gradients", "activations")]
-    peak, capacity, planned = (format_bytes(m[key]) for key in ("peak", "capacity", "planned"))
+    peak, planned = format_bytes(m["peak"]), format_bytes(m["planned"])
+    capacity = f"{format_bytes(m['capacity'])} per device"
+    if m["capacity"] < m["device"]:
+        capacity = f"the {describe_capacity(m['capacity'], m['device'])}"
+    remedy = [f"remedy  {m['remedy']}, with which it fits"] if m["remedy"] else []
     if f["refused"]:
         return (
             f"{f['config']} on {f['topology']}: {mesh}\n"
-            f"memory  does NOT fit: planned {planned} of {capacity} per device ({', '.join(kinds)})\n"
+            f"memory  does NOT fit: planned {planned} of {capacity} ({', '.join(kinds)})\n"
             f"refused by the compiler: {f['refused']}\n"
             f"remedy  a layout that spmd-lm plan CONFIG --search --topology {f['topology']} finds, or more devices"
         )
@@ -235,19 +252,23 @@ def render(found: dict[str, Any]) -> str:
         seconds = (f"{row[key]:.4g}" for key in ("seconds", "exposed_seconds"))
         rows.append((row["kind"], " x ".join(row["axes"]), row["link"], format_bytes(row["bytes"]), *seconds))
     parts = ", ".join(f"{name} {seconds:.4g}" for name, seconds in f["parts"].items())
-    times, mfu = work["hardware"] / work["model"], "unknown" if f["mfu"] is None else f"{f['mfu']:.1%}"
+    times, spans = work["hardware"] / work["model"], f["range"]
+    mfu = "unknown" if f["mfu"] is None else format_range(spans["mfu"], "{:.0%}".format)
+    days, (most, least) = format_range(spans["days"], "{:.3g}".format), spans["software"]
     return "\n".join(
         (
             f"{f['config']} on {f['topology']}: {mesh}",
-            f"memory  {verdict}: peak {peak} of {capacity} per device ({', '.join(kinds)}; planned {planned})",
+            f"memory  {verdict}: peak {peak} of {capacity} ({', '.join(kinds)}; planned {planned})",
+            *remedy,
             "",
             *format_table(rows),
             "",
-            f"step    {f['step_seconds']:.4g} s: {parts}",
+            f"step    {format_range(spans['step_seconds'], '{:.3g}'.format)} s; {f['step_seconds']:.4g} s of {parts}",
             f"flops   {work['model']:.4g} of the model, {work['hardware']:.4g} of the program ({times:.2f} times)",
-            f"speed   {f['tokens_per_second']:,.0f} tokens/s, MFU {mfu}",
-            f"run     {f['tokens']:.4g} tokens in {f['days']:.3g} days of {f['devices']} devices{_paid(f)}",
-            f"assumes that products reach {f['software']:.0%} of the hardware's rate: a best case",
+            f"speed   {format_range(spans['tokens_per_second'], '{:,.0f}'.format)} tokens/s, MFU {mfu}",
+            f"run     {f['tokens']:.4g} tokens in {days} days of {f['devices']} devices{_paid(f)}",
+            f"if products reach {most:.0%} to {least:.0%} of the hardware's rate, as published runs of other programs "
+            f"did; the parts of a step are at {f['software']:.0%}",
             *filter(None, [f.get("notice")]),
             "matches theory" if f["matches_theory"] else "does NOT match theory: see spmd-lm audit",
         )

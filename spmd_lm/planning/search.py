@@ -26,13 +26,16 @@ from spmd_lm.cost_model.step_time import predict_step
 from spmd_lm.cost_model.systems import System, find_system
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.parallel.plan import Plan
+from spmd_lm.planning.capacity import Capacity, capacity_of
 from spmd_lm.step.optimizer import frozen_mask
 from spmd_lm.step.program import abstract_plan
 
-POLICIES: tuple[Policy, ...] = ("none", "selective", "residual", "full")  # which one plan serves
+ALIKE: tuple[tuple[Policy, ...], ...] = (("none", "selective", "residual"), ("full",))
+"""Remat policies that one plan serves: on a GPU layers run in a loop with the last alone (config/layer_loop.py)."""
+POLICIES = tuple(itertools.chain.from_iterable(ALIKE))
 LARGEST_CHUNKS = 8
 ROOM = 0.92
-"""Of a device's memory that a layout may be predicted to take: docs/planning.md has how good predictions are."""
+"""Of what a run may take that a layout may be predicted to: docs/planning.md has how good predictions are."""
 
 
 class Target(NamedTuple):
@@ -40,6 +43,7 @@ class Target(NamedTuple):
 
     topology: Topology
     hardware: Hardware
+    capacity: Capacity
 
     @property
     def profile(self) -> System:
@@ -61,8 +65,12 @@ class CostedLayout:
     @property
     def room(self) -> float:
         """Bytes that are left of what a layout may take; negative where it does not fit."""
-        assert self.target.hardware.memory
-        return ROOM * self.target.hardware.memory.size - self.memory
+        return ROOM * self.target.capacity.usable - self.memory
+
+    @property
+    def remedy(self) -> str | None:
+        """The setting of jax's allocator with which it fits, if it fits with it alone."""
+        return self.target.capacity.remedy(self.memory / ROOM)
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -85,6 +93,11 @@ class Search:
     def fitting(self) -> list[CostedLayout]:
         return [layout for layout in self.layouts if layout.room >= 0]
 
+    @property
+    def remediable(self) -> list[CostedLayout]:
+        """Those that fit if jax allocates more of a GPU."""
+        return [layout for layout in self.layouts if layout.remedy]
+
     def fastest(self) -> CostedLayout:
         """Raises ConfigError if none fits."""
         if fastest := best_of(self.fitting):
@@ -96,9 +109,11 @@ class Search:
                 f"no layout is legal on {where}: {why}. Search on another number of devices, or change train.batch."
             )
         closest = max(self.layouts, key=lambda layout: layout.room)
+        found = best_of(self.remediable)
+        remedy = f"Set {found.remedy}, with which {len(self.remediable):,} fit, or search" if found else "Search"
         raise ConfigError(
             f"none of {len(self.layouts):,} layouts fits: the smallest takes {closest.memory / 2**30:.1f} GiB of "
-            f"{(closest.memory + closest.room) / 2**30:.1f} on {closest.target.topology}. Search on more devices."
+            f"{(closest.memory + closest.room) / 2**30:.1f} on {closest.target.topology}. {remedy} on more devices."
         )
 
     def pareto(self) -> list[CostedLayout]:
@@ -159,7 +174,8 @@ def make_targets(topologies: Iterable[Topology], table: Path | None = None) -> l
 
 
 def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Target:
-    """Raises ConfigError for hardware whose speed is not known.  measured: rows before the table's."""
+    """Raises ConfigError for hardware whose speed is not known, and for an environment that does not say what jax
+    allocates.  measured: rows before the table's."""
     hardware = find_hardware(topology.device_kind, measured)
     simulated = f" --devices {topology.size}" if topology.platform == "cpu" else ""
     if not hardware or not hardware.products or not hardware.links:
@@ -172,7 +188,9 @@ def make_target(topology: Topology, measured: tuple[Hardware, ...] = ()) -> Targ
         raise ConfigError(
             f"--topology {topology}: the speed of the network between {one}s is not known. Name one {one}."
         )
-    return Target(topology, dataclasses.replace(hardware, devices_per_host=topology.domain))
+    capacity = capacity_of(hardware, topology.platform)
+    assert capacity
+    return Target(topology, dataclasses.replace(hardware, devices_per_host=topology.domain), capacity)
 
 
 def require_speed(config: RunConfig, target: Target) -> None:
@@ -192,28 +210,32 @@ def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Ite
     `rejected`."""
     devices = target.topology.size
     run = config.run.model_copy(update={"simulate_devices": target.topology.simulated})
-    remats = [config.remat.model_copy(update={"policy": policy, "block_size": None}) for policy in POLICIES]
+    remats = [
+        [config.remat.model_copy(update={"policy": policy, "block_size": None}) for policy in policies]
+        for policies in ALIKE
+    ]
     sections: dict[str, Section] = {
         "model": config.model,
         "train": config.train,
         "objective": config.objective,
-        "remat": remats[-1],
+        "remat": remats[-1][-1],
         "run": Run(simulate_devices=devices),  # so that checks know how many there are
     }
     for layout in layouts_of(devices):
         if target.topology.domain % layout["model"]:
-            rejected["parallel.model spans hosts"] += len(remats)
+            rejected["parallel.model spans hosts"] += len(POLICIES)
             continue
         if layout["replica"] % target.topology.slices:
-            rejected["only replicas can be between slices"] += len(remats)
+            rejected["only replicas can be between slices"] += len(POLICIES)
             continue
         for choice in choices_within(config, layout, target.topology.slices):
             parallel = config.parallel.model_copy(update=layout | choice)
             if problem := first_problem(sections | {"parallel": parallel}):
-                rejected[problem] += len(remats)
+                rejected[problem] += len(POLICIES)
                 continue
             update = {"run": run, "parallel": parallel}
-            yield [config.model_copy(update=update | {"remat": remat}) for remat in remats]
+            for alike in remats:
+                yield [config.model_copy(update=update | {"remat": remat}) for remat in alike]
 
 
 def layouts_of(devices: int) -> Iterator[dict[str, int]]:

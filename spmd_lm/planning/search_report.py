@@ -1,24 +1,27 @@
 """What `spmd-lm plan --search` tells of the layouts that it costed: the fastest, what any other choice would cost, and
 what the published rule of thumb would choose."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from spmd_lm.config.load import dump
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.step_time import step_range
 from spmd_lm.errors import CompilerError, ConfigError
 from spmd_lm.files import write_atomically
-from spmd_lm.planning.audit import audit
 from spmd_lm.planning.search import CostedLayout, Search, best_of
-from spmd_lm.runtime.formatting import format_bytes, format_table
+from spmd_lm.runtime.formatting import format_bytes, format_range, format_table
+
+Audit = Callable[[RunConfig, str], dict[str, Any]]  # of the step of a configuration, on a topology
 
 MARK = "# spmd-lm plan --search:"  # how what it writes begins, which another search may replace
 SHOWN = 8
 """Rows of the Pareto table that are printed."""
 
 
-def describe(search: Search, top: int) -> dict[str, Any]:
-    """The search as plain data.  top: the fastest layouts that are compiled, to confirm memory and traffic.
+def describe(search: Search, top: int, audit: Audit) -> dict[str, Any]:
+    """The search as plain data.  top: the fastest layouts that `audit` compiles, to confirm memory and traffic.
 
     Raises ConfigError if no layout fits, or there is no compiler."""
     best = search.fastest()
@@ -28,12 +31,14 @@ def describe(search: Search, top: int) -> dict[str, Any]:
         "seconds": search.seconds,
         "best": describe_layout(best),
         "software": best.target.profile.software,
+        "range": step_range(best.parts, best.target.profile),
         "pareto": [describe_layout(layout) for layout in search.pareto()],
         "by_topology": [describe_layout(layout) for layout in fastest_of_each_topology(search)],
         "rejected": dict(search.rejected),
+        "remedy": describe_remedy(search),
         "alternatives": list(alternatives(search, best)),
         "rule": describe_layout(rule) | {"why_slower": why_slower(rule, best)} if rule else None,
-        "compiled": [confirm(layout) for layout in fastest_of_each_mesh(search)[:top]],
+        "compiled": [confirm(layout, audit) for layout in fastest_of_each_mesh(search)[:top]],
     }
 
 
@@ -47,6 +52,15 @@ def describe_layout(layout: CostedLayout) -> dict[str, Any]:
         "memory": layout.memory,
         "bytes": layout.bytes,
     }
+
+
+def describe_remedy(search: Search) -> dict[str, Any] | None:
+    """What fits if jax allocates more of a GPU: the setting, how many layouts, and the fastest of them; None if nothing
+    more does."""
+    more = best_of(search.remediable)
+    if not more:
+        return None
+    return {"setting": more.remedy, "layouts": len(search.remediable), "fastest": describe_layout(more)}
 
 
 def alternatives(search: Search, best: CostedLayout) -> Iterator[dict[str, Any]]:
@@ -106,10 +120,10 @@ def fastest_of_each_mesh(search: Search) -> list[CostedLayout]:
     return list(fastest.values())
 
 
-def confirm(layout: CostedLayout) -> dict[str, Any]:
+def confirm(layout: CostedLayout, audit: Audit) -> dict[str, Any]:
     """What the compiler makes of it, beside what was predicted; None for all of it, and `refused`, if it refuses it."""
     try:
-        audited = audit(layout.config, layout.target.topology)
+        audited = audit(layout.config, str(layout.target.topology))
     except CompilerError as error:
         unknown = ("matches_theory", "compiled_bytes", "compiled_peak", "compiled_step_seconds", "compile_seconds")
         return describe_layout(layout) | dict.fromkeys(unknown) | {"refused": error.reason}
@@ -146,6 +160,12 @@ def render(description: dict[str, Any]) -> str:
         *(_row(each) for each in d["by_topology"] if each not in d["pareto"][:SHOWN]),
     ]
     lines += [*format_table(rows), "", f"best    {_layout(d['best']['layout'])}"]
+    if remedy := d["remedy"]:
+        more = remedy["fastest"]
+        lines.append(
+            f"memory  with {remedy['setting']} {remedy['layouts']:,} more fit, the fastest in "
+            f"{more['step_seconds']:.4g} s on {more['topology']}: {_layout(more['layout'])}"
+        )
     if rule := d["rule"]:
         slower = rule["step_seconds"] / d["best"]["step_seconds"] - 1
         what = f"{slower:.1%} slower: {rule['why_slower']}" if slower > 1e-6 else "as fast"
@@ -165,6 +185,10 @@ def render(description: dict[str, Any]) -> str:
     lines.append(
         f"assumes that products reach {d['software']:.0%} of the hardware's rate; steps that differ by less than 5% tie"
     )
+    most, least = d["range"]["software"]
+    if most > least:
+        seconds = format_range(d["range"]["step_seconds"], "{:.3g}".format)
+        lines.append(f"best    takes {seconds} s a step if they reach {most:.0%} to {least:.0%}, as in published runs")
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """What a step costs each device, as bars: memory, and bytes on the wire; and what a run's time was spent on."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -135,7 +135,10 @@ def goodput(runs: Mapping[str, Mapping[str, float]], *, width: float = WIDTH) ->
     runs: status.json's goodput by the run's name: seconds by bucket."""
     figure, axes = new_axes(width, 0.5 + len(runs) * (BAR + LABEL + 0.08))
     entries: dict[str, Any] = {}
-    for i, (name, seconds) in enumerate(runs.items()):
+    for i, (name, spent) in enumerate(runs.items()):
+        seconds = Counter[str]()
+        for bucket, value in spent.items():  # of another version there may be others
+            seconds[bucket if bucket in BUCKET_COLORS else "other"] += max(value, 0.0)  # type: ignore[assignment]
         total, start = sum(seconds.values()), 0.0
         for bucket in sorted(seconds, key=list(BUCKET_COLORS).index):
             share, color = seconds[bucket] / (total or 1), tint(BUCKET_COLORS[bucket], 0.75)

@@ -21,6 +21,7 @@ from spmd_lm.plots.style import (
     printable,
     text_width,
 )
+from spmd_lm.runtime.metrics import is_number
 
 MOST_POINTS = 1000  # of one line: more than it has pixels
 
@@ -93,7 +94,7 @@ def series(records: Records, key: str, over: str) -> tuple[np.ndarray, np.ndarra
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    return float(value) if is_number(value) else math.nan
 
 
 def thin_out(x: np.ndarray, y: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:

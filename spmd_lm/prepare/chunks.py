@@ -12,9 +12,10 @@ A chunk is some MB of consecutive documents, and six files (stage_files.py):
 How documents are divided into chunks changes nothing of the result."""
 
 import dataclasses
+import os
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -26,11 +27,20 @@ from spmd_lm.errors import DataError
 from spmd_lm.prepare import clean, shingles
 from spmd_lm.prepare.schema import Preparation
 from spmd_lm.prepare.sources import RawDocument
-from spmd_lm.prepare.stage_files import read_stage, write_stage
+from spmd_lm.prepare.stage_files import Natural, damaged_stage, open_array, read_stage, write_stage
 
 RAW_CHUNK_BYTES = 2**23  # raw ones
 CHUNK_DOCUMENTS = 2**14
 MOST_TOLD = 10  # bad documents, and files without any, that are named
+
+
+SHAPES: dict[str, Callable[[int], tuple[int | None, ...]]] = {
+    "ends": lambda documents: (documents + 1,),
+    "digests": lambda documents: (documents, 2),
+    "exact": lambda documents: (3, None),
+    "bands": lambda documents: (2, None),
+}
+"""The shapes of a chunk's arrays, by its number of documents; None for any size."""
 
 
 class NothingLeftError(DataError):
@@ -48,9 +58,9 @@ class RawChunk(NamedTuple):
 class ReadCount(NamedTuple):
     """texts: documents that are some.  file: '' for those that are a file each.  problem: of the first that is none."""
 
-    source: int
+    source: Natural
     file: str
-    texts: int
+    texts: Natural
     problem: str
 
 
@@ -59,11 +69,11 @@ class ChunkRecord:
     """documents: that are left.  bad: where the first bad ones are, and what is wrong with them.  counts: of step and
     reason.  read: of each source, or file of lines in it."""
 
-    number: int
-    raw_documents: int
-    documents: int
-    checksum: int
-    counts: list[tuple[str, str, int]]
+    number: Natural
+    raw_documents: Natural
+    documents: Natural
+    checksum: Natural
+    counts: list[tuple[str, str, Natural]]
     bad: list[str]
     read: list[ReadCount]
 
@@ -177,11 +187,21 @@ def divide(documents: Iterable[RawDocument]) -> Iterator[RawChunk]:
 
 def finished_chunk(directory: Path, number: int) -> ChunkRecord | None:
     """None if it is not there.  Raises DataError if it is damaged."""
-    value = read_stage(chunk_path(directory, number))
-    if not value:
+    path = chunk_path(directory, number)
+    record = read_stage(path, ChunkRecord, [".text", *(f".{name}.npy" for name in SHAPES)])
+    if record is None:
         return None
-    value["counts"], value["read"] = [*map(tuple, value["counts"])], [ReadCount(*each) for each in value["read"]]
-    return ChunkRecord(**value)
+    count = record.documents
+    for name, shape in SHAPES.items():
+        array = open_array(path.with_suffix(f".{name}.npy"), np.uint64, *shape(count))
+        if name in ("exact", "bands") and not (array[-1] < count).all():
+            raise damaged_stage(path.with_suffix(f".{name}.npy"), f"it is of more than {count:,} documents")
+    try:
+        for text in texts_of_chunk(directory, number, range(count)):
+            text.decode()
+    except ValueError as error:
+        raise damaged_stage(path.with_suffix(".text"), f"{error!s:.200}") from None
+    return record
 
 
 def map_array(directory: Path, number: int, name: str) -> np.ndarray:
@@ -192,7 +212,10 @@ def texts_of_chunk(directory: Path, number: int, documents: Iterable[int]) -> It
     """The texts of these documents of a chunk, by their places in it."""
     ends = map_array(directory, number, "ends")
     with open(chunk_path(directory, number).with_suffix(".text"), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         for document in documents:
             start, end = int(ends[document]), int(ends[document + 1])
+            if not start <= end <= size:
+                raise ValueError(f"its document {document} ends at {end:,}")
             file.seek(start)
             yield file.read(end - start)

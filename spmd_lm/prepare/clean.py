@@ -55,7 +55,7 @@ def examine(raw: RawDocument, config: Preparation, leaks: Path | None) -> Verdic
         return Verdict("", "read", UNUSED)
     if steps.language and not call_hook(steps.language, text, raw.where):
         return Verdict("", "language", "refused")
-    if steps.leaks and steps.leaks.titles and title and fold(title) in read_titles(steps.leaks.titles):
+    if steps.leaks and steps.leaks.titles and title and fold(title) in read_titles(steps.leaks.titles)[0]:
         return Verdict("", "leaks", "title")
     if steps.leaks and leaks and has_leak(text, leaks, steps.leaks.ngram):
         return Verdict("", "leaks", f"{steps.leaks.ngram}-gram")
@@ -159,18 +159,15 @@ def fold(title: str) -> str:
 
 
 @functools.cache
-def read_titles(path: str) -> frozenset[str]:
+def read_titles(path: str) -> tuple[frozenset[str], str]:
+    """Folded, and the SHA-256 of the file."""
     try:
-        text = files.read_bytes(Path(path).expanduser(), files.MAX_MODEL_FILE).decode("utf-8-sig")
+        data = files.read_bytes(Path(path).expanduser(), files.MAX_MODEL_FILE)
+        text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(f"steps.leaks.titles={path}: cannot be read: {reason}. Give a file of titles.") from None
-    return frozenset(filter(None, map(fold, text.splitlines())))
-
-
-def titles_sha256(path: str) -> str:
-    """Of the file that `check_steps` has read."""
-    return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+    return frozenset(filter(None, map(fold, text.splitlines()))), hashlib.sha256(data).hexdigest()
 
 
 @functools.cache
@@ -186,12 +183,14 @@ def leak_hashes(documents: Iterable[RawDocument], ngram: int) -> np.ndarray:
         try:
             if raw.problem:
                 raise BadInputError(raw.problem)
-            texts = texts_within(json.loads(raw.data)) if raw.is_json and raw.data.strip() else [raw.data.decode()]
+            is_line = raw.is_json and raw.data.strip()
+            for text in texts_within(files.parse_json(raw.data)) if is_line else [raw.data.decode()]:
+                if len(text) >= 2 * ngram - 1:
+                    found.append(shingles.distinct(shingles.ngram_hashes(shingles.word_hashes(text), ngram)))
         except (ValueError, RecursionError) as error:
             advice = "Mend it, or leave it out, of a directory by a glob"
             raise DataError(f"{raw.where}: steps.leaks.files: {error!s:.100}. {advice}.") from None
-        found += (np.unique(shingles.ngram_hashes(shingles.word_hashes(text), ngram)) for text in texts)
-    return np.unique(np.concatenate(found))
+    return shingles.distinct(np.concatenate(found))
 
 
 def texts_within(value: Any) -> Iterator[str]:
@@ -204,10 +203,10 @@ def texts_within(value: Any) -> Iterator[str]:
 
 def has_leak(text: str, leaks: Path, ngram: int) -> bool:
     known, found = load_leaks(leaks), shingles.ngram_hashes(shingles.word_hashes(text), ngram)
-    if not len(known) or not len(found):
+    if not len(known):
         return False
-    at = np.searchsorted(known, found)
-    return bool((known[np.minimum(at, len(known) - 1)] == found).any())
+    parts = (found[start : start + shingles.PART] for start in range(0, len(found), shingles.PART))
+    return any((known[np.minimum(np.searchsorted(known, part), len(known) - 1)] == part).any() for part in parts)
 
 
 def check_steps(steps: CleaningSteps) -> None:

@@ -13,14 +13,15 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.format import open_memmap
 
 from spmd_lm import __version__
+from spmd_lm.config.data_sections import RULES
 from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.data.token_files.dataset import FORMAT, FORMAT_VERSION, READ_SPLITS
 from spmd_lm.data.tokenizers.vocabulary import copy_vocabulary, vocabulary_hash
@@ -30,8 +31,9 @@ from spmd_lm.prepare.chunks import MOST_TOLD, ChunkCleaner, ChunkRecord, Nothing
 from spmd_lm.prepare.report import Stages, explain_nothing_left, find_warnings, make_steps
 from spmd_lm.prepare.schema import Preparation, TrainedTokenizer
 from spmd_lm.prepare.sources import SourceReader, open_evaluation_texts, open_sources
-from spmd_lm.prepare.stage_files import damaged_stage, read_stage, write_stage
-from spmd_lm.prepare.tokens import SPLITS, TokenizedChunk, Vocabulary
+from spmd_lm.prepare.splits import SPLITS, Splits, split_corpus
+from spmd_lm.prepare.stage_files import Natural, damaged_stage, open_array, read_stage, write_stage
+from spmd_lm.prepare.tokens import TokenizedChunk, Vocabulary
 from spmd_lm.prepare.workers import Workers
 from spmd_lm.prepare.workspace import Workspace
 from spmd_lm.runtime.directories import lock_directory
@@ -39,6 +41,14 @@ from spmd_lm.runtime.outputs import writing
 
 LIBRARIES = ("numpy", "tokenizers")
 """Whose versions the data may depend on."""
+
+
+@dataclass
+class ReadStage:
+    """What is known once all is read."""
+
+    chunks: Natural
+    sources: list[dict[str, Any]]
 
 
 def prepare(config: Preparation, log: Callable[[str], None]) -> dict[str, Any]:
@@ -87,8 +97,9 @@ def make_splits(
     fates = find_duplicates(config, workspace, corpus, workers, stages)
     if not (fates == duplicates.USED).any():
         raise NothingLeftError(explain_nothing_left(make_steps(config, records, fates, []), first_bad(records)))
-    vocabulary = make_vocabulary(config, workspace, corpus, fates, stages)
-    tokenized = tokenize(config, workspace, corpus, vocabulary, workers, stages)
+    splits = split_corpus(corpus, fates, config.split)
+    vocabulary = make_vocabulary(config, workspace, corpus, fates, splits, stages)
+    tokenized = tokenize(config, workspace, corpus, splits, vocabulary, workers, stages)
     steps = make_steps(config, records, fates, tokenized)
     if not any(chunk.documents for chunk in tokenized):
         raise NothingLeftError(explain_nothing_left(steps, first_bad(records)))
@@ -98,7 +109,7 @@ def make_splits(
         "vocab_size": vocabulary.vocab_size,
         "eos_token_id": vocabulary.eos_token_id,
         "tokenizer": vocabulary.sha256,
-        "splits": write_shards(config, workspace, vocabulary, workers, stages),
+        "splits": write_shards(config, workspace, len(tokenized), vocabulary, workers, stages),
     }
     return made, steps
 
@@ -111,10 +122,10 @@ def identify(config: Preparation, evaluation: list[SourceReader]) -> dict[str, A
     """What the data are a function of, besides the sources' files."""
     given, leaks, sha256 = config.tokenizer, config.steps.leaks, dict[str, Any]()
     if leaks and leaks.titles:
-        sha256["steps.leaks.titles"] = clean.titles_sha256(leaks.titles)
+        sha256["steps.leaks.titles"] = clean.read_titles(leaks.titles)[1]
     if evaluation:
         sha256["steps.leaks.files"] = [reader.read_through()["sha256"] for reader in evaluation]
-    versions = {name: metadata.version(name) for name in LIBRARIES}
+    versions = {name: metadata.version(name) for name in LIBRARIES} | {"rules": str(RULES)}
     if config.steps.utf8 == "repair":
         versions["ftfy"] = metadata.version("ftfy")
     return {
@@ -136,18 +147,21 @@ def read_documents(
     cleaner: ChunkCleaner, workspace: Workspace, readers: list[SourceReader], workers: Workers, stages: Stages
 ) -> tuple[list[ChunkRecord], list[dict[str, Any]]]:
     """The chunks, and what the sources were."""
-    if done := read_stage(workspace.read):
-        found = [*workers.map(functools.partial(finished_chunk, workspace.read), range(done["chunks"]))]
+    if done := read_stage(workspace.read, ReadStage):
+        if len(done.sources) != len(readers):
+            raise damaged_stage(workspace.read.with_suffix(".json"), f"it is of {len(done.sources):,} sources")
+        present = min(done.chunks, sum(1 for _ in workspace.read.glob("*.json")))
+        found = [*workers.map(functools.partial(finished_chunk, workspace.read), range(present))]
         records = [record for record in found if record]
-        if len(records) < len(found):
+        if gone := done.chunks - len(records):
             raise DataError(
-                f"{workspace.partial}: {len(found) - len(records)} of its {len(found)} chunks are gone. Remove it and "
-                f"{workspace.out}, and start again."
+                f"{workspace.partial}: {gone:,} of its {done.chunks:,} chunks are gone. Remove it and {workspace.out}, "
+                "and start again."
             )
         bad = [each for record in records for each in record.bad]
         if bad and cleaner.config.on_bad == "error":
             raise DataError(f"{bad[0]}. Mend it, leave it out, or set on_bad=skip.")
-        return records, done["sources"]
+        return records, done.sources
     sizes = [reader.size for reader in readers]
     size = None if None in sizes else sum(filter(None, sizes))
     records = list[ChunkRecord]()
@@ -159,7 +173,7 @@ def read_documents(
     if not any(record.raw_documents for record in records):
         raise NothingLeftError(f"sources: no document in {', '.join(reader.source.label for reader in readers)}.")
     sources = [reader.record() for reader in readers]
-    write_stage(workspace.read, {"chunks": len(records), "sources": sources}, {})
+    write_stage(workspace.read, {"chunks": len(records), "sources": sources}, {})  # a ReadStage
     return records, sources
 
 
@@ -168,9 +182,10 @@ def index_leaks(config: Preparation, workspace: Workspace, readers: list[SourceR
     path, leaks = workspace.partial / "leaks", config.steps.leaks
     if leaks is None or not readers:
         return None
-    if not read_stage(path):
+    if not read_stage(path, str, [".npy"]):
         documents = itertools.chain.from_iterable(reader.documents() for reader in readers)
         write_stage(path, "n-grams", {".npy": clean.leak_hashes(documents, leaks.ngram)})
+    open_array(path.with_suffix(".npy"), np.uint64, None)
     return path.with_suffix(".npy")
 
 
@@ -179,7 +194,7 @@ def find_duplicates(
 ) -> np.ndarray:
     """What becomes of each document: uint8 [documents]."""
     path, near = workspace.partial / "fates", config.steps.near_duplicates
-    if not read_stage(path):
+    if not read_stage(path, str, [".npy"]):
         fates = np.zeros(corpus.documents, np.uint8)
         with stages.stage("duplicates", None):
             if config.steps.exact_duplicates:
@@ -187,11 +202,16 @@ def find_duplicates(
             if near:
                 duplicates.mark_near(corpus, fates, near.jaccard, workers)
         write_stage(path, "fates", {".npy": fates})
-    return open_memmap(path.with_suffix(".npy"), mode="r")
+    return open_array(path.with_suffix(".npy"), np.uint8, corpus.documents)
 
 
 def make_vocabulary(
-    config: Preparation, workspace: Workspace, corpus: duplicates.CleanedChunks, fates: np.ndarray, stages: Stages
+    config: Preparation,
+    workspace: Workspace,
+    corpus: duplicates.CleanedChunks,
+    fates: np.ndarray,
+    splits: Splits,
+    stages: Stages,
 ) -> Vocabulary:
     """The tokenizer, trained if that is asked for, with a copy in OUT."""
     name = config.tokenizer
@@ -200,10 +220,10 @@ def make_vocabulary(
         from spmd_lm.prepare.trained_tokenizer import train_tokenizer
 
         record, trained = workspace.partial / "tokenizer", directory / "tokenizer.json"
-        sha256 = read_stage(record)
+        sha256 = read_stage(record, str)
         if not sha256 or not trained.exists():
             with stages.stage("train tokenizer", None), writing(trained):
-                train_tokenizer(name, corpus, fates, config.split, directory)
+                train_tokenizer(name, corpus, fates, splits, directory)
             write_stage(record, vocabulary_sha256(str(trained)), {})
         elif vocabulary_sha256(str(trained)) != sha256:
             raise damaged_stage(record.with_suffix(".json"), f"{trained} is another tokenizer than was trained")
@@ -212,22 +232,21 @@ def make_vocabulary(
         with writing(directory):
             copy_vocabulary(name, directory)
     sha256 = vocabulary_sha256(name)
-    tokenizer = tokens.load_tokenizer(name, sha256)
-    return Vocabulary(name, sha256, tokenizer.vocab_size, tokenizer.eos_token_id)
+    tokenizer = tokens.load_tokenizer(name, sha256, config.bos)
+    return Vocabulary(name, sha256, tokenizer.vocab_size, tokenizer.eos_token_id, config.bos)
 
 
 def tokenize(
     config: Preparation,
     workspace: Workspace,
     corpus: duplicates.CleanedChunks,
+    splits: Splits,
     vocabulary: Vocabulary,
     workers: Workers,
     stages: Stages,
 ) -> list[TokenizedChunk]:
     fates = workspace.partial / "fates.npy"
-    tokenizer = tokens.ChunkTokenizer(
-        corpus, fates, workspace.tokens, vocabulary, config.steps.min_tokens, config.split
-    )
+    tokenizer = tokens.ChunkTokenizer(corpus, fates, workspace.tokens, vocabulary, config.steps.min_tokens, splits)
     chunks, done = len(corpus.bases) - 1, []
     with stages.stage("tokenize", chunks) as advance:
         for chunk in workers.map(tokenizer, range(chunks)):
@@ -237,11 +256,10 @@ def tokenize(
 
 
 def write_shards(
-    config: Preparation, workspace: Workspace, vocabulary: Vocabulary, workers: Workers, stages: Stages
+    config: Preparation, workspace: Workspace, chunks: int, vocabulary: Vocabulary, workers: Workers, stages: Stages
 ) -> dict[str, Any]:
     """The manifest's `splits`: those that have a share, and those that training reads."""
     shares = {"train": 1.0, "validation": config.split.validation, "test": config.split.test}
-    chunks = len([*workspace.tokens.glob("*.json")])
     maker = tokens.ShardMaker(workspace.out, workspace.tokens, vocabulary)
     splits = {}
     for split in [name for name in SPLITS if shares[name] or name in READ_SPLITS]:

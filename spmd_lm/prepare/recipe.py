@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spmd_lm.config.load import make_layer, merge_trees, read_yaml_file
+from spmd_lm.config.load import locate, make_layer, merge_trees, read_yaml_file
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.config.suggest import BOUNDS, TYPES, did_you_mean
 from spmd_lm.config.syntax import read
@@ -19,6 +19,7 @@ from spmd_lm.prepare.schema import UNION_TAGS, Preparation
 def read_recipe(path: Path, overrides: Iterable[str] = ()) -> Preparation:
     """The checked configuration.  ConfigError with one line per problem."""
     problems: list[str] = []
+    path = locate(path)
     tree = read_yaml_file(str(path), str(path), problems)
     if problems or tree is None:
         raise ConfigError(*(problems or [f"{path}: empty. Give sources and out."]))

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from spmd_lm.data.held_out import SHARE_MARGIN
 from spmd_lm.prepare.chunks import MOST_TOLD, ChunkRecord
 from spmd_lm.prepare.duplicates import EXACT, NEAR, count_fates
 from spmd_lm.prepare.schema import Preparation
@@ -88,7 +89,8 @@ def explain_nothing_left(steps: list[dict[str, Any]], bad: list[str]) -> str:
 def find_warnings(
     config: Preparation, records: list[ChunkRecord], sources: list[dict[str, Any]], splits: dict[str, Any]
 ) -> list[str]:
-    """Sources, and files of lines, that have no document though they have bytes; and splits that have none."""
+    """Sources, and files of lines, that have no document though they have bytes; and splits that have none, or another
+    share of the text than was asked for."""
     texts, problems = Counter[tuple[int, str]](), dict[tuple[int, str], str]()
     for index, file, count, problem in (each for record in records for each in record.read):
         for key in dict.fromkeys([(index, ""), (index, file)]):
@@ -102,10 +104,15 @@ def find_warnings(
         told += [f"{name}: not one document of it was read: {problems.get(unread[name], 'none')}." for name in unread]
     if len(told) > MOST_TOLD:
         told[MOST_TOLD:] = [f"and not one of {len(told) - MOST_TOLD} more files."]
+    text_bytes = sum(split["text_bytes"] for split in splits.values())
     for name, split in splits.items():
+        wanted, found = getattr(config.split, name, 0), split["text_bytes"] / text_bytes
         if not split["documents"] and getattr(config.split, name, True):
             way = "Name more sources" if name == "train" else f"Raise split.{name}, or name more sources"
             told.append(f"no document is in the split {name}. {way}.")
+        elif wanted and abs(found - wanted) > 2 * SHARE_MARGIN * min(wanted, 1 - wanted):
+            why = "Name more sources, or lower steps.min_tokens"
+            told.append(f"{found:.2%} of the text is in the split {name}, not split.{name}={wanted:.2%}. {why}.")
     return told
 
 

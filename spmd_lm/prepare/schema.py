@@ -131,10 +131,12 @@ class Preparation(Section):
         | Annotated[TrainedTokenizer, Tag(UNION_TAGS[1])],
         Discriminator(tokenizer_tag),
     ] = "bytes"
+    # whether the token that begins a text stands before every document; auto: as the vocabulary's own files say
+    bos: Literal["auto"] | bool = "auto"
     steps: CleaningSteps = CleaningSteps()  # what removes documents
     on_bad: Literal["skip", "error"] = "skip"  # what is no document: count it, or end with exit code 4
     max_document_bytes: Count = 2**26  # a longer document is bad input
-    split: SplitShares = SplitShares()  # the shares of the documents that are not for training
+    split: SplitShares = SplitShares()  # the shares of the text that are not for training
     shard_tokens: Count = 10**8  # tokens of a shard, at most, if no document has more
     workers: Annotated[int, Field(ge=0, le=1024)] = 0  # processes; 0: one for each core
 
@@ -149,5 +151,6 @@ class Preparation(Section):
         return len(os.sched_getaffinity(0))  # the cores that this process may use
 
     def identity(self) -> dict[str, Any]:
-        """What the data depend on: neither the workers nor the directory."""
-        return self.model_dump(mode="json", exclude={"workers", "out"})
+        """What the data depend on: neither the workers nor the directory.  A data set of before `bos` has no such key,
+        and is left as it is."""
+        return self.model_dump(mode="json", exclude={"workers", "out", *(["bos"] if self.bos == "auto" else [])})

@@ -3,7 +3,7 @@
 Nothing is decoded here but compression and Parquet.  A document that is too long, and a file that is damaged, is a raw
 document with a `problem`."""
 
-import glob
+import errno
 import hashlib
 import os
 import stat
@@ -11,12 +11,14 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from spmd_lm import files
-from spmd_lm.data.text_files import EXCLUDED, SUFFIXES
+from spmd_lm.data.text_files import EXCLUDED, SUFFIXES, matches
 from spmd_lm.errors import ConfigError, DataError
+from spmd_lm.prepare.parquet import ParquetError, read_rows
 from spmd_lm.prepare.schema import Preparation, Source
 from spmd_lm.prepare.streams import DAMAGE, HashingFile, decompressed, documents_of_lines, require_zstandard
 
@@ -28,7 +30,6 @@ SEARCHED = (".parquet", *(kind + end for kind in LINES_OR_TEXT for end in ("", *
 ALL_FILES = ("",)
 
 PYTHON_STDLIB = "python-stdlib"
-PARQUET_ROWS = 256  # read at a time
 
 
 class RawDocument(NamedTuple):
@@ -77,7 +78,11 @@ class SourceReader:
     @property
     def size(self) -> int | None:
         """Bytes of its files; None if that is not known."""
-        return sum(path.stat().st_size for path, _ in self.paths) if self.paths else None
+        sizes = []
+        for path, _ in self.paths:
+            with self._readable(path):
+                sizes.append(path.stat().st_size)
+        return sum(sizes) if sizes else None
 
     def record(self) -> dict[str, Any]:
         """What was read: of files the SHA-256 of their bytes, one file after another."""
@@ -109,15 +114,20 @@ class SourceReader:
 
     def _file(self, path: Path) -> Iterator[RawDocument]:
         kind = self.source.format or format_of(path)
+        with self._readable(path), open(files.open_regular(path), "rb", buffering=0) as file:
+            if kind == "parquet":
+                yield from self._parquet(file, path)
+            else:
+                yield from self._stream(file, str(path), kind, path.suffix)
+
+    @contextmanager
+    def _readable(self, path: Path) -> Iterator[None]:
         try:
-            with open(files.open_regular(path), "rb", buffering=0) as file:
-                if kind == "parquet":
-                    yield from self._parquet(file, path)
-                else:
-                    yield from self._stream(file, str(path), kind, path.suffix)
+            yield
         except OSError as error:
+            advice = "Put it back" if error.errno == errno.ENOENT else "Fix its permissions"
             where = f"{path}: cannot be read: {error.strerror or error}"
-            raise DataError(f"{where}. Fix its permissions, or leave it out of {self.where}.") from error
+            raise DataError(f"{where}. {advice}, or leave it out of {self.where}.") from error
 
     def _stream(self, file: BinaryIO, name: str, kind: str, suffix: str) -> Iterator[RawDocument]:
         """The documents of text or JSON lines.  What follows damage in a compressed file is lost."""
@@ -134,29 +144,17 @@ class SourceReader:
         hashing.drain()
 
     def _parquet(self, file: BinaryIO, path: Path) -> Iterator[RawDocument]:
-        from arro3.io import read_parquet
-
         self.files_read += 1
         HashingFile(file, self._count).drain()
-        row, key = 0, self.source.text
-        file.seek(max(os.fstat(file.fileno()).st_size - 4, 0))
-        if file.read() != b"PAR1":  # the library would panic
-            yield RawDocument(self.index, str(path), 0, b"", problem="damaged parquet: it does not end as one")
-            return
+        row, key, title = -1, self.source.text, self.source.title
         try:
-            for batch in read_parquet(str(path), batch_size=PARQUET_ROWS):
-                names = batch.schema.names
-                if key not in names:
-                    raise DataError(f"{path}: no column '{key}', but {', '.join(names)}. Set text in {self.where}.")
-                texts = batch[key].to_pylist()
-                titles = batch[self.source.title].to_pylist() if self.source.title in names else [None] * len(texts)
-                for text, title in zip(texts, titles, strict=True):
-                    row += 1
-                    yield self._keyed(str(path), row, text, title)
-        except BaseException as error:  # arro3's have no base of their own, and a panic of Rust is not an Exception
-            is_panic = type(error).__module__ == "pyo3_runtime"
-            if isinstance(error, DataError) or not (isinstance(error, Exception) or is_panic):
-                raise
+            for row, found in enumerate(read_rows(file, key, title, self.most)):
+                if row:
+                    yield self._keyed(str(path), row, *found)
+                elif key not in found:
+                    names = f"{', '.join(found):.200}"
+                    raise DataError(f"{path}: no column '{key}', but {names}. Set text in {self.where}.")
+        except ParquetError as error:
             yield RawDocument(self.index, str(path), row + 1, b"", problem=f"damaged parquet: {error!s:.100}")
 
     def _dataset(self) -> Iterator[RawDocument]:
@@ -214,14 +212,17 @@ class SourceReader:
                     raise DataError(f"{self.where}: not a regular file. Name a file, a glob or a directory.")
                 found, problem = [(path, "")], ""
             else:
-                matches = sorted(glob.glob(str(path), recursive=True))
-                found = [(Path(each), "") for each in matches if os.path.isfile(each) and not self._is_own(each)]
+                matched = sorted(filter(os.path.isfile, {*matches(str(path))}))
+                found = [(Path(each), "") for each in matched if not self._is_own(each)]
                 problem = f"no such file (working directory {Path.cwd()})"
         except OSError as error:
             raise DataError(f"{self.where}: cannot be read: {error.strerror}. Fix its permissions.") from error
         if not found:
             raise DataError(f"{self.where}: {problem}.")
-        return found
+        by_file: dict[str, tuple[Path, str]] = {}
+        for each in found:  # links lead to one more than once
+            by_file.setdefault(os.path.realpath(each[0]), each)
+        return [*by_file.values()]
 
     def _is_own(self, path: str | Path) -> bool:
         return any(Path(os.path.realpath(path)).is_relative_to(directory) for directory in self.own)

@@ -1,22 +1,29 @@
 """What a stage leaves in OUT.partial: files, and a record, NAME.json, written last: without it nothing is there.
 
 A record is a line of JSON, [value, {suffix: [bytes, CRC-32]}] of the files beside it, and a line with its own CRC-32.
-A later start compares all of them before it reads any."""
+A later start compares all of them before it reads any, and takes nothing for granted: anyone can compute a CRC-32."""
 
 import io
 import json
+import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from numpy.lib.format import open_memmap
+from pydantic import Field, TypeAdapter, ValidationError
 
 from spmd_lm import files
 from spmd_lm.errors import DataError
 from spmd_lm.runtime.outputs import writing
 
 READ_BYTES = 2**20  # at a time
+MAX_RECORD = 2**26  # bytes; that of a chunk has a few hundred for each file of lines that it is of
+
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
+StageValue = TypeVar("StageValue")
 
 
 def write_stage(path: Path, value: Any, contents: Mapping[str, bytes | np.ndarray]) -> None:
@@ -37,27 +44,56 @@ def npy_bytes(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def read_stage(path: Path) -> Any:
-    """The value of a record; None if there is none.  Raises DataError for files that are not as they were written."""
+def read_stage(path: Path, kind: type[StageValue], suffixes: Collection[str] = ()) -> StageValue | None:
+    """The value of a record; None if there is none.  Raises DataError for files that are not as they were written.
+
+    kind: of the value.  suffixes: of the files beside it."""
     record = path.with_suffix(".json")
     try:
-        line, _, checksum = record.read_bytes().partition(b"\n")
+        line, _, checksum = files.read_bytes(record, MAX_RECORD).partition(b"\n")
+        if checksum != b"%d\n" % zlib.crc32(line):
+            raise ValueError("its checksum is not that of what was written")
+        schema: TypeAdapter[Any] = TypeAdapter(tuple[kind, dict[str, tuple[int, int]]])  # type: ignore[valid-type]
+        value, listed = schema.validate_python(files.parse_json(line))
     except FileNotFoundError:
         return None
-    if checksum != b"%d\n" % zlib.crc32(line):
-        raise damaged_stage(record, "its checksum is not that of what was written")
-    value, listed = json.loads(line)
-    for suffix, (size, checksum) in listed.items():
-        check_file(path.with_suffix(suffix), size, checksum)
+    except (OSError, ValueError) as error:
+        raise damaged_stage(record, first_fault(error)) from None
+    if listed.keys() != {*suffixes}:
+        raise damaged_stage(record, f"it is of {', '.join(sorted(listed))[:80] or 'no files'}")
+    for suffix, (size, found) in listed.items():
+        check_file(path.with_suffix(suffix), size, found)
     return value
 
 
+def first_fault(error: Exception) -> str:
+    """What is wrong, in a line."""
+    if isinstance(error, ValidationError):
+        fault = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"[:200]
+    return f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"{error!s:.200}"
+
+
+def open_array(path: Path, dtype: type[np.generic], *shape: int | None) -> np.ndarray:
+    """A memory map of an array of these dimensions; None for any.  DataError if it is another one."""
+    try:
+        os.close(files.open_regular(path))
+        array = open_memmap(path, mode="r")
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        raise damaged_stage(path, f"{error!s:.200}") from None
+    fits = len(array.shape) == len(shape) and all(s in (None, n) for n, s in zip(array.shape, shape, strict=True))
+    if array.dtype != dtype or not fits:
+        raise damaged_stage(path, f"it has {array.dtype} {list(array.shape)}")
+    return array
+
+
 def check_file(path: Path, size: int, checksum: int) -> None:
-    found, found_checksum = 0, 0
+    found_checksum = 0
     try:
         with open(files.open_regular(path), "rb", buffering=0) as file:
-            while block := file.read(READ_BYTES):
-                found, found_checksum = found + len(block), zlib.crc32(block, found_checksum)
+            found = os.fstat(file.fileno()).st_size
+            while found == size and (block := file.read(READ_BYTES)):
+                found_checksum = zlib.crc32(block, found_checksum)
     except OSError as error:
         raise damaged_stage(path, f"cannot be read: {error.strerror}") from None
     if found != size:

@@ -3,11 +3,12 @@ by themselves, and then their lengths say which shard each belongs to."""
 
 import functools
 import io
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.lib.format import open_memmap
@@ -15,15 +16,14 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel
 
 from spmd_lm.data.token_files.shard import Header, ShardWriter, open_shard, token_dtype
-from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer, open_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer, begin, open_tokenizer, put_bos
 from spmd_lm.errors import DataError
 from spmd_lm.prepare.chunks import chunk_path, map_array, texts_of_chunk
 from spmd_lm.prepare.duplicates import USED, CleanedChunks
-from spmd_lm.prepare.schema import SplitShares
-from spmd_lm.prepare.stage_files import read_stage, write_stage
+from spmd_lm.prepare.splits import SPLITS, Part, Splits
+from spmd_lm.prepare.stage_files import Natural, damaged_stage, open_array, read_stage, write_stage
 from spmd_lm.runtime.outputs import writing
 
-SPLITS = ("train", "validation", "test")
 BATCH_BYTES = 2**20  # of text that the library tokenizes at once: it takes 60 to 160 bytes for each of them
 LIKELY_CUTS = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 """Where most tokenizers divide a text themselves."""
@@ -49,6 +49,12 @@ class Vocabulary(NamedTuple):
     sha256: str
     vocab_size: int
     eos_token_id: int | None
+    bos: Literal["auto"] | bool = "auto"  # as of Preparation
+
+    @property
+    def tokenizer(self) -> tuple[str, str, Literal["auto"] | bool]:
+        """What `load_tokenizer` takes."""
+        return self.name, self.sha256, self.bos
 
     @property
     def eos_tokens(self) -> int:
@@ -59,52 +65,72 @@ class Vocabulary(NamedTuple):
 class TokenizedChunk(NamedTuple):
     """A chunk's documents that have tokens enough.  few_tokens: how many have not."""
 
-    number: int
-    documents: int
-    few_tokens: int
+    number: Natural
+    documents: Natural
+    few_tokens: Natural
 
 
 @dataclass(frozen=True)
 class ChunkTokenizer:
     """Tokenizes the documents of a chunk that are used: 00000.bin has their ids, 00000.lengths.npy uint64
-    [3, documents] their splits, their counts of ids, and the bytes of their texts; 00000.json a TokenizedChunk."""
+    [3, documents] their splits, their counts of ids, and the bytes of their texts; 00000.json a TokenizedChunk.  Of a
+    document that is divided each part is one."""
 
     corpus: CleanedChunks
     fates: Path
     directory: Path
     vocabulary: Vocabulary
     min_tokens: int
-    shares: SplitShares
+    splits: Splits
 
     def __call__(self, number: int) -> TokenizedChunk:
         path = chunk_path(self.directory, number)
-        if done := read_stage(path):
-            return TokenizedChunk(*done)
+        if done := read_stage(path, TokenizedChunk, [".bin", ".lengths.npy"]):
+            self._check(path, done)
+            return done
         base, end = self.corpus.bases[number : number + 2].tolist()
         positions = np.flatnonzero(open_memmap(self.fates, mode="r")[base:end] == USED)
-        splits = split_of(map_array(self.corpus.directory, number, "digests")[positions, 0], self.shares)
-        data, lengths = io.BytesIO(), []
+        data, lengths, few, tokenizer = io.BytesIO(), [], 0, load_tokenizer(*self.vocabulary.tokenizer)
         dtype = token_dtype(self.vocabulary.vocab_size)
-        for split, (ids, text_bytes) in zip(splits.tolist(), self._encode(number, positions.tolist()), strict=True):
-            if len(ids) >= self.min_tokens:
+        for _, group in itertools.groupby(self._encode(number, positions), lambda encoded: encoded[0].document):
+            parts = [*group]
+            if sum(len(ids) for _, ids in parts) < self.min_tokens:
+                few += 1
+                continue
+            for part, ids in parts:
+                ids = begin(tokenizer, ids, document=True)
                 data.write(ids.astype(dtype).tobytes())
-                lengths.append((split, len(ids), text_bytes))
-        done = TokenizedChunk(number, len(lengths), len(positions) - len(lengths))
+                lengths.append((part.split, len(ids), len(part.text)))
+        done = TokenizedChunk(number, len(lengths), few)
         table = np.array(lengths, np.uint64).reshape(-1, 3).T
         write_stage(path, done, {".bin": data.getvalue(), ".lengths.npy": table})
         return done
 
-    def _encode(self, number: int, positions: list[int]) -> Iterator[tuple[np.ndarray, int]]:
-        """Ids and bytes of each text."""
-        tokenizer = load_tokenizer(self.vocabulary.name, self.vocabulary.sha256)
-        for batch in batches(texts_of_chunk(self.corpus.directory, number, positions)):
+    def _check(self, path: Path, done: TokenizedChunk) -> None:
+        """DataError if the lengths are not those of the ids."""
+        lengths = open_array(path.with_suffix(".lengths.npy"), np.uint64, 3, done.documents)
+        ids = path.with_suffix(".bin").stat().st_size // token_dtype(self.vocabulary.vocab_size).itemsize
+        if (lengths[1] > ids).any() or lengths[1].sum() != ids or (lengths[0] >= len(SPLITS)).any():
+            raise damaged_stage(path.with_suffix(".lengths.npy"), f"its lengths are not those of {ids:,} ids")
+
+    def _parts(self, number: int, positions: np.ndarray) -> Iterator[Part]:
+        digests = map_array(self.corpus.directory, number, "digests")[positions, 0].tolist()
+        texts = texts_of_chunk(self.corpus.directory, number, positions.tolist())
+        for document, digest, text in zip(positions.tolist(), digests, texts, strict=True):
+            yield from self.splits.divide(document, digest, text)
+
+    def _encode(self, number: int, positions: np.ndarray) -> Iterator[tuple[Part, np.ndarray]]:
+        """The parts of the texts, and their ids."""
+        tokenizer = load_tokenizer(*self.vocabulary.tokenizer)
+        for batch in batches(self._parts(number, positions)):
+            texts = [part.text for part in batch]
             if not isinstance(tokenizer, SubwordTokenizer):
-                encoded = [tokenizer.encode(text) for text in batch]
-            elif len(batch) == 1 and (cuts := cuts_of(tokenizer)):
-                encoded = [np.concatenate([tokenizer.encode(part) for part in parts_of_document(batch[0], cuts)])]
+                encoded = [tokenizer.encode(text) for text in texts]
+            elif len(texts) == 1 and (cuts := cuts_of(tokenizer)):
+                encoded = [np.concatenate([tokenizer.encode(each) for each in parts_of_document(texts[0], cuts)])]
             else:
-                encoded = tokenizer.encode_batch(batch)
-            yield from zip(encoded, map(len, batch), strict=True)
+                encoded = tokenizer.encode_batch(texts)
+            yield from zip(batch, encoded, strict=True)
 
 
 def parts_of_document(text: bytes, cuts: re.Pattern[bytes]) -> Iterator[bytes]:
@@ -139,32 +165,25 @@ def divides(tokenizer: SubwordTokenizer, text: bytes, cuts: re.Pattern[bytes]) -
     return all([*tokenizer.encode(a).tolist(), *tokenizer.encode(b).tolist()] == undivided for a, b in parts)
 
 
-def batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    batch, size = list[bytes](), 0
-    for text in texts:
-        if batch and size + len(text) > BATCH_BYTES:
+def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    batch, size = list[Part](), 0
+    for part in parts:
+        if batch and size + len(part.text) > BATCH_BYTES:
             yield batch
             batch, size = [], 0
-        batch.append(text)
-        size += len(text)
+        batch.append(part)
+        size += len(part.text)
     if batch:
         yield batch
 
 
 @functools.cache
-def load_tokenizer(name: str, sha256: str) -> Tokenizer:
+def load_tokenizer(name: str, sha256: str, bos: Literal["auto"] | bool = "auto") -> Tokenizer:
     """sha256: so that another vocabulary of the same name is another tokenizer."""
     try:
-        return open_tokenizer(name)
+        return put_bos(open_tokenizer(name), bos, key="bos")
     except DataError as error:
         raise DataError(str(error).replace("data.tokenizer=", "tokenizer=")) from None
-
-
-def split_of(digests: np.ndarray, shares: SplitShares) -> np.ndarray:
-    """The place in SPLITS of each text, which its own digest decides: uint64 [texts].  With larger shares documents
-    leave the training split, and none comes into it."""
-    fractions = (digests >> np.uint64(11)) * 2.0**-53
-    return np.where(fractions < shares.validation, 1, np.where(fractions >= 1 - shares.test, 2, 0)).astype(np.uint64)
 
 
 class ShardPart(NamedTuple):

@@ -9,17 +9,17 @@ from spmd_lm.data.tokenizers.training import train_bpe, train_wordpiece
 from spmd_lm.data.tokenizers.vocabulary import write_vocabulary
 from spmd_lm.prepare.chunks import NothingLeftError, map_array, texts_of_chunk
 from spmd_lm.prepare.duplicates import USED, CleanedChunks
-from spmd_lm.prepare.schema import SplitShares, TrainedTokenizer
-from spmd_lm.prepare.tokens import split_of
+from spmd_lm.prepare.schema import TrainedTokenizer
+from spmd_lm.prepare.splits import TRAIN, Splits
 
 
 def train_tokenizer(
-    settings: TrainedTokenizer, corpus: CleanedChunks, fates: np.ndarray, shares: SplitShares, directory: Path
+    settings: TrainedTokenizer, corpus: CleanedChunks, fates: np.ndarray, splits: Splits, directory: Path
 ) -> None:
     """Writes tokenizer.json into the directory.  NothingLeftError if there is no text to train on."""
 
     def texts() -> Iterator[str]:
-        return training_texts(corpus, fates, shares, settings.sample_bytes)
+        return training_texts(corpus, fates, splits, settings.sample_bytes)
 
     if next(texts(), None) is None:
         raise NothingLeftError(
@@ -33,13 +33,13 @@ def train_tokenizer(
     write_vocabulary(trained.to_str(pretty=True), directory)
 
 
-def training_texts(corpus: CleanedChunks, fates: np.ndarray, shares: SplitShares, most: int) -> Iterator[str]:
+def training_texts(corpus: CleanedChunks, fates: np.ndarray, splits: Splits, most: int) -> Iterator[str]:
     """The documents of the training split; if they have more than `most` bytes, those whose digests are least."""
     chosen = []
     for chunk in range(len(corpus.bases) - 1):
         digests = map_array(corpus.directory, chunk, "digests")
         used = np.array(fates[corpus.bases[chunk] : corpus.bases[chunk + 1]] == USED)
-        used &= split_of(digests[:, 0], shares) == 0
+        used &= splits.training(digests[:, 0])
         sizes = np.diff(map_array(corpus.directory, chunk, "ends"))
         chosen.append((np.flatnonzero(used), digests[used, 1], sizes[used]))
     order = np.argsort(np.concatenate([digests for _, digests, _ in chosen]), kind="stable")
@@ -50,5 +50,7 @@ def training_texts(corpus: CleanedChunks, fates: np.ndarray, shares: SplitShares
     for chunk, (positions, _, _) in enumerate(chosen):
         of_chunk = positions[taken[start : start + len(positions)]]
         start += len(positions)
-        for text in texts_of_chunk(corpus.directory, chunk, of_chunk.tolist()):
-            yield text.decode()
+        digests = map_array(corpus.directory, chunk, "digests")[of_chunk, 0].tolist()
+        texts = texts_of_chunk(corpus.directory, chunk, of_chunk.tolist())
+        for digest, text in zip(digests, texts, strict=True):
+            yield from (part.text.decode() for part in splits.divide(0, digest, text) if part.split == TRAIN)

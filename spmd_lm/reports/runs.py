@@ -11,8 +11,10 @@ from typing import Any
 
 import spmd_lm
 from spmd_lm import plots
+from spmd_lm.config import syntax
 from spmd_lm.config.load import CONFIG_FILE, load_run
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.files import read_bytes, write_atomically
@@ -32,13 +34,15 @@ from spmd_lm.reports.page import (
 )
 from spmd_lm.runtime.directories import was_killed
 from spmd_lm.runtime.formatting import format_bytes, format_duration, format_quantity, pluralize, to_json
-from spmd_lm.runtime.metrics import Life, Record, Status, read_records
+from spmd_lm.runtime.metrics import Life, Record, Status, is_number, read_records
 from spmd_lm.step.program import abstract_plan
 
 METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "accuracy", "loss_scale")
 """Those that have a place on every page; others that a run recorded follow."""
 
 NOT_DRAWN = ("step", "tokens", "seconds", "perplexity", "skipped", "skipped_steps")
+READ_FILES = ("status.json", CONFIG_FILE, "metrics.jsonl", "samples.txt")
+MOST_SHOWN = 2**17
 MOST_OTHERS = 12
 MOST_CHARACTERS = 20_000  # of samples.txt
 MOST_BYTES = 2**20  # of it, and of config.yaml
@@ -68,16 +72,19 @@ class RunFiles:
 
     def last(self, key: str) -> float | None:
         """The newest recorded value."""
-        values = (record[key] for record in reversed(self.records) if isinstance(record.get(key), int | float))
+        values = (record[key] for record in reversed(self.records) if is_number(record.get(key)))
         return next(values, None)
 
     def median(self, key: str) -> float | None:
-        values = [record[key] for record in self.records if isinstance(record.get(key), int | float)]
+        values = [record[key] for record in self.records if is_number(record.get(key))]
         return statistics.median(values) if values else None
 
 
 def read_run(directory: Path) -> RunFiles:
     """Raises ConfigError for a directory that is no run, and CheckpointError for damaged records or status."""
+    for path in (directory / name for name in READ_FILES):
+        if path.is_symlink():  # the page may be for others, who could not read what the link leads to
+            raise ConfigError(f"{path}: is a link, and may lead to what is not the run's. Put the file itself there.")
     status = Status.read(directory)
     if status is None and not (directory / CONFIG_FILE).exists():
         load_run(directory)  # which says what is missing
@@ -88,6 +95,9 @@ def read_run(directory: Path) -> RunFiles:
         run.written = datetime.fromtimestamp(status.path.stat().st_mtime, UTC)
         run.killed = status.state == "running" and was_killed(directory)
     try:
+        tree, _ = syntax.read(run.config_text)
+        if isinstance(tree, dict) and "base" in tree:
+            raise ConfigError(f"its {CONFIG_FILE} has a base, as that of no run has, which may be any file.")
         run.config = load_run(directory)
         run.name = run.config.run.name
         _plan_layout(run, run.config)
@@ -111,6 +121,12 @@ def _plan_layout(run: RunFiles, config: RunConfig) -> None:
     elif not devices:
         why = "an older version wrote its status.json" if run.status else "it has not been started"
         run.problems.append(f"No layout, because what this run runs on is not recorded: {why}.")
+        return
+    why = f"{devices:,} devices are more than a page shows" if devices > MOST_SHOWN else ""
+    if platform not in COMPILER_OF_PLATFORM:
+        why = f"it ran on devices of another kind: {platform:.40}"
+    if why:
+        run.problems.append(f"No layout, because {why}.")
         return
     plan = abstract_plan(config, devices, platform, kind)
     run.plan = describe(config, plan)

@@ -9,7 +9,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.channels import number_channels
 from spmd_lm.runtime.compilation_cache import use_compilation_cache
+from spmd_lm.runtime.gpu_memory import allocated_share
 from spmd_lm.runtime.launchers import detect_process
 from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.processes import has_tpu, in_a_job, join, require_agreement, versions
@@ -23,7 +25,13 @@ FLAG = "--xla_force_host_platform_device_count"
 IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 """With XLA's other scheduler two scatters of one group may meet, which ends the process (`rendezvous.h: Check failed:
 id < num_threads`): ZeRO-1 of 7M parameters with two microbatches, data 4 x model 2, in 12 of 12 starts with jax 0.10.2
-and 0.12 that compiled it; with this one in none of 6.  Steps take as long."""
+and 0.12 that compiled it; with this one in none of 6.  Steps take as long.  Channels of their own keep them apart too
+(runtime/channels.py), but not in a job of several processes: its collectives have no channels."""
+
+COMPILER_STACKS = "--undefok=fibers_default_thread_stack_size --fibers_default_thread_stack_size=1048576"
+"""Bytes of stack for each thread that libtpu compiles with.  Its own are too small for its cost model of products that
+are fused with products (SIGSEGV in CalculateClassicWindowCost): GPTs of 4 layers of 1024, context 256, with
+remat.policy=full; 131072 are enough there (libtpu 0.0.42.1).  A libtpu that does not know the flag ignores it."""
 
 MOST_SIMULATED = 512  # by one process: these take 5 s and 0.7 GiB to start
 GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # by which jax itself knows that there is one
@@ -33,6 +41,7 @@ def set_up_devices(config: "RunConfig") -> "RunConfig":
     """The same configuration, after simulating its devices and joining the job's other processes: for what computes.
     ConfigError if one of them is impossible, or a process has other versions or another configuration."""
     process = detect_process(os.environ)
+    deepen_compiler_stacks()
     if devices := config.run.simulate_devices:
         simulate_devices(devices, process.num_processes if process else 1)
     if process or not devices:
@@ -47,8 +56,11 @@ def set_up_devices(config: "RunConfig") -> "RunConfig":
 
 def devices_present() -> "list[jax.Device]":
     """All devices of the job; starts jax.  ConfigError if a platform of JAX_PLATFORMS, or of an installed plugin, has
-    no usable device."""
+    no usable device, or the environment asks for memory that no GPU has: jax would lose its plugin, and use the CPU."""
     import jax
+
+    if any(map(os.path.exists, GPU_FILES)):
+        allocated_share()
 
     try:
         return jax.devices()
@@ -97,6 +109,7 @@ def simulate_devices(devices: int, processes: int = 1) -> None:
     os.environ.setdefault("NPROC", str(max(4 * local_devices, 64)))
 
     jax = sys.modules.get("jax")
+    number_channels()  # imports jax, which may still be set up
     if jax and processes == 1:  # imported, perhaps not started yet: device_count starts it
         present = f"{jax.device_count()} {jax.default_backend()}"
         if present != f"{devices} cpu":
@@ -104,6 +117,13 @@ def simulate_devices(devices: int, processes: int = 1) -> None:
                 f"run.simulate_devices={devices}: jax already runs on {present} device(s). "
                 "Simulate devices before the first use of jax, or in a new process."
             )
+
+
+def deepen_compiler_stacks() -> None:
+    """For a TPU's compiler, which reads this when it is loaded.  What the user sets comes last, and holds."""
+    arguments = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if COMPILER_STACKS not in arguments:
+        os.environ["LIBTPU_INIT_ARGS"] = f"{COMPILER_STACKS} {arguments}".rstrip()
 
 
 def use_cpu_alone() -> None:

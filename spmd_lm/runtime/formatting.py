@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 MAX_NAMES = 8
@@ -24,6 +24,11 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_range(bounds: Iterable[float], write: Callable[[float], str]) -> str:
+    """`1.9 to 3.4`, or one number where both are written alike."""
+    return " to ".join(dict.fromkeys(map(write, bounds)))
 
 
 def format_quantity(number: float) -> str:

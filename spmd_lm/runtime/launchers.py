@@ -1,15 +1,21 @@
 """What launchers tell the processes of a job, in their environment: how many there are, which one this is, and where
 the first one listens.
 
-SLURM, Open MPI and Kubernetes have variables of their own.  Anything else sets jax's:
+SLURM, the MPIs, torchrun and Kubernetes have variables of their own.  Anything else sets jax's:
 
-    JAX_COORDINATOR_ADDRESS=host:port JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 spmd-lm train CONFIG"""
+    JAX_COORDINATOR_ADDRESS=host:port JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 spmd-lm train CONFIG
 
+A launcher within another one inherits its variables, so that the innermost counts: jax's, which are the user's own or
+those of launch/local, then torchrun's, then an mpirun's, which starts its daemons with srun, then SLURM's."""
+
+import ipaddress
+import os
 import re
 import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.formatting import parse_count
@@ -21,42 +27,97 @@ MOST_PROCESSES = 2**20
 Environment = Mapping[str, str]
 
 
+class Launcher(NamedTuple):
+    """The variables of one that starts each process itself.  sign: set by it alone.  job: its name, the same in all
+    processes.  host: of the first one, if it says it."""
+
+    sign: str
+    processes: str
+    process_id: str
+    local_processes: str
+    job: tuple[str, ...]
+    host: str = ""
+
+
+TORCHRUN_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+OPEN_MPI_JOB, OPEN_MPI = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"), "OMPI_COMM_WORLD_"
+LAUNCHERS = (  # the innermost first
+    Launcher("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", TORCHRUN_JOB, "MASTER_ADDR"),
+    Launcher(f"{OPEN_MPI}SIZE", f"{OPEN_MPI}SIZE", f"{OPEN_MPI}RANK", f"{OPEN_MPI}LOCAL_SIZE", OPEN_MPI_JOB),
+    Launcher("MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", ()),  # MPICH, Intel MPI
+)
+
+
 @dataclass(frozen=True)
 class ProcessInfo:
-    """One process's place in its job.  local_*: among those on its host, where the launcher says it."""
+    """One process's place in its job.  local_processes: those on its host, where the launcher says it."""
 
     num_processes: int
     process_id: int
     coordinator_address: str | None = None  # host:port of process 0
     local_processes: int | None = None
-    local_id: int | None = None
 
     @property
     def on_one_host(self) -> bool:
-        host = (self.coordinator_address or "").rpartition(":")[0]
-        return self.local_processes == self.num_processes or host in ("localhost", LOCALHOST, "[::1]")
+        host = split_address(self.coordinator_address)[0] if self.coordinator_address else ""
+        ip = _parse_ip(host)
+        return self.local_processes == self.num_processes or host == "localhost" or (ip is not None and ip.is_loopback)
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of `host:port`, where an IPv6 address stands in brackets, perhaps with the zone that a link-local
+    one needs, as in [fe80::1%eth0]:1234.  ConfigError for any other text."""
+    name = "[A-Za-z0-9_.-]{1,255}"
+    match = re.fullmatch(rf"(?:\[([0-9A-Fa-f:.]+(?:%{name})?)\]|({name})):([0-9]{{1,5}})", text)
+    if not match or not 0 < int(match[3]) < 2**16 or (match[1] and getattr(_parse_ip(match[1]), "version", 4) != 6):
+        examples = f"{LOCALHOST}:1234, or of an IPv6 address [fd00::1]:1234"
+        raise ConfigError(f"{ADDRESS}={text:.300}: expected host:port, as in {examples}, with a port from 1 to 65535.")
+    return match[1] or match[2], int(match[3])
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _parse_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
 
 
 def detect_process(environment: Environment) -> ProcessInfo | None:
     """What the launcher says; None for a single process, and on a Cloud TPU.  ConfigError if it contradicts itself."""
     address = environment.get(ADDRESS)
-    process = _from_jax(environment) or _from_slurm(environment) or _from_open_mpi(environment)
+    process = _from_jax(environment)
+    if process is None:
+        launcher = next((each for each in LAUNCHERS if each.sign in environment), None)
+        process = _from_launcher(environment, launcher) if launcher else _from_slurm(environment)
     if process is None:
         if address is not None:
             problem = f"{ADDRESS}={address} is set, and no launcher says which process this is"
             raise ConfigError(f"{problem}. Set {NUM_PROCESSES} and {PROCESS_ID}.")
+        _require_alone(environment)
         return None
     process = replace(process, coordinator_address=address or process.coordinator_address)
     if process.coordinator_address is None:
         what = f"{process.num_processes} processes, and {ADDRESS} is not set"
         raise ConfigError(f"{what}: each process would train alone. Set it to host:port of the first one.")
-    match = re.fullmatch(r"\S{1,255}:([0-9]{1,5})", process.coordinator_address)
-    if not match or int(match[1]) not in range(1, 2**16):
-        given = f"{process.coordinator_address:.300}"
-        raise ConfigError(f"{ADDRESS}={given}: expected host:port, as in {LOCALHOST}:1234.")
-    if process.on_one_host:
-        process = replace(process, local_processes=process.num_processes, local_id=process.process_id)
-    return process
+    split_address(process.coordinator_address)  # ConfigError for another text
+    return replace(process, local_processes=process.num_processes) if process.on_one_host else process
+
+
+def _require_alone(environment: Environment) -> None:
+    """ConfigError if the variables of a launcher say that there are others, but not which launcher it is: as in
+    Kubeflow's PyTorchJob, which sets torchrun's WORLD_SIZE and RANK."""
+    for launcher in LAUNCHERS:
+        several = environment.get(launcher.processes, "1") != "1" and launcher.process_id in environment
+        if several and launcher.sign not in environment:
+            given = " and ".join(
+                f"{name}={environment[name]:.40}" for name in (launcher.processes, launcher.process_id)
+            )
+            advice = f"Set {ADDRESS}, {NUM_PROCESSES} and {PROCESS_ID}, or unset {launcher.processes} if it is alone."
+            raise ConfigError(f"{given} are set, but not {launcher.sign}: each process would train alone. {advice}")
 
 
 def _from_jax(environment: Environment) -> ProcessInfo | None:
@@ -79,9 +140,7 @@ def _from_slurm(environment: Environment) -> ProcessInfo | None:
     if "SLURM_STEP_NODELIST" not in environment or environment.get("SLURM_STEP_NUM_TASKS") == "1":
         return None
     processes = _required(environment, "SLURM_STEP_NUM_TASKS", 1)
-    process_id, local_id, node, step = (
-        _required(environment, f"SLURM_{name}", 0) for name in ("PROCID", "LOCALID", "NODEID", "STEP_ID")
-    )
+    process_id, node, step = (_required(environment, f"SLURM_{name}", 0) for name in ("PROCID", "NODEID", "STEP_ID"))
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if (tasks := _tasks_of_node(per_node, node)) is None or process_id >= processes:
         raise ConfigError(
@@ -94,22 +153,24 @@ def _from_slurm(environment: Environment) -> ProcessInfo | None:
         # Where srun ran, if only SLURM knows the node by this name: sbatch's script runs on the first node.
         hosts = _first_node(environment["SLURM_STEP_NODELIST"]), environment.get("SLURM_LAUNCH_NODE_IPADDR", "")
         host = next(filter(_resolves, hosts), "")
-    port = _port(environment.get("SLURM_JOB_ID", ""), step)
-    address = f"{host}:{port}" if host else None
-    return ProcessInfo(processes, process_id, address, tasks, local_id)
+    address = join_address(host, _port(environment.get("SLURM_JOB_ID", ""), step)) if host else None
+    return ProcessInfo(processes, process_id, address, tasks)
 
 
-def _from_open_mpi(environment: Environment) -> ProcessInfo | None:
-    """A rank that mpirun started; on several hosts it does not say where rank 0 is."""
-    if environment.get("OMPI_COMM_WORLD_SIZE", "1") == "1":
+def _from_launcher(environment: Environment, launcher: Launcher) -> ProcessInfo | None:
+    """A process that one of LAUNCHERS started; not all say where the first one is, if they are on several hosts."""
+    if environment.get(launcher.processes) == "1":
         return None
-    processes, local_processes = (_required(environment, f"OMPI_COMM_WORLD_{name}SIZE", 1) for name in ("", "LOCAL_"))
-    process_id, local_id = (_required(environment, f"OMPI_COMM_WORLD_{name}RANK", 0) for name in ("", "LOCAL_"))
-    if process_id >= processes:
-        raise ConfigError(f"OMPI_COMM_WORLD_RANK={process_id} is not below OMPI_COMM_WORLD_SIZE={processes}.")
-    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
-    address = f"{LOCALHOST}:{_port(job)}" if local_processes == processes and job else None
-    return ProcessInfo(processes, process_id, address, local_processes, local_id)
+    processes = _required(environment, launcher.processes, 1)
+    local_processes = _required(environment, launcher.local_processes, 1)
+    if (process_id := _required(environment, launcher.process_id, 0)) >= processes:
+        raise ConfigError(f"{launcher.process_id}={process_id} is not below {launcher.processes}={processes}.")
+    if local_processes > processes:
+        raise ConfigError(f"{launcher.local_processes}={local_processes} is above {launcher.processes}={processes}.")
+    host = LOCALHOST if local_processes == processes else environment.get(launcher.host, "")
+    job = ":".join(filter(None, map(environment.get, launcher.job)))
+    address = join_address(host, _port(job)) if host and job else None
+    return ProcessInfo(processes, process_id, address, local_processes)
 
 
 def _first_node(text: str) -> str:
@@ -120,7 +181,8 @@ def _first_node(text: str) -> str:
 
 def _tasks_of_node(text: str, node: int) -> int | None:
     """SLURM's `2(x3),1` are 2, 2, 2 and 1 tasks on nodes 0 to 3; None for a node that it does not have."""
-    for tasks, nodes in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", text):
+    part = r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?"
+    for tasks, nodes in re.findall(part, text) if re.fullmatch(f"{part}(,{part})*", text) else ():
         if node < (count := int(nodes or 1)):
             return int(tasks)
         node -= count
@@ -129,7 +191,7 @@ def _tasks_of_node(text: str, node: int) -> int | None:
 
 def _port(job: str, step: int = 0) -> int:
     """A port that all processes of a job's step agree on: above those that Linux gives to outgoing connections."""
-    return 61440 + (zlib.crc32(job.encode()) + step) % 4096
+    return 61440 + (zlib.crc32(os.fsencode(job)) + step) % 4096
 
 
 def _resolves(host: str) -> bool:

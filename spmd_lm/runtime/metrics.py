@@ -48,6 +48,11 @@ NONE_SAVED = -1
 """status.json's saved_step before the first checkpoint."""
 
 
+def is_number(value: Any) -> bool:
+    """Whether a metric can have this value: no text, nothing that is not finite or that no axis could have."""
+    return isinstance(value, int | float) and abs(value) < 1e100
+
+
 def read_records(path: Path) -> list[Record]:
     """The records of a metrics.jsonl without a last line that a crash cut short; [] if there is no file."""
     if not path.exists():
@@ -62,6 +67,9 @@ def read_records(path: Path) -> list[Record]:
             record = parse_json(line)
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise ValueError(f"{record!r:.40} is no object with an integer 'step'")
+            for key, value in record.items():
+                if isinstance(value, int) and abs(value) >= 2**63:
+                    raise ValueError(f"no run has a {key:.40} of {value!r:.40}")
         except ValueError as error:
             where = f"{path}: line {number}"
             raise CheckpointError(

@@ -6,7 +6,7 @@ alone.  The kernel keeps what it has imported: if a package was replaced after t
 one."""
 
 import importlib
-import shutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +16,11 @@ from typing import NamedTuple
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.devices import hide_xla_warnings, simulate_devices
+from spmd_lm.runtime.programs import ask
 
 CUDA_13_DRIVER, CUDA_13_CAPABILITY = 580, 7.5  # the oldest of NVIDIA's drivers and GPUs that CUDA 13 runs on
+
+DRIVER_SECONDS = 30.0  # of nvidia-smi, which takes seconds on a host of eight
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 # jax's devices of a TPU chip, by its PCI id: v2 and v3, v4, v5p, v5e, v6e, 7x (jax/_src/hardware_utils.py).
@@ -61,16 +64,27 @@ def find_accelerators() -> Accelerators | None:
             tpu_devices += TPU_DEVICES.get(vendor.with_name("device").read_text().strip(), 0)
     if tpu_devices:
         return Accelerators("tpu", tpu_devices, "tpu")
-    if not shutil.which("nvidia-smi"):
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False)
-    gpus = [line.split(",") for line in answer.stdout.splitlines() if line] if answer.returncode == 0 else []
+    answer = ask_nvidia_smi()
+    gpus = re.findall(r"^ *(\d{1,9})(?:\.\d{1,9})* *, *(\d{1,9}(?:\.\d{1,9})?) *$", answer, re.MULTILINE | re.ASCII)
     if not gpus:
+        if answer.strip():
+            print(f"Not understood, so that GPUs are not used: nvidia-smi says {answer.strip()[:80]!r}.")
         return None
-    new = all(int(driver.split(".")[0]) >= CUDA_13_DRIVER and float(gpu) >= CUDA_13_CAPABILITY for driver, gpu in gpus)
+    new = all(int(driver) >= CUDA_13_DRIVER and float(gpu) >= CUDA_13_CAPABILITY for driver, gpu in gpus)
     # CUDA 12 runs on new drivers too: where its plugin is, as in Colab, it is upgraded, not joined by another.
     return Accelerators("gpu", len(gpus), "gpu" if new and not is_installed("jax-cuda12-plugin") else "gpu12")
+
+
+def ask_nvidia_smi() -> str:
+    """A line `driver, compute capability` for each GPU; empty where it fails, as without a GPU."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
+    try:
+        code, answer = ask(query, DRIVER_SECONDS)
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            print(f"Not used: GPUs, of which nvidia-smi does not tell: {error.strerror}.")
+        return ""
+    return "" if code else answer
 
 
 def is_installed(distribution: str) -> bool:

@@ -67,9 +67,22 @@ def unfailing(stream: TextIO) -> TextIO:
 
 
 def print_line(line: str, stream: TextIO) -> None:
-    """Prints a line at once, if the stream still takes any.  What a file has in it cannot steer the terminal."""
-    line = CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), line)
-    print(line, file=unfailing(stream), flush=True)
+    """Prints a line at once, if the stream still takes any."""
+    print(escape_controls(line), file=unfailing(stream), flush=True)
+
+
+def escape_controls(text: str) -> str:
+    r"""What is printed: of what a file, a library or a model has in its text nothing can steer the terminal.
+
+    An escape is written \x1b."""
+    return CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class LineFormatter(logging.Formatter):
+    """Formats what libraries log, without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().format(record))
 
 
 def flush_streams() -> None:
@@ -96,7 +109,8 @@ def quiet_libraries() -> None:
     nobody can catch it, if it tells nothing."""
     handler = logging.StreamHandler()
     handler.addFilter(is_heard)
-    logging.basicConfig(handlers=[handler], format="%(levelname)s: %(name)s: %(message)s")
+    handler.setFormatter(LineFormatter("%(levelname)s: %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     sys.unraisablehook = report_unraisable
 
 

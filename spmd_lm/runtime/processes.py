@@ -22,12 +22,22 @@ from typing import Any, NoReturn
 
 import spmd_lm
 from spmd_lm.errors import ConfigError, Exit
+from spmd_lm.runtime.coordinator import CONNECT_SECONDS, connecting, require_free_port, wait_for_coordinator
 from spmd_lm.runtime.formatting import parse_count
-from spmd_lm.runtime.launchers import ADDRESS, LOCALHOST, NUM_PROCESSES, PROCESS_ID, ProcessInfo, detect_process
+from spmd_lm.runtime.gpus import share, visible_gpus
+from spmd_lm.runtime.launchers import (
+    ADDRESS,
+    LOCALHOST,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    ProcessInfo,
+    detect_process,
+    join_address,
+    split_address,
+)
 from spmd_lm.runtime.outputs import flush_streams, print_line
 
 HEARTBEAT_SECONDS = 15  # a process that says nothing for so long is dead, and ends the others
-CONNECT_SECONDS = 300  # for the first process to start, and for its host's name to be known
 WAIT_MS = 600_000  # for a process that still reads its data
 MOST_DIFFERENCES = 5  # that one line names
 FAILED = "spmd_lm/failed"  # key of the first process to fail
@@ -72,8 +82,14 @@ def join(process: ProcessInfo | None) -> None:
     if process:
         (wait_for_coordinator if process.process_id else require_free_port)(options["coordinator_address"])
     jax.config.update("jax_enable_preemption_service", False)  # until training starts it: SIGTERM ends other verbs
+    # jax would abort, earlier than `connecting` ends the process.
+    timeouts: dict[str, Any] = {
+        "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
+        "initialization_timeout": 2 * CONNECT_SECONDS,
+    }
     try:
-        jax.distributed.initialize(**options, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+        with connecting(options["coordinator_address"] if process and process.process_id else None):
+            jax.distributed.initialize(**options, **timeouts)
     except (ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         where = f"{ADDRESS}={options['coordinator_address']}" if options else "Cloud TPU"
@@ -86,6 +102,8 @@ def join(process: ProcessInfo | None) -> None:
     watcher.start()
     atexit.register(watcher.join)  # before Python ends, which may not find it within the client
     atexit.register(leaving.set)
+    if process:
+        use_own_gpus(process.process_id)
 
 
 def exit_on_abort() -> None:
@@ -132,60 +150,32 @@ def published(name: str) -> dict[int, str]:
     return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"spmd_lm/{name}")}
 
 
-def require_free_port(address: str) -> None:
-    """ConfigError if this process cannot listen at host:port, where jax would crash.  It listens on every network,
-    unless the job is on one host."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_server((host if host == LOCALHOST else "", int(port))).close()
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise ConfigError(f"{ADDRESS}={address}: cannot listen there: {reason}. Choose another port.") from error
-
-
-def wait_for_coordinator(address: str) -> None:
-    """Returns when something listens at host:port.  ConfigError if nothing does, where jax would abort."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"{ADDRESS}={address}: the first process does not answer: {error.strerror or error}. "
-                    "See its output, and whether this host can reach that one."
-                ) from error
-        time.sleep(0.2)
-
-
 def _connection(process: ProcessInfo) -> dict[str, Any]:
     """The arguments of jax.distributed.initialize.  On one host nothing outside it can connect."""
-    assert process.coordinator_address is not None
-    address = (
-        f"{LOCALHOST}:{process.coordinator_address.rpartition(':')[2]}"
-        if process.on_one_host
-        else process.coordinator_address
-    )
+    host, port = split_address(process.coordinator_address or "")
+    address = join_address(LOCALHOST if process.on_one_host else host, port)
     return {
         "coordinator_address": address,
         "coordinator_bind_address": address if process.on_one_host else None,
         "num_processes": process.num_processes,
         "process_id": process.process_id,
-        "local_device_ids": own_gpus(process),
         "cluster_detection_method": "deactivate",
     }
 
 
-def own_gpus(process: ProcessInfo) -> list[int] | None:
-    """This process's share of the GPUs that it sees; None for all of them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = len(glob.glob("/proc/driver/nvidia/gpus/*")) if visible is None else len(visible.split(","))
-    if process.local_processes is None or process.local_id is None or gpus < process.local_processes:
-        return None  # alone on its host, or the launcher has divided them
-    share = gpus // process.local_processes
-    return None if share == gpus else list(range(process.local_id * share, (process.local_id + 1) * share))
+def use_own_gpus(process_id: int) -> None:
+    """Leaves to this process, before jax starts, its share of the GPUs that it and others of its job see.  ConfigError
+    in all of them if they cannot be shared."""
+    import jax
+
+    seen = collect("GPUs", [] if jax.config.values["jax_platforms"] == "cpu" else visible_gpus())
+    try:
+        own = share(seen)[process_id]
+    except ConfigError:
+        jax.distributed.shutdown()  # waits for the others, which raise this too
+        raise
+    if own != [*range(len(seen[process_id]))]:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, own)))
 
 
 def in_tpu_slice(environment: Mapping[str, str]) -> bool:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from spmd_lm.runtime.formatting import format_duration, format_quantity
 from spmd_lm.runtime.metrics import Record
-from spmd_lm.runtime.outputs import unfailing
+from spmd_lm.runtime.outputs import escape_controls, unfailing
 
 
 class Progress:
@@ -35,7 +35,7 @@ class Progress:
     def log(self, *messages: str) -> None:
         """Prints messages that stay, above the live line."""
         for message in messages:
-            self._console.print(Text(message), soft_wrap=True)
+            self._console.print(Text(escape_controls(message)), soft_wrap=True)
 
     def live_line(self) -> AbstractContextManager[object]:
         """Within this block, a terminal has a live line.  A notebook is no terminal, but rich would show it one."""

@@ -41,6 +41,12 @@ def handle_signals(
             signal.signal(number, signal.SIG_DFL if former is None else former)
 
 
+def name_of_signal(number: int) -> str:
+    """SIGTERM of 15; the real-time signals between the first and the last have no names."""
+    names = {each.value: each.name for each in signal.Signals}
+    return names.get(number, f"signal {number}")
+
+
 def not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
     """Those of these signals that this process does not ignore, as a shell's background job ignores Ctrl-C."""
     return [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]

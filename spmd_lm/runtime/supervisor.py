@@ -13,7 +13,7 @@ from types import FrameType
 from spmd_lm.errors import Exit
 from spmd_lm.runtime.formatting import format_duration, pluralize
 from spmd_lm.runtime.processes import PARENT
-from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals, not_ignored
+from spmd_lm.runtime.signals import STOP_SIGNALS, handle_signals, name_of_signal, not_ignored
 
 RESTARTABLE = {Exit.PREEMPTED: "preempted", Exit.HANG: "a step hung", Exit.PEER_LOST: "another process was gone"}
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before a restart; they double
@@ -86,7 +86,7 @@ def shell_code(code: int) -> int:
 def restart_reason(code: int) -> str:
     """Why a command that left with this code, or was killed by signal -code, is started again; '' if it is not."""
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {name_of_signal(-code)}"
     return next((reason for restartable, reason in RESTARTABLE.items() if code == restartable), "")
 
 

@@ -35,6 +35,7 @@ class HardwareOptions(NamedTuple):
     absent: bool = False
     required: bool = False
     present: bool = False
+    deterministic: bool = False
     environment: str = ""
 
     def fits(self, platform: str, kind: str, *, absent: bool) -> bool:
@@ -70,10 +71,12 @@ def table() -> tuple[HardwareOptions, ...]:
 
 
 class XlaOptions(NamedTuple):
-    """advice: lines about options that need another environment than this process has."""
+    """advice: lines about options that need another environment than this process has.  deterministic: those of the
+    options that run.deterministic asks for, which every program of a run needs."""
 
     options: list[Option]
     advice: list[str]
+    deterministic: dict[str, Value]
 
     @property
     def values(self) -> dict[str, Value]:
@@ -84,11 +87,12 @@ class XlaOptions(NamedTuple):
         return [*map(str, self.options), *self.advice]
 
 
-def options_for(setting: Setting, platform: str, kind: str, *, absent: bool) -> XlaOptions:
-    """Those of `setting` for a device of this platform and kind.  absent: it is compiled for, not run on."""
+def options_for(setting: Setting, platform: str, kind: str, *, absent: bool, deterministic: bool = False) -> XlaOptions:
+    """Those of `setting` for a device of this platform and kind.  absent: it is compiled for, not run on.
+    deterministic: as run.deterministic."""
     own = setting if isinstance(setting, dict) else {}
     fitting = [row for row in table() if row.fits(platform, kind, absent=absent)]
-    rows = [row for row in fitting if row.required or setting == "auto"]
+    rows = [row for row in fitting if (deterministic if row.deterministic else row.required or setting == "auto")]
     missing = [row for row in rows if row.environment and not row.is_set]
     options = [
         Option(name, value, row.reason)
@@ -98,4 +102,5 @@ def options_for(setting: Setting, platform: str, kind: str, *, absent: bool) -> 
         if name not in own
     ]
     options += (Option(name, value, "run.compiler_options") for name, value in own.items())
-    return XlaOptions(options, [row.advice(absent=absent) for row in missing])
+    asked_for = {name: value for row in rows if row.deterministic for name, value in row.options.items()}
+    return XlaOptions(options, [row.advice(absent=absent) for row in missing], asked_for)

@@ -1,9 +1,10 @@
 """Training in float16: the loss is multiplied by a scale, so that small gradients do not underflow.  A step whose
 gradients overflow all the same is skipped (step/guard.py).
 
-The scale changes as in Megatron's DynamicGradScaler: the `hysteresis`-th overflow halves it, as does each further one,
-and `scale_window` clean steps in a row double it.  Overflows count however far apart they are: a clean step does not
-reset the count, a full window does.  Nothing here waits for the host."""
+The scale begins at precision.initial_scale, and changes as in Megatron's DynamicGradScaler: the `hysteresis`-th
+overflow halves it, as does each further one, and `scale_window` clean steps in a row double it.  Overflows count
+however far apart they are: a clean step does not reset the count, a full window does.  Nothing here waits for the
+host."""
 
 import dataclasses
 from typing import Any

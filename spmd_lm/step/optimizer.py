@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase, translate
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,16 @@ from spmd_lm.ops.collectives import partial_sum, psum_axes
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.step.state import TrainState
+
+
+def schedule_keys(optim: OptimizerConfig, steps: int) -> dict[str, Any]:
+    """What the learning rate of every step follows from, by key of `optim`; equal where the schedules are."""
+    keys = {"lr": optim.lr, "warmup": optim.warmup, "decay": optim.decay}
+    return (
+        keys
+        if optim.decay == "constant"
+        else keys | {"min_lr": optim.min_lr, "decay_steps": optim.decay_steps or steps}
+    )
 
 
 def lr_schedule(optim: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:

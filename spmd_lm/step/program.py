@@ -14,14 +14,17 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.axes import MODEL
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.overlap import branches_in_parts, prefetches
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops
 from spmd_lm.cost_model.activations import tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
+from spmd_lm.cost_model.memory import tokens_per_chunk
 from spmd_lm.errors import CompilerError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.models.transformer import Block
+from spmd_lm.models.transformer import Block, LossDict
+from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, domains_of_model, is_absent, make_mesh, resolve
 from spmd_lm.parallel.padding import pad_or_crop
 from spmd_lm.parallel.pipeline.schedule import make_schedule
@@ -29,6 +32,7 @@ from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ShardedModel
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.parallel.zero import ZeroPolicy
+from spmd_lm.runtime.first_execution import alone_at_first
 from spmd_lm.runtime.formatting import format_bytes
 from spmd_lm.runtime.xla_options import options_for
 from spmd_lm.step.guard import init_loss_window
@@ -38,11 +42,15 @@ from spmd_lm.step.state import TrainState
 from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
 
 
-def make_model(config: RunConfig, platform: str, *, collective_matmul: tuple[str, ...] = ()) -> LanguageModel:
+def make_model(config: RunConfig, platform: str, plan: Plan | None = None) -> LanguageModel:
+    """The model of `config` as a step of `plan` runs it, or one of its user's own."""
     kernel, _ = choose_kernel(config, platform)
     m, p = config.model, config.precision
-    how = config.scan_layers, collective_matmul
-    return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, p.reduce, *how)
+    tokens = tokens_per_chunk(config, plan) if plan else None
+    logits = LogitsPolicy(p.reduce, p.logits == "compute", tokens)
+    scan = plan.scan if plan else choose_loop(config, platform).scan
+    in_parts = plan.collective_matmul if plan else ()
+    return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, logits, scan, in_parts)
 
 
 def enable_float64(config: RunConfig) -> None:
@@ -76,6 +84,7 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
         prefetch=first_parts,
         prefetch_chunks=ahead and breadth_first,
         collective_matmul=in_parts,
+        scan=choose_loop(config, platform, prefetch=bool(first_parts), scatters=zero.scatters_in_backward).scan,
         device_kind=kind,
     )
 
@@ -129,7 +138,7 @@ class Program:
         mesh = make_mesh(plan.layout, devices, model_across_hosts=across_hosts)
         require_model_within_domain(config, plan, domains_of_model(mesh))
         self.config, self.plan, self.device = config, dataclasses.replace(plan, mesh=mesh), mesh.devices.flat[0]
-        self.model = make_model(config, plan.platform, collective_matmul=plan.collective_matmul)
+        self.model = make_model(config, plan.platform, plan)
         patterns = config.optim.freeze.split()
         mask = frozen_mask(patterns, plan.names, plan.shapes) if patterns else None
         self.optimizer = Optimizer(config.optim, config.train.steps, mask)
@@ -138,7 +147,8 @@ class Program:
         self.tokens_per_step = config.train.batch * config.model.context
         self.flops_per_step = flops.train_step(config)
         kind, absent = self.device.device_kind, is_absent(self.device)
-        self.xla_options = options_for(config.run.compiler_options, plan.platform, kind, absent=absent)
+        setting, deterministic = config.run.compiler_options, config.run.deterministic
+        self.xla_options = options_for(setting, plan.platform, kind, absent=absent, deterministic=deterministic)
 
     @functools.cached_property
     def peak(self) -> flops.Peak | None:
@@ -227,12 +237,16 @@ class Program:
     @functools.cached_property
     def evaluate(self):
         """(params, batch) -> LanguageModel.eval_sums of the batch."""
-        return make_eval_step(self.config, self.model, self.plan, self.schedule, self.model.eval_sums)
+        return self._make_eval_step(self.model.eval_sums)
 
     @functools.cached_property
     def score(self):
         """(params, batch) -> LanguageModel.target_scores of the batch: of every target of every row."""
-        return make_eval_step(self.config, self.model, self.plan, self.schedule, self.model.target_scores)
+        return self._make_eval_step(self.model.target_scores)
+
+    def _make_eval_step(self, head: Callable[..., LossDict]) -> Callable:
+        options = self.xla_options.deterministic
+        return alone_at_first(make_eval_step(self.config, self.model, self.plan, self.schedule, head, options))
 
     @functools.cached_property
     def forward(self):
@@ -249,7 +263,8 @@ class Program:
     def inference_params(self, params: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
         """Inside `plan.shard_map`: (parameters, gather), where gather gathers one layer of their stack, in the compute
         dtype."""
-        fns, compute = model_fns(self.model, lambda params, x, microbatch: {}), jnp.dtype(self.config.precision.compute)
+        fns = model_fns(self.model, lambda params, x, microbatch: {}, scan=True)
+        compute = jnp.dtype(self.config.precision.compute)
         return ShardedModel.from_params(fns, self.plan, params, compute, compute).inference_params()
 
     @functools.cached_property
@@ -263,8 +278,10 @@ class Program:
             reason = str(error).splitlines()[0].rstrip(".")
             setting = self.config.run.compiler_options
             advice = f" run.compiler_options sets {', '.join(options)}." if options else ""
-            refused = setting == "auto" and any(name in reason for name in options)
-            advice += " Use run.compiler_options=none." if refused else ""
+            if any(name in reason for name in self.xla_options.deterministic):
+                advice += " Use run.deterministic=false."
+            elif setting == "auto" and any(name in reason for name in options):
+                advice += " Use run.compiler_options=none."
             problem = f"the compiler for {self.device.device_kind} refuses this step: {reason}.{advice}"
             out_of_memory = reason.startswith("RESOURCE_EXHAUSTED") and "HBM" in reason.upper()
             raise CompilerError(problem, reason, out_of_memory) from error
@@ -275,6 +292,10 @@ class Program:
         _ = self.compiled
         return time.perf_counter() - start
 
+    @functools.cached_property
+    def _execute(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+        return alone_at_first(self.compiled)
+
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update.  `state` is donated."""
-        return self.compiled(state, batch)
+        return self._execute(state, batch)

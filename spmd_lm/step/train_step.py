@@ -6,6 +6,7 @@ gradients' sums, once, and the optimizer's update of each device's own shards.  
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,8 @@ def make_train_step(
             shares = {name: weights[name].astype(total.dtype) / total for name, total in loss_divisors.items()}
             return model.losses(params, x, microbatch, shares)
 
-        sharded = ShardedModel.from_params(model_fns(model, mean_losses), plan, state.params, compute, reduce)
+        fns = model_fns(model, mean_losses, scan=plan.scan, allocated=plan.platform == "gpu")
+        sharded = ShardedModel.from_params(fns, plan, state.params, compute, reduce)
         microbatches = ModelInput(batch, dropout_keys(model, config.train.seed, state.step, batch))
 
         # forward, loss and backward of every microbatch
@@ -73,14 +75,19 @@ def make_train_step(
 
 
 def make_eval_step(
-    config: RunConfig, model: LanguageModel, plan: Plan, schedule: Schedule, head: Callable[..., LossDict]
+    config: RunConfig,
+    model: LanguageModel,
+    plan: Plan,
+    schedule: Schedule,
+    head: Callable[..., LossDict],
+    options: dict[str, Any],
 ) -> Callable:
     """(params, batch) -> what `head` adds up over the global batch, without dropout: model.eval_sums, or
-    model.target_scores."""
+    model.target_scores.  options: XLA's."""
 
     def eval_step(params: Tree, batch: Batch) -> LossDict:
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
-        fns = model_fns(model, functools.partial(head, rows=config.train.batch))
+        fns = model_fns(model, functools.partial(head, rows=config.train.batch), scan=True)
         sharded = ShardedModel.from_params(fns, plan, params, compute, reduce)
         microbatches = ModelInput(batch)
         zeros = sharded.zero_losses(microbatches)
@@ -91,7 +98,7 @@ def make_eval_step(
         return plan.psum_batch(plan.psum_stages(totals))
 
     step = plan.partition(eval_step, (plan.param_specs, plan.batch_spec), P())
-    return jax.jit(step, out_shardings=plan.sharding(P()))
+    return jax.jit(step, out_shardings=plan.sharding(P()), compiler_options=options)
 
 
 def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, Parts]) -> tuple[LossDict, Parts]:
@@ -123,10 +130,18 @@ def zero_gradients(model: ShardedModel, params: Tree) -> Parts:
     return jax.tree.map(lambda w: zeros_like_gradient(w, dtype), model.grad_argument)
 
 
-def model_fns(model: LanguageModel, head: Callable[[Tree, jax.Array, ModelInput], LossDict]) -> ModelFns:
-    """`model` as a step runs it.  head(params, x, microbatch): what is computed after the last block."""
+def model_fns(
+    model: LanguageModel,
+    head: Callable[[Tree, jax.Array, ModelInput], LossDict],
+    *,
+    scan: bool,
+    allocated: bool = False,
+) -> ModelFns:
+    """`model` as a step runs it.  head(params, x, microbatch): what is computed after the last block.  scan: whether
+    layers run in a loop: outside of training always, because it compiles faster, and forward saves nothing.  allocated:
+    see LayersLoop."""
     layers_per_weight = model.c.layers if model.c.share_layers else 1
-    loop = LayersLoop(model.scan_layers, layers_per_weight, model.remat.layers_per_remat_block)
+    loop = LayersLoop(scan, layers_per_weight, model.remat.layers_per_remat_block, allocated)
     return ModelFns(model.embed, model.block_fn(), head, model.embed_params, model.head_params, loop)
 
 

@@ -57,10 +57,11 @@ class Cell:
             return Outcome("failed", int(error.code), str(error))
         if status and status.state == "done" and status.step >= self.config.train.steps:
             return Outcome("done", 0)
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
             ended = parse_json(read_bytes(self.directory / "exit.json", MAX_END_BYTES))
             code, reason = int(ended["exit_code"]), str(ended["reason"])
-            return Outcome("preempted" if code in STOPPED else "failed", code, reason)
+            if 0 <= code < 256:
+                return Outcome("preempted" if code in STOPPED else "failed", code, reason)
         return Outcome("interrupted" if status else "pending")
 
     def prepare(self) -> None:

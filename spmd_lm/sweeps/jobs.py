@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from spmd_lm.config.load import CONFIG_FILE
@@ -21,9 +22,11 @@ from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.files import open_regular, read_bytes, write_atomically
 from spmd_lm.runtime.metrics import Status
 from spmd_lm.runtime.processes import PARENT
+from spmd_lm.runtime.programs import ask
 from spmd_lm.sweeps.cells import Cell
 
 JOB_FILE = "slurm_job"  # in a cell's directory
+SLURM_SECONDS = 120.0  # of SLURM, whose commands try again for a minute where its controller is busy
 
 
 class Jobs(Protocol):
@@ -47,12 +50,12 @@ def devices_used(p: Parallel, most: int) -> int:
 
 class LocalJobs:
     """A process for each cell, `spmd-lm train cells/ID/config.yaml`.  gpus: those of each slot, as CUDA_VISIBLE_DEVICES
-    names them; none on a machine without."""
+    names them; none on a machine without.  environment: of all that use them."""
 
     name, outlive_sweep = "this machine", False
 
-    def __init__(self, gpus: Sequence[Sequence[str]] = ()):
-        self._gpus = gpus
+    def __init__(self, gpus: Sequence[Sequence[str]] = (), environment: Mapping[str, str] = MappingProxyType({})):
+        self._gpus, self._environment = gpus, environment
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._told: set[tuple[str, int]] = set()  # IDs, and signals
 
@@ -60,6 +63,7 @@ class LocalJobs:
         environment = os.environ | {PARENT: str(os.getpid())}
         if self._gpus and not cell.config.run.simulate_devices:
             own = self._gpus[slot]
+            environment |= self._environment
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own[: devices_used(cell.config.parallel, len(own))])
         command = [sys.executable, "-m", "spmd_lm", "train", str(cell.directory / CONFIG_FILE)]
         with open(cell.directory / "output.log", "ab", opener=open_regular) as output:
@@ -105,12 +109,20 @@ class SlurmJobs:
                 return  # of a sweep that was stopped
         options = [f"--job-name={cell.config.run.name}", f"--output={cell.directory.resolve() / 'output.log'}"]
         command = ["sbatch", "--parsable", *options, str(self._script), "train", str(cell.directory / CONFIG_FILE)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise ConfigError(f"sbatch refused the job: {done.stderr.strip()[:300]}. Edit the head of {self._script}.")
-        number = done.stdout.strip().partition(";")[0]
-        self._queue.add(number)
-        write_atomically(cell.directory / JOB_FILE, number + "\n")
+        try:
+            code, answer = ask(command, SLURM_SECONDS)
+        except OSError as error:
+            raise ConfigError(f"sbatch: {error.strerror}. See whether SLURM answers: sinfo.") from error
+        said = " ".join(answer.split())[:300]
+        if code:
+            raise ConfigError(f"sbatch refused the job: {said}. Edit the head of {self._script}.")
+        # Beside warnings; NUMBER;CLUSTER where there are several.
+        if not (number := re.search(r"^([0-9]{1,10})(;\S*)?$", answer, re.MULTILINE)):
+            raise ConfigError(
+                f"sbatch does not say a job's number, but: {said}. Submit {self._script} by hand, and see."
+            )
+        self._queue.add(number[1])
+        write_atomically(cell.directory / JOB_FILE, number[1] + "\n")
 
     def poll(self, cell: Cell) -> int | None:
         if _job_number(cell) in self._queued():
@@ -123,7 +135,9 @@ class SlurmJobs:
     def _exit_code(self, cell: Cell) -> int:
         """SLURM's, while it remembers the job, or the run's own; 1 if neither says it."""
         number = _job_number(cell)
-        job = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True).stdout
+        job = ""
+        with suppress(OSError):
+            _, job = ask(["scontrol", "--oneliner", "show", "job", number], SLURM_SECONDS)
         if ended := re.search(r"JobState=(?:COMPLETED|FAILED) .* ExitCode=(\d+):0 ", job):
             return int(ended[1])
         status = Status.read(cell.directory)
@@ -134,9 +148,9 @@ class SlurmJobs:
     def _queued(self) -> set[str]:
         """Jobs that wait, run, are being requeued or end."""
         if time.monotonic() - self._asked >= self._seconds:
-            done = subprocess.run(["squeue", "--noheader", "--me", "--format=%i"], capture_output=True, text=True)
-            if done.returncode == 0:  # else its controller is away: nothing is known to have changed
-                self._queue = {*done.stdout.split()}
+            with suppress(OSError):  # or a code: its controller is away, and nothing is known to have changed
+                code, answer = ask(["squeue", "--noheader", "--me", "--format=%i"], SLURM_SECONDS)
+                self._queue = self._queue if code else {*answer.split()}
             self._asked = time.monotonic()
         return self._queue
 

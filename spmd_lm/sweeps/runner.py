@@ -27,7 +27,7 @@ class Runner:
         self, cells: Sequence[Cell], jobs: Jobs, at_once: int, log: Callable[[str], None], is_first: bool = True
     ):
         self._cells, self._jobs, self._log, self._is_first = cells, jobs, log, is_first
-        self._free_slots = list(reversed(range(at_once)))
+        self._free_slots = list(reversed(range(min(at_once, len(cells)))))
         self._postponed: set[str] = set()  # IDs of cells that another process still trains
         self._running: dict[str, tuple[Cell, int, float]] = {}  # by ID, with slot and start
         self.outcomes = {cell.id: cell.outcome() for cell in cells}

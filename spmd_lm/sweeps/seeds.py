@@ -10,7 +10,7 @@ from typing import Any
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, DataError, Exit
 from spmd_lm.runtime.directories import lock_directory
-from spmd_lm.runtime.metrics import read_records
+from spmd_lm.runtime.metrics import is_number, read_records
 from spmd_lm.runtime.processes import is_first_process
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.sweeps.cells import Cell
@@ -43,7 +43,7 @@ def train_seeds(
     if code != Exit.DONE or not is_first_process():
         return code, {}
     last = {cell.values["train.seed"]: _last_evaluation(cell) for cell in cells}
-    names = next(iter(last.values()))
+    names = [name for name in next(iter(last.values())) if all(name in metrics for metrics in last.values())]
     by_seed = {name: {str(seed): metrics[name] for seed, metrics in last.items()} for name in names}
     return code, {"median": {name: statistics.median(v.values()) for name, v in by_seed.items()}, "seeds": by_seed}
 
@@ -59,9 +59,9 @@ def _last_evaluation(cell: Cell) -> dict[str, float]:
     """The metrics of a finished run's last step."""
     path, steps = cell.directory / "metrics.jsonl", cell.config.train.steps
     last = next((record for record in reversed(read_records(path)) if record["step"] == steps), {})
-    if "eval_loss" not in last:
+    if not is_number(last.get("eval_loss")):
         raise DataError(f"{path} has no evaluation of step {steps}. Delete {path.parent} to train it again.")
-    return {name: value for name, value in last.items() if name.startswith("eval_")}
+    return {name: value for name, value in last.items() if name.startswith("eval_") and is_number(value)}
 
 
 def render(result: dict[str, Any]) -> str:

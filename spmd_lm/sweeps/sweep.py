@@ -26,6 +26,7 @@ from spmd_lm.runtime.processes import is_first_process
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.sweeps.cells import Cell, different_recipes, make_cells, raise_faults
 from spmd_lm.sweeps.jobs import Jobs, LocalJobs, SlurmJobs, devices_used
+from spmd_lm.sweeps.local_gpus import GpuShare, share_gpus
 from spmd_lm.sweeps.report import make_report
 from spmd_lm.sweeps.runner import Runner
 from spmd_lm.sweeps.sweep_file import SweepFile, read_sweep
@@ -57,7 +58,7 @@ def run_sweep(
     sweep = read_sweep(path)
     directory = directory_of(sweep)
     cells = make_cells(sweep, directory, overrides)
-    jobs: Jobs = SlurmJobs() if submit == "slurm" else local_jobs(cells, at_once or 1)
+    jobs: Jobs = SlurmJobs() if submit == "slurm" else local_jobs(cells, at_once or 1, log)
     at_once = at_once or (len(cells) if submit else 1)
     with lock_directory(directory, log, is_first_process(), "name"):
         check_owner(sweep, cells, directory)
@@ -112,28 +113,25 @@ def writing_in(directory: Path) -> Iterator[None]:
         raise ConfigError(f"{what}. Mend that; the same command goes on from here.") from error
 
 
-def local_jobs(cells: Sequence[Cell], at_once: int) -> LocalJobs:
-    """Processes of this machine, with a share of its GPUs each.  ConfigError if a cell cannot be laid out on them."""
+def local_jobs(cells: Sequence[Cell], at_once: int, log: Log) -> LocalJobs:
+    """Processes of this machine, with a share of its GPUs each, which is logged.  ConfigError if a cell cannot be laid
+    out on them."""
     if all(cell.config.run.simulate_devices for cell in cells):
         return LocalJobs()
     machine = probe()
-    share, remainder = divmod(machine.devices, at_once)
-    gpus: list[list[str]] = []
-    if machine.platform == "gpu":
-        if remainder:
-            raise ConfigError(f"--jobs {at_once} does not divide {machine.devices} GPUs. Choose a divisor.")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(machine.devices)))).split(",")
-        gpus = [visible[slot * share : (slot + 1) * share] for slot in range(at_once)]
-    elif at_once > 1 and machine.platform == "tpu":
+    share = share_gpus(machine.devices, at_once) if machine.platform == "gpu" else GpuShare([], {}, "")
+    if at_once > 1 and machine.platform == "tpu":
         raise ConfigError(f"--jobs {at_once}: one process has all of a host's TPUs. Leave out --jobs.")
     faults = defaultdict[str, list[str]](list)
     for cell in cells:
         if not cell.config.run.simulate_devices:
-            devices = devices_used(cell.config.parallel, share) if gpus else machine.devices
+            devices = devices_used(cell.config.parallel, len(share.gpus[0])) if share.gpus else machine.devices
             for problem in check_devices(cell.config, devices):
                 faults[problem].append(cell.id)
     raise_faults(faults, len(cells))
-    return LocalJobs(gpus)
+    if share.line:
+        log(share.line)
+    return LocalJobs(share.gpus, share.environment)
 
 
 def probe() -> Machine:
@@ -190,7 +188,7 @@ def list_cells(path: Path, overrides: Sequence[str], submit: str | None) -> list
     sweep = read_sweep(path)
     cells = make_cells(sweep, directory_of(sweep), overrides)
     if not submit:
-        local_jobs(cells, 1)
+        local_jobs(cells, 1, lambda line: None)
     records = []
     for cell in cells:
         record: Record = {"id": cell.id, "status": cell.outcome().status, "run_dir": str(cell.directory)}

@@ -1,7 +1,7 @@
 """A sweep's file: which keys of a configuration vary, and the cells that their values make.
 
     name: widths
-    config: ../debug.yaml                        # relative to this file
+    config: ../debug.yaml                        # relative to this file, or a shipped one's name
     grid:                                        # every combination
       parallel.model: [1, 2, 4]
       optim.lr: {geomspace: [1e-4, 1e-2, 3]}     # first, last, count; as numpy's
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmd_lm.config.load import read_yaml_file
+from spmd_lm.config.load import locate, read_yaml_file
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.errors import ConfigError
 from spmd_lm.sweeps.conditions import Condition
@@ -73,6 +73,7 @@ class SweepFile:
 def read_sweep(path: Path) -> SweepFile:
     """ConfigError with one line per problem."""
     problems: list[str] = []
+    path = locate(path)
     tree = read_yaml_file(str(path), str(path), problems)
     if problems or tree is None:
         raise ConfigError(*(problems or [f"{path}: empty. Give {', '.join(KEYS[:3])}."]))
@@ -90,7 +91,8 @@ def read_sweep(path: Path) -> SweepFile:
     published = _read_published(tree.get("published", {}), problems)
     if problems:
         raise ConfigError(*(f"{path}: {problem}" for problem in problems))
-    return SweepFile(path, str(name), path.parent / str(config), factors, constants, conditions, published)
+    config = locate(path.parent / str(config), str(config))
+    return SweepFile(path, str(name), config, factors, constants, conditions, published)
 
 
 def _read_factors(tree: Mapping[str, Any], problems: list[str]) -> tuple[list[list[Alternative]], Values]:

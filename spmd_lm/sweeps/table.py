@@ -12,11 +12,14 @@ from typing import Any
 from spmd_lm.errors import UserError
 from spmd_lm.files import write_atomically
 from spmd_lm.reports.runs import RunFiles, peak_bytes, read_run
-from spmd_lm.runtime.metrics import Record
+from spmd_lm.runtime.metrics import Record, is_number
 from spmd_lm.sweeps.cells import Cell, Outcome
 
 SPEEDS = ("tokens_per_second", "mfu", "seconds")
 """Of a step: medians, without the first record, which has the first step's slow start."""
+
+PLANNED = ("devices", "parameters", "memory_bytes", "model_flops_per_step", "bubble")
+"""Columns that a plan fills, and no metric of these names."""
 
 WHOLE = ("exit_code", "peak_bytes")
 """Columns of whole numbers that may be empty in every cell."""
@@ -41,7 +44,8 @@ class CellTable:
             reason = outcome.reason or self._damage.get(cell.id, "")
             outcome = outcome._replace(reason=reason)
             own = {"id": cell.id, **outcome._asdict(), "run_dir": str(cell.directory), **cell.values}
-            records.append(own | (figures(self.runs[cell.id]) if cell.id in self.runs else {}))
+            found = figures(self.runs[cell.id]) if cell.id in self.runs else {}
+            records.append(own | found | own)  # a run's record of any name replaces none of these
         columns = list(dict.fromkeys(column for record in records for column in record))
         return [{column: record.get(column) for column in columns} for record in records]
 
@@ -61,9 +65,14 @@ def figures(run: RunFiles) -> dict[str, Any]:
     found: dict[str, Any] = {"step": run.status.step, "restarts": run.status.restarts}
     found |= planned_figures(run.plan) if run.plan else {}
     found |= {"peak_bytes": peak_bytes(run)}
-    found |= {key: value for record in run.records for key, value in record.items() if key not in ("step", *SPEEDS)}
+    metrics = {key: value for record in run.records for key, value in record.items() if key not in SPEEDS}
+    found |= {
+        key: value
+        for key, value in metrics.items()
+        if key not in {*found, *PLANNED} and (value is None or is_number(value))
+    }
     for key in SPEEDS if run.records else ():
-        values = [record[key] for record in run.records[1:] or run.records if record.get(key) is not None]
+        values = [record[key] for record in run.records[1:] or run.records if is_number(record.get(key))]
         found[key] = statistics.median(values) if values else None
     return found
 
@@ -85,8 +94,13 @@ def write_tables(records: Sequence[Record], directory: Path) -> None:
     writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
-    write_atomically(directory / "cells.csv", text.getvalue())
+    write_atomically(directory / "cells.csv", valid_text(text.getvalue()))
     write_atomically(directory / "cells.parquet", parquet(records))
+
+
+def valid_text(value: Any) -> str:
+    """The value as text that is UTF-8, also where it has half of a surrogate pair, as JSON can."""
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 def parquet(records: Sequence[Record]) -> bytes:
@@ -95,16 +109,17 @@ def parquet(records: Sequence[Record]) -> bytes:
     from arro3.core import Array, DataType, Table
     from arro3.io import write_parquet
 
-    types = {bool: DataType.bool(), int: DataType.int64(), float: DataType.float64(), str: DataType.string()}
+    types = {bool: DataType.bool(), int: DataType.int64(), float: DataType.float64(), valid_text: DataType.string()}
     columns: dict[str, Any] = {}
     for name in records[0]:
         values = [record[name] for record in records]
         kinds = {type(value) for value in values if value is not None}
-        kind = kinds.pop() if len(kinds) == 1 else float if kinds <= {int, float} else str
+        kind: Any = kinds.pop() if len(kinds) == 1 else float if kinds <= {int, float} else valid_text
         if not any(value is not None for value in values) and name in WHOLE:
             kind = int
-        kind = kind if kind in types else str
-        columns[name] = Array([None if value is None else kind(value) for value in values], type=types[kind])
+        kind = kind if kind in types else valid_text
+        values = [None if value is None else kind(value) for value in values]
+        columns[valid_text(name)] = Array(values, type=types[kind])
     file = io.BytesIO()
     write_parquet(Table.from_pydict(columns), file)
     return file.getvalue()

@@ -2,11 +2,14 @@
 are here, and writes a row of such a table.
 
 All devices work at the same time, as in a step: simulated ones share the CPU, and each has its part of it.  Times are
-the best of several, because other programs only ever lengthen them."""
+the best of several, because other programs only ever lengthen them.  A rate is the difference between two programs of
+kernels in a row, which differ in how many there are.  The result has the first array's memory, so that nothing is
+copied, and on accelerators there is no loop, whose counters are kernels too.  XLA:GPU runs such kernels in a CUDA
+graph, as in a step."""
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,11 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.cost_model.hardware import GIB, GIGA, MICRO, TERA, find_hardware
+from spmd_lm.cost_model.hardware import GIB, GIGA, MICRO, TERA, Hardware, find_hardware
 from spmd_lm.cost_model.wire import ALL_GATHER, wire_bytes
 from spmd_lm.errors import ConfigError
 from spmd_lm.files import write_atomically
+from spmd_lm.runtime.gpu_memory import ALLOCATOR, allocated_share, gpu_memory
 
 MEASURED = "# Measured"  # how a table begins, which another calibration may replace
 REPEATS = 7
@@ -30,55 +34,115 @@ LARGER_ON_ACCELERATORS = 16
 """Arrays there than on a CPU."""
 
 ELEMENTS = 2**23  # of an array that no cache holds
-CHAIN = 64  # operations of which one needs the other's result
+FEW, MANY = 1, 9  # passes over such an array
+FEW_KERNELS, MANY_KERNELS = 64, 320
+FEW_PAIRS, MANY_PAIRS = 1, 5  # of products
 AXIS = "devices"
 ATTENTION = 0.5  # of the rate of products, in one kernel: an assumption, as the published table has it
 INNER = (32, 64, 128, 256, 512)
 """Inner dimensions of the products, times what an accelerator has more."""
 
+Body = Callable[..., Array]
+
+
+def in_a_row(operation: Callable[[Array], Array], times: int, platform: str) -> Body:
+    """So many kernels, each of which needs the result of the one before it, and which XLA does not fuse: by barriers,
+    and on a CPU, where XLA may drop these (jax 0.10.2), in a loop, whose counter is no kernel there."""
+
+    def body(x: Array) -> Array:
+        if platform == "cpu":
+            return lax.fori_loop(0, times, lambda _, y: operation(y), x)
+        for _ in range(times):
+            x = lax.optimization_barrier(operation(x))
+        return x
+
+    return body
+
+
+def products(times: int) -> Body:
+    """Of a matrix by another and by its transpose, so many times: a product needs the one before it."""
+
+    def body(left: Array, right: Array) -> Array:
+        for _ in range(times):
+            left = (left @ right) @ right.T
+        return left
+
+    return body
+
+
+def gather(x: Array) -> Array:
+    return lax.all_gather(x, AXIS, tiled=True)
+
 
 class Calibration:
-    """The devices of this process, and how arrays of `dtype` are timed on all of them."""
+    """Devices, by default all of this job, and how arrays of `dtype` are timed on all of them."""
 
-    def __init__(self, dtype: str):
-        self.devices, self.dtype = jax.devices(), jnp.dtype(dtype)
+    def __init__(self, dtype: str, devices: list[Any] | None = None):
+        self.devices, self.dtype = devices or jax.devices(), jnp.dtype(dtype)
         self.mesh = Mesh(np.array(self.devices), (AXIS,))
-        self.scale = 1 if self.devices[0].platform == "cpu" else LARGER_ON_ACCELERATORS
+        self.sharding = NamedSharding(self.mesh, P(AXIS))
+        self.platform = self.devices[0].platform
+        self.scale = 1 if self.platform == "cpu" else LARGER_ON_ACCELERATORS
 
-    def seconds(self, body: Callable[..., Array], *shapes: tuple[int, ...]) -> float:
-        """Of `body` on every device, with arrays of these shapes on each."""
-        run = jax.jit(jax.shard_map(body, mesh=self.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
-        sharding, n = NamedSharding(self.mesh, P(AXIS)), len(self.devices)
-        arrays = [jax.device_put(np.ones((n * shape[0], *shape[1:]), self.dtype), sharding) for shape in shapes]
-        jax.block_until_ready(run(*arrays))
-        times = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            jax.block_until_ready(run(*arrays))
-            times.append(time.perf_counter() - start)
-        return min(times)
+    def compiled(self, body: Body, *shapes: tuple[int, ...], in_place: bool = True) -> jax.stages.Compiled:
+        """`body` on every device, with arrays of these shapes on each.  in_place: the result has the first one's."""
+        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+        arrays = [
+            jax.ShapeDtypeStruct(self._global_shape(shape), self.dtype, sharding=self.sharding) for shape in shapes
+        ]
+        return jax.jit(mapped, donate_argnums=0 if in_place else ()).lower(*arrays).compile()
+
+    def seconds(self, bodies: Sequence[Body], *shapes: tuple[int, ...], in_place: bool = True) -> list[float]:
+        """Of each on every device, in turns, with random arrays of these shapes: a GPU multiplies ones faster."""
+        programs = [self.compiled(body, *shapes, in_place=in_place) for body in bodies]
+        first, *rest = (self._random(shape) for shape in shapes)
+        times: list[list[float]] = [[] for _ in programs]
+        for _ in range(1 + REPEATS):  # once to warm up
+            for program, taken in zip(programs, times, strict=True):
+                start = time.perf_counter()
+                result = jax.block_until_ready(program(first, *rest))
+                taken.append(time.perf_counter() - start)
+                first = result if in_place else first
+        return [min(taken[1:]) for taken in times]
+
+    def _global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (len(self.devices) * shape[0], *shape[1:])
+
+    def _random(self, shape: tuple[int, ...]) -> Array:
+        """Normal, of a variance of 1 / its last dimension: such products neither grow nor vanish."""
+        make = jax.jit(
+            lambda key: jax.random.normal(key, self._global_shape(shape), self.dtype) / shape[-1] ** 0.5,
+            out_shardings=self.sharding,
+        )
+        return make(jax.random.key(0))
+
+    def small_kernels(self, times: int) -> Body:
+        """On next to nothing."""
+        return in_a_row(lax.sin, times, self.platform)
+
+    def passes(self, times: int) -> Body:
+        """Over an array, each a kernel that reads and writes all of it."""
+        return in_a_row(lax.neg, times, self.platform)
 
     def kernel_overhead(self) -> float:
-        """Seconds of an operation on next to nothing, in a chain of them."""
-        chained = self.seconds(lambda x: lax.fori_loop(0, 16 * CHAIN, lambda _, y: lax.sin(y), x), (8,))
-        return chained / (16 * CHAIN)
+        """Seconds of a kernel among many of one compiled program."""
+        few, many = self.seconds([self.small_kernels(n) for n in (FEW_KERNELS, MANY_KERNELS)], (8,))
+        return max(many - few, 1e-9) / (MANY_KERNELS - FEW_KERNELS)
 
     def memory_bandwidth(self) -> float:
         """Bytes per second of reading and writing arrays that no cache holds."""
         elements = ELEMENTS * self.scale
-        one, several = (
-            self.seconds(lambda x, n=n: lax.fori_loop(0, n, lambda _, y: y * 0.5 + 1.0, x), (elements,)) for n in (1, 5)
-        )
-        return 4 * 2 * elements * self.dtype.itemsize / max(several - one, 1e-9)
+        few, many = self.seconds([self.passes(n) for n in (FEW, MANY)], (elements,))
+        return (MANY - FEW) * 2 * elements * self.dtype.itemsize / max(many - few, 1e-9)
 
     def products(self) -> tuple[float, float]:
         """(FLOP/s of a large product, the inner dimension at which half of that is reached): seconds per FLOP grow with
-        1 / inner, to which a line is fitted.  What starting a program takes is taken off."""
-        rows = 512 * self.scale
+        1 / inner, to which a line is fitted."""
+        rows, pairs = 512 * self.scale, [products(n) for n in (FEW_PAIRS, MANY_PAIRS)]
         per_flop = []
         for inner in (n * self.scale for n in INNER):
-            one, several = (self.seconds(_chained_products(n), (rows, inner), (inner, rows)) for n in (1, 5))
-            per_flop.append((several - one) / (4 * 2 * 2 * rows * rows * inner))
+            few, many = self.seconds(pairs, (rows, inner), (inner, rows))
+            per_flop.append((many - few) / ((MANY_PAIRS - FEW_PAIRS) * 2 * 2 * rows * rows * inner))
         slope, least = np.polyfit([1 / (n * self.scale) for n in INNER], per_flop, 1)
         least = max(float(least), 0.5 * min(per_flop))
         return 1 / least, max(0.0, float(slope)) / least
@@ -89,47 +153,74 @@ class Calibration:
         if n == 1:
             return 1e12, 0.0
         sizes = (64, 2**18 * self.scale)
-        small, large = (self.seconds(lambda x: lax.all_gather(x, AXIS, tiled=True), (size,)) for size in sizes)
+        small, large = (self.seconds([gather], (size,), in_place=False)[0] for size in sizes)
         sent = wire_bytes(ALL_GATHER, n * sizes[1] * self.dtype.itemsize, n)
         return sent / max(large - small, 1e-9), small
 
-    def memory_size(self) -> float:
-        """Bytes of one device."""
-        stats = self.devices[0].memory_stats() or {}
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return stats.get("bytes_limit", host / len(self.devices))
+
+def allocated(device: Any) -> int | None:
+    """Bytes of an accelerator that jax allocates at most: of a GPU a share of what it has; None if jax has no limit, or
+    does not tell it."""
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def _chained_products(times: int) -> Callable[[Array, Array], Array]:
-    """Of a matrix by another and by its transpose, so many times: a product needs the one before it."""
-
-    def chained(left: Array, right: Array) -> Array:
-        return lax.fori_loop(0, times, lambda _, x: (x @ right) @ right.T * jnp.asarray(1e-6, x.dtype), left)
-
-    return chained
+def memory_size(devices: list[Any]) -> float:
+    """Bytes of one device.  ConfigError for a GPU of which nothing tells them."""
+    device, limit, known = devices[0], allocated(devices[0]), find_hardware(devices[0].device_kind)
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
+    if device.platform == "gpu":
+        if total := gpu_memory(device.local_hardware_id):
+            return total
+        share = allocated_share().value
+        if limit and share < 1:
+            return limit / share
+    elif limit:
+        return limit
+    if known and known.memory:
+        return known.memory.size
+    raise ConfigError(
+        f"--calibrate: neither jax nor CUDA's driver (libcuda.so.1) tells how much memory {device.device_kind} has. "
+        f"Unset {ALLOCATOR}, so that jax limits what it allocates."
+    )
 
 
 def calibrate(dtype: str) -> dict[str, Any]:
     """A row of hardware.yaml, for all devices of this process.  dtype: of products and elements."""
     here = Calibration(dtype)
-    device = here.devices[0]
+    device, known = here.devices[0], find_hardware(here.devices[0].device_kind)
+    size, limit = memory_size(here.devices), allocated(device)
     rate, half_inner = here.products()
+    bandwidth = here.memory_bandwidth()
     link, start = here.links()
     where = f"{len(here.devices)} devices, jax {jax.__version__}, {datetime.now(UTC):%Y-%m-%d}"
+    allocates = f"; jax allocated {limit / GIB:.1f} GiB of each at most" if limit and limit < size else ""
     row = {
         "device_kind": device.device_kind.lower(),
         "peak": dict.fromkeys(("bfloat16", "float16", dtype), rate / TERA),
-        "source": f"bench --calibrate on {where}",
+        "source": f"bench --calibrate on {where}{allocates}",
         "efficiency": 1.0,
-        "memory": {"size": here.memory_size() / GIB, "bandwidth": here.memory_bandwidth() / GIGA, "share": 1.0},
+        "memory": {"size": size / GIB, "bandwidth": bandwidth / GIGA, "share": 1.0},
         "cores": 1,
         "products": {"limit": 1.0, "half_inner": half_inner, "attention": ATTENTION, "tile": [1, 1]},
         "kernel_overhead": here.kernel_overhead() / MICRO,
         "link": link / GIGA,
         "latency": {"start": start / MICRO, "link": 0.0, "network": 0.0},
     }
-    known = find_hardware(device.device_kind)
-    return row | ({"closes_at": known.links.closes_at} if known and known.links else {})
+    row |= {"closes_at": known.links.closes_at} if known and known.links else {}
+    return row | ({"compiled": of_measured(known, rate, bandwidth)} if known and known.compiled else {})
+
+
+def of_measured(known: Hardware, rate: float, bandwidth: float) -> dict[str, float]:
+    """The rates that kernels of compiled steps reach by the published table, as shares of measured ones."""
+    assert known.compiled and known.memory
+    reached, of_peak = known.compiled, known.peak_flops / rate
+    shares = (
+        reached.products * of_peak,
+        reached.attention * of_peak,
+        reached.fused * known.memory.bandwidth / bandwidth,
+    )
+    return dict(zip(reached._fields, (min(1.0, share) for share in shares), strict=True))
 
 
 def write_row(row: dict[str, Any], path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from spmd_lm.checkpoints.saved_run import check_data
+from spmd_lm.checkpoints.saved_run import check_data, rules_of
 from spmd_lm.config.data_sections import Data, Synthetic
 from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import RunConfig
@@ -83,7 +83,7 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             corpus, vocabulary, loader, validation = open_data(run_dir, progress, messages)
             state = initial_state(run_dir, program, pretrained, progress)
         with run_dir.open_files(status, corpus.tokenizer, progress.log) as metrics_log:
-            fixed = program, corpus, vocabulary, validation, run_dir.tiers
+            fixed = program, corpus, vocabulary, rules_of(run_dir.meta), validation, run_dir.tiers
             run = TrainingRun(*fixed, status, clock, metrics_log, progress, state)
             if run.replica_check and not run.replica_check.has_copies():
                 progress.log("train.replica_check_every: this layout has one copy of each array: nothing to compare.")
@@ -96,8 +96,8 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
 def open_data(run_dir: RunDir, progress: Progress, messages: list[str]) -> tuple[Dataset, str, Loader, Loader | None]:
     """The data, the hash of its vocabulary, and the loaders of training and validation; messages: logged with it."""
     config = run_dir.config
-    data = data_of_run(config)
-    corpus = load_data(data, config.train.seed, config.model.vocab)
+    data = config.data if run_dir.saved_step is None else data_of_run(config)
+    corpus = load_data(data, config.train.seed, config.model.vocab, rules_of(run_dir.meta))
     vocabulary = hash_of_vocabulary(corpus.tokenizer, data.tokenizer) if isinstance(data, Data) else ""
     require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
     loader = make_loader(config, corpus, "training")
@@ -138,7 +138,8 @@ def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals, watch: S
     if run.failure:
         signals.stop()
     done, last, shardings = run.step, run.config.train.steps, run.program.batch_shardings
-    with run.progress.live_line(), batches_ahead(loader, shardings, range(done, last)) as batches:
+    alone = {step - 1 for step in run.steps_of_first_executions()}
+    with run.progress.live_line(), batches_ahead(loader, shardings, range(done, last), alone) as batches:
         for step in signals.until_received(range(done + 1, last + 1)):
             with run.clock.time("data"):
                 batch = next(batches)

@@ -10,7 +10,15 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.fingerprint import fingerprints
-from spmd_lm.checkpoints.saved_run import check_compatible, check_data, checked_meta, open_checkpoints, warn
+from spmd_lm.checkpoints.saved_run import (
+    check_compatible,
+    check_data,
+    check_vocabulary,
+    checked_meta,
+    open_checkpoints,
+    rules_of,
+    warn,
+)
 from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
@@ -36,11 +44,12 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
             f"{checkpoints.directory}: no checkpoint before step {step}. Steps: {checkpoints.steps()}."
         )
     start = earlier[-1]
-    saved = checked_meta(checkpoints, start)["config"]
-    if changes := check_compatible(saved, config.model_dump(by_alias=True), checkpoints.directory):
+    meta = checked_meta(checkpoints, start)
+    if changes := check_compatible(meta["config"], config.model_dump(by_alias=True), config.run.directory):
         warn(
             "\n".join([f"Other bits may be due to what changed since step {start} was saved (then -> now):", *changes])
         )
+    check_vocabulary(config, config.run.directory, meta if start else None)
     logged = {record["step"]: record for record in read_records(config.run.directory / "metrics.jsonl")}
     is_saved = step in checkpoints.steps()
     if step > max([*logged, *checkpoints.steps()]):
@@ -48,8 +57,8 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
     if not is_saved and not any(COMPARED[0] in logged.get(each, {}) for each in range(start + 1, step + 1)):
         raise ConfigError(f"{config.run.directory}: nothing of steps {start + 1} to {step} was logged or saved.")
 
-    data = load_data(data_of_run(config), config.train.seed, config.model.vocab)
-    for line in check_data(checkpoints.meta(start), config, data.fingerprint, data.name):
+    data = load_data(data_of_run(config), config.train.seed, config.model.vocab, rules_of(meta))
+    for line in check_data(meta, config, data.fingerprint, data.name):
         warn(line)
     program = Program(config)
     canonical = checkpoints.restore(start, program.abstract_canonical())

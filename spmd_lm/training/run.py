@@ -22,6 +22,7 @@ from spmd_lm.data.loader import Loader
 from spmd_lm.errors import CheckpointError, Exit, NonFiniteError, OutputError
 from spmd_lm.evaluation.evaluate import validation_metrics
 from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
+from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.progress import Progress
 from spmd_lm.step.guard import EXCLUDED, SKIP_REASONS
 from spmd_lm.step.program import Program
@@ -42,6 +43,7 @@ class TrainingRun:
     program: Program
     corpus: Dataset
     vocabulary: str  # its hash; '' for data without text
+    rules: int  # that made tokens of documents
     validation: Loader | None  # the same batches every time; None if train.eval_every is 0
     tiers: Tiers
     status: Status
@@ -67,6 +69,13 @@ class TrainingRun:
     @property
     def profile_directory(self) -> Path:
         return self.config.run.directory / "profile"
+
+    def steps_of_first_executions(self) -> set[int]:
+        """The steps in which, or after which, a program with attention is executed for the first time: the train step,
+        and evaluation."""
+        train, first = self.config.train, self._first_step
+        first_evaluation = -(-first // train.eval_every) * train.eval_every if train.eval_every else first
+        return {first, min(first_evaluation, train.steps)}
 
     def is_due(self, every: int) -> bool:
         """Whether it is time for what happens every `every` steps and at the end; never if `every` is 0."""
@@ -153,7 +162,7 @@ class TrainingRun:
             self.wait_for_save()
             num_samples = self.step * self.config.train.batch
             config = self.config.model_dump(by_alias=True)
-            meta = make_meta(config, num_samples, self.corpus.fingerprint, self.vocabulary)
+            meta = make_meta(config, num_samples, self.corpus.fingerprint, self.vocabulary, self.rules)
             meta |= {"start": self.status.restarts, "devices": jax.device_count()}
             saved = self.step, self.program.canonical(self.state), meta
             try:
@@ -207,7 +216,7 @@ class TrainingRun:
 
     def report_hang(self, what: str) -> None:
         """From another thread: this one hangs."""
-        print(f"error: {what}", file=sys.stderr, flush=True)
+        print_line(f"error: {what}", sys.stderr)
         with suppress(OSError, RuntimeError):
             self.write_status(state="failed", exit_code=int(Exit.HANG))
 

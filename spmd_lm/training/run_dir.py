@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from pydantic import ValidationError
 
 from spmd_lm.checkpoints.checkpointer import new_run_id
 from spmd_lm.checkpoints.directories import CORRUPT, foreign_names, say_damaged
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_vocabulary
 from spmd_lm.checkpoints.tiers import Tiers
-from spmd_lm.config.data_sections import Data
+from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data
 from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.schema import RunConfig
@@ -27,6 +28,7 @@ from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life,
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.processes import collect, in_a_job, require_agreement, tells_of_lost_peer
 from spmd_lm.runtime.trackers import ID_FILE, Trackers
+from spmd_lm.step.optimizer import lr_schedule, schedule_keys
 
 SHARED_SECONDS = 30.0  # until the last process sees what the first has written, on a network file system
 
@@ -94,7 +96,8 @@ class RunDir:
         is_new = self.status is None and self.saved_step is None
         if is_new:
             self._check_foreign_files()
-        check_vocabulary(self.config, self.path, self.meta if self.saved_step else None)
+        if self.saved_step is not None or not self._trains_tokenizer:  # on what it trained, nothing depends yet
+            check_vocabulary(self.config, self.path, self.meta if self.saved_step else None)
         if is_new:
             return []
         directory, init_from = self.tiers.durable.directory, self.config.run.init_from
@@ -110,18 +113,41 @@ class RunDir:
             if init_from not in (None, saved["run"].get("init_from")):
                 messages.append(f"run.init_from={init_from} has no effect: this run resumes from its own checkpoint.")
         if changes := check_compatible(saved, self.config.model_dump(by_alias=True), self.path):
-            messages += [f"Changed {since} (then -> now):", *changes]
+            messages += [f"Changed {since} (then -> now):", *changes, *self._rate_changes(saved)]
         return messages
+
+    def _rate_changes(self, saved: dict[str, Any]) -> Iterator[str]:
+        """What a changed schedule makes of the learning rate at the next step, and what keeps the old one."""
+        try:
+            then, now = RunConfig.model_validate(saved), self.config
+        except ValidationError:  # of an older version
+            return
+        (old, new), step = (schedule_keys(each.optim, each.train.steps) for each in (then, now)), self.saved_step or 0
+        keep = [f"optim.{key}={value}" for key, value in old.items() if new.get(key) != value]
+        if step and keep:
+            before, after = (
+                float(lr_schedule(each.optim, each.train.steps)(jax.numpy.float32(step))) for each in (then, now)
+            )
+            what = f"The learning rate of step {step + 1} was to be {before:.3g}, and is {after:.3g}"
+            yield f"{what}. To keep the old schedule, set {' '.join(keep)}."
+
+    @property
+    def _trains_tokenizer(self) -> bool:
+        return getattr(self.config.data, "tokenizer", None) in TRAINED_TOKENIZERS
 
     def _check_foreign_files(self) -> None:
         """ConfigError if the run would overwrite files that no run wrote."""
-        for name, own_text in ((CONFIG_FILE, dump(self.config)), ("metrics.jsonl", "")):
-            path = self.path / name
-            if path.is_file() and not _reads(path, own_text):
-                raise ConfigError(
-                    f"run.dir={self.path}: training would overwrite {name}, which belongs to no run: there is neither "
-                    f"a status.json nor a checkpoint beside it. Move it away, or choose another run.dir."
-                )
+        own = {CONFIG_FILE: dump(self.config), "metrics.jsonl": ""}
+        foreign = [
+            name for name, text in own.items() if (path := self.path / name).is_file() and not _reads(path, text)
+        ]
+        if self._trains_tokenizer and saved_tokenizer(self.path):
+            foreign.append(f"{TOKENIZER_DIR}/")
+        if foreign:
+            raise ConfigError(
+                f"run.dir={self.path}: training would overwrite {foreign[0]}, which belongs to no run: there is "
+                f"neither a status.json nor a checkpoint beside it. Move it away, or choose another run.dir."
+            )
 
     def check_resumable(self) -> None:
         """CheckpointError if there are steps to do and no state to resume from, or no position in the data."""
@@ -181,22 +207,27 @@ class RunDir:
         if jax.process_index() > 0:
             yield None
             return
-        data = self.config.data
-        if isinstance(data, Data) and data.tokenizer != "bytes" and not saved_tokenizer(self.path):
-            try:
-                keep_vocabulary(tokenizer, data.tokenizer, self.path / TOKENIZER_DIR)  # so that the run can be moved
-            except OSError as error:
-                path = error.filename or self.path
-                raise ConfigError(f"{path}: {error.strerror}. Make room, or choose another run.dir.") from error
         metrics_log = MetricsLog(self.path, resume_step=status.step)  # first: it may refuse the file that exists
         if self.meta and (missing := metrics_log.missing_steps(self.meta["config"]["train"]["log_every"])):
             log(f"{metrics_log.path} lacks the records of steps {missing[0]} to {missing[1]}, which are lost.")
         with writing(self.path / CONFIG_FILE):
             write_atomically(self.path / CONFIG_FILE, dump(self.config))
         status.write()
+        self._keep_vocabulary(tokenizer)  # once status.json says whose directory this is
         with closing(metrics_log), Trackers(self.config, log) as trackers:
             metrics_log.listeners.append(trackers.write)
             yield metrics_log
+
+    def _keep_vocabulary(self, tokenizer: Tokenizer) -> None:
+        """Writes the tokenizer's files, so that the run can be moved; over those of a start that saved nothing."""
+        data, is_unsaved = self.config.data, self.status is not None and self.saved_step is None
+        if not isinstance(data, Data) or data.tokenizer == "bytes" or (saved_tokenizer(self.path) and not is_unsaved):
+            return
+        try:
+            keep_vocabulary(tokenizer, data.tokenizer, self.path / TOKENIZER_DIR)
+        except OSError as error:
+            path = error.filename or self.path
+            raise ConfigError(f"{path}: {error.strerror}. Make room, or choose another run.dir.") from error
 
 
 def _reads(path: Path, text: str) -> bool:

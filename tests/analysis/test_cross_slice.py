@@ -6,8 +6,9 @@ from spmd_lm.analysis.compiled_collectives import collective_instructions
 from spmd_lm.analysis.cross_slice import read_collectives_across_slices
 from spmd_lm.analysis.exposed import Speeds, walk_schedule
 from spmd_lm.analysis.hlo import HloModule
+from spmd_lm.analysis.memory_traffic import KernelSpeeds
 
-SPEEDS = Speeds(1.0, math.inf, {"replica": 2, "data": 2}, lambda kind, axes: 1.0, lambda axes: False)
+SPEEDS = Speeds(KernelSpeeds(1.0, math.inf), {"replica": 2, "data": 2}, lambda kind, axes: 1.0, lambda axes: False)
 HOST = 'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"'
 SUM = f'{HOST},_xla_host_transfer_rendezvous="psum_0",_xla_megascale_target="{{1,2}}x{{0:1}}",'
 SUM += '_xla_megascale_transfer_type="ALL_REDUCE"}, metadata={op_name="jit(step)/gradients/psum"}'

@@ -9,9 +9,10 @@ import pytest
 
 from spmd_lm.analysis.exposed import Speeds, walk_schedule
 from spmd_lm.analysis.hlo import HloModule
+from spmd_lm.analysis.memory_traffic import KernelSpeeds
 
 SIZES = {"data": 2, "model": 2}
-SPEEDS = Speeds(1.0, math.inf, SIZES, bandwidth=lambda kind, axes: 1.0, is_ring=lambda axes: False)
+SPEEDS = Speeds(KernelSpeeds(1.0, math.inf), SIZES, bandwidth=lambda kind, axes: 1.0, is_ring=lambda axes: False)
 DATA, MODEL = "replica_groups={{0,2},{1,3}}, dimensions={0}", "replica_groups={{0,1},{2,3}}, dimensions={0}"
 INPUTS = """  %a = f32[3]{0} parameter(0)
   %x = f32[1,1]{1,0} parameter(1)
@@ -187,6 +188,6 @@ def test_without_shares_the_dearest_branch_counts():
 
 
 def test_memory_bounds_what_products_do_not():
-    slow = SPEEDS._replace(memory_bandwidth=0.5)
+    slow = SPEEDS._replace(kernels=KernelSpeeds(1.0, 0.5))
     text = f"HloModule step\n\n{computation('ENTRY %main', f'd = f32[1,5]{{1,0}} {PRODUCT}')}"
     assert walk_schedule(HloModule(text), slow)["step_seconds"] == 4 * (1 + 5 + 5) / 0.5

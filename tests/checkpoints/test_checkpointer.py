@@ -26,6 +26,7 @@ from spmd_lm.checkpoints.storage import OrbaxStorage
 from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.config.schema import Checkpoint, RunConfig
 from spmd_lm.errors import CheckpointError
+from tests import processes
 
 META = make_meta({"model": {"layers": 4}}, num_samples=48, fingerprint="abc")
 
@@ -179,6 +180,51 @@ def test_a_save_that_fails_in_the_background_surfaces_at_the_next_one(tmp_path):
     assert_same_bits(saver.restore(1, abstract(make_state(), make_mesh(2, 4))), make_state(1))
 
 
+@pytest.mark.parametrize("removed", ["saving*", "*"])
+@pytest.mark.parametrize("when", ["while arrays are written", "once they are written", "once their record is"])
+def test_a_save_that_is_removed_while_it_is_written_costs_that_save(tmp_path, monkeypatch, when, removed):
+    """By somebody else: the directory of the save, or that of all checkpoints."""
+    told: list[str] = []
+    saver = Checkpointer(tmp_path / "checkpoints", Checkpoint(keep=9), log=told.append)
+    write = Checkpointer._write_record
+
+    def remove() -> None:
+        """At once, whatever else is written there."""
+        for path in [*saver.directory.glob("2.saving*")] if removed == "saving*" else [saver.directory]:
+            path.rename(tmp_path / f"removed {path.name}")
+
+    class Removed:
+        """A save of arrays."""
+
+        def __init__(self, response):
+            self.response = response
+
+        def result(self, timeout=None):
+            self.response.result(timeout)
+            if when != "once their record is":
+                remove()
+            if when == "while arrays are written":
+                raise ValueError("what orbax says then")
+
+    def write_record(self, record, response):
+        write(self, record, Removed(response) if record.step == 2 else response)
+        if record.step == 2 and when == "once their record is":
+            remove()
+
+    monkeypatch.setattr(Checkpointer, "_write_record", write_record)
+    saver.save(1, make_state(1), META)
+    saver.save(2, make_state(2), META)
+    saver.save(3, make_state(3), META)
+    saver.close()
+    assert saver.steps() == ([1, 3] if removed == "saving*" else [3])
+    assert_same_bits(saver.restore(3, abstract(make_state(), make_mesh(2, 4))), make_state(3))
+    (message,) = told
+    assert "2.saving was removed while it was written" in message
+    saver.save(2, make_state(2), META)
+    with pytest.raises(CheckpointError, match="/2 was not saved"):
+        saver.close()
+
+
 def test_an_old_checkpoint_that_cannot_be_deleted_is_told(tmp_path, monkeypatch):
     told: list[str] = []
     saver = Checkpointer(tmp_path, Checkpoint(keep=1), log=told.append)
@@ -261,10 +307,8 @@ def test_kill_during_a_save_leaves_the_one_before(tmp_path):
             pass
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    killed = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], capture_output=True, timeout=60
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = processes.finish([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert any(".saving" in path.name for path in tmp_path.iterdir())  # the save was indeed in progress
     saver = Checkpointer(tmp_path)
     assert saver.latest_step() == 1
@@ -339,6 +383,7 @@ def test_another_model_is_refused_with_old_and_new(tmp_path, path, value):
         ("model.dropout", 0.0),
         ("model.attention_dropout", 0.0),
         ("run.compiler_options", "none"),
+        ("run.deterministic", True),
     ],
 )
 def test_other_differences_are_returned(tmp_path, path, value):

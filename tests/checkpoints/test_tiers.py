@@ -14,6 +14,7 @@ from spmd_lm.checkpoints.parts import part_directories, part_directory
 from spmd_lm.checkpoints.storage import SHARDS_FILE, ShardStorage
 from spmd_lm.cli import main
 from spmd_lm.errors import ConfigError, Exit, OutputError
+from spmd_lm.files import require_own
 from spmd_lm.training import loop
 from tests.checkpoints.test_checkpointer import META, abstract, make_mesh, make_state
 from tests.helpers import assert_equal
@@ -129,6 +130,32 @@ def test_a_directory_that_others_can_write_to_is_refused(tmp_path):
     assert loop.train(config_with_local(tmp_path)) is Exit.DONE
 
 
+@pytest.mark.parametrize(
+    ("modes", "refused"),
+    [
+        ({"a": 0o777}, True),
+        ({"a/b": 0o777}, True),
+        ({"a": 0o1777, "a/b": 0o700}, False),  # as /tmp
+        ({"a": 0o1777, "a/b": 0o777}, True),
+        ({"a": 0o755}, False),
+        ({"a": 0o2775}, True),  # a group's, of which the user is one
+    ],
+)
+def test_a_directory_below_one_that_others_can_write_to_is_refused(tmp_path, monkeypatch, modes, refused):
+    """They could put another one in its place."""
+    monkeypatch.setattr("spmd_lm.files._is_of_user_alone", lambda group: False)
+    (tmp_path / "a" / "b" / "memory").mkdir(parents=True, mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    for name, mode in modes.items():
+        (tmp_path / name).chmod(mode)
+    for directory in (tmp_path / "a/b/memory", tmp_path / "link/memory"):
+        if refused:
+            with pytest.raises(OSError, match="other users can write to it: chmod go-w it"):
+                require_own(directory)
+        else:
+            require_own(directory)
+
+
 def test_a_failed_local_save_ends_the_run_with_a_durable_one(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
@@ -200,7 +227,7 @@ def test_shards_are_put_together_for_any_layout(tmp_path, sizes):
 def test_a_step_counts_if_every_process_has_its_part(tmp_path):
     local = f"checkpoint.local={{dir: {tmp_path / 'memory'}, every: 2, keep: 3}}"
     with Job(tmp_path / "alone", "train.steps=20") as alone:
-        assert [process.wait(120) for process in alone.processes] == [0, 0]
+        assert alone.exit_codes() == [0, 0]
     with Job(tmp_path / "run", "train.steps=20", "train.batch=16", local) as job:
         job.wait_for("step 17/")
         for process in job.processes:
@@ -212,6 +239,6 @@ def test_a_step_counts_if_every_process_has_its_part(tmp_path):
         if step >= newest:
             shutil.rmtree(memory / "1-of-2" / str(step))
     with Job(tmp_path / "run", "train.steps=20", "train.batch=16", local) as job:
-        assert [process.wait(120) for process in job.processes] == [0, 0]
+        assert job.exit_codes() == [0, 0]
         assert f"resuming after step {expected} of 20, from" in job.outputs[0].read_text()
     assert losses(tmp_path / "run") == losses(tmp_path / "alone")

@@ -7,11 +7,14 @@ from spmd_lm.errors import ConfigError
 GPU, TPU = ("gpu", "bfloat16"), ("tpu", "bfloat16")
 
 
-def config(kernel: str, dtype: str, dropout: float = 0.0, context: int = 128, head_width: int = 64) -> RunConfig:
+def config(
+    kernel: str, dtype: str, dropout: float = 0.0, context: int = 128, head_width: int = 64, **run: bool
+) -> RunConfig:
     """Unlike a loaded configuration, this one need not pass the checks."""
     sizes = {"layers": 2, "width": 8 * head_width, "heads": 8, "context": context, "vocab": 256}
     return RunConfig.model_validate(
         {
+            "run": run,
             "model": sizes | {"attention": kernel, "attention_dropout": dropout},
             "data": {"source": "synthetic"},
             "precision": {"compute": dtype},
@@ -56,6 +59,14 @@ def test_the_chosen_kernel_and_why(asked, where, dropout, context, kernel, why):
 def test_an_explicit_kernel_that_cannot_run_is_refused(kernel, platform, dtype, head_width, why):
     with pytest.raises(ConfigError, match=f"model.attention={kernel}.*{why}.*Use model.attention=auto or xla"):
         choose_kernel(config(kernel, dtype, head_width=head_width), platform)
+
+
+def test_a_deterministic_run_takes_no_kernel_that_ends_with_deterministic_operations():
+    choice = choose_kernel(config("auto", "bfloat16", deterministic=True), "gpu")
+    assert choice.kernel == "xla" and choice.why.startswith("run.deterministic=true: cuDNN's attention")
+    assert choose_kernel(config("auto", "bfloat16", deterministic=True), "tpu").kernel == "splash"
+    with pytest.raises(ConfigError, match=r"model.attention=cudnn: run.deterministic=true: .*auto or xla"):
+        choose_kernel(config("cudnn", "bfloat16", deterministic=True), "gpu")
 
 
 @pytest.mark.parametrize(("head_width", "kernel"), [(64, "cudnn"), (100, "xla"), (128, "cudnn"), (136, "xla")])

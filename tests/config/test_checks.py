@@ -426,6 +426,20 @@ def test_sequence_parallelism_must_divide_the_context():
     ]
 
 
+def test_a_deterministic_run_is_refused_what_would_not_be():
+    assert problems(*CUDNN.split(), "run.deterministic=true") == [
+        "model.attention=cudnn with run.deterministic=true: cuDNN's attention ends in its first step where XLA's "
+        "operations are deterministic (jax 0.11.2). Use run.deterministic=false, or model.attention=xla."
+    ]
+    own = "run.compiler_options={xla_gpu_deterministic_ops: false}"
+    assert problems("run.deterministic=true", own) == [
+        "run.deterministic=true with xla_gpu_deterministic_ops=False of run.compiler_options. Use "
+        "run.deterministic=false, or run.compiler_options without it."
+    ]
+    same = "run.compiler_options={xla_gpu_deterministic_ops: true}"
+    assert not problems("run.deterministic=true", same) + problems(own)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from spmd_lm.config.data_sections import PythonStdlib, Synthetic, Task, Text
-from spmd_lm.config.load import dump, load, load_run
+from spmd_lm.config.load import SHIPPED, dump, load, load_run, shipped
 from spmd_lm.config.schema import AdamW, Lion, RunConfig
 from spmd_lm.errors import ConfigError
 
@@ -77,7 +77,7 @@ def test_valid_run_names(name, write):
         ("~nouser/x", "expected ~ or the ~name of a user of this machine"),
         ("é" * 128, "expected names of at most 255 bytes between slashes"),
         ("runs/" + "a" * 256 + "/b", "expected names of at most 255 bytes between slashes"),
-        ('"a\\0b"', "expected a path without NUL characters"),
+        ('"a\\0b"', "expected text without NUL characters"),
     ],
 )
 def test_an_impossible_directory_is_refused(directory, why, write):
@@ -366,7 +366,8 @@ def test_an_invalid_section_keeps_no_other_check_from_running(write, invalid, ov
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.scan=yes", "model.scan: expected true or false, got 'yes'. Write true."),
+        ("model.share_layers=yes", "model.share_layers: expected true or false, got 'yes'. Write true."),
+        ("model.scan=no", "model.scan: expected auto or true or false, got 'no'. Write false."),
         ("run.name=3", 'run.name: expected text, got 3. Quote it: "3".'),
         ("optim.lr=fast", "optim.lr: expected a number, got 'fast'."),
         ("run.name=a/b c", f"{NAME}, got 'a/b c'. Write a-b-c."),
@@ -482,6 +483,60 @@ def test_a_missing_file_is_reported_with_those_that_exist(write, tmp_path):
     assert problems("x.yaml") == ("x.yaml: no such file. There is none in this directory.",)
     write(**dict.fromkeys("klmnopqr", TINY))
     assert problems("x")[0].endswith("There is k.yaml, l.yaml, m.yaml, n.yaml, o.yaml, p.yaml and more.")
+
+
+SHIPPED_NAMES = [str(path.relative_to(FOLDER).with_suffix("")) for path in CONFIGS]
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED_NAMES if "finetune/" not in name])
+def test_a_shipped_configuration_is_found_by_its_name(name, write):
+    """From an empty directory, with its bases, and as a base."""
+    write(mine=f"base: {name}\nrun: {{name: mine}}")
+    config, mine = load(name), load("mine.yaml")
+    assert config == load(FOLDER / f"{name}.yaml") and (mine.run.name, mine.model) == ("mine", config.model)
+
+
+def test_every_file_is_shipped(tmp_path):
+    """The package has them all, and a copy of it, as in a wheel, real ones."""
+    files = {str(path.relative_to(FOLDER)): path.read_bytes() for path in FOLDER.rglob("*.yaml")}
+    assert shipped().keys() == {name.removesuffix(".yaml") for name in files}
+    shutil.copytree(SHIPPED, tmp_path / "copy")
+    assert files == {str(p.relative_to(tmp_path / "copy")): p.read_bytes() for p in (tmp_path / "copy").rglob("*.yaml")}
+
+
+def test_what_is_there_comes_before_what_is_shipped(write, tmp_path):
+    (tmp_path / "quickstart").write_text(TINY)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "124m").symlink_to(tmp_path / "nowhere")
+    assert load("quickstart").train.steps == 20
+    assert problems("gpt2/124m")[0].startswith("gpt2/124m: no such file")
+    write(mine="base: quickstart")
+    assert load("mine.yaml").train.steps == 20
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("configs/gpt2/124m.yaml", "gpt2/124m"),
+        ("124m", "gpt2/124m"),
+        ("quikstart", "quickstart"),
+        ("gpt2/124", "gpt2/124m"),
+        ("layouts", "sweeps/layouts"),
+        ("configs/prepare/python-stdlib", "prepare/python-stdlib"),
+    ],
+)
+def test_a_name_like_a_shipped_one_is_asked_about(given, meant, write):
+    """Files that are there are meant first."""
+    assert f"Did you mean {meant}, which is shipped?" in problems(given)[0]
+    write(b=TINY, mine=f"base: {given}x")
+    assert f"Did you mean {meant}, which is shipped?" in problems("mine.yaml")[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["../pyproject", "/etc/passwd", "gpt2", "quickstart.yaml", "", "a\0b", "gpt2/../debug"]
+)
+def test_nothing_else_is_a_shipped_name(name, write):
+    assert len(problems(name)) == 1
 
 
 def test_missing_keys_are_reported_for_the_file_that_was_given(write):

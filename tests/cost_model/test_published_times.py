@@ -1,9 +1,14 @@
 """Predicted step times beside those that papers measured.  Rows to which a constant was fitted are not judged."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+from spmd_lm.cost_model.systems import find_system
+
+ROOT = Path(__file__).parents[2]
 
 OUTLIERS = {
     # 88 TFLOP/s at 768 GPUs and 44 at 1536 are the same time of a step, as if twice as many hops cost nothing.
@@ -68,3 +73,27 @@ def test_at_most_three_rows_a_kind_of_hardware_were_fitted_to(published_times):
 def test_what_a_paper_does_not_say_is_the_fastest_that_fits(predictions):
     (row,) = [row for row in predictions["PTD-P, table 1"] if row.name == "1T"]
     assert row.chosen == "microbatch 1, chunks 2" and row.step.parts["bubble"] > 0
+
+
+def test_the_range_of_a_predicted_step_is_that_of_published_runs(published_times, predictions):
+    """Of tables in units of a rate: what a system's products reached, had the model been right about all else."""
+    reached = [
+        find_system(table["system"]).software * row.measured / row.value
+        for table in published_times.tables()
+        if table["unit"] in ("tflops", "seconds")
+        for row in predictions[table["table"]]
+    ]
+    most, least = find_system("spmd_lm").software_range
+    assert 0 < most - max(reached) < 0.01 and 0 < min(reached) - least < 0.01
+
+
+def test_pages_count_the_rows_that_are_reproduced(predictions):
+    """As they stand in docs/cost-model.md, which `python benchmarks/published_times.py` makes."""
+    rows = [row for rows in predictions.values() for row in rows]
+    judged = [row for row in rows if not row.fitted]
+    near = [row for row in judged if abs(math.expm1(row.error)) <= 0.1]
+    told = f"reproduces {len(near)} of {len(judged)} published results"
+    left_out = f"{len(rows) - len(judged)} more were fitted to"
+    for page in ("README.md", "docs/cost-model.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert told in text and left_out in text, (page, told, left_out)

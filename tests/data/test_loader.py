@@ -1,3 +1,5 @@
+import threading
+import time
 import weakref
 from itertools import pairwise
 
@@ -209,6 +211,25 @@ def test_batches_are_made_ahead_in_order_and_what_goes_wrong_is_raised_at_its_st
         assert not [*batches]
 
 
+def test_during_some_steps_no_batch_is_made():
+    made = []
+
+    class Numbers:
+        def batch(self, step, shardings):
+            made.append((step, threading.current_thread() is threading.main_thread()))
+            return step
+
+    with batches_ahead(Numbers(), None, range(3, 9), alone={3, 6}) as batches:
+        for step in range(3, 9):
+            assert next(batches) == step
+            if step in (3, 6):
+                time.sleep(0.05)
+                assert made[-1][0] == step
+    assert made == [(step, False) for step in range(3, 9)]
+    with batches_ahead(Numbers(), None, range(3, 4), alone={3}) as batches:
+        assert [*batches] == [3]
+
+
 def test_only_the_caller_holds_a_batch():
     """So that the last one is freed when the caller drops it, not while it waits for the next one."""
 
@@ -219,11 +240,12 @@ def test_only_the_caller_holds_a_batch():
         def batch(self, step, shardings):
             return Made()
 
-    with batches_ahead(OfObjects(), None, range(3)) as batches:
-        batch = next(batches)
-        held = weakref.ref(batch)
-        del batch
-        assert held() is None
+    with batches_ahead(OfObjects(), None, range(4), alone={1}) as batches:
+        for _ in range(4):
+            batch = next(batches)
+            held = weakref.ref(batch)
+            del batch
+            assert held() is None
 
 
 def test_a_process_reads_the_rows_of_its_own_devices(monkeypatch):

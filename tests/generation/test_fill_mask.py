@@ -99,3 +99,13 @@ def test_a_batch_is_what_a_step_trains_on():
     assert (first.tokens[:, 1:] == first.targets[:, :-1]).all() and (first.tokens != second.tokens).any()
     with pytest.raises(ConfigError, match="step=0: a run's steps are counted from 1"):
         spmd_lm.read_batch(config, 0)
+
+
+def test_ids_without_a_token_are_never_predicted(x64):
+    """Of a vocabulary that is padded to 320."""
+    padded = BERT | {"model": BERT["model"] | {"vocab": 320}}
+    p = program(make_config(**padded))
+    for each in fill_mask(p, jax.tree.map(lambda leaf: leaf * 8, p.init().params), TEXT, 260):
+        assert sum(prediction.probability for prediction in each) == pytest.approx(1)
+    with pytest.raises(ConfigError, match="ask for 1 to 260 tokens"):
+        fill_mask(p, p.init().params, TEXT, 261)

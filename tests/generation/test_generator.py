@@ -1,12 +1,14 @@
 """Generated text depends neither on the KV cache nor on batch or layout, and goes on past the context."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
 from spmd_lm.errors import ConfigError
 from spmd_lm.generation.generate import (
     Generator,
@@ -149,6 +151,15 @@ def test_greedy_options(sampling):
     assert (samples(sampling, 20) == LOGITS.argmax(-1)).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1.0, 1e3, 1e6])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 99}, {"top_p": 0.999}, {"top_k": 7, "top_p": 1e-9}], ids=str)
+def test_what_has_no_text_is_never_sampled(temperature, filters):
+    """Its logits are -inf."""
+    logits = jnp.asarray(LOGITS).at[:, 3:].set(-jnp.inf)
+    sampling = Sampling(temperature=temperature, **filters)
+    assert all((sample_token(logits, jnp.arange(4), i, sampling) < 3).all() for i in range(5))
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=2.0), Sampling(top_k=5, seed=3)], ids=str)
 def test_tokens_are_sampled_as_often_as_they_are_likely(sampling):
     sampled = samples(sampling)
@@ -193,6 +204,7 @@ def test_a_text_without_an_end_runs_to_its_length(monkeypatch):
         ({"tokens": 0}, "tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": 1e-50}, "temperature=1e-50"),  # 0 in float32: logits over it are not finite
+        *(({"temperature": hot}, "or 1e-6 to 1e6") for hot in (1.1e6, 1e38, 3e38, 1e39, 1e300, math.inf, math.nan)),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**32}, "seed=4294967296"),  # would be seed 0
         ({"top_k": -1}, "top_k=-1"),
@@ -204,3 +216,20 @@ def test_bad_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         Sampling(**options)
     assert len(error.value.problems) == len(options)
+
+
+class Padded(ByteTokenizer):
+    """Knows every third id alone, though the model has all."""
+
+    def has_text(self, count: int) -> np.ndarray:
+        return np.arange(count) % 3 == 1
+
+
+@pytest.mark.parametrize("layout", ["one", "data4-model2"])
+@pytest.mark.parametrize("sampling", [{"greedy": True}, {"seed": 3}, {"temperature": 50.0}, {"top_k": 4, "top_p": 0.9}])
+def test_what_the_tokenizer_has_no_token_for_is_never_sampled(layout, sampling, x64):
+    """But for what ends a text: the separator of documents, 0."""
+    each = Generator(program(run_of(layout)), len(PROMPTS), Sampling(tokens=20, **sampling), Padded())
+    for prompt, ids in zip(PROMPTS, each.generate(params(layout), PROMPTS), strict=True):
+        new = ids[len(prompt) :]
+        assert {*new[new > 0].tolist()} <= {*range(1, VOCAB, 3)}

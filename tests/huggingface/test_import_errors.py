@@ -19,6 +19,7 @@ from spmd_lm.huggingface.directory import make_run_config, open_directory
 from spmd_lm.huggingface.transfer import export_hf, match_tensors, read_params
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
+from tests import processes
 from tests.huggingface.small_models import (
     GPT2,
     HF_CONFIG,
@@ -237,7 +238,7 @@ def test_an_interrupted_import_leaves_nothing_behind(directory, tmp_path, number
         "sys.exit(main(sys.argv[2:]))"
     )
     line = [sys.executable, "-c", program, str(int(number)), "import", str(directory), str(tmp_path / "a" / "run")]
-    done = subprocess.run([*line, *SMALL], capture_output=True, text=True, check=False, timeout=60)
+    done = processes.finish([*line, *SMALL])
     assert (done.returncode, done.stderr) == (128 + number, "")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -16,16 +17,22 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.saved_run import open_run, restore_run
 from spmd_lm.cli import main
 from spmd_lm.config.load import load, load_run
-from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.schema import Classification, RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
+from spmd_lm.data.tokenizers.tokenizer import NumberTokenizer, keep_vocabulary, open_tokenizer
+from spmd_lm.data.tokenizers.vocabulary import read_end_ids
 from spmd_lm.errors import Exit
 from spmd_lm.evaluation.evaluate import evaluate_run
+from spmd_lm.generation.generate import Generator, end_token_ids
+from spmd_lm.generation.sampling import Sampling
+from spmd_lm.huggingface.config_json import label_names
 from spmd_lm.huggingface.directory import make_run_config, open_directory
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader
-from spmd_lm.huggingface.transfer import export_hf, import_hf, make_sharded_array
+from spmd_lm.huggingface.transfer import export_hf, format_result, import_hf, make_sharded_array
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
 from spmd_lm.training.loop import train
+from tests.data.tokenizers.test_bos import save
 from tests.huggingface.small_models import (
     FLOAT32,
     FLOAT64,
@@ -253,9 +260,10 @@ def test_greedy_tokens_agree_with_transformers(hf, tmp_path, capsys, which, summ
     assert main(["generate", run, "--prompt", "3 1 4", "--tokens", "9", "--greedy"]) == 0
     begun = torch.tensor([[3, 1, 4]])
     with torch.no_grad():
-        how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(begun)}
-        theirs = model.generate(begun, max_new_tokens=9, **how)
-    assert capsys.readouterr().out.split() == [str(token) for token in theirs[0].tolist()]
+        how = {"do_sample": False, "eos_token_id": 2, "pad_token_id": 0, "attention_mask": torch.ones_like(begun)}
+        theirs = model.generate(begun, max_new_tokens=9, **how)[0].tolist()
+    theirs = theirs[: theirs.index(2)] if 2 in theirs else theirs  # what ends a text is not shown
+    assert capsys.readouterr().out.split() == [str(token) for token in theirs]
 
 
 def their_nll(logits: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> float:
@@ -347,6 +355,7 @@ def test_tokenizer_files_are_imported_and_exported(directory, tmp_path):
         "merges.txt": "#version: 0.2\n",
         "tokenizer_config.json": "{}",
         "generation_config.json": '{"eos_token_id": 3}',
+        "chat_template.jinja": "{{ messages }}",
     }
     for name, text in files.items():
         (directory / name).write_text(text)
@@ -356,6 +365,73 @@ def test_tokenizer_files_are_imported_and_exported(directory, tmp_path):
     export_hf(config, tmp_path / "back", "float32", 10**9)
     assert all((tmp_path / "back" / name).read_text() == text for name, text in files.items())
     assert not (tmp_path / "back" / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"config.json": 7}, [7]),
+        ({"config.json": [3, 9, 60]}, [3, 9, 60]),
+        ({"config.json": 7, "generation_config.json": [5, 6]}, [5, 6]),
+        ({"config.json": 7, "generation_config.json": None}, [7]),
+        ({"config.json": None}, []),
+    ],
+)
+def test_text_ends_where_the_models_own_files_say_and_export_says_so_too(directory, tmp_path, files, ends):
+    for name, value in files.items():
+        settings = json.loads((directory / name).read_text()) if name == "config.json" else {}
+        (directory / name).write_text(json.dumps(settings | {"eos_token_id": value}))
+    config = import_directory(directory, tmp_path / "run")
+    assert end_token_ids(config, NumberTokenizer()) == ends
+    generator = Generator(Program(config), 2, Sampling(tokens=2), NumberTokenizer())
+    assert [generator.length(np.array([1, 2, end, 4, end])) for end in ends] == [2] * len(ends)
+    assert generator.length(np.array([1, 2])) == 2
+    export_hf(config, tmp_path / "back", "float32", 10**9)
+    for name, value in files.items():
+        assert json.loads((tmp_path / "back" / name).read_text())["eos_token_id"] == value
+
+
+def test_a_run_that_takes_over_a_tokenizer_takes_over_what_ends_a_text(directory, tmp_path):
+    save(directory, ["<s>"])
+    (directory / "config.json").write_text(json.dumps(HF_CONFIG | {"eos_token_id": [2, 3]}))
+    keep_vocabulary(open_tokenizer(str(directory)), str(directory), tmp_path / "kept")
+    assert read_end_ids(tmp_path / "kept") == [2, 3]
+
+
+@pytest.mark.parametrize("difference", [0.0, 0.25])
+def test_a_head_that_a_tied_model_does_not_use_is_told(tmp_path, difference):
+    tensors = make_tensors()
+    head = tensors["transformer.wte.weight"].copy()
+    head[-1, -1] += difference
+    directory = make_directory(tmp_path / "model", tensors | {"lm_head.weight": head})
+    (directory / "README.md").write_text("stays")
+    model_dir = open_directory(directory)
+    result = import_hf(model_dir, make_run_config(model_dir, str(tmp_path / "run"), None, SMALL))
+    warned = "lm_head.weight is not the token table: they differ by up to 0.25. config.json ties them"
+    assert warned in format_result(result) if difference else not result["warning"]
+    assert "README.md" in result["unread"]
+
+
+@pytest.mark.parametrize(
+    ("task", "source", "is_trained", "names"),
+    [
+        ("mnli", {}, True, ["entailment", "neutral", "contradiction"]),
+        ("jsonl", {"id2label": {"0": "no", "1": "maybe", "2": "yes"}}, True, ["no", "maybe", "yes"]),
+        ("mnli", {"id2label": {"0": "no", "1": "maybe", "2": "yes"}}, False, ["no", "maybe", "yes"]),
+        ("jsonl", {}, True, []),
+        ("jsonl", {"id2label": {"0": "no", "1": "no", "2": "yes"}}, True, []),
+        ("jsonl", {"id2label": {"0": 1, "1": [], "2": None}}, True, []),
+        ("jsonl", {"id2label": ["no", "maybe", "yes"]}, True, []),
+    ],
+)
+def test_classes_keep_their_names(task, source, is_trained, names):
+    config = SimpleNamespace(
+        objective=Classification(kind="classification", classes=3), data=SimpleNamespace(task=task)
+    )
+    found = label_names(config, source, is_trained)
+    numbers = {name: label for label, name in enumerate(names)}
+    assert found.get("label2id", {}) == numbers
+    assert found.get("id2label", {}) == {str(label): name for name, label in numbers.items()}
 
 
 def test_a_model_with_its_tokenizer_reads_and_writes_text(tmp_path, capsys):

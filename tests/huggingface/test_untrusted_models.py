@@ -44,6 +44,14 @@ def put(path: Path, what: str, victim: Path) -> None:
         path.symlink_to({"a device": "/dev/zero", "a link": victim, "a link to itself": path}[what])
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", [-1, 2**31, 10**30, True, 2.0, "2", [2, -1], [[2]], {"a": 2}, [None]])
+def test_what_is_no_token_id_ends_no_text(model, name, value):
+    settings = json.loads((model / "config.json").read_text()) if name == "config.json" else {}
+    (model / name).write_text(json.dumps(settings | {"eos_token_id": value}))
+    assert f"{model}/{name}: eos_token_id: expected a token id below " in not_imported(model)
+
+
 @pytest.mark.parametrize("name", OF_A_MODEL)
 @pytest.mark.parametrize("what", ["a pipe", "a device", "a directory", "a link", "a link to itself"])
 def test_a_model_with_a_file_that_is_none_is_refused(tmp_path, model, victim, name, what):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import jsonschema
 import pytest
 import yaml
 
+from spmd_lm.runtime.gpu_memory import LARGE
+from spmd_lm.runtime.xla_options import table
+from tests import processes
 from tests.processes import ROOT
 
 LAUNCH = ROOT / "launch"
@@ -82,21 +86,82 @@ esac
 """
 
 
-@pytest.mark.parametrize("last", [0, 4])
-def test_tpu_vm_starts_again_until_the_run_ends(tmp_path, last):
+def run_tpu_vm(tmp_path: Path, last: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "gcloud").write_text(GCLOUD.replace("LAST", str(last)))
     (tmp_path / "gcloud").chmod(0o755)
-    variables = {"NAME": "mine", "ZONE": "z", "TYPE": "v5p-128", "REPOSITORY": "r", "SECONDS_BETWEEN": "0"}
-    done = subprocess.run(
-        [LAUNCH / "tpu_vm.sh", "train", "a b.yaml"],
-        cwd=tmp_path,
-        env=os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    given = {"NAME": "mine", "ZONE": "z", "TYPE": "v5p-128", "REPOSITORY": "r", "SECONDS_BETWEEN": "0"} | variables
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [LAUNCH / "tpu_vm.sh", "train", "a b.yaml"]
+    inherited = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
+    return processes.finish(command, cwd=tmp_path, env=inherited | given | path)
+
+
+@pytest.mark.parametrize("last", [0, 4])
+def test_tpu_vm_starts_again_until_the_run_ends(tmp_path, last):
+    done = run_tpu_vm(tmp_path, last)
     assert done.returncode == last and "the network is down" in done.stderr, done.stderr
     log = (tmp_path / "log").read_text()
     calls = [word for line in log.splitlines() for word in ("create", "delete", "ssh") if f" {word}" in line]
     assert calls == ["create", "ssh", "delete", "create", "ssh", "ssh", "delete"]
     assert "exec .venv/bin/spmd-lm 'train' 'a b.yaml'" in log and not (tmp_path / "state").exists()
+
+
+def advised(kind: str) -> str:
+    """The value of LIBTPU_INIT_ARGS that the options for this kind of TPU need."""
+    rows = (row for row in table() if row.environment and row.fits("tpu", kind, absent=False))
+    return " ".join(row.environment.removeprefix("LIBTPU_INIT_ARGS=") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("slice_type", "kind"), [("v5p-128", "TPU v5"), ("v5litepod-16", "TPU v5 lite"), ("v6e-8", "TPU v6 lite")]
+)
+def test_tpu_vm_sets_what_the_table_advises_for_its_slice(tmp_path, slice_type, kind):
+    run_tpu_vm(tmp_path, TYPE=slice_type)
+    (value,) = {*re.findall("export LIBTPU_INIT_ARGS='(.*)'", (tmp_path / "log").read_text())}
+    assert value == advised(kind)
+
+
+def test_a_value_of_one_s_own_reaches_the_slice(tmp_path):
+    run_tpu_vm(tmp_path, LIBTPU_INIT_ARGS="--xla_a=1 --xla_b='x y'")
+    (export,) = {*re.findall("export LIBTPU_INIT_ARGS=.*", (tmp_path / "log").read_text())}
+    told = subprocess.run(["bash", "-c", f"{export}\necho $LIBTPU_INIT_ARGS"], capture_output=True, text=True)
+    assert told.stdout == "--xla_a=1 --xla_b='x y'\n"
+
+
+def test_the_yaml_files_set_what_the_table_advises_for_a_v5p():
+    jobset = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text())
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == "tpu-v5p-slice"
+    assert pod["containers"][0]["env"] == [{"name": "LIBTPU_INIT_ARGS", "value": advised("TPU v5")}]
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert task["envs"]["LIBTPU_INIT_ARGS"] == advised("TPU v5") and advised("TPU v5")
+
+
+def test_every_file_that_starts_gpus_has_jax_allocate_most_of_them():
+    setting = re.compile(rf"XLA_PYTHON_CLIENT_MEM_FRACTION\W+(?:value|XLA_PYTHON_CLIENT_MEM_FRACTION)?\W*{LARGE}\b")
+    found = {path.name for path in LAUNCH.iterdir() if setting.search(path.read_text())}
+    assert found == {path.name for path in LAUNCH.iterdir()} - {"tpu_vm.sh", "local"}  # which hands on its environment
+    assert yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())["envs"]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == str(
+        LARGE
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["0.92", ""]),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, ["0.5", ""]),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, ["", "0.5"]),
+    ],
+)
+def test_slurm_keeps_a_fraction_of_one_s_own(tmp_path, given, expected):
+    """Under either of its names, of which jax takes one."""
+    script = 'echo "$XLA_PYTHON_CLIENT_MEM_FRACTION,$XLA_CLIENT_MEM_FRACTION" > told'
+    for name, text in (("srun", script), ("squeue", "echo COMPLETING"), ("scancel", ""), ("scontrol", "")):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    inherited = {name: value for name, value in os.environ.items() if "MEM_FRACTION" not in name}
+    environment = inherited | given | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
+    done = processes.finish(["bash", LAUNCH / "slurm.sbatch", "train"], cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "told").read_text().strip().split(",") == expected

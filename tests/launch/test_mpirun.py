@@ -41,7 +41,7 @@ def test_processes_under_mpirun_train_as_one_and_save_together(tmp_path):
         if re.search(r"step 5/", line):
             os.kill(of_mpirun(process.pid)[1], signal.SIGTERM)
             break
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = processes.communicate(process)
     assert process.returncode == Exit.PREEMPTED, text + rest
     assert "mesh    pipe 1 x replica 1 x data 8 x model 1 = 8 devices (cpu)" in text
     (stopped,) = re.findall(r"stopped after step (\d+) of 1000, saved", rest)

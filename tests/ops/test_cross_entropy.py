@@ -117,3 +117,40 @@ def test_scores_of_each_target(model, chunk_rows, x64, monkeypatch):
     every = jax.nn.log_softmax(H @ table[:VOCAB].T + bias[:VOCAB])
     np.testing.assert_allclose(scores, np.take_along_axis(every, targets[..., None], -1)[..., 0], rtol=1e-12)
     assert (np.asarray(greedy) == (targets == 5)).all() and np.asarray(greedy).any()
+
+
+@pytest.mark.parametrize("padded", [0, 5, 24])
+def test_normalizers_in_one_pass_are_those_in_two(padded, x64):
+    """Of rows with padding, and of a shard of nothing else."""
+    logits = np.random.default_rng(1).normal(size=(6, 24)) * 30
+    logits[:, 24 - padded :] = -np.inf
+    one, two = (pass_(jnp.asarray(logits)) for pass_ in (module._in_one_pass, module._in_two_passes))
+    assert_equal(one[0], two[0])
+    np.testing.assert_allclose(one[1] * (one[0] > -1e300), two[1], rtol=1e-14)
+    assert np.isfinite(one).all() and np.isfinite(two).all()
+
+
+def test_products_write_logits_in_float32_or_in_the_compute_dtype(x64):
+    low = [x.astype(jnp.bfloat16) for x in (H, TABLE, BIAS)]
+
+    def run(compute):
+        policy = module.LogitsPolicy(compute=compute)
+        return jax.jit(gradients(lambda *args: module.cross_entropy(*args, VOCAB, policy)))
+
+    def dots(compute):
+        shape = f"-> tensor<{ROWS * TIME}x{PADDED}x"
+        text = run(compute).lower(*low, TARGETS, np.float32(WEIGHTS)).as_text()
+        return [line.rpartition("x")[2] for line in text.splitlines() if "dot_general" in line and shape in line]
+
+    assert dots(False) == ["f32>"] and dots(True) == ["bf16>"]
+    (wide, of_wide), (rounded, of_rounded) = (run(c)(*low, TARGETS, np.float32(WEIGHTS)) for c in (False, True))
+    assert rounded.dtype == jnp.float32 and float(rounded) == pytest.approx(float(wide), rel=2**-8)
+    for d, d_ in zip(of_rounded, of_wide, strict=True):
+        assert relative(d.astype(np.float64), d_.astype(np.float64)) < 2**-6
+
+
+@pytest.mark.parametrize("each", [8, 10, 128])
+def test_a_policy_says_how_many_tokens(each, want):
+    assert module.chunks(60, 1000, each) == (-(-60 // each), each)
+    run = gradients(lambda *args: module.cross_entropy(*args, VOCAB, module.LogitsPolicy(tokens=each)))
+    check(over_model(run, 2, INS, OUTS)(H, TABLE, BIAS, TARGETS, WEIGHTS), want)

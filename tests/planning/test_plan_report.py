@@ -8,6 +8,7 @@ from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cost_model import flops
 from spmd_lm.planning.plan_report import describe, render, summary
 from spmd_lm.runtime.formatting import format_bytes
+from spmd_lm.step.program import abstract_plan
 from tests.helpers import FLOAT32, make_config, program, run_of, shard_bytes
 from tests.parameter_count import parameters_by_formula
 
@@ -57,6 +58,19 @@ def test_figures_of_a_small_run():
 def test_a_simulated_run_is_planned_for_its_simulated_devices():
     config = make_config(run={"simulate_devices": 4}, parallel={"data": -1}, precision=FLOAT32)
     assert describe(config)["devices"] == 4
+
+
+@pytest.mark.parametrize(
+    ("topology", "zero", "scan"), [("h200:1x2", 1, False), ("h200:1x2", 3, True), ("v4:2x2x1", 1, True)]
+)
+def test_it_is_said_whether_layers_run_in_a_loop(topology, zero, scan):
+    config = make_config(model={"layers": 3}, parallel={"data": -1, "zero": zero}, remat={"policy": "none"})
+    d = describe(config, topology=parse_topology(topology))
+    (line,) = [line for line in summary(d).splitlines() if line.startswith("layers ")]
+    assert line.startswith(f"layers  3 {'in a loop' if scan else 'unrolled'} ({d['layers']['why']})")
+    copies = d["layers"]["loop_copies"]
+    assert line.endswith(f"; a loop copies at least {copies / 1e9:,.3g} GB a step" if copies else ")")
+    assert bool(copies) == topology.startswith("h200")
 
 
 def test_the_text_has_a_line_for_every_parameter():
@@ -122,10 +136,24 @@ def test_what_runs_beside_the_computation_is_in_the_summary():
     assert d["prefetch"] == [] and d["prefetch_chunks"] and ", chunks gathered ahead" in summary(d)
 
 
+def test_a_deterministic_run_says_so_and_which_attention_it_takes():
+    def kernel_line(platform: str, **run: bool) -> str:
+        model = {"width": 512, "heads": 8, "attention_dropout": 0.0}
+        config = make_config(model=model, parallel={"data": 1}, precision={"compute": "bfloat16"}, run=run)
+        lines = summary(describe(config, abstract_plan(config, 1, platform, ""))).splitlines()
+        return next(line for line in lines if line.startswith("kernel "))
+
+    assert kernel_line("gpu") == "kernel  attention cudnn (fused kernel for gpu), compute bfloat16"
+    deterministic = kernel_line("gpu", deterministic=True)
+    assert "attention xla (run.deterministic=true: cuDNN's attention ends in its first step" in deterministic
+    assert deterministic.endswith("compute bfloat16, deterministic")
+    assert kernel_line("cpu", deterministic=True).endswith("compute bfloat16, deterministic")
+
+
 def test_a_loss_scale_is_in_the_summary():
     float16 = {"compute": "float16", "loss_scale": "dynamic"}
     text = summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32 | float16)))
-    assert "compute float16, initial loss scale 2^32" in text
+    assert "compute float16, initial loss scale 2^16" in text
     assert "loss scale" not in summary(describe(make_config(run={"simulate_devices": 1}, precision=FLOAT32)))
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 
 import pytest
 
@@ -32,6 +33,9 @@ parallel: {data: 2, model: 2, zero: 1}
 train: {steps: 10, batch: 8}
 run: {compilation_cache: none}
 """
+
+
+pytestmark = pytest.mark.usefixtures("in_this_process")
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +106,47 @@ def test_a_kernel_that_is_not_here_is_named_and_not_counted(config, audited, mon
     assert "\nno cuDNN\n" in planning.render(planning.with_costs(found | {"software": 0.9}, None, None))
 
 
+def test_a_gpu_computes_as_long_as_its_counted_kernels(found, config, audited, monkeypatch):
+    """But for the optimizer's, which are a part of their own."""
+    counted = audited._replace(report=audited.report | {"memory_traffic": {"seconds": 7.0}})
+    monkeypatch.setattr(planning, "audit_step", lambda *_, **__: counted)
+    of_gpu = planning.preflight(config, make_target(parse_topology(TOPOLOGY)))
+    parts, before = of_gpu["parts"], found["parts"]
+    assert parts["compute"] + parts["optimizer"] == pytest.approx(7.0)
+    assert [parts[key] for key in ("exposed", "optimizer")] == [before[key] for key in ("exposed", "optimizer")]
+    assert of_gpu["step_seconds"] == pytest.approx(sum(parts.values()))
+
+
 def test_costs_follow_from_tokens_and_price(found):
     found = found | {"software": 0.9}
     run = planning.with_costs(found, 2.5, 10**9)
     assert run["days"] == pytest.approx(1e9 / found["tokens_per_second"] / 86_400)
     assert run["cost"] == pytest.approx(run["days"] * 24 * 4 * 2.5)
+    for key in ("days", "cost", "step_seconds"):
+        best, worst = run["range"][key]
+        assert best < run[key] < worst and worst / best == pytest.approx(
+            run["range"]["tokens_per_second"][0] / run["range"]["tokens_per_second"][1]
+        )
     whole = planning.with_costs(found, None, None)
     assert whole["tokens"] == 10 * 8 * 128 and whole["cost"] is None and "at 2.5" not in planning.render(whole)
-    assert f", {run['cost']:.3g} at 2.5 for a device and hour" in planning.render(run)  # below 100
+    best, worst = run["range"]["cost"]
+    assert f", {best:.3g} to {worst:.3g} at 2.5 for a device and hour" in planning.render(run)  # below 100
     dear = planning.with_costs(found, 2.5, 10**15)
-    assert f", {dear['cost']:,.0f} at 2.5" in planning.render(dear) and "reach 90%" in planning.render(dear)
+    best, worst = dear["range"]["cost"]
+    assert f", {best:,.0f} to {worst:,.0f} at 2.5" in planning.render(dear)
+
+
+def test_what_is_told_of_time_and_money_is_a_range(found):
+    """Where nobody has measured what products reach."""
+    text = planning.render(planning.with_costs(found | {"software": 0.9}, 2.5, 10**12))
+    number = r"[\d.,e+-]+"
+    step, _, speed, run, last = text.splitlines()[-6:-1]
+    assert re.match(rf"step    {number} to {number} s; {number} s of compute", step)
+    assert re.fullmatch(rf"speed   {number} to {number} tokens/s, MFU {number}% to {number}%", speed)
+    assert re.search(rf"in {number} to {number} days of 4 devices, {number} to {number} at 2.5", run)
+    assert last.startswith(
+        "if products reach 93% to 47% of the hardware's rate, as published runs of other programs did"
+    )
 
 
 def test_what_was_found_is_not_compiled_again(found, config, tmp_path):
@@ -166,6 +201,7 @@ def test_the_command_tells_and_draws(found, config, tmp_path, capsys, monkeypatc
     told, written = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
     assert "fits, with" in told and "matches theory" in told and picture.read_bytes().startswith(b"\x89PNG")
     assert written["fits"] and written["cost"] > 0 and math.isfinite(written["days"])
+    assert "of 16.0 GiB per device (" in told
     large = found | {"fits": False, "memory": found["memory"] | {"peak": 20 * 2**30}}
     monkeypatch.setattr(planning, "preflight", lambda *_: large)
     assert main(line) == 1 and "does NOT fit, by 4.0 GiB" in capsys.readouterr().out
@@ -235,7 +271,7 @@ def test_what_a_compiler_refuses_for_want_of_memory_does_not_fit(refusing, tmp_p
     assert not written["fits"] and written["refused"] == REFUSAL and written["collectives"] == []
     assert memory["capacity"] == 16 * 2**30 and memory["peak"] == memory["planned"] > memory["parameters"] > 0
     assert written["analytic"]["step_seconds"] > 0 and written["flops"]["model"] > 0 and written["steps"] == 10
-    unknown = ("matches_theory", "step_seconds", "parts", "tokens_per_second", "mfu", "days", "cost")
+    unknown = ("matches_theory", "step_seconds", "range", "parts", "tokens_per_second", "mfu", "days", "cost")
     assert all(written[key] is None for key in unknown) and memory["temporaries"] is None
 
 

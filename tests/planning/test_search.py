@@ -1,5 +1,6 @@
 """The search over layouts, against enumeration by the configuration's own checks and plans made one by one."""
 
+import functools
 import itertools
 import json
 import random
@@ -8,6 +9,7 @@ from collections import Counter
 import pytest
 
 import spmd_lm
+from spmd_lm import api
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cli import main
 from spmd_lm.config import checks, layout_checks
@@ -22,6 +24,7 @@ from spmd_lm.planning import search_report
 from spmd_lm.planning.plan_report import plan_on
 from spmd_lm.planning.search import POLICIES, REASONS, Search, candidates, make_target, make_targets, search
 from spmd_lm.step.program import abstract_plan
+from tests.deaths import fail, read_nowhere
 from tests.helpers import make_config
 
 PRECISION = {"params": "float32", "compute": "bfloat16", "reduce": "float32"}
@@ -121,7 +124,7 @@ def test_alternatives_say_what_another_choice_costs(found):
 def test_the_text_says_what_it_rests_on_and_has_every_topology():
     """Two chips of v5e are slower than eight GPUs, and have no more memory to spare."""
     targets = [make_target(parse_topology(topology)) for topology in ("h100:1x8", "v5e:2x1")]
-    description = search_report.describe(search(gpt(batch=8), targets), 0)
+    description = search_report.describe(search(gpt(batch=8), targets), 0, api.audit)
     text = search_report.render(description)
     assert "v5e:2x1" in text and "products reach 90% of the hardware's rate" in text
     fastest = [each["step_seconds"] for each in description["by_topology"]]
@@ -239,7 +242,8 @@ def test_the_command_writes_a_run_that_plans(tmp_path, capsys):
     assert main(["plan", str(out), "--topology", "h100:1x8", "--json", str(found)]) == 0
     plan = json.loads(found.read_text())
     assert (plan["topology"], plan["platform"], plan["devices"]) == ("h100:1x8", "gpu", 8)
-    assert sum(plan["memory"].values()) < plan["capacity"] and "GiB that a device has" in capsys.readouterr().out
+    assert sum(plan["memory"].values()) < plan["capacity"] == 0.75 * plan["device_memory"] and plan["remedy"] is None
+    assert "of the 59.3 GiB that jax allocates of the 79.1 GiB of a device\n" in capsys.readouterr().out
     assert sum(plan["memory"].values()) == result["best"]["memory"]
 
 
@@ -278,17 +282,23 @@ def test_only_what_a_search_wrote_is_replaced(tmp_path, capsys, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "best.yaml", "other.yaml"}
 
 
-def test_a_refused_compile_loses_nothing_of_the_search(tmp_path, capsys, monkeypatch):
-    def refuse(*_):
-        raise CompilerError("the compiler refuses this step: too large.", "too large", out_of_memory=True)
+REFUSAL = CompilerError("the compiler refuses this step: too large.", "too large", out_of_memory=True)
+DEATH = "its compiler ended the process (killed by SIGSEGV)"
 
-    monkeypatch.setattr(search_report, "audit", refuse)
+
+@pytest.mark.parametrize(
+    ("audit", "reason"),
+    [(functools.partial(fail, REFUSAL), "too large"), (read_nowhere, DEATH)],
+    ids=["refused", "died"],
+)
+def test_a_refused_compile_loses_nothing_of_the_search(tmp_path, capsys, monkeypatch, audit, reason):
+    monkeypatch.setattr(api, "_audit", audit)
     (tmp_path / "run.yaml").write_text(CONFIG)
     line = ["plan", str(tmp_path / "run.yaml"), "--search", "--topology", "h100:1x8", "--top", "2"]
     assert main([*line, "--json", str(tmp_path / "found.json")]) == 0
     told, result = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
-    assert told.count("REFUSED by the compiler") == 2 and "predicted): too large" in told and "best " in told
-    assert [each["refused"] for each in result["compiled"]] == ["too large"] * 2
+    assert told.count("REFUSED by the compiler") == 2 and f"predicted): {reason}" in told and "best " in told
+    assert [each["refused"] for each in result["compiled"]] == [reason] * 2
     assert all(each["compiled_peak"] is None and each["memory"] > 0 for each in result["compiled"])
 
 

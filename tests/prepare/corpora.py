@@ -25,6 +25,15 @@ def write_lines(path: Path, values: Iterable[Any]) -> str:
     return str(path)
 
 
+def write_parquet(path: Path, columns: dict[str, list], compression: str = "uncompressed") -> str:
+    from arro3.core import Array, DataType, Table
+    from arro3.io import write_parquet as write
+
+    table = Table.from_pydict({name: Array(values, DataType.string()) for name, values in columns.items()})
+    write(table, str(path), compression=compression)
+    return str(path)
+
+
 def make(out: Path, sources: Any, **keys: Any) -> dict[str, Any]:
     """The report of one data set; no validation split, unless keys say so."""
     sources = sources if isinstance(sources, list) else [str(sources)]

@@ -2,19 +2,22 @@
 
 import gzip
 import json
+import os
+import random
 import subprocess
 import sys
 import tracemalloc
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spmd_lm.cli import main
 from spmd_lm.errors import DataError, Exit, OutputError
 from spmd_lm.prepare import streams
 from spmd_lm.runtime import outputs
-from tests.prepare.corpora import make, sentence, step, texts
+from tests.prepare.corpora import make, sentence, step, texts, write_parquet
 
 GOOD = [json.dumps({"text": text}).encode() for text in ("first", "last")]
 DEEP = b"[" * 100_000
@@ -146,6 +149,106 @@ def test_what_decompresses_is_what_was_compressed(tmp_path):
         assert zlib.crc32(read) == zlib.crc32(b"one " + b"two" * 100_000)
 
 
+def footer(metadata: bytes) -> bytes:
+    return b"PAR1" + metadata + len(metadata).to_bytes(4, "little") + b"PAR1"
+
+
+def varint(number: int) -> bytes:
+    parts = [number >> shift & 127 for shift in range(0, max(number.bit_length(), 1), 7)]
+    return bytes([*(part | 128 for part in parts[:-1]), parts[-1]])
+
+
+SCHEMA = b"\x19\x2c\x48\x04root\x15\x02\x00\x15\x0c\x25\x00\x18\x04text\x00"  # a root, and a column of text
+HOSTILE = {  # metadata in Thrift's compact protocol, unless they are no Parquet at all
+    "2**31 - 1 elements of a schema": footer(b"\x15\x02\x19\xfc" + varint(2**31 - 1) + bytes(48)),
+    "2**24 elements of a schema": footer(b"\x15\x02\x19\xfc" + varint(2**24) + bytes(48)),
+    "2**31 - 1 row groups": footer(b"\x15\x02" + SCHEMA + b"\x16\x02\x19\xfc" + varint(2**31 - 1) + bytes(9)),
+    "a name of 2**62 bytes": footer(b"\x15\x02\x19\x1c\x48" + varint(2**62) + bytes(30)),
+    "structures in structures": footer(b"\x1c" * 100_000),
+    "a child that is its own parent": footer(b"\x15\x02\x19\x1c\x48\x04root\x15\x02\x00" + bytes(9)),
+    "a footer longer than the file": b"PAR1" + b"\xff\xff\xff\x7fPAR1",
+    "two marks": b"PAR1PAR1",
+    "nothing": b"",
+    "text": b"text" * 10,
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_parquet_file_is_damaged_and_no_more(case, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(HOSTILE[case])
+    (tmp_path / "b.txt").write_text("good")
+    report = make(tmp_path / "out", tmp_path, max_document_bytes=100_000)
+    assert texts(tmp_path / "out") == ["good"]
+    assert case == "nothing" or step(report, "read")["reasons"] == {"damaged parquet": 1}
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "zeros"])
+def test_a_parquet_file_that_was_damaged_at_random_ends_nothing(damage, tmp_path):
+    intact = Path(write_parquet(tmp_path / "a.parquet", {"text": [sentence(seed, 40) for seed in range(20)]}))
+    draw, content = random.Random(damage), intact.read_bytes()
+    intact.unlink()
+    for i in range(6):
+        at = draw.randrange(len(content) - 200, len(content) - 8) if i % 2 else draw.randrange(len(content))
+        ways = {
+            "flipped": content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :],
+            "cut": content[:at] + content[at + draw.randrange(1, 60) :],
+            "zeros": content[:at] + bytes(20) + content[at + 20 :],
+        }
+        (tmp_path / f"{i}.parquet").write_bytes(ways[damage])
+    (tmp_path / "b.txt").write_text("good")
+    make(tmp_path / "out", tmp_path)
+    assert texts(tmp_path / "out")[-1] == "good"
+
+
+def test_rows_of_parquet_are_in_memory_one_at_a_time(tmp_path):
+    """1.3 GB of them in a file of 90 kB; those that are too long are bad input, and no more."""
+    rows = [chr(97 + i % 26) * 5_000_000 for i in range(40)]
+    source = write_parquet(tmp_path / "a.parquet", {"text": [*rows, "good"]}, "zstd(1)")
+    assert os.path.getsize(source) < 50_000
+    tracemalloc.start()
+    report = make(tmp_path / "out", source, max_document_bytes=10_000)
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
+    assert texts(tmp_path / "out") == ["good"]
+    assert step(report, "read")["reasons"] == {"longer than 10,000 bytes": 40}
+
+
+LONGEST = 2**22  # bytes of a document
+LONG = {  # of which there is the most to keep: words of one letter, of few and of many kinds
+    "one word": lambda: b"a " * (LONGEST // 2),
+    "many words": lambda: np.random.default_rng(0).choice(np.frombuffer(b"abcdefghijkl  ", "u1"), LONGEST).tobytes(),
+    "lines": lambda: b"a\n" * (LONGEST // 2),
+    "no word": lambda: b". " * (LONGEST // 2),
+}
+
+
+@pytest.mark.parametrize("role", ["document", "evaluation text"])
+@pytest.mark.parametrize("case", LONG)
+def test_a_process_takes_14_times_its_longest_document(case, role, tmp_path):
+    """As docs/prepare.md promises, besides what it has before."""
+    for name in ("document", "evaluation text"):
+        (tmp_path / f"{name}.txt").write_bytes(LONG[case]() if name == role else b"z y x " * 9)
+    (tmp_path / "short.txt").write_text("short")
+    steps = {"leaks": {"files": [str(tmp_path / "evaluation text.txt")]}, "near_duplicates": True}
+    make(tmp_path / "first", tmp_path / "short.txt", steps=steps, max_document_bytes=LONGEST)  # tables for all
+    tracemalloc.start()
+    split = {"validation": 0.01, "test": 0.01}  # which divide it
+    make(tmp_path / "out", tmp_path / "document.txt", steps=steps, max_document_bytes=LONGEST, split=split)
+    assert tracemalloc.get_traced_memory()[1] < 14 * LONGEST
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("line", [b"[],", b'"",', b"{},", b'{"a":0},', b"[[[0]]],"])
+def test_an_evaluation_text_of_many_values_is_refused_before_it_is_parsed(line, tmp_path):
+    (tmp_path / "eval.jsonl").write_bytes(b'{"text": [' + line * 4_000_000 + b"0]}")
+    (tmp_path / "a.txt").write_text("text")
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"eval\.jsonl:1: steps\.leaks\.files: it has more than 3,000,000 values"):
+        make(tmp_path / "out", tmp_path / "a.txt", steps={"leaks": {"files": [str(tmp_path / "eval.jsonl")]}})
+    assert tracemalloc.get_traced_memory()[1] < 200_000_000
+    tracemalloc.stop()
+
+
 def test_a_link_out_of_a_directory_is_not_followed(tmp_path):
     for name in ("in", "elsewhere"):
         (tmp_path / name).mkdir()
@@ -196,9 +299,9 @@ def test_a_full_disk_ends_in_a_line_and_leaves_no_half_file(tmp_path, monkeypatc
     )
     path = str(Path(outputs.__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-B", "-c", code],  # a module's bytecode would be cut short too, for all who import it later
         cwd=tmp_path,
-        env={"PYTHONPATH": path},
+        env={"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},  # that would be cut short too
         capture_output=True,
         text=True,
         check=False,

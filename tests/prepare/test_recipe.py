@@ -58,8 +58,10 @@ def test_overrides_change_one_key_of_a_mapping(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_files_are_valid(path):
+def test_shipped_files_are_valid(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert read_recipe(path).sources
+    assert read_recipe(Path("prepare") / path.stem) == read_recipe(path)
 
 
 @pytest.mark.parametrize(

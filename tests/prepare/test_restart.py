@@ -8,16 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import spmd_lm
 from spmd_lm.cli import main
 from spmd_lm.errors import ConfigError, DataError, Exit
 from spmd_lm.prepare import chunks
+from spmd_lm.prepare.stage_files import npy_bytes
 from spmd_lm.runtime.directories import lock_directory
+from tests import processes
 from tests.prepare.corpora import contents, make, sentence, texts, write_lines
 
 ROOT = Path(spmd_lm.__file__).parents[1]
@@ -64,7 +68,7 @@ def check_same_after_kills(directory: Path, kills: int, tokenizer, count: int) -
     recipe, draw, out = write_recipe(directory, tokenizer, count), random.Random(kills), directory / "out"
     began = time.monotonic()
     undisturbed = start(str(recipe), f"out={directory / 'undisturbed'}", "workers=1")
-    assert undisturbed.wait() == 0, undisturbed.stderr.read()
+    assert processes.exit_codes(undisturbed) == [0], undisturbed.stderr.read()
     seconds, expected = time.monotonic() - began, contents(directory / "undisturbed")
     for life in range(kills):
         if (out / "manifest.json").exists():
@@ -76,7 +80,7 @@ def check_same_after_kills(directory: Path, kills: int, tokenizer, count: int) -
         process.send_signal(signal.SIGKILL)
         process.wait()
     last = start(str(recipe), "workers=2")
-    assert last.wait() == 0, last.stderr.read()
+    assert processes.exit_codes(last) == [0], last.stderr.read()
     assert contents(out) == expected and not (directory / "out.partial").exists()
 
 
@@ -90,12 +94,16 @@ def test_it_is_the_same_after_twenty_kills(tmp_path, tokenizer):
     check_same_after_kills(tmp_path, 20, tokenizer, 2000)
 
 
-IN_A_WORKER = """
-import pathlib, sys, time
+IN_A_WORKER = r"""
+import os, pathlib, re, select, sys, time
 if "--multiprocessing-fork" in sys.orig_argv:
-    pathlib.Path(__file__).with_name("starts").touch()
-    time.sleep(0.3)
+    select.select([int(re.search(r"pipe_handle=(\d+)", str(sys.orig_argv))[1])], [], [])
+    parent, here = os.getppid(), pathlib.Path(__file__).parent
+    (here / f"{os.getpid()}.told").touch()
+    while not (here / "stopped").exists() and os.getppid() == parent:
+        time.sleep(0.01)
 """
+"""Waits for the stop, once this worker is told what to do, without which multiprocessing raises in it."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -104,12 +112,10 @@ def test_processes_that_are_stopped_while_they_start_say_nothing(number, tmp_pat
     (tmp_path / "sitecustomize.py").write_text(IN_A_WORKER)
     recipe = write_recipe(tmp_path, "bytes", 50)
     process = start(str(recipe), "workers=2", path=tmp_path)
-    while not (tmp_path / "starts").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.1)  # the other one is told what to do meanwhile, without which multiprocessing raises in it
+    processes.wait_until(lambda: len([*tmp_path.glob("*.told")]) == 2, process)
     (os.kill if number == signal.SIGKILL else os.killpg)(process.pid, number)
-    assert process.communicate(timeout=60)[1] == b"" and process.returncode == -number
+    (tmp_path / "stopped").touch()
+    assert processes.communicate(process)[1] == b"" and process.returncode == -number
 
 
 class Stopped(Exception):
@@ -212,6 +218,24 @@ def test_what_was_begun_with_another_configuration_or_other_files_is_refused(tmp
     write_lines(source, [{"text": "two"}, {"text": "2"}])
     with pytest.raises(DataError, match=r"a\.jsonl:1: changed since this data set was begun\. Remove"):
         make(tmp_path / "new", source, on_bad="error")
+
+
+def test_a_data_set_that_is_finished_keeps_its_split_and_one_that_was_begun_by_older_rules_is_refused(tmp_path):
+    source = tmp_path / "a.jsonl"
+    write_lines(source, [{"text": "one"}, {"text": 2}])
+    with pytest.raises(DataError, match="no text"):
+        make(tmp_path / "out", source, on_bad="error")
+    identity = tmp_path / "out.partial/identity.json"
+    begun = json.loads(identity.read_text())
+    identity.write_text(json.dumps(begun | {"versions": begun["versions"] | {"rules": "1"}}))
+    with pytest.raises(ConfigError, match=r"versions\.rules\. Go on with that one, remove the directory and .*out, or"):
+        make(tmp_path / "out", source)
+    identity.write_text(json.dumps(begun))
+    make(tmp_path / "out", source)
+    manifest = tmp_path / "out/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"rules": "2"', '"rules": "1"'))
+    before = contents(tmp_path / "out")
+    assert make(tmp_path / "out", source)["finished_before"] and contents(tmp_path / "out") == before
 
 
 def test_workers_make_what_one_process_makes_and_import_no_jax(tmp_path, monkeypatch):
@@ -329,6 +353,108 @@ DAMAGE = {  # of a file below `a`, and the start that is to find it stops before
     "tokens": ("out.partial/tokens/00000.bin", flipped, "write_shards"),
     "a shard": ("out/train/shard-00000.bin", lambda data: data[:-2], "Workspace.finish"),
 }
+
+
+def forged(change):
+    """A record whose value, and the files that it lists, are as `change` makes them; its checksum is right."""
+
+    def forge(data: bytes) -> bytes:
+        line = json.dumps(change(*json.loads(data.splitlines()[0]))).encode()
+        return b"%s\n%d\n" % (line, zlib.crc32(line))
+
+    return forge
+
+
+def array(shape, dtype="<u8", fill=0) -> bytes:
+    return npy_bytes(np.full(shape, fill, dtype))
+
+
+def forged_array(path: Path, content: bytes) -> None:
+    """With a record that is of it."""
+    path.write_bytes(content)
+    name, _, suffix = path.name.partition(".")
+    record = path.with_name(f"{name}.json")
+    listed = {f".{suffix}": [len(content), zlib.crc32(content)]}
+    record.write_bytes(forged(lambda value, before: [value, before | listed])(record.read_bytes()))
+
+
+READ, TOKENS = "out.partial/read/00000", "out.partial/tokens/00000"
+FORGED = {  # records that are no records of ours, by file and the stage that its start stops before
+    "a number": (f"{READ}.json", forged(lambda value, files: 3), "find_duplicates"),
+    "null": (f"{READ}.json", forged(lambda value, files: [None, files]), "find_duplicates"),
+    "a key less": (f"{READ}.json", forged(lambda value, files: [{"number": 0}, files]), "find_duplicates"),
+    "minus one": (f"{READ}.json", forged(lambda value, files: [{**value, "documents": -1}, files]), "find_duplicates"),
+    "10**400": (f"{READ}.json", forged(lambda value, files: [{**value, "documents": 10**400}, files]), "tokenize"),
+    "more documents": (f"{READ}.json", forged(lambda value, files: [{**value, "documents": 999}, files]), "tokenize"),
+    "counts": (f"{READ}.json", forged(lambda value, files: [{**value, "counts": [[1]]}, files]), "tokenize"),
+    "no files": (f"{READ}.json", forged(lambda value, files: [value, {}]), "find_duplicates"),
+    "files elsewhere": (f"{READ}.json", forged(lambda value, files: [value, {"/../x": [1, 1]}]), "find_duplicates"),
+    "sizes of files": (f"{READ}.json", forged(lambda value, files: [value, dict.fromkeys(files, 1)]), "tokenize"),
+    "chunks": ("out.partial/read.json", forged(lambda value, files: [{**value, "chunks": 10**12}, files]), "tokenize"),
+    "no sources": ("out.partial/read.json", forged(lambda value, files: [{**value, "sources": []}, files]), "tokenize"),
+    "a list": ("out.partial/read.json", forged(lambda value, files: [[], files]), "tokenize"),
+    "deep": ("out.partial/read.json", lambda data: b"[" * 10**5 + b"\n%d\n" % zlib.crc32(b"[" * 10**5), "tokenize"),
+    "tokens": (f"{TOKENS}.json", forged(lambda value, files: ["x", files]), "write_shards"),
+    "few tokens": (f"{TOKENS}.json", forged(lambda value, files: [[0, 1, 1], files]), "write_shards"),
+    "another chunk of tokens": ("out.partial/tokens/00009.json", None, "write_shards"),
+    "tokenizer": ("out.partial/tokenizer.json", forged(lambda value, files: [{"a": 1}, files]), "tokenize"),
+    "ends of floats": (f"{READ}.ends.npy", array(151, "<f8"), "find_duplicates"),
+    "ends before starts": (f"{READ}.ends.npy", npy_bytes(np.arange(151, dtype="<u8")[::-1]), "find_duplicates"),
+    "ends beyond the text": (f"{READ}.ends.npy", array(151, fill=2**63), "find_duplicates"),
+    "a text in no encoding": (f"{READ}.text", b"\xff" * 2**20, "find_duplicates"),
+    "documents that are not": (f"{READ}.bands.npy", array((2, 9), fill=2**40), "find_duplicates"),
+    "one dimension": (f"{READ}.exact.npy", array(9), "find_duplicates"),
+    "an array of Python's": (f"{READ}.exact.npy", b"\x93NUMPY\x01\0\x10\0{'descr': '|O'}  ", "find_duplicates"),
+    "no array": (f"{READ}.digests.npy", b"text", "find_duplicates"),
+    "a shape of 2**62": (
+        f"{READ}.exact.npy",
+        array((3, 1)).replace(b"(3, 1), }", b"(3, %d), }" % 2**60),
+        "find_duplicates",
+    ),
+    "fates of fewer": ("out.partial/fates.npy", array(3, "u1"), "make_vocabulary"),
+    "lengths": (f"{TOKENS}.lengths.npy", array((3, 150), fill=2**63), "write_shards"),
+}
+KINDS = {"a pipe": os.mkfifo, "a directory": Path.mkdir, "endless": lambda path: path.symlink_to("/dev/zero")}
+UNREADABLE = {
+    f"{kind} as {name}": (name, kind, stage)
+    for kind in KINDS
+    for name, stage in (
+        (f"{READ}.json", "find_duplicates"),
+        (f"{READ}.text", "find_duplicates"),
+        ("out.partial/read.json", "find_duplicates"),
+        ("out.partial/fates.json", "make_vocabulary"),
+        (f"{TOKENS}.json", "write_shards"),
+    )
+}
+
+
+@pytest.mark.parametrize("case", [*FORGED, *UNREADABLE])
+def test_what_records_say_is_not_trusted(case, tmp_path, monkeypatch):
+    """Whoever shares a disk may have written them.  The start that finds them ends in a sentence, or is not harmed."""
+    name, change, stage = (FORGED | UNREADABLE)[case]
+    source = write_documents(tmp_path / "a.jsonl", 120)
+    tokenizer = TRAINED if case == "tokenizer" else "bytes"
+
+    def stop(*_):
+        raise Stopped
+
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(f"spmd_lm.prepare.pipeline.{stage}", stop)
+        make(tmp_path / "out", source, **KEYS, tokenizer=tokenizer)
+    path = tmp_path / name
+    if change in KINDS:
+        path.unlink()
+        KINDS[change](path)
+    elif isinstance(change, bytes):
+        forged_array(path, change)
+    else:
+        path.write_bytes(change(path.read_bytes()) if change else b"")
+    if case == "another chunk of tokens":
+        make(tmp_path / "out", source, **KEYS)
+        return
+    with pytest.raises(DataError, match=r"out\.partial.* Remove ") as error:
+        make(tmp_path / "out", source, **KEYS, tokenizer=tokenizer)
+    assert len(str(error.value)) < 600 and not (tmp_path / "out/manifest.json").exists()
 
 
 @pytest.mark.parametrize("case", DAMAGE)

@@ -2,11 +2,13 @@
 
 import gzip
 import hashlib
+import inspect
 import json
 import os
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ import pytest
 import spmd_lm
 from spmd_lm.cli import main
 from spmd_lm.errors import DataError, Exit
+from spmd_lm.prepare import pipeline
 from spmd_lm.prepare import sources as sources_module
+from spmd_lm.prepare.parquet import ParquetError, read_rows
 from spmd_lm.prepare.report import render_report
-from tests.prepare.corpora import make, texts, write_lines
+from tests.prepare.corpora import make, texts, write_lines, write_parquet
 
 
 def test_files_directories_globs_and_keys(tmp_path):
@@ -57,6 +61,84 @@ def test_a_name_that_is_not_utf8(workers, tmp_path):
     assert texts(tmp_path / "out") == ["good"] and report["bad"][0].startswith(f"{tmp_path}/in/b\udcff.txt: a NUL")
 
 
+def make_links(root: Path, links: dict[str, str]) -> None:
+    (root / "a/b").mkdir(parents=True)
+    (root / "a/b/f.txt").write_text("f")
+    (root / "a/g.txt").write_text("g")
+    for name, target in links.items():
+        (root / name).symlink_to(target)
+
+
+LINKS = {
+    "two to their directory": {"a/x": ".", "a/y": "."},
+    "two cycles": {"a/x": "b", "a/b/x": "..", "a/b/y": "../.."},
+    "one to itself": {"a/x": "x", "a/b/x.txt": "x.txt"},
+    "a diamond": {"x": "a", "y": "a", "a/x": "b", "a/y": "b"},
+    "files twice": {"a/b/h.txt": "f.txt", "h.txt": "a/g.txt"},
+    "thirty to the root": {f"a/{i}": ".." for i in range(30)},
+}
+
+
+@pytest.mark.parametrize("pattern", ["", "**", "**/*.txt", "**/**", "a/**/*.txt", "**/*/**", "*/**/b/**/*"])
+@pytest.mark.parametrize("case", LINKS)
+def test_a_file_is_read_once_whatever_links_lead_to_it(case, pattern, tmp_path):
+    """`**` follows none: of two that lead back the paths would double with each level."""
+    make_links(tmp_path / "in", LINKS[case])
+    source = sources_module.Source(path=str(tmp_path / "in" / pattern))
+    reader = sources_module.SourceReader(0, source, 100)
+    read = [raw.data.decode() for raw in reader.documents() if not raw.problem]
+    assert sorted(read) == sorted({*read}) and {*read} <= {"f", "g"} and "f" in read
+
+
+def test_directories_may_be_nested_deeper_than_python_calls(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    limit = sys.getrecursionlimit()
+    try:
+        for _ in range(300):
+            os.mkdir("d")
+            os.chdir("d")
+        Path("a.txt").write_text("deep")
+        os.chdir(tmp_path)
+        sys.setrecursionlimit(len(inspect.stack()) + 200)
+        for pattern in ("", "**/*.txt"):
+            reader = sources_module.SourceReader(0, sources_module.Source(path=f"d/{pattern}"), 100)
+            assert [raw.data for raw in reader.documents()] == [b"deep"], pattern
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize("moment", ["size", "documents"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.txt.gz"])
+def test_a_source_that_is_removed_once_it_was_found_is_told(name, moment, tmp_path):
+    (tmp_path / name).write_bytes(b"text")
+    reader = sources_module.SourceReader(0, sources_module.Source(path=str(tmp_path)), 100)
+    (tmp_path / name).unlink()
+    with pytest.raises(DataError, match=rf"{name}: cannot be read: No such file.* Put it back, or leave it out of so"):
+        _ = reader.size if moment == "size" else [*reader.documents()]
+
+
+@pytest.mark.parametrize("after", ["check_steps", "open_evaluation_texts", "identify", "open_sources"])
+@pytest.mark.parametrize("leaks", [{"files": ["leaks"]}, {"titles": "leaks"}, {"titles": "leaks", "files": ["leaks"]}])
+def test_what_is_removed_between_two_passes_is_told(leaks, after, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "leaks"):
+        Path(name).write_text("text")
+    owner = pipeline.clean if after == "check_steps" else pipeline
+    function = getattr(owner, after)
+
+    def remove_after(*arguments):
+        returned = function(*arguments)
+        Path("leaks").unlink()
+        return returned
+
+    monkeypatch.setattr(owner, after, remove_after)
+    expected = (
+        pytest.raises(DataError, match="leaks") if "files" in leaks else nullcontext()
+    )  # titles are known by then
+    with expected:
+        make(Path("out"), "a.txt", steps={"leaks": leaks})
+
+
 @pytest.mark.parametrize("source", ["", "**/*.json*"])
 def test_what_it_writes_is_none_of_its_sources(source, tmp_path, monkeypatch):
     """Stopped and started again, with OUT in the directory that it reads."""
@@ -75,16 +157,7 @@ def test_what_it_writes_is_none_of_its_sources(source, tmp_path, monkeypatch):
     assert texts(out) == ["one"]
 
 
-def write_parquet(path: Path, columns: dict[str, list]) -> str:
-    from arro3.core import Array, DataType, Table
-    from arro3.io import write_parquet as write
-
-    write(Table.from_pydict({name: Array(values, DataType.string()) for name, values in columns.items()}), str(path))
-    return str(path)
-
-
-def test_parquet(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources_module, "PARQUET_ROWS", 2)
+def test_parquet(tmp_path):
     source = write_parquet(
         tmp_path / "a.parquet", {"text": ["one\n", "two", None, "four"], "title": ["a", "b", "c", "d"]}
     )
@@ -98,6 +171,14 @@ def test_parquet(tmp_path, monkeypatch):
     (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     report = make(tmp_path / "third", [str(tmp_path / "b.parquet"), source])
     assert report["steps"][0]["reasons"]["damaged parquet"] == 1 and len(texts(tmp_path / "third")) == 3
+
+
+def test_the_library_of_parquet_is_that_of_this_process(tmp_path, monkeypatch):
+    (tmp_path / "arro3").mkdir()
+    (tmp_path / "arro3" / "io.py").write_text("def read_parquet(*_, **__):\n    raise ValueError('found')\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with open(__file__, "rb") as file, pytest.raises(ParquetError, match="found"):
+        list(read_rows(file, "text", "title", 100))
 
 
 def test_standard_input(tmp_path):
@@ -165,10 +246,8 @@ def test_sources_and_files_that_nothing_was_read_of_are_told(tmp_path):
         f"{bad}: {why} {bad}, text: article}}).",
     ]
     assert render_report(report).splitlines()[-1] == f"warning: {report['warnings'][1]}"
-    report = make(tmp_path / "two", good, split={"validation": 0.001})
-    assert report["warnings"] == [
-        "no document is in the split validation. Raise split.validation, or name more sources."
-    ]
+    report = make(tmp_path / "two", write_lines(tmp_path / "one.jsonl", [{"text": "1"}]), split={"validation": 0.001})
+    assert report["warnings"][0] == "no document is in the split train. Name more sources."
 
 
 def test_a_data_set_that_cannot_be_loaded_is_told_in_a_line(tmp_path, monkeypatch, capsys):

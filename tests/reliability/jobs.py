@@ -57,12 +57,12 @@ class Job:
                 )
             self.processes.append(process)
 
-    def wait_for(self, text: str, seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.outputs[0].read_text():
-            assert time.monotonic() < deadline, self.outputs[0].read_text()
-            assert any(process.poll() is None for process in self.processes), self.outputs[0].read_text()
-            time.sleep(0.1)
+    def wait_for(self, text: str) -> None:
+        read = self.outputs[0].read_text
+        processes.wait_until(lambda: text in read(), *self.processes, told=read)
+
+    def exit_codes(self) -> list[int]:
+        return processes.exit_codes(*self.processes)
 
     def __enter__(self) -> "Job":
         return self

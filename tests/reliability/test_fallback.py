@@ -205,6 +205,31 @@ def test_a_directory_that_cannot_be_looked_into_is_not_damaged(run, text, monkey
     assert sorted(os.listdir(run / "checkpoints")) == ["2", "4", "6"] and contents(run / "checkpoints" / "4") == before
 
 
+@pytest.mark.parametrize("verb", ["ls", "verify", "diff", "eval", "generate", "export", "train"])
+def test_a_directory_without_permission_is_not_empty(run, text, monkeypatch, tmp_path, capsys, verb):
+    """As by another user: root, who runs the tests, may read all."""
+    listdir, scandir = os.listdir, os.scandir
+
+    def refused(call):
+        def list_it(path="."):
+            if str(path).endswith("checkpoints"):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return call(path)
+
+        return list_it
+
+    monkeypatch.setattr(os, "listdir", refused(listdir))
+    monkeypatch.setattr(os, "scandir", refused(scandir))
+    lines = {
+        "diff": ["ckpt", "diff", f"{run}@2", f"{run}@4"],
+        "train": command(run, text, "train.steps=8"),
+        "export": ["export", str(run), str(tmp_path / "out")],
+    }
+    default = ["ckpt", verb, str(run)] if verb in ("ls", "verify") else [verb, str(run)]
+    assert main(lines.get(verb, default)) == Exit.CHECKPOINT
+    assert "checkpoints: cannot be read: Permission denied" in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_another_version_is_left_alone(run, text, capsys):
     record = run / "checkpoints" / "6" / RECORD_FILE
     line = json.dumps(json.loads(record.read_text().splitlines()[0]) | {"compression": "zstd"}).encode()

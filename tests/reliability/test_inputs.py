@@ -74,8 +74,8 @@ ODD_TEXTS = {  # as bytes, and what is said of them; nothing: it is read as the 
     "UTF-16": (VALID.encode("utf-16"), "is not UTF-8"),
     "Latin-1": (VALID.encode() + "# é".encode("latin-1"), "is not UTF-8"),
     "surrogate": (VALID.encode() + b"# \xed\xa0\x80", "is not UTF-8"),
-    "escaped surrogate": (VALID.replace("name: debug", 'dir: "\\ud800"').encode(), "run.dir: expected a path in UTF-8"),
-    "escaped NUL": (VALID.replace("name: debug", 'dir: "a\\0b"').encode(), "run.dir: expected a path without NUL"),
+    "escaped surrogate": (VALID.replace("name: debug", 'dir: "\\ud800"').encode(), "run.dir: expected text in UTF-8"),
+    "escaped NUL": (VALID.replace("name: debug", 'dir: "a\\0b"').encode(), "run.dir: expected text without NUL"),
     "two documents": (VALID.encode() + b"---\n" + VALID.encode(), "another document"),
 }
 
@@ -125,7 +125,7 @@ def test_a_base_is_a_file_that_is_read_and_nothing_else(tmp_path):
         path.write_text(f"base: {base}")
         assert load(path) == load(DEBUG)
     for base, problem in {
-        f"file://{DEBUG}": "no such file",
+        f"file://{DEBUG}": "file:// is not read: write the path alone",
         "/etc/passwd": "expected sections of keys|not YAML",
         "../" * 30 + "dev/zero": "no regular file",
         "pipe": "no regular file",
@@ -245,6 +245,7 @@ def banned_uses(path: Path) -> list[str]:
 ALLOWED = {
     "evaluation/tasks/task.py": {"import_module"},  # the modules of its own package
     "prepare/clean.py": {"import_module"},  # of the function that steps.language names
+    "runtime/child.py": {"pickle"},  # between a process and the child that it starts
 }
 
 
@@ -322,7 +323,7 @@ def test_no_number_is_too_odd_to_plan_or_to_refuse(key, capsys):
         start = time.thread_time()
         code = main(["plan", DEBUG, "run.simulate_devices=8", *spelled(kinds), f"{path}={number}"])
         error = capsys.readouterr().err
-        assert code in (Exit.DONE, Exit.CONFIG) and bool(error) == bool(code), (number, error)
+        assert code in (Exit.DONE, Exit.CONFIG) and ("error: " in error) == bool(code), (number, error)
         assert time.thread_time() - start < 10, number
         assert code or number not in (".nan", ".inf", "true", "'1'"), number
         assert len(error) < 2000, number

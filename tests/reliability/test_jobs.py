@@ -2,7 +2,6 @@
 
 import ipaddress
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,7 @@ def test_a_job_on_one_host_listens_on_it_alone_and_writes_no_secret(tmp_path):
         assert addresses[0] and all(is_local(address) for each in addresses for address in each), addresses
         for process in job.processes:
             process.terminate()
-        assert [process.wait(60) for process in job.processes] == [3, 3]
+        assert job.exit_codes() == [3, 3]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"config.yaml", "status.json", "record.json", "run.0", "run.1"} <= {path.name for path in files}
     assert not [path for path in files if b"sekret" in path.read_bytes()]
@@ -67,9 +66,7 @@ def test_a_job_on_one_host_listens_on_it_alone_and_writes_no_secret(tmp_path):
 def test_an_error_of_one_process_is_told_once_and_ends_both(tmp_path):
     with Job(tmp_path / "run", "train.steps=100000", program=FAILING_LOADER) as job:
         job.wait_for("step 1/")
-        start = time.monotonic()
         assert [process.wait(30) for process in reversed(job.processes)] == [1, 1]
-        assert time.monotonic() - start < 30
     first, second = (output.read_text() for output in job.outputs)
     assert second.count("ValueError: a fault of this process alone") == 1 and "Traceback" not in first
     assert "process 1 on " in first and "failed with exit code 1: see its output." in first
@@ -81,7 +78,7 @@ def test_processes_that_see_other_directories_all_leave(tmp_path):
         "import spmd_lm.training.run_dir as r, spmd_lm.cli, sys; r.SHARED_SECONDS = 1; sys.exit(spmd_lm.cli.main())"
     )
     with Job(tmp_path / "run", program=program, apart=True) as job:
-        assert [process.wait(60) for process in job.processes] == [2, 2]
+        assert job.exit_codes() == [2, 2]
     for output in job.outputs:
         assert "process 1 on " in output.read_text() and "do not see the same directory" in output.read_text()
 
@@ -90,11 +87,11 @@ def test_processes_that_see_other_directories_all_leave(tmp_path):
 def test_a_part_that_one_process_reads_is_damage_for_both(tmp_path):
     """Neither waits for the other, but for a moment."""
     with Job(tmp_path / "run", "train.steps=11", "parallel.zero=3") as job:
-        assert [process.wait(120) for process in job.processes] == [0, 0]
+        assert job.exit_codes() == [0, 0]
     for part in (tmp_path / "run" / "checkpoints" / "11" / "state" / "ocdbt.process_1" / "d").iterdir():
         content = part.read_bytes()
         part.write_bytes(content[:1000] + bytes(len(content) - 2000) + content[-1000:])
     with Job(tmp_path / "run", "train.steps=12", "parallel.zero=3") as job:
-        assert [process.wait(60) for process in job.processes] == [0, 0]
+        assert job.exit_codes() == [0, 0]
     first = job.outputs[0].read_text()
     assert "11 is damaged" in first and "It was moved to 11.corrupt." in first and "resuming after step 10" in first

@@ -29,6 +29,7 @@ from spmd_lm.errors import Exit, OutputError
 from spmd_lm.runtime.outputs import is_heard, open_closed_streams, print_line, report_unraisable, unfailing, writing
 from spmd_lm.runtime.progress import Progress
 from spmd_lm.training import loop
+from tests import processes
 from tests.processes import ROOT
 from tests.training import test_loop
 from tests.training.test_loop import FakeProgram, make_config, records, saved, status
@@ -49,9 +50,7 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
         for name, value in os.environ.items()
         if name not in (*ours, "TPU_WORKER_HOSTNAMES", "PYTHONUNBUFFERED")
     }
-    return subprocess.run(
-        ["bash", "-c", line], cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=300
-    )
+    return processes.finish(["bash", "-c", line], cwd=ROOT, env=inherited | environment)
 
 
 @pytest.fixture
@@ -221,7 +220,7 @@ def test_a_second_interrupt_during_a_save_leaves_no_traceback(tmp_path, seconds)
     for pause in (0, seconds):
         time.sleep(pause)
         process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = processes.communicate(process)
     assert process.returncode == Exit.INTERRUPTED and "stopped" in output, output
     assert "Traceback" not in output and "Exception" not in output, output
 
@@ -428,6 +427,6 @@ def ocp_abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def test_paths_that_are_urls_or_no_text_are_refused():
-    assert problems({"run": Run(dir="/gs/bucket/run")}) and problems({"run": Run(dir="gs://bucket/run")})
-    with pytest.raises(ValidationError, match="expected a path in UTF-8"):
+    assert problems({"run": Run(dir="/gs/bucket/run")}) and problems({"run": Run(dir="runs/gs:/run")})
+    with pytest.raises(ValidationError, match="expected text in UTF-8"):
         Run(dir=os.fsdecode(b"\xff"))

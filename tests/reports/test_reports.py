@@ -1,15 +1,20 @@
 """A report needs nothing but itself, shows what the run's files say, and stands whatever state they are in."""
 
 import json
+import math
 import re
 import subprocess
 import sys
+import tempfile
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spmd_lm import cli
-from spmd_lm.errors import CheckpointError, ConfigError
+from spmd_lm.errors import CheckpointError, ConfigError, UserError
 from spmd_lm.reports.page import Html, Page, cards, details, facts, figure, notice, preformatted, table
 from spmd_lm.reports.runs import make_page, write_report
 from spmd_lm.runtime.directories import lock_directory
@@ -297,3 +302,106 @@ def test_wide_figures_scroll_in_their_own_box(tmp_path):
     narrow, wide = figure(plots.curves([]), "a"), figure(plots.schedule("1f1b", 8, 16), "b", "a <caption>")
     assert 'class="card"' in narrow and 'class="card wide"' in wide
     assert 'aria-label="a &lt;caption&gt;"' in wide and "min-width:340px" in narrow
+
+
+@pytest.mark.parametrize("name", ["samples.txt", "config.yaml", "metrics.jsonl", "status.json"])
+@pytest.mark.parametrize("target", ["absolute", "relative", "of a link", "to nothing"])
+def test_a_report_follows_no_link_out_of_its_run(name, target, tmp_path):
+    """The page is made to be sent to others."""
+    run, secret = make_run(tmp_path / "run"), tmp_path / "secret"
+    secret.write_text((run / name).read_text() if (run / name).exists() else "a secret")
+    (run / name).unlink(missing_ok=True)
+    (tmp_path / "between").symlink_to("secret")
+    targets = {"absolute": secret, "relative": "../secret", "of a link": "../between", "to nothing": "nowhere"}
+    (run / name).symlink_to(targets[target])
+    with pytest.raises(ConfigError, match=rf"run/{name}: is a link.* Put the file itself there\."):
+        write_report([run], None)
+    assert not (run / "report.html").exists()
+
+
+def test_a_run_may_be_named_by_a_link(tmp_path):
+    make_run(tmp_path / "run")
+    (tmp_path / "latest").symlink_to("run")
+    assert write_report([tmp_path / "latest"], None).exists()
+
+
+@pytest.mark.parametrize("base", ["secret", "../secret", "/etc/hostname", "[secret]"])
+def test_nothing_of_a_base_comes_into_a_report(base, tmp_path):
+    run = make_run(tmp_path / "run")
+    for path in (run / "secret", tmp_path / "secret"):
+        path.write_text("hunter2: 3\nmodel: {layers: hunter3}\n")
+    (run / "config.yaml").write_text(f"base: {base}\n")
+    page = make_page([run])
+    assert "hunter" not in page and "has a base, as that of no run has" in page
+
+
+VALUES = [
+    0,
+    -1,
+    2**31,
+    2**63,
+    10**400,
+    1e308,
+    -1e308,
+    5e-324,
+    math.inf,
+    math.nan,
+    True,
+    None,
+    "",
+    "\ud800",
+    [],
+    {"a": 1},
+]
+json_values = st.sampled_from(VALUES) | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=6,
+)
+changes = st.dictionaries(st.sampled_from([*record(1), "eval_loss", "reason", "id", "x y"]), json_values, max_size=3)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(changes, changes, st.dictionaries(st.sampled_from([*LIFE]), json_values, max_size=2), json_values, json_values)
+def test_any_value_in_a_run_s_files_makes_a_page_or_a_sentence(first, last, life, seconds, restarts):
+    with tempfile.TemporaryDirectory() as directory:
+        lives, records = [LIFE | life], [record(1) | first, record(2), record(3) | last]
+        run = make_run(Path(directory, "run"), lives=lives, records=records)
+        about = json.loads((run / "status.json").read_text())
+        about |= {"restarts": restarts, "goodput": about["goodput"] | {"step": seconds, "sleep": 1.0}}
+        (run / "status.json").write_text(json.dumps(about))
+        try:
+            make_page([run]).encode()
+        except UserError as error:
+            assert len(str(error)) < 2000 and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("platform", ["", "metal", "TPU", "x" * 999, "<b>"])
+def test_layouts_of_unknown_devices_are_left_out(platform, tmp_path):
+    page = make_page([make_run(tmp_path / "run", lives=[LIFE | {"platform": platform}])])
+    assert "No layout, because it ran on devices of another kind" in page and "Training" in page
+
+
+@pytest.mark.parametrize("bucket", ["sleep", "", "\ud800", "<b>", "Step"])
+def test_seconds_of_unknown_buckets_are_other_time(bucket, tmp_path):
+    page = make_page([make_run(tmp_path / "run", goodput={bucket: 60.0, "step": 20.0})])
+    assert "time spent" in page and "25% in steps" in page
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 2**63, -(2**63)])
+def test_numbers_that_no_run_has_are_damage(value, tmp_path):
+    run = make_run(tmp_path / "run", records=[record(1, loss=value)])
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: line 1 is not a record \(no run has a loss of"):
+        make_page([run])
+
+
+@pytest.mark.parametrize("value", [math.inf, 1e308, math.nan, "text", [1], None])
+def test_what_is_no_metric_is_a_gap(value, tmp_path):
+    run = make_run(tmp_path / "run", records=[record(1), record(2, loss=value, mfu=value, tokens_per_second=value)])
+    assert "loss</dt><dd>5.0000" in make_page([run])
+
+
+@pytest.mark.parametrize("devices", [2**18, 2**24, 2**30])
+def test_more_devices_than_a_page_shows_are_told(devices, tmp_path):
+    page = make_page([make_run(tmp_path / "run", lives=[LIFE | {"devices": devices}])])
+    assert f"{devices:,} devices are more than a page shows" in page

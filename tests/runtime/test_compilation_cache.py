@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -71,6 +70,9 @@ def test_a_directory_that_others_can_write_to_is_not_used(tmp_path, monkeypatch)
     monkeypatch.setattr(compilation_cache, "install", installed.append)
     tmp_path.chmod(0o777)
     use_compilation_cache(str(tmp_path), lines.append)
+    use_compilation_cache(str(tmp_path / "below"), lines.append)  # which they could replace
+    assert "other users can write" in lines.pop()
+    tmp_path.chmod(0o700)
     (tmp_path / "file").touch()
     use_compilation_cache(str(tmp_path / "file"), lines.append)
     assert not installed and "other users can write" in lines[0] and "Compiling without it" in lines[1]
@@ -110,7 +112,8 @@ def test_a_damaged_cache_changes_no_loss(tmp_path):
     def losses(name: str) -> list[float]:
         overrides = [*small, f"run.dir={tmp_path / name}", f"run.compilation_cache={cache}"]
         line = [sys.executable, "-m", "spmd_lm", "train", "configs/debug.yaml", "--devices", "8", *overrides]
-        subprocess.run(line, cwd=processes.ROOT, check=True, capture_output=True, timeout=300)
+        done = processes.finish(line, cwd=processes.ROOT)
+        assert done.returncode == 0, done.stderr
         return [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
 
     cold = losses("cold")

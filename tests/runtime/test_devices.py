@@ -5,7 +5,7 @@ import sys
 import jax
 import pytest
 
-from spmd_lm.runtime.devices import IN_ORDER
+from spmd_lm.runtime.devices import COMPILER_STACKS, IN_ORDER, deepen_compiler_stacks
 
 
 def run(code: str, **environment: str) -> str:
@@ -28,6 +28,17 @@ def test_other_flags_stay_and_the_count_is_replaced():
     assert seen == f"3 cpu 40 --xla_cpu_enable_fast_math=false {IN_ORDER} --xla_force_host_platform_device_count=3"
     own = IN_ORDER.replace("false", "true")
     assert run(SIMULATE + SEEN, XLA_FLAGS=own) == f"3 cpu 64 {own} --xla_force_host_platform_device_count=3"
+
+
+@pytest.mark.parametrize(
+    "own", ["", "--xla_a=1", "--fibers_default_thread_stack_size=65536", "--xla_a='b c' --undefok=xla_a"]
+)
+def test_a_tpu_s_compiler_has_stacks_and_what_the_user_sets_holds(monkeypatch, own):
+    """Of flags that are given twice the last counts."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", own)
+    for _ in range(2):
+        deepen_compiler_stacks()
+        assert os.environ["LIBTPU_INIT_ARGS"] == f"{COMPILER_STACKS} {own}".rstrip()
 
 
 ZERO_1 = """
@@ -81,8 +92,9 @@ AUDIT = """
 import sys, types, jax
 report = lambda *arguments: {"platform": jax.default_backend()}
 sys.modules["spmd_lm.planning.audit"] = types.SimpleNamespace(audit=report, render=str)
-import spmd_lm
-print(spmd_lm.audit(spmd_lm.load_config("configs/debug.yaml"), "h100:1x8")["platform"])
+from spmd_lm import api
+from spmd_lm.analysis.topology import parse_topology
+print(api._audit(api.load_config("configs/debug.yaml"), parse_topology("h100:1x8"), None)["platform"])
 """
 
 

@@ -55,6 +55,49 @@ def test_a_driver_without_a_gpu_is_none(machine):
     assert find_accelerators() is None
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"[N/A], [N/A]\n",
+        r"580.65.06\n",
+        r"580.65.06, 7.5, 3\n",
+        r"driver_version, compute_cap\n",
+        r"NVIDIA-SMI has failed because it could not communicate with the driver.\n",
+        r"580.65.06, nan\n",
+        r"\377\376\000\n",
+        r"\033[31m580, x\n",
+        "9" * 5000 + ", 7.5",
+        "",
+    ],
+)
+def test_an_odd_answer_is_no_gpu(machine, answer, capsys):
+    """It is said, in one line and without its codes."""
+    machine(answer)
+    assert find_accelerators() is None
+    said = capsys.readouterr().out
+    assert said.startswith("Not understood, so that GPUs are not used") is bool(answer) and said.count("\n") < 2
+    assert "\033" not in said and len(said) < 500
+
+
+def test_lines_around_the_answer_are_left_out(machine):
+    machine(r"Warning: persistence mode is off\n580.65.06, 7.5\n 580.65.06 ,9.0\n580, 9.0 \n\n")
+    assert find_accelerators() == Accelerators("gpu", 3, "gpu")
+
+
+@pytest.mark.parametrize("script", ["exec sleep 60", "exec yes 580, x", "exit 1", "kill -9 $$", "nonsense("])
+def test_an_nvidia_smi_that_hangs_floods_or_dies_is_none(machine, tmp_path, monkeypatch, script):
+    machine()
+    monkeypatch.setattr(notebook_setup, "DRIVER_SECONDS", 0.3)
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    assert find_accelerators() is None
+
+
+def test_an_nvidia_smi_that_cannot_be_run_is_none(machine, tmp_path, capsys):
+    machine()
+    (tmp_path / "nvidia-smi").write_bytes(b"\0")
+    assert find_accelerators() is None and "nvidia-smi does not tell" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("device", "devices"), [("0x0063", 8), ("0x0027", 16), ("0x0042", None)])
 def test_tpus_are_counted_by_their_pci_ids(machine, device, devices):
     """The last one is Google's network card."""

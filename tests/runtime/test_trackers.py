@@ -1,17 +1,21 @@
 """A tracker gets every record, under one id; one that hangs or fails costs a run nothing but a message."""
 
+import io
 import math
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
+from rich.console import Console
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime import trackers
+from spmd_lm.runtime.outputs import CONTROL_CHARACTERS
+from spmd_lm.runtime.progress import Progress
 from spmd_lm.runtime.trackers import Trackers, read_id, require_packages
+from tests import processes
 
 FAKE = """
 import threading
@@ -43,7 +47,7 @@ def init(**arguments):
     calls.append(("init", arguments))
     return Run()
 """
-HANG = "threading.Event().wait()"
+HANG = "import sys; sys.hung.set(); threading.Event().wait()"
 
 
 @pytest.fixture
@@ -63,8 +67,26 @@ def package(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def track(directory, records, names=("wandb",), seconds=5.0, exit_code=0):
-    """Messages of a run with these records, and how long it took."""
+@pytest.fixture
+def hung(monkeypatch):
+    """Set once a tracker hangs."""
+    event = threading.Event()
+    monkeypatch.setattr(sys, "hung", event, raising=False)
+    return event
+
+
+def at_its_end(hung, name="wandb"):
+    """Waits until a tracker hangs, or has all of RECORDS."""
+
+    def wait():
+        while not hung.is_set() and len(getattr(sys.modules.get(name), "calls", [])) < 1 + len(RECORDS):
+            time.sleep(0.001)
+
+    return wait
+
+
+def track(directory, records, names=("wandb",), seconds=600.0, exit_code=0, before_end=None):
+    """Messages of a run with these records."""
     tree = {
         "run": {"name": "mine", "dir": str(directory), "trackers": list(names)},
         "model": {"layers": 1, "width": 8, "heads": 1, "context": 8, "vocab": 16},
@@ -72,12 +94,14 @@ def track(directory, records, names=("wandb",), seconds=5.0, exit_code=0):
         "optim": {"lr": 0.1},
         "train": {"steps": 12, "batch": 4},
     }
-    messages, start = [], time.perf_counter()
+    messages = []
     tracked = Trackers(RunConfig.model_validate(tree), messages.append)
     for record in records:
         tracked.write(record)
+    if before_end:
+        before_end()
     tracked.close(exit_code, seconds)
-    return messages, time.perf_counter() - start
+    return messages
 
 
 RECORDS = [{"step": step, "loss": 1 / step, "mfu": None, "bad": math.nan} for step in (1, 2, 3)]
@@ -87,7 +111,7 @@ RECORDS = [{"step": step, "loss": 1 / step, "mfu": None, "bad": math.nan} for st
 def test_a_tracker_gets_all_records_and_a_resumed_run_keeps_its_id(tmp_path, package, name, exit_code):
     package(name)
     for _ in range(2):
-        messages, _ = track(tmp_path, RECORDS, [name], exit_code=exit_code)
+        messages = track(tmp_path, RECORDS, [name], exit_code=exit_code)
         assert messages == (["wandb: https://example.org/run"] if name == "wandb" else [])
     first, *logged, finish, second = sys.modules[name].calls[:6]
     assert logged == [("log", step, {"loss": 1 / step}) for step in (1, 2, 3)] and finish == ("finish", exit_code)
@@ -115,21 +139,32 @@ def test_a_tracker_gets_all_records_and_a_resumed_run_keeps_its_id(tmp_path, pac
         ({"finish": "raise OSError('gone')"}, ["https", "OSError: gone"]),
     ],
 )
-def test_a_tracker_that_hangs_or_fails_costs_a_message(tmp_path, package, lines, said):
+def test_a_tracker_that_hangs_or_fails_costs_a_message(tmp_path, package, hung, lines, said):
     package("wandb", **lines)
-    messages, seconds = track(tmp_path, RECORDS, seconds=0.5)
-    assert seconds < 3
+    hangs = HANG in lines.values()
+    messages = track(tmp_path, RECORDS, seconds=0.5 if hangs else 600, before_end=at_its_end(hung) if hangs else None)
     assert len(messages) == len(said), messages
     for message, text in zip(messages, said, strict=True):
         assert message.startswith("wandb: ") and text in message
 
 
-def test_a_tracker_that_hangs_holds_up_no_other(tmp_path, package):
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+@pytest.mark.parametrize("text", ["\x1b]0;title\a", "\x1b[2J", "\x9b31m", "a\x08b"])
+def test_what_a_tracker_says_steers_no_terminal(tmp_path, package, text, where):
+    package("wandb", **{where: f"raise OSError({text!r})"})
+    messages = track(tmp_path, RECORDS)
+    file = io.StringIO()
+    Progress(3, Console(file=file, width=200)).log(*messages)
+    said = file.getvalue()
+    assert text.encode("unicode_escape").decode() in said and not CONTROL_CHARACTERS.search(said)
+
+
+def test_a_tracker_that_hangs_holds_up_no_other(tmp_path, package, hung):
     package("wandb", init=HANG)
     package("trackio")
-    messages, seconds = track(tmp_path, RECORDS, ["wandb", "trackio"], seconds=0.5)
+    messages = track(tmp_path, RECORDS, ["wandb", "trackio"], 1.0, before_end=at_its_end(threading.Event(), "trackio"))
     assert [call[0] for call in sys.modules["trackio"].calls] == ["init", "log", "log", "log", "finish"]
-    assert len(messages) == 2 and seconds < 3
+    assert len(messages) == 2
 
 
 def test_a_full_queue_drops_records(tmp_path, package, monkeypatch):
@@ -137,8 +172,7 @@ def test_a_full_queue_drops_records(tmp_path, package, monkeypatch):
     release = threading.Event()
     package("wandb", init="import sys; sys.release.wait()")
     monkeypatch.setattr(sys, "release", release, raising=False)
-    threading.Timer(0.5, release.set).start()
-    messages, _ = track(tmp_path, RECORDS)
+    messages = track(tmp_path, RECORDS, before_end=release.set)
     assert messages == [
         "wandb: https://example.org/run",
         f"wandb: 1 of 3 records were lost; {tmp_path} has all of them",
@@ -149,16 +183,18 @@ def test_python_exits_without_waiting_for_a_tracker_that_was_left_behind(package
     hook = "import atexit; atexit.register(lambda: threading.Event().wait())"
     package("wandb", init=f"{hook}; {HANG}")
     script = f"""
-import atexit, sys
+import atexit, sys, threading
 from spmd_lm.runtime.trackers import RunIdentity, TrackerThread
+sys.hung = threading.Event()
 atexit.register(lambda: print("ours runs"))
 sys.path.insert(0, {str(sys.path[0])!r})
 thread = TrackerThread("wandb", RunIdentity("mine", "id", {{}}, "nowhere"))
-thread.join(1)
+sys.hung.wait()
+thread.join(0)
 print(thread.messages())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=True)
-    assert "left behind" in done.stdout and done.stdout.endswith("ours runs\n")
+    done = processes.finish([sys.executable, "-c", script])
+    assert done.returncode == 0 and "left behind" in done.stdout and done.stdout.endswith("ours runs\n"), done.stderr
 
 
 def test_a_missing_package_is_refused(tmp_path):
@@ -170,5 +206,5 @@ def test_a_missing_package_is_refused(tmp_path):
 
 def test_a_run_without_trackers_starts_no_thread(tmp_path):
     before = threading.active_count()
-    messages, _ = track(tmp_path, RECORDS, [])
+    messages = track(tmp_path, RECORDS, [])
     assert not messages and threading.active_count() <= before and not list(tmp_path.iterdir())

@@ -9,12 +9,13 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.xla_options import options_for, table
 
 V5P = {"platform": "tpu", "kind": "TPU v5"}
+DETERMINISTIC = "xla_gpu_deterministic_ops"
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 ABSENT_H100 = {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "absent": True}
 
 
-def names(setting, **hardware) -> dict:
-    return options_for(setting, **hardware).values
+def names(setting, deterministic=False, **hardware) -> dict:
+    return options_for(setting, deterministic=deterministic, **hardware).values
 
 
 def test_every_row_says_why_and_where_that_was_seen():
@@ -34,7 +35,7 @@ def test_no_hardware_has_an_option_twice():
 
 def test_auto_is_the_table_s_for_this_hardware():
     assert "xla_gpu_autotune_level" in names("auto", **ABSENT_H100)
-    assert not names("auto", **ABSENT_H100 | {"absent": False})
+    assert names("auto", **ABSENT_H100 | {"absent": False}) == {"xla_gpu_dot_merger_threshold_mb": 0}
     assert not names("auto", platform="cpu", kind="cpu", absent=False)
 
 
@@ -84,6 +85,19 @@ def test_what_a_compiler_cannot_do_without_is_always_set():
     assert names("none", **ABSENT_H100) == required and not names("none", **ABSENT_H100 | {"absent": False})
     assert names({"xla_a": 1}, **ABSENT_H100) == required | {"xla_a": 1}
     assert names({"xla_gpu_autotune_level": 2}, **ABSENT_H100) == required | {"xla_gpu_autotune_level": 2}
+
+
+@pytest.mark.parametrize("setting", ["auto", "none", {"xla_a": 1}])
+def test_determinism_is_set_where_a_run_asks_for_it_whatever_its_own_options_are(setting):
+    for absent in (False, True):
+        hardware = ABSENT_H100 | {"absent": absent}
+        plain, deterministic = (names(setting, deterministic=each, **hardware) for each in (False, True))
+        assert deterministic == plain | {"xla_gpu_deterministic_ops": True} and DETERMINISTIC not in plain
+        said = options_for(setting, deterministic=True, **hardware)
+        assert said.deterministic == {DETERMINISTIC: True} and any(DETERMINISTIC in line for line in said.lines)
+    for platform, kind in (("cpu", "cpu"), ("tpu", "TPU v5 lite")):
+        said = options_for(setting, platform, kind, absent=False, deterministic=True)
+        assert DETERMINISTIC not in said.values and said.deterministic == {}
 
 
 def test_options_are_set_in_a_file_or_on_the_command_line():

@@ -61,11 +61,13 @@ def test_the_scale_moves_as_its_rules_say():
         assert [str(x.dtype) for x in dataclasses.astuple(state)] == ["float32", "int32", "int32", "int32"]
 
 
-def test_the_scale_begins_where_megatron_s_does_and_does_not_grow_without_end():
+def test_the_scale_begins_at_2_to_the_16_and_does_not_grow_without_end():
     p = Precision(**FLOAT16)
-    assert (p.initial_scale, p.scale_window, p.hysteresis, p.min_scale) == (2**32, 1000, 2, 1)
+    assert (p.initial_scale, p.scale_window, p.hysteresis, p.min_scale) == (2**16, 1000, 2, 1)
+    megatron = Precision(**FLOAT16, initial_scale=4294967296)
+    assert init_loss_scale(megatron).scale.item() == 2**32
     state = dataclasses.replace(init_loss_scale(p), growth_tracker=np.int32(999))
-    assert next_loss_scale(p, state, np.bool_(CLEAN)).scale.item() == 2**33
+    assert next_loss_scale(p, state, np.bool_(CLEAN)).scale.item() == 2**17
     state = dataclasses.replace(state, scale=np.float32(LARGEST))
     assert next_loss_scale(p, state, np.bool_(CLEAN)).scale.item() == LARGEST
     assert init_loss_scale(Precision(**FLOAT32)) is None
@@ -213,6 +215,7 @@ RUN = {
     "train": {"steps": 90, "batch": 16, "log_every": 1, "eval_every": 90},
     "checkpoint": {"every": 10, "keep": 20},
 }
+TOO_LARGE = FLOAT16 | {"scale_window": 20, "initial_scale": 2.0**32}
 
 
 def run_in(directory, precision, **train) -> RunConfig:
@@ -230,7 +233,7 @@ def records(directory):
 def scaled(tmp_path_factory):
     """A run from a scale that is far too large, in a small window; not to be written to."""
     directory = tmp_path_factory.mktemp("float16") / "run"
-    assert loop.train(run_in(directory, FLOAT16 | {"scale_window": 20})) is Exit.DONE
+    assert loop.train(run_in(directory, TOO_LARGE)) is Exit.DONE
     return directory
 
 
@@ -259,7 +262,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(scaled, tmp_path):
     for step in range(40, 91, 10):
         shutil.rmtree(directory / "checkpoints" / str(step))
     (directory / "status.json").unlink()
-    config = run_in(directory, FLOAT16 | {"scale_window": 20})
+    config = run_in(directory, TOO_LARGE)
     state = Checkpointer(directory / "checkpoints").restore(30, Program(config).abstract_canonical())
     assert 0 < state.loss_scale.growth_tracker < 20 and state.loss_scale.hysteresis_tracker < 2
     assert loop.train(config) is Exit.DONE
@@ -278,6 +281,13 @@ def test_a_state_without_a_scale_gets_one():
     assert_equal(with_one.canonical(again).params, bare.params)
 
 
+def test_a_run_saved_with_another_initial_scale_keeps_its_own_scale():
+    """As runs did whose scale began at 2^32."""
+    before, now = (Program(make_config(precision=p), jax.devices()[:1]) for p in (TOO_LARGE, FLOAT16))
+    again = now.from_canonical(before.canonical(before.init()))
+    assert again.loss_scale.scale.item() == 2**32 and now.init().loss_scale.scale.item() == 2**16
+
+
 @pytest.mark.slow
 def test_a_run_may_take_up_float16_and_give_it_up(scaled, tmp_path):
     """A scale is left behind, or begins anew; without one a checkpoint is what it was before there were any."""
@@ -289,5 +299,5 @@ def test_a_run_may_take_up_float16_and_give_it_up(scaled, tmp_path):
     other.close()
     assert "scaling" not in (tmp_path / "90/state/_METADATA").read_text()
     again = with_one.from_canonical(other.restore(90, with_one.abstract_canonical()))
-    assert [x.item() for x in jax.tree.leaves(again.loss_scale)] == [2**32, 0, 2, 0]
+    assert [x.item() for x in jax.tree.leaves(again.loss_scale)] == [2**16, 0, 2, 0]
     assert_equal(with_one.canonical(again).params, state.params)

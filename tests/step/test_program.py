@@ -94,3 +94,16 @@ def test_a_float64_run_is_in_float64():
 def test_on_a_tpu_the_mlp_s_products_alone_are_in_parts():
     config = make_config(parallel={"data": 4, "model": 2, "collective_matmul": "on"}, precision=FLOAT32)
     assert abstract_plan(config, 8, "tpu", "TPU v5").collective_matmul == ("mlp",)
+
+
+def test_programs_with_attention_wait_in_their_first_execution_alone(monkeypatch):
+    p, waits, wait = Program(make_config(precision=FLOAT32), jax.devices()[:1]), [], jax.block_until_ready
+    state, batch = p.init(), device_batch(p, 0)
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: waits.append(tree) or wait(tree))
+    for expected in (2, 2):
+        assert p.score(state.params, batch) and len(waits) == expected
+    for expected in (4, 4):
+        assert p.evaluate(state.params, batch) and len(waits) == expected
+    for expected in (6, 6):
+        state, _ = p.step(state, batch)
+        assert len(waits) == expected

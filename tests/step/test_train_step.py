@@ -43,7 +43,7 @@ QUICK = [
     ("data2-model4-sequence-zero1", 2, "unrolled", "none"),
     ("replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
 ]
-QUICK_TYPES = [QUICK[0], QUICK[3], QUICK[5]]
+QUICK_TYPES = [QUICK[3], QUICK[4], QUICK[5]]
 REMAT = ("none", "full", "selective", "residual")
 slow = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from spmd_lm.config.load import load
 from spmd_lm.files import write_atomically
 from spmd_lm.sweeps.cells import Cell, Outcome
 from spmd_lm.sweeps.scaling import efficiencies
-from spmd_lm.sweeps.table import CellTable
+from spmd_lm.sweeps.table import CellTable, write_tables
 from tests.processes import ROOT
 from tests.sweeps.cell_files import DONE, make_cell, make_page
 
@@ -100,3 +100,37 @@ def test_sizes_and_budgets_are_fitted(tmp_path):
 def test_losses_that_no_law_fits_say_so(tmp_path):
     page, _ = make_page(law_cells(tmp_path, lambda n, d: 0.0))
     assert "scaling law: the loss of run 0 is 0" in page and "scaling-law-tokens" not in figures_of(page)
+
+
+@pytest.mark.parametrize("key", ["id", "status", "exit_code", "reason", "run_dir", "parallel.model", "step", "devices"])
+@pytest.mark.parametrize("value", ["<other>", 7, [1], None, 1e308, "\ud800"])
+def test_a_cell_s_own_records_replace_nothing_of_its_row(key, value, tmp_path):
+    cell = make_cell(tmp_path, "a", 0.1)
+    expected = CellTable([cell]).records({"a": DONE})
+    with open(cell.directory / "metrics.jsonl", "a") as file:
+        last = {"step": 3, "loss": 2.0, "tokens": 5} | ({key: value} if key != "step" else {})
+        file.write(json.dumps(last) + "\n")
+    found = CellTable([cell]).records({"a": DONE})
+    assert found[0].get(key) == expected[0].get(key)
+    write_tables(found, tmp_path)
+    assert (tmp_path / "cells.csv").read_text().splitlines()[1].startswith("a,done,0,,")
+
+
+@pytest.mark.parametrize("key", ["tokens_per_second", "mfu", "seconds", "loss", "tokens", "eval_loss", "\ud800"])
+@pytest.mark.parametrize("value", ["text", "\ud800", [[1]], {"a": 1}, True, -1, 10**400, 1e400, 1e308, 5e-324])
+def test_any_value_of_a_cell_leaves_the_sweep_its_tables_and_page(key, value, tmp_path):
+    cells = [make_cell(tmp_path, name, 0.1, f"run.simulate_devices={n}") for name, n in (("a", 1), ("b", 2))]
+    for cell in cells:
+        path = cell.directory / "metrics.jsonl"
+        path.write_text(path.read_text() + json.dumps({"step": 3, "tokens": 9, key: value}) + "\n")
+    page, records = make_page(cells)
+    write_tables(records, tmp_path)
+    assert "Cells" in page and [record["id"] for record in records] == ["a", "b"]
+
+
+@pytest.mark.parametrize("code", [10**400, -1, 256, 1e400, "x", None, [1]])
+def test_an_end_that_no_process_has_is_none(code, tmp_path):
+    cell = make_cell(tmp_path, "a", 0.1)
+    (cell.directory / "status.json").unlink()
+    (cell.directory / "exit.json").write_text(json.dumps({"exit_code": code, "reason": "\ud800"}))
+    assert cell.outcome() == Outcome("pending")

@@ -163,10 +163,10 @@ def test_a_cell_that_is_told_to_stop_before_it_can_answer_is_preempted(cells):
     local = LocalJobs()
     local._processes["a"] = subprocess.Popen(["/bin/sleep", "60"])
     local.stop(signal.SIGTERM)
-    local._processes["a"].wait(timeout=10)
+    local._processes["a"].wait()
     assert local.poll(cells[0]) == Exit.PREEMPTED
     local._processes["b"] = subprocess.Popen(["/bin/sh", "-c", "kill -TERM $$"])
-    local._processes["b"].wait(timeout=10)
+    local._processes["b"].wait()
     assert local.poll(cells[1]) == 128 + signal.SIGTERM
 
 

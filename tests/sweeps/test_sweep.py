@@ -40,7 +40,7 @@ def done(tmp_path_factory) -> Path:
     (root / "sweep.yaml").write_text(SWEEP)
     command = [sys.executable, "-m", "spmd_lm", "sweep", "sweep.yaml", "--jobs", "2", "--json", "result.json"]
     process = processes.start_command(command, cwd=root, PYTHONPATH=str(processes.ROOT))
-    output, _ = process.communicate(timeout=300)
+    output, _ = processes.communicate(process)
     assert process.returncode == Exit.DONE, output
     (root / "output").write_text(output)
     return root
@@ -124,6 +124,10 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(here, capsys):
         (["sweep.yaml", "--submit", "slurm"], "--submit slurm: no launch/slurm.sbatch here"),
         (["sweep.yaml", "--submit", "pbs"], "invalid choice"),
         (["sweep.yaml", "--jobs", "0"], "a whole number from 1 to"),
+        (["sweep.yaml", "--jobs", "10001"], "a whole number from 1 to 10,000"),
+        (["sweep.yaml", "--jobs", str(2**31 - 1)], "a whole number from 1 to 10,000"),
+        (["sweep.yaml", "--jobs", str(10**30)], "a whole number from 1 to 10,000"),
+        (["sweep.yaml", "--jobs", "1e3"], "a whole number from 1 to 10,000"),
         ([], "no SWEEP given"),
     ],
 )
@@ -150,7 +154,7 @@ def test_a_failing_cell_is_shown_with_its_reason(here):
     process = processes.start_command(
         [sys.executable, "-m", "spmd_lm", "sweep", "sweep.yaml"], cwd=here, PYTHONPATH=str(processes.ROOT)
     )
-    output, _ = process.communicate(timeout=300)
+    output, _ = processes.communicate(process)
     assert process.returncode == Exit.CHECK_FAILED, output
     failed, good = table(here, "mixed")
     assert (failed["status"], failed["exit_code"], good["status"]) == ("failed", "4", "done")
@@ -175,7 +179,7 @@ def test_a_sweep_that_is_killed_at_random_loses_and_repeats_nothing(here):
         done_cells = [path.parent for path, status in statuses.items() if status["state"] == "done"]
         finished = {path: mtime for cell in done_cells for path, mtime in files(cell).items()}
     process = processes.start_command(command, cwd=here, PYTHONPATH=str(processes.ROOT))
-    output, _ = process.communicate(timeout=500)
+    output, _ = processes.communicate(process)
     assert process.returncode == Exit.DONE, output
     assert {path: mtime for path, mtime in files(cells).items() if path in finished} == finished
     rows = table(here, "killed")
@@ -190,7 +194,7 @@ def test_a_sweep_that_is_killed_at_random_loses_and_repeats_nothing(here):
     "machine, at_once, told",
     [
         (("gpu", 8), 4, [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]),
-        (("gpu", 8), 3, "--jobs 3 does not divide 8 GPUs"),
+        (("gpu", 8), 3, "--jobs 3 on 8 GPUs"),
         (("tpu", 4), 2, "--jobs 2: one process has all of a host's TPUs"),
         (("tpu", 4), 1, []),
         (("gpu", 1), 1, "parallel.model=2 makes 2 devices, but there are 1"),
@@ -209,9 +213,9 @@ def test_cells_share_the_accelerators_of_a_machine(machine, at_once, told, monke
     cells = make_cells(read_sweep(path), here / "out")
     if isinstance(told, str):
         with pytest.raises(ConfigError, match=re.escape(told)):
-            sweep.local_jobs(cells, at_once)
+            sweep.local_jobs(cells, at_once, print)
         return
-    jobs = sweep.local_jobs(cells, at_once)
+    jobs = sweep.local_jobs(cells, at_once, print)
     assert jobs._gpus == told
     environments = []
     monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: environments.append(env))
@@ -222,3 +226,106 @@ def test_cells_share_the_accelerators_of_a_machine(machine, at_once, told, monke
         assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == ["0", "2,3"]
     else:
         assert all("CUDA_VISIBLE_DEVICES" not in env for env in environments)
+
+
+LONG, OTHER = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-5a3b2c1d-0000-1111-2222-333344445555"
+
+
+@pytest.fixture
+def one_device_cells(here):
+    (here / "sweep.yaml").write_text(
+        "name: a\nconfig: tiny.yaml\n"
+        "grid: {parallel.zero: [0, 1], parallel.data: 1, optim.lr: [0.1, 0.2], run.simulate_devices: 0}\n"
+    )
+    return make_cells(read_sweep(here / "sweep.yaml"), here / "out")
+
+
+def started(cells, at_once, visible, devices, monkeypatch) -> tuple[list[dict[str, str]], list[str]]:
+    """The environments of the cells' processes, and what is logged, on GPUs of which jax finds so many."""
+    monkeypatch.setattr(sweep, "probe", lambda: sweep.Machine("gpu" if devices else "cpu", devices or 1))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    environments, logged = [], []
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: environments.append(env))
+    jobs = sweep.local_jobs(cells, at_once, logged.append)
+    for slot, cell in enumerate(cells[:at_once]):
+        cell.prepare()
+        jobs.start(cell, slot)
+    return environments, logged
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "own"),
+    [
+        (None, 2, ["0", "1"]),
+        ("0,1", 2, ["0", "1"]),
+        ("2, 5", 2, ["2", "5"]),
+        (" 3 ,1,", 2, ["3", "1"]),
+        ("4,5,-1,6", 2, ["4", "5"]),  # CUDA reads up to what is no device
+        (f"{LONG},{OTHER}", 2, [LONG, OTHER]),
+        ("GPU-8932, MIG-GPU-5a3b/1/0", 2, ["GPU-8932", "MIG-GPU-5a3b/1/0"]),
+    ],
+)
+def test_each_job_has_a_gpu_of_its_own(visible, devices, own, one_device_cells, monkeypatch):
+    environments, logged = started(one_device_cells, 2, visible, devices, monkeypatch)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == own
+    assert logged == [f"--jobs 2 on 2 GPUs: 1 each, {own[0]} and {own[1]} of CUDA_VISIBLE_DEVICES"]
+    assert all("XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment for environment in environments)
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", "all", "none"])
+def test_where_cuda_shows_no_gpu_cells_run_on_the_cpu_as_train_does(visible, one_device_cells, monkeypatch):
+    environments, logged = started(one_device_cells, 2, visible, 0, monkeypatch)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == [visible] * 2 and not logged
+
+
+@pytest.mark.parametrize(("visible", "devices"), [("all", 2), ("", 2), ("0,,1", 2), ("0", 2), ("all", 1), ("-1", 1)])
+def test_a_list_that_does_not_name_the_gpus_is_refused(visible, devices, one_device_cells, monkeypatch):
+    problem = f"CUDA_VISIBLE_DEVICES={visible!r} does not name the {devices} GPU"
+    with pytest.raises(ConfigError, match=re.escape(problem) + ".*that jax finds.*0,1.*GPU-"):
+        started(one_device_cells, devices, visible, devices, monkeypatch)
+
+
+def test_gpus_that_jax_alone_selects_cannot_be_divided(one_device_cells, monkeypatch):
+    monkeypatch.setenv("JAX_CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(ConfigError, match=r"JAX_CUDA_VISIBLE_DEVICES=1.*Use CUDA_VISIBLE_DEVICES"):
+        started(one_device_cells, 1, None, 1, monkeypatch)
+
+
+def test_more_jobs_than_gpus_share_them_and_say_so(one_device_cells, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # all of its share at once
+    environments, logged = started(one_device_cells, 4, "6,7", 2, monkeypatch)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["6", "7", "6", "7"]
+    assert {environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] for environment in environments} == {"0.37"}
+    assert logged == [
+        "--jobs 4 on 2 GPUs: 2 jobs share each, with 37% of its memory (XLA_PYTHON_CLIENT_MEM_FRACTION=0.37). Their "
+        "speeds are not those of a GPU of one's own."
+    ]
+    with pytest.raises(ConfigError, match=r"--jobs 3 on 2 GPUs.* Choose 1, 2 or a multiple of 2\."):
+        started(one_device_cells, 3, None, 2, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("XLA_CLIENT_MEM_FRACTION", ".2"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", ".2"),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),
+    ],
+)
+def test_jobs_that_share_a_gpu_keep_the_memory_that_the_caller_gives_them(setting, one_device_cells, monkeypatch):
+    monkeypatch.setenv(*setting)
+    environments, logged = started(one_device_cells, 2, None, 1, monkeypatch)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["0", "0"]
+    assert all(environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION") in (None, ".2") for environment in environments)
+    assert logged[0].startswith("--jobs 2 on 1 GPU: 2 jobs share it. Their speeds")
+
+
+def test_a_cell_of_several_devices_does_not_fit_a_shared_gpu(here, monkeypatch):
+    (here / "sweep.yaml").write_text(
+        "name: a\nconfig: tiny.yaml\ngrid: {parallel.model: [1, 2], parallel.data: 1, run.simulate_devices: 0}\n"
+    )
+    cells = make_cells(read_sweep(here / "sweep.yaml"), here / "out")
+    with pytest.raises(ConfigError, match=r"parallel.model=2 makes 2 devices, but there are 1"):
+        started(cells, 2, None, 1, monkeypatch)

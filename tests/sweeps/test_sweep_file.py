@@ -149,3 +149,11 @@ def test_a_configuration_that_no_file_can_be_is_refused(tmp_path):
 def test_shipped_sweeps_make_cells(path, tmp_path):
     made = make_cells(read_sweep(path), tmp_path)
     assert made and path.stem == read_sweep(path).name
+
+
+def test_a_shipped_sweep_and_a_shipped_configuration_are_found_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(make_cells(read_sweep(Path("sweeps/layouts")), tmp_path)) == 16
+    path = written(tmp_path, "grid: {train.seed: [1, 2]}")
+    path.write_text(path.read_text().replace(str(DEBUG), "debug"))
+    assert len(make_cells(read_sweep(path), tmp_path)) == 2

@@ -1,17 +1,24 @@
-"""Measured speeds: written as rows of a table, read back, and taken before published ones."""
+"""Measured speeds: by programs that read, write and multiply what is counted, written as rows of a table, read back,
+and taken before published ones."""
 
 import copy
 import math
 import os
 import re
 from importlib.resources import files
+from types import SimpleNamespace
 
+import jax
 import pytest
 import yaml
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from spmd_lm.analysis.topology import parse_topology
+from spmd_lm.analysis.compiled_flops import compiled_flops
+from spmd_lm.analysis.hlo import HloModule
+from spmd_lm.analysis.memory_traffic import KernelSpeeds, memory_traffic
+from spmd_lm.analysis.topology import is_installed, parse_topology
 from spmd_lm.cli import main
-from spmd_lm.cost_model.hardware import find_hardware, read_hardware
+from spmd_lm.cost_model.hardware import GIB, find_hardware, read_hardware
 from spmd_lm.errors import ConfigError
 from spmd_lm.planning.search import make_target, make_targets
 from spmd_lm.runtime.outputs import require_replaceable
@@ -44,6 +51,103 @@ def test_what_was_measured_is_read_back(tmp_path, capsys, monkeypatch):
     assert find_hardware("NVIDIA H100 80GB HBM3", measured) == find_hardware("NVIDIA H100 80GB HBM3")
     line = ["plan", str(tmp_path / "run.yaml"), "--search", "--topology", "cpu:8", "--top", "0"]
     assert main([*line, "--hardware", str(table)]) == 0 and "cpu:8" in capsys.readouterr().out
+
+
+@pytest.fixture(params=["cpu:2", "h200:1x1", "h200:1x2"])
+def here(request):
+    """Devices that need not be here."""
+    topology = parse_topology(request.param)
+    if topology.platform == "gpu" and not is_installed("jax_plugins.xla_cuda13"):
+        pytest.skip(f"jax_plugins.xla_cuda13 is not installed: nothing compiles for {request.param}")
+    jax.config.update("jax_enable_compilation_cache", False)  # what is compiled for others cannot be loaded from it
+    reset_cache()  # jax asks once whether there is one
+    yield calibrate.Calibration("bfloat16", topology.devices())
+    jax.config.update("jax_enable_compilation_cache", True)
+    reset_cache()
+
+
+def compiled(here, body, *shapes):
+    return HloModule(here.compiled(body, *shapes).as_text())
+
+
+def kernels_of(module, least):
+    """(how many, bytes read, bytes written) of kernels that move so many bytes or more.  A CPU's loop has a counter."""
+    rows = memory_traffic(module, KernelSpeeds(1e12, 1e12))["kernels"]
+    return [(row["count"], row["read"], row["written"]) for row in rows if row["bytes"] >= least * row["count"]]
+
+
+def test_a_pass_reads_and_writes_its_array_and_nothing_else(here):
+    """One kernel each, and no copy."""
+    size = 2 * 2**22  # bytes of a device's array
+    for passes in (calibrate.FEW, calibrate.MANY):
+        module = compiled(here, here.passes(passes), (2**22,))
+        assert kernels_of(module, 0) == [(passes, size, size)]
+
+
+def test_small_kernels_are_as_many_as_are_counted(here):
+    """On a GPU without a loop, whose counters and conditions are kernels."""
+    for times in (5, 9):
+        module = compiled(here, here.small_kernels(times), (8,))
+        assert kernels_of(module, 0 if here.platform == "gpu" else 17) == [(times, 16, 16)]
+
+
+def test_products_are_those_that_are_counted(here):
+    """In their order: a matrix by its own transpose first would be less."""
+    rows, inner = 1024, 256
+    for pairs in (calibrate.FEW_PAIRS, calibrate.MANY_PAIRS):
+        module = compiled(here, calibrate.products(pairs), (rows, inner), (inner, rows))
+        assert compiled_flops(module) == pairs * 2 * 2 * rows * rows * inner
+        assert not any(i.opcode in ("while", "copy") for i in module.computations[module.entry])
+
+
+def test_what_is_multiplied_is_random_and_stays_as_large():
+    here = calibrate.Calibration("float32")
+    left, right = here._random((64, 32)), here._random((32, 64))
+    assert len({*left.ravel().tolist()}) > 0.9 * left.size and left.sharding == here.sharding
+    largest = abs(here.compiled(calibrate.products(5), (64, 32), (32, 64))(left, right)).max()
+    assert 1e-3 < largest < 1e3
+
+
+@pytest.mark.parametrize(
+    ("stats", "driver", "environment", "gib"),
+    [
+        ({"bytes_limit": 60 * GIB}, 80 * GIB, {}, 80),
+        ({"bytes_limit": 60 * GIB}, None, {}, 80),  # three quarters
+        ({"bytes_limit": 72 * GIB}, None, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}, 80),
+        (None, None, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 79.109),  # the table's
+        ({"bytes_limit": 60 * GIB}, None, {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, 79.109),
+    ],
+)
+def test_a_gpu_has_more_memory_than_jax_allocates(monkeypatch, stats, driver, environment, gib):
+    gpus = [gpu_named("NVIDIA H100 80GB HBM3", stats)] * 2
+    assert measured_memory(monkeypatch, gpus, driver, environment) == pytest.approx(gib * GIB)
+
+
+def test_a_gpu_of_unknown_memory_is_told(monkeypatch):
+    with pytest.raises(ConfigError, match=r"neither jax nor CUDA's driver .* Unset XLA_PYTHON_CLIENT_ALLOCATOR"):
+        measured_memory(
+            monkeypatch, [gpu_named("NVIDIA RTX 1", None)], None, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+        )
+
+
+def gpu_named(kind, stats):
+    return SimpleNamespace(platform="gpu", device_kind=kind, local_hardware_id=0, memory_stats=lambda: stats)
+
+
+def measured_memory(monkeypatch, devices, driver, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(calibrate, "gpu_memory", lambda _: driver)
+    return calibrate.memory_size(devices)
+
+
+def test_kernels_of_compiled_steps_reach_what_the_table_says():
+    """Whatever was measured of products and copies."""
+    known = find_hardware("NVIDIA H200")
+    shares = calibrate.of_measured(known, 790e12, 4.3e12)
+    assert shares["fused"] * 4.3e12 == pytest.approx(known.compiled.fused * known.memory.bandwidth)
+    assert shares["attention"] * 790e12 == pytest.approx(known.compiled.attention * known.peak_flops)
+    assert shares["products"] <= 1
 
 
 @pytest.mark.parametrize(

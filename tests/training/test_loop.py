@@ -2,11 +2,13 @@
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_lm.batch import Batch
+from spmd_lm.batch import abstract_batch
 from spmd_lm.checkpoints import storage
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.config.load import dump, load
@@ -50,12 +52,12 @@ class FakeProgram:
 
     at: dict = {}  # noqa: RUF012 (set by the tests)
     tokens_per_step, flops_per_step, peak_flops = 32, 1e6, 1e12
-    plan, xla_options = None, XlaOptions([Option("xla_fast", True, "why")], [])
+    plan, xla_options = None, XlaOptions([Option("xla_fast", True, "why")], [], {})
 
     def __init__(self, config):
         self.config = config
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        self.batch_shardings = Batch(sharding, sharding, sharding, sharding, None, sharding)
+        self.batch_shardings = jax.tree.map(lambda _: sharding, abstract_batch(config))
 
     def init(self):
         w = jnp.arange(16.0)
@@ -133,6 +135,41 @@ def reference(tmp_path_factory):
         patch.setattr(loop, "plan_report", PLAN_REPORT)
         assert loop.train(make_config(directory)) is Exit.DONE
     return directory
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_program_is_executed_for_the_first_time_while_no_thread_uses_devices(stopped, tmp_path, monkeypatch):
+    """The train step in step 1, or where a run resumes, and evaluation after it; later ones may overlap."""
+    if stopped:
+        kill_at(5, signal.SIGTERM)
+        assert loop.train(make_config(tmp_path)) is Exit.PREEMPTED
+        FakeProgram.at = {}
+    running, put_during, make = [], [], jax.make_array_from_callback
+
+    def put(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.005)
+            put_during.extend(running)
+        return make(*arguments)
+
+    def slow(name):
+        method, calls = getattr(FakeProgram, name), itertools.count(1)
+
+        def execute(*arguments):
+            running.append((name, next(calls)))
+            time.sleep(0.02)
+            result = method(*arguments)
+            running.pop()
+            return result
+
+        monkeypatch.setattr(FakeProgram, name, execute)
+
+    slow("step")
+    slow("evaluate")
+    monkeypatch.setattr(jax, "make_array_from_callback", put)
+    assert loop.train(make_config(tmp_path)) is Exit.DONE
+    assert ("step", 2) in put_during
+    assert ("step", 1) not in put_during and ("evaluate", 1) not in put_during
 
 
 def test_a_run_leaves_its_files(reference):
@@ -509,6 +546,28 @@ def test_a_finished_run_continues_with_more_steps_and_says_what_changed(tmp_path
     assert "train.steps: 12 -> 14" in out
     assert "resuming after step 12" in out
     assert [r["step"] for r in records(reference)] == [2, 4, 6, 8, 10, 12, 14]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train__steps": 24}, "step 13 was to be 0, and is 0.05. To keep the old schedule, set optim.decay_steps=12."),
+        ({"train__steps": 14, "optim__lr": 0.2, "optim__decay_steps": 12}, "optim.lr=0.1."),
+        ({"train__steps": 14, "optim__min_lr": 0.05, "optim__decay_steps": 12}, "was to be 0, and is 0.05"),
+        ({"train__steps": 14, "optim__decay": "constant"}, "is 0.1. To keep the old schedule, set optim.decay=cosine"),
+        (
+            {"train__steps": 14, "optim__warmup": 13, "optim__decay_steps": 100},
+            "set optim.warmup=0 optim.decay_steps=12.",
+        ),
+        ({"train__steps": 14, "optim__decay_steps": 12}, ""),
+        ({"train__steps": 14, "optim__decay_steps": 12, "train__log_every": 3}, ""),
+    ],
+)
+def test_a_changed_schedule_is_told_with_the_next_rates(tmp_path, reference, capsys, changes, said):
+    shutil.copytree(reference, tmp_path / "run")
+    assert loop.train(make_config(tmp_path / "run", **changes)) is Exit.DONE
+    (*_, told) = [line for line in capsys.readouterr().out.splitlines() if "learning rate" in line] or [""]
+    assert (said in told) if said else not told
 
 
 def test_data_that_changed_is_refused_unless_that_is_allowed(tmp_path, reference, capsys):

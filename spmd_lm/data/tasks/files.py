@@ -15,10 +15,15 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, FailFast, Field, ValidationError, model_validator
 
 from spmd_lm.data.text_files import Document, read_documents
 from spmd_lm.errors import DataError
+from spmd_lm.files import require_few_values
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], FailFast()]  # one error for a million items, each of which would have its own
+Schema = TypeVar("Schema", bound=BaseModel)  # error messages about a file or a line end with its schema's docstring
 
 
 class SquadAnswer(BaseModel):
@@ -123,16 +128,13 @@ def _abbreviated(columns: Sequence[str]) -> str:
     return names if len(names) <= 120 else f"{names[:120]}.."
 
 
-Schema = TypeVar("Schema", bound=BaseModel)  # error messages about a file or a line end with its schema's docstring
-
-
 class RaceArticle(BaseModel):
     """An article is an object with `article`, `questions`, and as many `options` (lists of four) and `answers`."""
 
     article: str
-    questions: list[str]
-    options: list[Annotated[list[str], Field(min_length=4, max_length=4)]]
-    answers: list[Literal["A", "B", "C", "D"]]
+    questions: Items[str]
+    options: Items[Annotated[list[str], Field(min_length=4, max_length=4)]]
+    answers: Items[Literal["A", "B", "C", "D"]]
 
     @model_validator(mode="after")
     def _equally_many(self) -> "RaceArticle":
@@ -144,23 +146,23 @@ class RaceArticle(BaseModel):
 
 class SquadQuestion(BaseModel):
     question: str
-    answers: list[SquadAnswer]
+    answers: Items[SquadAnswer]
     is_impossible: bool = False  # SQuAD 1.1 has no such key
 
 
 class SquadParagraph(BaseModel):
     context: str
-    qas: list[SquadQuestion]
+    qas: Items[SquadQuestion]
 
 
 class SquadArticle(BaseModel):
-    paragraphs: list[SquadParagraph]
+    paragraphs: Items[SquadParagraph]
 
 
 class SquadFile(BaseModel):
     """A SQuAD file is data[].paragraphs[] with `context` and qas[], and qas[] with `question` and answers[]."""
 
-    data: list[SquadArticle]
+    data: Items[SquadArticle]
 
 
 class LabelledText(BaseModel):
@@ -178,6 +180,8 @@ def load_json(schema: type[Schema], document: Document, by_line: bool) -> Iterat
         if by_line and not text.strip():
             continue
         try:
+            if by_line:
+                require_few_values(text.encode())
             value = schema.model_validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
@@ -189,6 +193,8 @@ def load_json(schema: type[Schema], document: Document, by_line: bool) -> Iterat
             elif first["type"] not in ("missing", "value_error"):
                 problem += f", got {first['input']!r:.40}"
             raise DataError(f"{location}: {f'{keys}: ' if keys else ''}{problem}. {schema.__doc__}") from None
+        except ValueError as error:
+            raise DataError(f"{location}: {error}. {schema.__doc__}") from None
         yield location, value
 
 

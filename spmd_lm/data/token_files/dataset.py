@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_lm.config.data_sections import Tokens
+from spmd_lm.config.data_sections import RULES, Tokens
 from spmd_lm.config.load import TOKENIZER_DIR, saved_tokenizer
 from spmd_lm.data.token_files.megatron import is_megatron, open_megatron, split_documents
 from spmd_lm.data.token_files.shard import Shard, damaged, open_shard, read_json
@@ -67,23 +67,26 @@ class TokenDataset:
         )
 
 
-def open_dataset(data: Tokens, tokenizer: Tokenizer, model_vocab: int) -> TokenDataset:
+def open_dataset(data: Tokens, tokenizer: Tokenizer, model_vocab: int, rules: int = RULES) -> TokenDataset:
     """Maps the files of data.path or data.blend, and checks their sizes and headers; of Megatron-LM's it reads samples.
 
     Raises DataError for files that are missing or damaged, ConfigError for those of another tokenizer."""
     parts = [(part.path, part.weight) for part in data.blend] if data.blend else [(str(data.path), 1.0)]
     vocab_size = min(tokenizer.vocab_size, model_vocab)
-    corpora = [_open_corpus(path, weight, data, tokenizer, vocab_size) for path, weight in parts]
+    corpora = [_open_corpus(path, weight, data, tokenizer, vocab_size, rules) for path, weight in parts]
     return TokenDataset(", ".join(path for path, _ in parts), corpora, tokenizer)
 
 
-def _open_corpus(path: str, weight: float, data: Tokens, tokenizer: Tokenizer, vocab_size: int) -> TokenCorpus:
+def _open_corpus(
+    path: str, weight: float, data: Tokens, tokenizer: Tokenizer, vocab_size: int, rules: int
+) -> TokenCorpus:
     root = Path(path).expanduser()
     if is_megatron(root):
         shard = open_megatron(root)
-        splits = [[each] for each in split_documents(shard, data.validation_fraction)]
+        splits = [[each] for each in split_documents(shard, data.validation_fraction, rules)]
         separator = _last_of_documents(shard, tokenizer.eos_token_id)
-        identity = f"{data.validation_fraction} {shard.header.dtype} {_sample_hash(shard)}"
+        identity = "" if rules < RULES else f"{splits[0][0].tokens.size} "
+        identity += f"{data.validation_fraction} {shard.header.dtype} {_sample_hash(shard)}"
         documents = shard.header.documents
     else:
         manifest = read_manifest(root)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from spmd_lm.config.data_sections import RULES
+from spmd_lm.data.held_out import count_held_out
 from spmd_lm.data.token_files.shard import Header, Shard, damaged, map_file
 from spmd_lm.files import open_regular
 
@@ -20,7 +22,7 @@ DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by thei
 
 
 def is_megatron(prefix: Path) -> bool:
-    return prefix.with_name(prefix.name + ".idx").is_file()
+    return prefix.name != "" and prefix.with_name(prefix.name + ".idx").is_file()
 
 
 def open_megatron(prefix: Path) -> Shard:
@@ -62,15 +64,19 @@ def _read_preamble(idx: Path) -> tuple[int, int, int]:
     return code, sequences, num_indices
 
 
-def split_documents(shard: Shard, fraction: float) -> tuple[Shard, Shard]:
-    """The first documents of a shard without checksums, and the last `fraction` of them: at least one each, if it has
-    two."""
-    count = shard.header.documents
-    held_out = min(max(1, round(fraction * count)), count - 1) if count else 0
-    return _part(shard, 0, count - held_out), _part(shard, count - held_out, count)
+def split_documents(shard: Shard, fraction: float, rules: int) -> tuple[Shard, Shard]:
+    """The first documents of a shard without checksums, and the last, which have `fraction` of its tokens; by rules 1
+    of its documents: at least one each, if it has two."""
+    count, offsets, size = shard.header.documents, shard.offsets, 0
+    if rules < RULES:
+        held_out = min(max(1, round(fraction * count)), count - 1) if count else 0
+    else:
+        held_out, size = count_held_out(np.empty(0), np.diff(offsets.astype(np.int64))[::-1], fraction)
+    first = count - held_out  # document that is held out whole; `size` tokens of the one before it are, too
+    cut = offsets[first : first + 1] - np.uint64(size)
+    train, validation = [offsets[:first], cut], [cut, offsets[first + (not size) :]]
+    return _part(shard, np.concatenate(train)), _part(shard, np.concatenate(validation))
 
 
-def _part(shard: Shard, first: int, stop: int) -> Shard:
-    start, end = int(shard.offsets[first]), int(shard.offsets[stop])
-    offsets = shard.offsets[first : stop + 1] - np.uint64(start)
-    return shard._replace(tokens=shard.tokens[start:end], offsets=offsets)
+def _part(shard: Shard, offsets: np.ndarray) -> Shard:
+    return shard._replace(tokens=shard.tokens[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from spmd_lm.data.masked_lm.word_boundaries import WordBoundaries
-from spmd_lm.data.tokenizers.tokenizer import METASPACE, VocabularyTokenizer
+from spmd_lm.data.tokenizers.tokenizer import METASPACE, VocabularyTokenizer, utf8
 from spmd_lm.data.tokenizers.vocabulary import MAX_TOKENS, read_vocabulary
 from spmd_lm.errors import ConfigError, DataError
 
@@ -41,7 +41,8 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         self.bos_token_id = self.eos_token_id if bos is None else bos
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        return np.array(self.processor.encode(_decoded(text)), self.dtype)
+        """What is not UTF-8, in a prompt, shows as U+FFFD."""
+        return np.array(self.processor.encode(utf8(text).decode("utf-8", "replace")), self.dtype)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         pieces = self.processor.encode(text, return_type="proto").pieces
@@ -66,9 +67,3 @@ class SentencePieceTokenizer(VocabularyTokenizer):
                 tokens[token_id] = None
         starts = [token is not None and token.startswith(METASPACE) for token in tokens]
         return WordBoundaries.from_marked(tokens, starts)
-
-
-def _decoded(text: str | bytes) -> str:
-    """What is not UTF-8, in a prompt, shows as U+FFFD."""
-    data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
-    return data.decode("utf-8", "replace")

@@ -5,28 +5,33 @@ The rest of the program knows only `Tokenizer`, so another one costs a class her
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import tokenizers
 from numpy.typing import ArrayLike
 
-from spmd_lm.config.data_sections import Data, Synthetic
+from spmd_lm.config.data_sections import RULES, Data, Synthetic
 from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens, WordBoundaries
 from spmd_lm.data.tokenizers import vocabulary
 from spmd_lm.errors import ConfigError, DataError
 
 METASPACE = "\u2581"  # SentencePiece's mark of the beginning of a word
+OTHER = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))  # whose texts are one token
 NO_WORDS = """data.source=synthetic: its tokens form no words. Use data.source=python-stdlib, \
 or objective.kind=causal_lm with model.kind=gpt."""
+
+BosBefore = Literal["documents and prompts", "prompts", "nothing"]
 
 
 class Tokenizer(Protocol):
     vocab_size: int  # every id that `encode` returns is below it
     eos_token_id: int | None  # between documents; a text has it only by its name; None if documents are not separated
-    bos_token_id: int | None  # before a prompt; None if nothing is put there
+    bos_token_id: int | None  # that begins a text; None if there is none
+    bos_before: BosBefore  # where it is put
 
     @property
     def bytes_per_token(self) -> np.ndarray | None:
@@ -43,8 +48,32 @@ class Tokenizer(Protocol):
     def decode(self, ids: ArrayLike) -> str:
         """Text of any ids that a model may emit.  Never raises: half a character is common in samples."""
 
+    def has_text(self, count: int) -> np.ndarray:
+        """A mask of the ids below `count` that are tokens of text, bool [count]."""
+
+    def own_bos(self, always: bool) -> int | None:
+        """The token that begins every text by the vocabulary's own files; always: even if they put it nowhere."""
+
     def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
         """What rows of masked or labelled text are built with.  ConfigError if the vocabulary lacks it."""
+
+
+def begin(tokenizer: Tokenizer, ids: np.ndarray, *, prompt: bool = False, document: bool = False) -> np.ndarray:
+    """`ids` after the token that begins a text, where it is put and they do not begin with it.
+
+    document: others are beside it; the token that separates them is not put a second time to begin one."""
+    bos, where = tokenizer.bos_token_id, tokenizer.bos_before
+    if bos is None or where == "nothing" or (where == "prompts" and not prompt) or (len(ids) and ids[0] == bos):
+        return ids
+    return ids if document and bos == tokenizer.eos_token_id else np.concatenate([np.array([bos], ids.dtype), ids])
+
+
+def utf8(text: str | bytes) -> bytes:
+    """The bytes of a text.  Those of a command line that are not UTF-8 come back as they were typed; any other half of
+    a surrogate pair, as JSON and YAML may have it, becomes U+FFFD."""
+    if isinstance(text, bytes):
+        return text
+    return re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text).encode("utf-8", "surrogateescape")
 
 
 class ByteTokenizer:
@@ -53,12 +82,17 @@ class ByteTokenizer:
     vocab_size = 256
     eos_token_id: int | None = 0
     bos_token_id: int | None = 0
+    bos_before: BosBefore = "prompts"
     bytes_per_token = np.array([0] + [1] * 255)
 
+    def has_text(self, count: int) -> np.ndarray:
+        return np.arange(count) < self.vocab_size
+
+    def own_bos(self, always: bool) -> int | None:
+        return self.bos_token_id if always else None
+
     def encode(self, text: str | bytes) -> np.ndarray:
-        # surrogateescape: bytes of a command line that are not UTF-8 come back as they were typed
-        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
-        return np.frombuffer(data, np.uint8)
+        return np.frombuffer(utf8(text), np.uint8)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids = self.encode(text)
@@ -81,7 +115,14 @@ class NumberTokenizer:
     vocab_size = 2**32
     eos_token_id: int | None = None
     bos_token_id: int | None = None
+    bos_before: BosBefore = "prompts"
     bytes_per_token = None
+
+    def has_text(self, count: int) -> np.ndarray:
+        return np.ones(count, bool)
+
+    def own_bos(self, always: bool) -> None:
+        return None
 
     def encode(self, text: str | bytes) -> np.ndarray:
         try:
@@ -109,8 +150,21 @@ class VocabularyTokenizer:
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
         self.eos_token_id = self._first_id(vocabulary.EOS_TOKENS)
         self.bos_token_id = self._first_id(vocabulary.BOS_TOKENS)
+        self.bos_before: BosBefore = "prompts"
         spellings = vocabulary.BERT_TOKENS, vocabulary.ROBERTA_TOKENS
         self.row_tokens = min(spellings, key=lambda tokens: len(self._missing(tokens)))  # of which it has more
+
+    def has_text(self, count: int) -> np.ndarray:
+        return np.isin(np.arange(count), [*self.token_to_id.values()])
+
+    def own_bos(self, always: bool) -> int | None:
+        adds_bos, declared = vocabulary.bos_settings(self.name)
+        if not (adds_bos or always):
+            return None
+        if declared and declared not in self.token_to_id:
+            problem = f"its tokenizer_config.json declares bos_token {declared!r:.40}, which it has not"
+            raise DataError(f"data.tokenizer={self.name}: {problem}. Correct that file.")
+        return self.token_to_id[declared] if declared else self.bos_token_id
 
     def special_tokens_and_words(self) -> tuple[SpecialTokens, WordBoundaries]:
         if missing := self._missing(self.row_tokens):
@@ -144,8 +198,7 @@ class SubwordTokenizer(VocabularyTokenizer):
         self.backend.encode_special_tokens = not self._missing(self.row_tokens)
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
-        text = data.decode("utf-8", "replace")  # documents are UTF-8; what is not, in a prompt, shows as U+FFFD
+        text = utf8(text).decode("utf-8", "replace")  # documents are UTF-8; what is not, in a prompt, shows as U+FFFD
         with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot encode {text[:40]!r}"):
             (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, self.dtype)
@@ -168,6 +221,27 @@ class SubwordTokenizer(VocabularyTokenizer):
         with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot decode {ids[:10]}"):
             return self.backend.decode(ids[ids < self.vocab_size].tolist(), skip_special_tokens=False)
 
+    def own_bos(self, always: bool) -> int | None:
+        """Reads the post-processor of a tokenizer.json.  What one adds around masked rows, as [CLS], begins no text.
+
+        Raises DataError for an id without a token, ConfigError where several tokens begin a text by it."""
+        if self.trained_json:
+            return self.bos_token_id if always else None
+        with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot add special tokens to a text"):
+            encoding = self.backend.post_process(OTHER.encode("a"))  # any text may be without tokens in this vocabulary
+        added = encoding.special_tokens_mask
+        before = dict.fromkeys(encoding.ids[: added.index(0)] if self._missing(self.row_tokens) else [])
+        if unknown := before.keys() - self.token_to_id.values():
+            problem = f"its post-processor begins a text with the id {min(unknown)}, which no token has"
+            raise DataError(f"data.tokenizer={self.name}: {problem}. Correct its tokenizer.json.")
+        if len(before) == 1:
+            return next(iter(before))
+        if before and not always:
+            tokens = ", ".join(map(str, map(self.backend.id_to_token, before)))
+            problem = f"its post-processor begins a text with {tokens}, and only one token can be put"
+            raise ConfigError(f"data.tokenizer={self.name}: {problem}. Set data.bos to true or false (prepare: bos).")
+        return super().own_bos(always) if always or not any(added) else None
+
     @functools.cached_property
     def bytes_per_token(self) -> np.ndarray | None:
         spelled = self._bytes_of_tokens()
@@ -182,9 +256,9 @@ class SubwordTokenizer(VocabularyTokenizer):
         byte_of = {letter: byte for byte, letter in enumerate(vocabulary.bytes_to_unicode())}
         spelled: list[bytes | None] = [None] * self.vocab_size
         for token, token_id in self.token_to_id.items():
-            if token_id not in added:
+            if token_id not in added and byte_of.keys() >= {*token}:
                 spelled[token_id] = bytes(byte_of[letter] for letter in token)
-            elif not added[token_id].special:
+            elif token_id not in added or not added[token_id].special:
                 spelled[token_id] = token.encode()
         return spelled
 
@@ -209,11 +283,32 @@ class SubwordTokenizer(VocabularyTokenizer):
         return WordBoundaries.from_marked(tokens, starts)
 
 
-def make_tokenizer(data: Data | Synthetic) -> Tokenizer:
-    """Raises DataError for a vocabulary that is missing or damaged."""
+def put_bos(
+    tokenizer: Tokenizer, choice: Literal["auto"] | bool, rules: int = RULES, key: str = "data.bos"
+) -> Tokenizer:
+    """The tokenizer, with the token that begins a text where `choice`, the value of `key`, has it: auto leaves that to
+    the vocabulary.  ConfigError if it has none.  rules: as of `make_tokenizer`."""
+    if choice is False:
+        tokenizer.bos_before = "nothing"
+    elif choice is True or rules >= RULES:
+        bos = tokenizer.own_bos(always=choice is True)
+        if choice is True and bos is None:
+            names = ", ".join(vocabulary.BOS_TOKENS)
+            raise ConfigError(
+                f"{key}=true, but the tokenizer has no token that begins a text: {names}. Use {key}=auto."
+            )
+        if bos is not None:
+            tokenizer.bos_token_id, tokenizer.bos_before = bos, "documents and prompts"
+    return tokenizer
+
+
+def make_tokenizer(data: Data | Synthetic, rules: int = RULES) -> Tokenizer:
+    """Raises DataError for a vocabulary that is missing or damaged, ConfigError for one without what data.bos asks for.
+
+    rules: as of `load_data`."""
     if isinstance(data, Synthetic):
         return NumberTokenizer()
-    return open_tokenizer(data.tokenizer)
+    return put_bos(open_tokenizer(data.tokenizer), data.bos, rules)
 
 
 def open_tokenizer(name: str) -> Tokenizer:
@@ -238,4 +333,4 @@ def keep_vocabulary(tokenizer: Tokenizer, name: str, directory: Path) -> None:
     if isinstance(tokenizer, SubwordTokenizer) and tokenizer.trained_json:
         vocabulary.write_vocabulary(tokenizer.trained_json, directory)
     else:
-        vocabulary.copy_vocabulary(name, directory)
+        vocabulary.copy_vocabulary(name, directory, with_model=True)

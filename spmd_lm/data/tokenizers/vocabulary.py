@@ -29,10 +29,13 @@ from spmd_lm.errors import DataError, UserError
 
 # Files that are copied along with a vocabulary, unchanged.
 COMPANION_FILES: tuple[str, ...] = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
-COMPANION_FILES += ("added_tokens.json", "generation_config.json")
+COMPANION_FILES += ("added_tokens.json", "generation_config.json", "chat_template.jinja")
+
+CONFIG_JSON = "config.json"  # a model's, which knows what ends a text; export writes its own
 
 # What is read of a tokenizer_config.json.
-SETTINGS = {"do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space"}
+SETTINGS = ("do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space", "add_bos_token")
+MAY_BE_NULL = ("strip_accents", "add_bos_token")
 
 # Of each kind, the first that a vocabulary has is used.
 EOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -50,11 +53,15 @@ def find_vocabulary(name: str) -> Path:
     it is a link out of its directory: the run's copy, and an export, would publish what it leads to."""
     vocabulary = _find_file(name)
     for path in _standard_files(name, vocabulary):  # a file that was named itself may be a link
-        try:
-            files.require_inside(path)
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}.") from None
+        _require_inside(path)
     return vocabulary
+
+
+def _require_inside(path: Path) -> None:
+    try:
+        files.require_inside(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}.") from None
 
 
 def _find_file(name: str) -> Path:
@@ -81,12 +88,17 @@ def vocabulary_hash(name: str) -> str:
     return name if name == "bytes" else hashlib.sha256(_read_bytes(find_vocabulary(name))).hexdigest()
 
 
-def copy_vocabulary(name: str, directory: Path) -> None:
-    """Copies the files that data.tokenizer=name refers to into `directory`, under the standard names.
+def copy_vocabulary(name: str, directory: Path, with_model: bool = False) -> None:
+    """Copies the files that data.tokenizer=name refers to into `directory`, under the standard names; with_model: and
+    the config.json of the model whose directory that is, which says what ends a text.
 
     The vocabulary itself, which must be valid, comes last: it exists only once the copy is complete."""
     vocabulary = find_vocabulary(name)
     copied = {path.name: path for path in _standard_files(name, vocabulary)}
+    model = Path(name).expanduser() / CONFIG_JSON
+    if with_model and os.path.isfile(model):
+        _require_inside(model)
+        copied = {CONFIG_JSON: model, **copied}
     if os.path.isfile(Path(name).expanduser()):
         copied[_standard_name(vocabulary)] = vocabulary
     _make_directory(directory)
@@ -241,13 +253,36 @@ def _load_byte_level(path: Path) -> tokenizers.Tokenizer:
 
 
 def _tokenizer_config(vocabulary: Path) -> dict[str, Any]:
-    """The settings in the tokenizer_config.json beside a vocabulary that are read."""
+    """The tokenizer_config.json beside a vocabulary, with settings that are valid; {} if there is none."""
     path = vocabulary.with_name("tokenizer_config.json")
     config = _read_json(path) if os.path.lexists(path) else {}
-    for key in SETTINGS & config.keys():
-        if not isinstance(config[key], bool) and not (key == "strip_accents" and config[key] is None):
+    for key in filter(config.__contains__, SETTINGS):
+        if not isinstance(config[key], bool) and not (key in MAY_BE_NULL and config[key] is None):
             raise DataError(f"{path}: {key}: expected true or false, got {config[key]!r:.40}. Download the file again.")
-    return {key: config[key] for key in SETTINGS & config.keys()}
+    return config
+
+
+def bos_settings(name: str) -> tuple[bool, str]:
+    """Whether the tokenizer_config.json beside the vocabulary of data.tokenizer=name adds a token that begins a text,
+    and which one it declares; '' if it does not."""
+    config = _tokenizer_config(find_vocabulary(name))
+    token = config.get("bos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    return bool(config.get("add_bos_token")), content if isinstance(content, str) else ""
+
+
+def read_end_ids(directory: Path) -> list[int]:
+    """The ids that end a text by a model's own files, as Hugging Face reads them: eos_token_id, a number or a list, of
+    generation_config.json, or else of config.json.  DataError for anything but token ids."""
+    for path in (directory / "generation_config.json", directory / CONFIG_JSON):
+        given = _read_json(path).get("eos_token_id") if os.path.lexists(path) else None
+        if given is not None:
+            ids = given if isinstance(given, list) else [given]
+            if wrong := [each for each in ids if type(each) is not int or not 0 <= each < MAX_TOKENS]:
+                problem = f"eos_token_id: expected a token id below {MAX_TOKENS:,}, or a list, got {wrong[0]!r:.40}"
+                raise DataError(f"{path}: {problem}. Correct it, or download the file again.")
+            return ids
+    return []
 
 
 def bytes_to_unicode() -> list[str]:

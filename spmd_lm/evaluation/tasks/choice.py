@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
-from spmd_lm.data.tasks.files import RaceArticle, fill_blank, load_json
+from spmd_lm.data.tasks.files import Items, RaceArticle, fill_blank, load_json
 from spmd_lm.errors import DataError
 from spmd_lm.evaluation.bootstrap import Metric
 from spmd_lm.evaluation.continuations import continuation_windows
@@ -27,7 +27,7 @@ class ChoiceLine(BaseModel):
     """A line is {"context": "..", "choices": ["..", ".."], "label": 0}, of two choices or more, none of them empty."""
 
     context: str
-    choices: Annotated[list[str], Field(min_length=2)]
+    choices: Annotated[Items[str], Field(min_length=2)]
     label: Annotated[int, Field(ge=0)]
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ class TextTask(EvalTask):
     def __init__(self, given: TaskInput):
         documents = self.documents(given)
         texts = [(self.prepare(document.text), str(document.path)) for document in documents]
-        encoded = [given.encoder.encode(text, location) for text, location in texts]
+        encoded = [given.encoder.document(text, location) for text, location in texts]
         scored = [i for i, ids in enumerate(encoded) if len(ids) > 1]
         if not scored:
             count = "1 token" if len(encoded[0]) else "no tokens"

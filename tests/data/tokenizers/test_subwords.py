@@ -15,7 +15,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.token_array import TokensInMemory
-from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, make_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, SubwordTokenizer, make_tokenizer
 from spmd_lm.data.tokenizers.vocabulary import bytes_to_unicode
 from spmd_lm.errors import ConfigError, DataError
 from tests.published import published
@@ -84,6 +84,14 @@ def test_tokens_added_to_a_byte_level_vocabulary_are_spelled_as_they_are(tmp_pat
     assert words.word_starts(np.array([ids])).tolist() == [[True, True, False]], "white space begins a word"
 
 
+@pytest.mark.parametrize("piece", ["two words", "\u65e5\u672c", "\u0120\u65e5", "\u200b", "a\n"])
+def test_a_token_with_a_letter_of_no_byte_is_spelled_as_the_library_decodes_it(tmp_path, piece):
+    tokenizer = SubwordTokenizer(str(byte_level(tmp_path, ("<s>", "</s>", "<mask>", "<pad>", piece))))
+    token_id = tokenizer.token_to_id[piece]
+    assert tokenizer.bytes_per_token[token_id] == len(tokenizer.decode([token_id]).encode())
+    tokenizer.special_tokens_and_words()
+
+
 def test_word_boundaries_agree_with_the_library(tmp_path):
     tokenizer = SubwordTokenizer(str(wordpiece(tmp_path)))
     special, words = tokenizer.special_tokens_and_words()
@@ -139,6 +147,13 @@ def test_byte_level_word_boundaries(tmp_path):
 def test_a_prompt_that_is_not_utf8(tmp_path):
     tokenizer = SubwordTokenizer(str(byte_level(tmp_path)))
     assert tokenizer.decode(tokenizer.encode(b"a\xff".decode("utf-8", "surrogateescape"))) == "a\ufffd"
+
+
+@pytest.mark.parametrize("half", ["\ud800", "\udbff", "\udc00", "\udc7f", "\udd00", "\udfff", "\ude00\ud83d"])
+def test_half_of_a_surrogate_pair_is_a_missing_character(tmp_path, half):
+    """JSON and YAML may have it."""
+    for tokenizer in (ByteTokenizer(), SubwordTokenizer(str(byte_level(tmp_path)))):
+        assert tokenizer.decode(tokenizer.encode(f"a{half}b")) == "a" + "\ufffd" * len(half) + "b"
 
 
 def test_a_tokenizer_json_and_a_directory(tmp_path):
@@ -256,7 +271,7 @@ def test_documents_are_separated_if_there_is_a_separator(tmp_path):
     for name in "abcdef":
         (tmp_path / f"{name}.txt").write_text("a unwanted" if name != "c" else "  \n")
     (tmp_path / "of").mkdir()
-    data = {"source": "text", "path": str(tmp_path / "?.txt"), "validation_fraction": 0.4}
+    data = {"source": "text", "path": str(tmp_path / "?.txt"), "validation_fraction": 0.43}
     corpus = load_data(Text(**data, tokenizer=str(wordpiece(tmp_path / "of"))), 0, 100)
     document, end = [TINY.index(piece) for piece in ("a", "un", "##want", "##ed")], TINY.index("[SEP]")
     both = [part.tolist() for part in (corpus.train, corpus.validation)]

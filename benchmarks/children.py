@@ -1,0 +1,12 @@
+"""The environment of the programs that a benchmark starts."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def environment() -> dict[str, str]:
+    """This process's, in which Python finds this checkout's package first, then what PYTHONPATH had."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path}

@@ -1,0 +1,37 @@
+"""Bytes that a step must read from and write to device memory, however its kernels are made."""
+
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.activations import LayerActivations, at_least_float32, dtype_bytes, tokens_per_device
+from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
+from spmd_lm.parallel.padding import padded_vocab
+from spmd_lm.parallel.plan import Plan
+
+
+def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
+    """Of a device, the mean over a pipeline's stages.
+
+    Each value that is saved for backward, each logit and each logit's gradient is written once and read once; a weight
+    is read forward and backward for each microbatch; its gradient is written, and added to their sum where there are
+    several microbatches, else read; and the update reads and writes weight and moments, reads the gradient for its norm
+    and for itself, and writes the weight in the compute dtype."""
+    p, layout, microbatches = config.precision, plan.layout, config.parallel.microbatches
+    compute, wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
+    tokens = microbatches * tokens_per_device(config, layout)
+    vocab = padded_vocab(config.model.vocab, layout.model) if config.objective.predicts_tokens else 0
+    weights = microbatches * plan.elements_per_device(gathered=True)
+    gradients = microbatches * plan.elements_per_device(gathered=not plan.zero.scatters_in_backward)
+    state = 2 * (1 + config.optim.num_moments) * dtype_bytes(p.params) + 2 * dtype_bytes(p.reduce) + compute
+    return {
+        "saved values": saved_traffic(config, plan),
+        "logits": 2 * (wide + compute) * tokens * vocab / layout.model / layout.pipe,
+        "weights": 2 * compute * float(weights),
+        "gradients": (compute + 2 * wide if microbatches > 1 or layout.pipe > 1 else 2 * compute) * float(gradients),
+        "optimizer": float(state * plan.elements_per_device()),
+    }
+
+
+def saved_traffic(config: RunConfig, plan: Plan) -> float:
+    """Bytes to write and to read once what a step saves for backward."""
+    saved = LayerActivations(config, plan, COMPILER_OF_PLATFORM[plan.platform]).saved
+    tokens = config.parallel.microbatches * tokens_per_device(config, plan.layout)
+    return 2 * saved * tokens * config.model.layers / plan.layout.pipe

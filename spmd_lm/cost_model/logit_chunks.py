@@ -1,0 +1,30 @@
+"""How many logits a GPU's step computes at a time.
+
+Each chunk of them reads and writes the float32 gradient of the table once: at 128 MiB, 656 tokens of GPT-2, that is a
+quarter of all that its matrix products move.  So a step takes as many as its memory has room for."""
+
+import math
+
+MOST_LOGIT_BYTES = 2**30
+"""With more, products move 2% less."""
+SHARE = 0.1
+"""Of what a step holds without them, that they may take."""
+TILE = 128
+"""Of whose multiples a GPU's library multiplies all; other matrices are copied and padded first."""
+MOST_PADDING = 1 / 64
+"""Of the tokens."""
+
+
+def tokens_per_chunk(tokens: int, logit_bytes: int, peak: float, free: float) -> int | None:
+    """Those of a chunk, a multiple of TILE; None if none fits.
+
+    logit_bytes: of one token.  peak: bytes that the step holds where it holds most.  free: what its device has left."""
+    most = min(MOST_LOGIT_BYTES, SHARE * peak, free)
+    if most < TILE * logit_bytes:
+        return None
+    fewest = math.ceil(tokens * logit_bytes / most)
+    for chunks in range(fewest, 2 * fewest + 1):
+        each = TILE * math.ceil(tokens / chunks / TILE)
+        if each * logit_bytes <= most and math.ceil(tokens / each) * each <= (1 + MOST_PADDING) * tokens:
+            return each
+    return None

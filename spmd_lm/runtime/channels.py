@@ -1,0 +1,44 @@
+"""A channel of its own for every collective of the programs that simulated devices run.
+
+XLA's CPU client tells collectives apart by their group of devices and their channel, and jax gives all collectives of a
+shard_map channel 1.  They start in the program's order, but a loop or conditional counts as started before the
+collectives in it are: the next collective after it may overtake them, on one device and not on another.  Where both
+have the same group they then met: a rendezvous that never ended, or a `Check failed: id < num_threads`.  XLA's
+partitioners number the collectives that they insert, too."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+COLLECTIVES = {
+    *("all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pmax", "pmin", "ppermute"),
+    *("psum", "psum_invariant", "reduce_scatter"),
+    *("unreduced_pmax", "unreduced_pmin", "unreduced_psum", "unreduced_reduce_scatter"),
+}
+
+
+def number_channels() -> None:
+    """Numbers the collectives of each program that is lowered for CPUs from now on.  For other platforms nothing
+    changes: they run collectives in one order, and channel 1 it stays."""
+    from jax.interpreters import mlir
+
+    for primitive, entry in list(mlir._lowerings.items()):
+        if primitive.name in COLLECTIVES:
+            # Uncached: equal collectives would be one function, and one channel.
+            mlir.register_lowering(primitive, _numbered(entry.rule), platform="cpu", cacheable=False)
+
+
+def _numbered(rule: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    from jax.interpreters.mlir import ir
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Sequence[Any]:
+        results = rule(ctx, *args, **params)
+        for value in results:
+            while value not in args and "channel_handle" not in value.owner.attributes:
+                value = value.owner.operands[0]  # the result may be reshaped
+            if value not in args:
+                channel = ctx.module_context.new_channel()
+                handle = f"#stablehlo.channel_handle<handle = {channel}, type = 1>"  # 1: from device to device
+                value.owner.attributes["channel_handle"] = ir.Attribute.parse(handle)
+        return results
+
+    return lower

@@ -1,0 +1,92 @@
+"""Functions run in a process of their own, whose death is an error of one line here.
+
+A compiler may end the process that it runs in: it overflows a stack, fails a check of its own, or takes more memory
+than there is.  The child starts anew, so that neither threads nor devices of this process are copied, and ends with
+this process, even if that is killed (on Linux)."""
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from spmd_lm.errors import CompilerError, UserError
+from spmd_lm.runtime.outputs import flush_streams, unfailing
+from spmd_lm.runtime.processes import PARENT, end_with_parent
+from spmd_lm.runtime.signals import name_of_signal, not_ignored
+
+Returned = TypeVar("Returned")
+
+LAST_WORDS = re.compile(r"^(?:F\d{4} .*?\] |ERROR: )(.*)$", re.MULTILINE)
+"""In what a compiler writes to standard error before it ends its process: a check that failed, a flag it refuses."""
+
+
+def run_in_child(target: str, function: Callable[..., Returned], *arguments: Any) -> Returned:
+    """function(*arguments), by a process of its own; what it raises is raised here, and what it writes to standard
+    error appears there when it ends.  All of it can be pickled.  CompilerError if the process dies.
+
+    target: what it compiles for, as in v5p:4x4x4."""
+    environment = os.environ | {PARENT: str(os.getpid()), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    command = [sys.executable, "-P", "-m", __name__]
+    ended = subprocess.run(command, input=pickle.dumps((function, arguments)), capture_output=True, env=environment)
+    said = ended.stderr.decode(errors="replace")
+    try:
+        result, error = pickle.loads(ended.stdout)
+    except (EOFError, pickle.UnpicklingError):  # its last act is to write what became of the call, if it comes so far
+        raise _death(target, ended.returncode, said) from None
+    unfailing(sys.stderr).write(said)
+    if error is not None:
+        raise error
+    return result
+
+
+def _death(target: str, code: int, said: str) -> CompilerError:
+    """What ended the child, and what to try.  In Python all that it said stands below the error."""
+    how = f"killed by {name_of_signal(-code)}" if code < 0 else f"exit code {code}, without a result"
+    reason, advice = f"the process that compiles was {how}", "Start again."
+    if code == -signal.SIGKILL:
+        reason += ", as the system does where memory is short"
+        advice = "Compile on a machine with more memory, one step at a time, or fewer layers."
+    elif code not in (-signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT):
+        words = LAST_WORDS.findall(said) or said.splitlines()[-1:] * (code >= 0)
+        reason = f"its compiler ended the process ({how}{f': {words[0]:.300}' if words else ''})"
+        advice = (
+            "That is a fault of the compiler, which a step that differs a little may not meet: try another "
+            "remat.policy, other sizes of the model, or another version of the compiler."
+        )
+    error = CompilerError(f"--topology {target}: {reason}. {advice}", reason, out_of_memory=False)
+    if said:
+        error.add_note(said)
+    return error
+
+
+def main() -> NoReturn:
+    """The child: reads a call from standard input, and writes its outcome to standard output."""
+    for number in not_ignored(signal.SIGINT):  # Ctrl-C ends it at once, in the midst of compiling too
+        signal.signal(number, signal.SIG_DFL)
+    end_with_parent()
+    outcome = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no outcome
+    function, arguments = pickle.load(sys.stdin.buffer)
+    try:
+        called = pickle.dumps((function(*arguments), None))
+    except Exception as error:
+        text = traceback.format_exc()  # which the parent does not have
+        if not isinstance(error, UserError):
+            error.add_note(text)
+        try:
+            pickle.loads(called := pickle.dumps((None, error)))
+        except Exception:  # its class cannot be pickled
+            called = pickle.dumps((None, RuntimeError(text)))
+    with outcome:
+        outcome.write(called)
+    flush_streams()
+    os._exit(0)  # libraries, which may still have threads, are not asked
+
+
+if __name__ == "__main__":
+    main()

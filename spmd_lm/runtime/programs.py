@@ -1,0 +1,38 @@
+"""Asks another program, which may be missing, hang, or say more than it should."""
+
+import errno
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+from spmd_lm.runtime.outputs import escape_controls
+
+MOST_OUTPUT = 1_000_000  # of an answer; SLURM's of 10,000 jobs has a tenth
+
+
+def ask(command: Sequence[str], seconds: float) -> tuple[int, str]:
+    """Its exit code, and what it writes to both streams.  OSError, whose `strerror` says why,
+    if it cannot be started, does not end, or says too much."""
+    null, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+    process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=both, start_new_session=True)
+    answers: list[tuple[int, bytes]] = []
+
+    def read() -> None:
+        assert process.stdout is not None
+        text = process.stdout.read(MOST_OUTPUT)
+        answers.append((0 if len(text) == MOST_OUTPUT else process.wait(), text))
+
+    thread = threading.Thread(target=read, daemon=True)  # within a driver no signal ends a process
+    thread.start()
+    thread.join(seconds)
+    if answers and len(answers[0][1]) < MOST_OUTPUT:
+        code, text = answers[0]
+        return code, escape_controls(text.decode(errors="replace"))
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if answers:
+        raise OSError(errno.EFBIG, f"it says more than {MOST_OUTPUT:,} bytes", command[0])
+    raise TimeoutError(errno.ETIMEDOUT, f"it does not end in {seconds:g} s", command[0])

@@ -1,0 +1,71 @@
+"""Which of a machine's GPUs each job of a sweep sees: some of its own, or, where jobs are more than GPUs, one that it
+shares."""
+
+import os
+import re
+from typing import NamedTuple
+
+from spmd_lm.errors import ConfigError
+from spmd_lm.runtime.formatting import pluralize
+from spmd_lm.runtime.gpu_memory import ALLOCATED_BY_DEFAULT, FRACTION, NEW_FRACTION
+
+NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # an index, or a UUID or its beginning, as CUDA knows them
+
+
+class GpuShare(NamedTuple):
+    """gpus: of each job, as CUDA_VISIBLE_DEVICES names them.  environment: of all jobs.  line: says it, '' for one job
+    that has all."""
+
+    gpus: list[list[str]]
+    environment: dict[str, str]
+    line: str
+
+
+def share_gpus(devices: int, jobs: int) -> GpuShare:
+    """devices: GPUs that jax finds.  ConfigError for jobs that would not be alike, or GPUs that have no names."""
+    names = gpu_names(devices)
+    what = f"--jobs {jobs} on {pluralize(devices, 'GPU')}"
+    if devices % jobs == 0:
+        size = devices // jobs
+        gpus = [names[job * size : (job + 1) * size] for job in range(jobs)]
+        own = f"{', '.join(map(','.join, gpus[:-1]))} and {','.join(gpus[-1])}"
+        return GpuShare(gpus, {}, f"{what}: {size} each, {own} of CUDA_VISIBLE_DEVICES" if jobs > 1 else "")
+    if jobs % devices:
+        divisors = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
+        raise ConfigError(f"{what}: they would not be alike. Choose {divisors} or a multiple of {devices}.")
+    each, environment, memory = jobs // devices, dict[str, str](), ""
+    if not caller_limits_memory():
+        # The first job would take what jax allocates, and leave too little.
+        percent = int(ALLOCATED_BY_DEFAULT * 100 / each)
+        environment = {FRACTION: f"{percent / 100:.2f}"}
+        memory = f", with {percent}% of its memory ({FRACTION}={environment[FRACTION]})"
+    shared = f"{each} jobs share {'each' if devices > 1 else 'it'}{memory}"
+    line = f"{what}: {shared}. Their speeds are not those of a GPU of one's own."
+    return GpuShare([[names[job % devices]] for job in range(jobs)], environment, line)
+
+
+def caller_limits_memory() -> bool:
+    """Whether the environment says how much of a GPU's memory a process takes, as jax reads it."""
+    takes_it_as_needed = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
+    return takes_it_as_needed or any(map(os.environ.get, (FRACTION, NEW_FRACTION)))
+
+
+def gpu_names(devices: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the GPUs that jax finds.  CUDA reads it up to the first entry that is none.
+
+    ConfigError where it, or jax's own list beside it, says which these are in another way."""
+    own = os.environ.get("JAX_CUDA_VISIBLE_DEVICES", "all")
+    if own != "all":
+        raise ConfigError(
+            f"JAX_CUDA_VISIBLE_DEVICES={own}: a sweep divides the GPUs that CUDA shows. Use CUDA_VISIBLE_DEVICES."
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index in range(devices)]
+    names = [name.strip() for name in visible.split(",")][:devices]
+    if len(names) < devices or not all(map(NAME.fullmatch, names)):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible!r} does not name the {pluralize(devices, 'GPU')} that jax finds. Name "
+            "them by index or UUID, as in 0,1 or GPU-8932f937,GPU-5a3b2c1d."
+        )
+    return names
