@@ -234,7 +234,7 @@ def axis_rules(**axes: str | tuple[str, ...]) -> "AbstractContextManager[None]":
     mesh, as in axis_rules(batch="data", heads="model", mlp="model", vocab="model").  Raises LayoutError."""
     import jax
 
-    from spmd_lm.axes import use_axis_rules
+    from spmd_lm.active_rules import use_axis_rules
     from spmd_lm.parallel.own_mesh import rules_on_mesh
 
     return use_axis_rules(rules_on_mesh(jax.sharding.get_abstract_mesh(), axes))

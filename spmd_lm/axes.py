@@ -1,23 +1,23 @@
-"""The names of mesh axes and of array dimensions, and the rules from one to the other.
+"""The names of mesh axes and of array dimensions, and what the axes divide.
 
-A model names the dimensions of its arrays, `heads` or `vocab`, and never speaks of devices.  `AxisRules` say which mesh
-axes shard each name; whoever traces a model sets them once, with `use_axis_rules`.  Without rules every array is whole,
-and the same code runs on one device without a mesh."""
+A new kind of parallelism is an axis here, and rows of the tables in parallel/rules.py.  Imports no jax: configurations
+are checked without it."""
 
-import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-from jax.sharding import PartitionSpec as P
-
-from spmd_lm.errors import LayoutError
-
-# pipe: stages of layers.  data: parts of the batch, over which ZeRO shards; replica: copies of such a group (HSDP).
+# pipe: stages of layers.  data: parts of the batch; replica: copies of such a group (HSDP).  model: parts of a layer.
 PIPE, REPLICA, DATA, MODEL = MESH_AXES = ("pipe", "replica", "data", "model")
 BATCH_AXES = (REPLICA, DATA)
+"""Those that divide the rows of a batch."""
+TOKEN_AXES = BATCH_AXES
+"""Those that divide its tokens: losses, their weights and gradients are sums over them."""
+ZERO_AXES = (DATA,)
+"""Those over which ZeRO shards, between steps, what all devices along them use."""
+OUTERMOST_FIRST = (REPLICA, DATA, PIPE, MODEL)
+"""The order in which a mesh counts its devices.  Neighbours are fastest: `model` is nearest, because its collectives
+are on the path of every layer."""
 
 DimNames = tuple[str | None, ...]
 """The names of one array's dimensions, outermost first; None is a dimension that is never sharded."""
@@ -31,14 +31,14 @@ def is_dim_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
 
 
-def is_spec(x: Any) -> bool:
-    """Whether a node of a tree is a PartitionSpec (a leaf) rather than a container of more nodes."""
-    return isinstance(x, P)
+def axis_of(name: str) -> str:
+    """Of MESH_AXES the one that this axis of a mesh is a part of: `data` for data, data0 and data1."""
+    return name.rstrip("0123456789")
 
 
 def axes_named(axis: str, mesh_axes: Iterable[str]) -> tuple[str, ...]:
     """Those of a mesh's axes that together are `axis`: that one, or on a TPU's torus several, as data0 and data1."""
-    return tuple(name for name in mesh_axes if name.rstrip("0123456789") == axis)
+    return tuple(name for name in mesh_axes if axis_of(name) == axis)
 
 
 def axes_of(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -46,54 +46,6 @@ def axes_of(partition: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if partition is None else (partition,) if isinstance(partition, str) else partition
 
 
-@dataclasses.dataclass(frozen=True)
-class AxisRules:
-    """Which mesh axes shard each name of an activation's dimension, and how many devices lie along each axis.
-
-    `rules` lists every name that a model may use; a name that is not in it is a mistake, not a whole dimension."""
-
-    rules: Mapping[str, tuple[str, ...]]
-    sizes: Mapping[str, int]
-
-    def axes(self, name: str | None) -> tuple[str, ...]:
-        return () if name is None else tuple(self.rules[name])
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((frozenset(self.rules.items()), frozenset(self.sizes.items())))
-
-
-use_axis_rules = jax.make_user_context()
-"""A context of AxisRules, or None: `with use_axis_rules(rules):` traces under them.  jax.jit traces again what it has
-traced under other rules."""
-
-
-def axis_rules() -> AxisRules | None:
-    """The rules of this context.  Raises LayoutError where arrays are global and there are none."""
-    rules: AxisRules | None = use_axis_rules.value
-    if rules is None and jax.sharding.get_abstract_mesh().explicit_axes:
-        raise LayoutError(
-            "there are no rules: trace the model, and what differentiates it, inside of `with spmd_lm.axis_rules(...)`."
-        )
-    return rules
-
-
-def nontrivial_axes(name: str) -> tuple[str, ...]:
-    """The mesh axes of more than one device that shard `name`: a collective over one device is none."""
-    rules = axis_rules()
-    return () if rules is None else tuple(a for a in rules.axes(name) if rules.sizes[a] > 1)
-
-
-def num_shards(name: str) -> int:
-    """How many shards the dimension `name` has."""
-    rules = axis_rules()
-    return math.prod(rules.sizes[a] for a in nontrivial_axes(name)) if rules else 1
-
-
-def partition_spec(*names: str | None, unreduced: Sequence[str] = ()) -> P:
-    """How an array of these dimensions is sharded.  unreduced: names over whose shards addends of it lie."""
-    addends = {axis for name in unreduced for axis in nontrivial_axes(name)}
-    return P(*(nontrivial_axes(name) if name else None for name in names), unreduced=addends)
+def devices_along(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """How many devices lie along these axes together.  sizes: along each axis of a mesh."""
+    return math.prod(sizes[axis] for axis in axes)

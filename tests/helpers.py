@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import optax
 
-from spmd_lm import axes
+from spmd_lm.active_rules import AxisRules, use_axis_rules
+from spmd_lm.axes import MESH_AXES, MODEL, is_dim_names
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.mesh import Layout, make_mesh
@@ -87,8 +88,7 @@ def partitioned(config: RunConfig, partitioner: str) -> RunConfig:
 
 
 def degrees(config: RunConfig) -> Layout:
-    p = config.parallel
-    return Layout(p.pipe, p.replica, p.data, p.model)
+    return Layout(**{axis: getattr(config.parallel, axis) for axis in MESH_AXES})
 
 
 @functools.cache
@@ -245,14 +245,14 @@ def over_model(f, model: int, ins: Tree, outs: Tree):
     if model == 1:
         return jax.jit(lambda *args: f(*args))  # a new function: jit does not see the axis_rules it was traced under
     names = ("batch", "sequence", "position", "width", "heads", "mlp", "vocab")
-    split = {name: (axes.MODEL,) if name in ("heads", "mlp", "vocab") else () for name in names}
-    axis_rules = axes.AxisRules(split, {axes.MODEL: model})
+    split = {name: (MODEL,) if name in ("heads", "mlp", "vocab") else () for name in names}
+    axis_rules = AxisRules(split, {MODEL: model})
 
     def specs(tree):
-        return jax.tree.map(Rules(split).spec, tree, is_leaf=axes.is_dim_names)
+        return jax.tree.map(Rules(split).spec, tree, is_leaf=is_dim_names)
 
     def run(*args):
-        with axes.use_axis_rules(axis_rules):
+        with use_axis_rules(axis_rules):
             return f(*args)
 
     mesh = make_mesh(Layout(model=model), jax.devices()[:model])

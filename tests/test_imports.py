@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "spmd_lm"
 
 # From the bottom up.  A part may import what stands below it; parts on one line do not know each other.
 LAYERS = (
-    {"errors", "files"},
-    {"axes", "config"},
+    {"errors", "files", "axes"},
+    {"active_rules", "config"},
     {"ops", "batch"},
     {"models", "parallel", "data", "runtime"},
     {"cost_model"},
@@ -32,9 +32,10 @@ LAYERS = (
 )
 KNOW = {
     "files": set(),
-    "axes": {"errors"},
-    "config": {"errors", "files"},
-    "ops": {"axes", "errors"},
+    "axes": set(),
+    "active_rules": {"errors"},
+    "config": {"axes", "errors", "files"},
+    "ops": {"active_rules", "axes", "errors"},
     "batch": {"config"},
 }  # these, no more than this
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+from spmd_lm.axes import BATCH_AXES, DATA
 from spmd_lm.config import overlap
 from spmd_lm.config.schema import Model, Objective, Parallel, Remat, Run, RunConfig, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
@@ -152,20 +153,18 @@ def data_degree_is_not_zero(parallel: Parallel) -> Problems:
 
 def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objective: Objective) -> Problems:
     devices = run.simulate_devices  # 0 if their number is not known yet
-    degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "replica", "data", "model")}
-    if degrees["data"] == -1:
-        del degrees["data"]
+    degrees = {axis: degree for axis, degree in parallel.degrees.items() if degree != -1}
     product, batch_shards = math.prod(degrees.values()), 1
     if product == 0:  # data_degree_is_not_zero reports it
         devices = 0
-    elif devices % product or ("data" in degrees and devices not in (0, product)):
+    elif devices % product or (DATA in degrees and devices not in (0, product)):
         terms = " x ".join(f"parallel.{axis}={n}" for axis, n in degrees.items() if n > 1) or "parallel.data=1"
         problem = f"makes {product} devices, but there are {devices}"
-        if "data" not in degrees:
+        if DATA not in degrees:
             problem = f"does not divide {devices} device{'s' * (devices > 1)}"
         yield use(f"{terms} {problem}; every device must be used", *_nearest_layouts(degrees, devices))
     elif devices:
-        batch_shards = devices // (parallel.pipe * parallel.model)
+        batch_shards = devices // math.prod(degree for axis, degree in degrees.items() if axis not in BATCH_AXES)
     yield from _microbatch_is_divisible(parallel, train, objective, batch_shards)
 
 
@@ -177,11 +176,11 @@ def _nearest_layouts(degrees: dict[str, int], devices: int) -> list[str]:
     for axis, degree in degrees.items():
         others = math.prod(degrees.values()) // degree
         fits = [n for n in divisors(devices) if devices % (others * n) == 0]
-        if "data" in degrees:
+        if DATA in degrees:
             fits = [n for n in fits if others * n == devices]
-        if fits and (degree > 1 or axis == "data"):
-            ways.append(nearest(f"parallel.{axis}={degree}", fits) + (" or -1" if axis == "data" else ""))
-    data_only = {axis: devices if axis == "data" else 1 for axis, n in degrees.items() if n > 1 or axis == "data"}
+        if fits and (degree > 1 or axis == DATA):
+            ways.append(nearest(f"parallel.{axis}={degree}", fits) + (" or -1" if axis == DATA else ""))
+    data_only = {axis: devices if axis == DATA else 1 for axis, n in degrees.items() if n > 1 or axis == DATA}
     return ways or [" ".join(f"parallel.{axis}={n}" for axis, n in data_only.items())]
 
 

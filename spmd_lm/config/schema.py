@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 from pydantic import AfterValidator, Field, field_validator
 from pydantic.types import NonNegativeFloat, PositiveFloat
 
+from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.data_sections import PythonStdlib, Synthetic, Task, Text, Tokens
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
 from spmd_lm.config.section import Section
@@ -184,6 +185,11 @@ class Parallel(Section):
     collective_matmul: Literal["auto", "on", "off"] = "auto"
     model_across_hosts: bool = False  # `model` may span hosts of GPUs or TPU slices, whose network is slower
     run_idle_stages: bool = False  # idle pipeline stages compute and discard, so that all devices take one branch
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Devices along each axis of the mesh; -1 for what the others leave."""
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
 
 
 class Precision(Section):

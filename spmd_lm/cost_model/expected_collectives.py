@@ -15,13 +15,12 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from spmd_lm.axes import BATCH_AXES, DATA, MESH_AXES, MODEL, PIPE
+from spmd_lm.axes import MESH_AXES, MODEL, PIPE, TOKEN_AXES
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
 from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.zero import ZERO_WIDTH
 
 Axes = tuple[str, ...]
 Array = tuple[str, float]
@@ -270,12 +269,13 @@ class _Transfers(NamedTuple):
 
 
 def _zero(step: _Step) -> Iterator[ExpectedCollective]:
-    """ZeRO's collectives, one mesh axis of `data` after the other; each leaves the next a shard to send."""
+    """ZeRO's collectives, one mesh axis after the other; each leaves the next a shard to send."""
     config, plan, precision = step.config, step.plan, step.config.precision
     if not plan.zero.stage:
         return
     tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
-    matrices = [each for each in plan.parameters if ZERO_WIDTH in each.sharded_names]
+    matrices = [each for each in plan.parameters if plan.zero_axes(each.sharded_names)]
+    shares = [dict(step.shares(plan.zero_axes(each.sharded_names))) for each in matrices]
     # The parts of a step that use each of them; all contribute to its gradient.
     uses_of = [("embedding", "head") if each.path == tied_table else each.path[:1] for each in matrices]
     gathered = [each.gathered_elements for each in matrices]
@@ -284,11 +284,13 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
         (ALL_GATHER, "weights", precision.compute, gathered, _weight_gathers(step)),
         (REDUCE_SCATTER, "gradients", precision.reduce, scattered, _gradient_scatters(step)),
     )
-    for axis, share in step.shares(plan.nontrivial_axes(DATA)):
+    for axis in dict.fromkeys(axis for each in shares for axis in each):
         for kind, part, dtype, sizes, transfers in kinds:
             count = sent = repeated = 0.0
-            for elements, uses in zip(sizes, uses_of, strict=True):
-                bytes_ = wire_bytes(kind, elements * share * dtype_bytes(dtype), plan.sizes[axis])
+            for elements, uses, share in zip(sizes, uses_of, shares, strict=True):
+                if axis not in share:
+                    continue
+                bytes_ = wire_bytes(kind, elements * share[axis] * dtype_bytes(dtype), plan.sizes[axis])
                 if uses == ("blocks",):
                     count += transfers.per_stack
                     sent += transfers.layers / step.layers * bytes_
@@ -351,7 +353,7 @@ def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
     plan, precision, objective = step.plan, step.config.precision, step.config.objective
     losses = 1 + (objective.predicts_tokens and objective.has_sequence_label)
     scalars = [
-        (plan.nontrivial_axes(*BATCH_AXES), step.wide, 2 * losses, "losses and weights"),
+        (plan.nontrivial_axes(*TOKEN_AXES), step.wide, 2 * losses, "losses and weights"),
         (plan.nontrivial_axes(PIPE), step.wide, losses, "losses"),
     ]
     norm_dtype = at_least_float32(precision.params)

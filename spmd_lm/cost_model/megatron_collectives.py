@@ -4,7 +4,7 @@ arXiv:2205.05198, section 4.2; and in how ZeRO is divided, arXiv:1910.02054, sec
 
 from collections.abc import Iterator
 
-from spmd_lm.axes import DATA, MODEL, PIPE, REPLICA
+from spmd_lm.axes import BATCH_AXES, MODEL, PIPE
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.activations import dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.expected_collectives import ExpectedCollective
@@ -46,7 +46,7 @@ def _messages(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollective]:
 def _data_parallel(config: RunConfig, plan: Plan) -> Iterator[ExpectedCollective]:
     """Gradients once a step.  ZeRO scatters them, and gathers weights: all at once, or with ZeRO-3 each matrix forward
     and again backward, of each microbatch."""
-    devices, axes = plan.layout.batch_shards, plan.nontrivial_axes(REPLICA, DATA)
+    devices, axes = plan.layout.batch_shards, plan.nontrivial_axes(*BATCH_AXES)
     if devices == 1:
         return
     sizes = plan.elements_per_device(gathered=True)

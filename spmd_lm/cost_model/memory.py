@@ -295,7 +295,7 @@ def _unreduced_where_sums_overlap(plan: Plan, sizes: _Sizes) -> int:
     if zero.gathers_on_use:
         # Gradients of a branch take the place of its gathered weights, unless they are widened and sent a layer later.
         of_layer = sizes.of_layer if sizes.widens_sums and plan.prefetch else sizes.of_layer // 2
-        return of_layer + sizes.head_gradient // plan.layout.data + copies
+        return of_layer + sizes.head_gradient // plan.layout.zero_shards + copies
     copies += sizes.remat_block_weights
     if sizes.scatters_late:  # half of the layer before, widened
         return sizes.of_layer + sizes.layer * sizes.widening // 2 + copies
@@ -377,9 +377,9 @@ def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int,
     in_backward = in_scatter = of_chunk + (sizes.accumulated if overlap else sizes.gradients)
     several = config.chunks > 1  # then a chunk has shards of its own, before they join the others
     if several and (overlap or sizes.widens_sums):
-        in_scatter += of_chunk // plan.layout.data
+        in_scatter += of_chunk // plan.layout.zero_shards
     if sizes.compiler.rounds_stacks and sizes.widening > 1 and not sizes.widens_sums:  # and rounded, with shards
-        in_scatter += chunk + (chunk // plan.layout.data if several else 0)
+        in_scatter += chunk + (chunk // plan.layout.zero_shards if several else 0)
     return in_backward, in_scatter
 
 

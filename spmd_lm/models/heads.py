@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd_lm.axes import partition_spec
+from spmd_lm.active_rules import partition_spec
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, Objective
 from spmd_lm.models.layers import Norm, ParamInit, add_bias

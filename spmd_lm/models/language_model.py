@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd_lm.axes import SEQUENCE, num_shards, partition_spec
+from spmd_lm.active_rules import num_shards, partition_spec
+from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from spmd_lm.axes import num_shards
+from spmd_lm.active_rules import num_shards
 from spmd_lm.ops.collectives import global_indices
 from spmd_lm.ops.dropout import DropoutKey, dropout
 

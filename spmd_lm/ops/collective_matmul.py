@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spmd_lm.axes import SEQUENCE, nontrivial_axes
+from spmd_lm.active_rules import nontrivial_axes
+from spmd_lm.axes import SEQUENCE
 from spmd_lm.ops.collectives import all_gather, weight_gradient
 from spmd_lm.ops.dense import dense
 

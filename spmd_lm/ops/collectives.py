@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from spmd_lm.axes import SEQUENCE, nontrivial_axes, num_shards
+from spmd_lm.active_rules import nontrivial_axes, num_shards
+from spmd_lm.axes import SEQUENCE
 from spmd_lm.ops import sharding_types
 
 

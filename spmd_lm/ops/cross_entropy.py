@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spmd_lm.axes import SEQUENCE, num_shards, partition_spec
+from spmd_lm.active_rules import num_shards, partition_spec
+from spmd_lm.axes import SEQUENCE
 from spmd_lm.ops.collectives import (
     as_gradient,
     gather_sequence,

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from spmd_lm.axes import SEQUENCE, num_shards, partition_spec
+from spmd_lm.active_rules import num_shards, partition_spec
+from spmd_lm.axes import SEQUENCE
 from spmd_lm.ops.collectives import (
     as_gradient,
     gather_sequence,

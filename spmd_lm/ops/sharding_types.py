@@ -15,16 +15,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from spmd_lm.axes import (
-    SEQUENCE,
-    AxisRules,
-    DimNames,
-    axes_of,
-    axis_rules,
-    is_dim_names,
-    nontrivial_axes,
-    partition_spec,
-)
+from spmd_lm.active_rules import AxisRules, axis_rules, nontrivial_axes, partition_spec
+from spmd_lm.axes import SEQUENCE, DimNames, axes_of, is_dim_names
 from spmd_lm.errors import LayoutError
 
 Specs = Any

@@ -13,13 +13,18 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from spmd_lm.axes import DATA, MESH_AXES, MODEL, PIPE, REPLICA, axes_named
+from spmd_lm.axes import (
+    BATCH_AXES,
+    MESH_AXES,
+    MODEL,
+    OUTERMOST_FIRST,
+    ZERO_AXES,
+    axes_named,
+    devices_along,
+)
 from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import LayoutError
-
-OUTERMOST_FIRST = (REPLICA, DATA, PIPE, MODEL)
-"""Neighbouring devices are fastest: `model` is nearest, because its collectives are on the path of every layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,12 @@ class Layout:
 
     @property
     def batch_shards(self) -> int:
-        return self.replica * self.data
+        return devices_along(BATCH_AXES, self.sizes)
+
+    @property
+    def zero_shards(self) -> int:
+        """Of what ZeRO shards."""
+        return devices_along(ZERO_AXES, self.sizes)
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
@@ -51,9 +61,9 @@ def resolve(config: RunConfig, devices: int) -> Layout:
     """The layout that `config` asks for on `devices` devices.  LayoutError where something does not divide."""
     if problems := check_devices(config, devices):
         raise LayoutError(*problems)
-    p = config.parallel
-    data = devices // (p.pipe * p.replica * p.model) if p.data == -1 else p.data
-    return Layout(p.pipe, p.replica, data, p.model)
+    degrees = config.parallel.degrees
+    others = math.prod(degree for degree in degrees.values() if degree != -1)
+    return Layout(**{axis: devices // others if degree == -1 else degree for axis, degree in degrees.items()})
 
 
 def abstract_mesh(layout: Layout) -> AbstractMesh:

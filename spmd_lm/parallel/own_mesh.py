@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from spmd_lm.axes import AxisRules, DimNames, is_dim_names, num_shards, partition_spec
+from spmd_lm.active_rules import AxisRules, num_shards, partition_spec
+from spmd_lm.axes import DimNames, is_dim_names
 from spmd_lm.errors import LayoutError
 from spmd_lm.ops.sharding_types import rules_of_mesh
 from spmd_lm.parallel.rules import REPLICATED, Table

@@ -15,27 +15,15 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import (
-    BATCH_AXES,
-    DATA,
-    MODEL,
-    PIPE,
-    REPLICA,
-    AxisRules,
-    DimNames,
-    axes_named,
-    axes_of,
-    is_dim_names,
-    is_spec,
-    use_axis_rules,
-)
+from spmd_lm.active_rules import AxisRules, is_spec, use_axis_rules
+from spmd_lm.axes import MODEL, PIPE, TOKEN_AXES, DimNames, axes_named, axes_of, is_dim_names
 from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
 from spmd_lm.ops.collectives import constrain, manual_region, padded_columns, psum_axes
 from spmd_lm.parallel import zero
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.padding import pad_or_crop, padded_vocab, padded_width
-from spmd_lm.parallel.rules import PARAMETERS, Rules, activation_rules
+from spmd_lm.parallel.rules import PARAMETERS, ZERO, Rules, activation_rules
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.parallel.zero import ZeroPolicy
 
@@ -284,8 +272,8 @@ class Plan:
 
     @jax.named_scope("scalars")
     def psum_batch(self, x: Tree) -> Tree:
-        """The sum over everything that shards the batch."""
-        return psum_axes(x, self.nontrivial_axes(*BATCH_AXES))
+        """The sum over everything that divides the batch's tokens."""
+        return psum_axes(x, self.nontrivial_axes(*TOKEN_AXES))
 
     @jax.named_scope("scalars")
     def psum_stages(self, x: Tree) -> Tree:
@@ -300,26 +288,27 @@ class Plan:
         return width
 
     def gather(self, tree: Tree, names: Tree) -> Tree:
-        """Parameters as ZeRO shards them, made whole over `data`.  names: their sharded names."""
+        """Parameters as ZeRO shards them, made whole.  names: their sharded names."""
         gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
-        axes = self.nontrivial_axes(DATA)
         # Gathered once, stacks are read by loops: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1 (docs/log.md).
         stacks = self.platform == "gpu" and self.zero.gather_per == "step"
-        gather = functools.partial(zero.gather, names=names, data_axes=axes, width=self._width, row_major_stacks=stacks)
+        gather = functools.partial(
+            zero.gather, names=names, axes_of=self.zero_axes, width=self._width, row_major_stacks=stacks
+        )
         out_specs = jax.tree.map(self._weight_spec, gathered_names, is_leaf=is_dim_names)
         return manual_region(gather, out_specs)(tree)
 
     def scatter(self, grads: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
-        """Gradients in `dtype`: those of matrices summed over `data` onto their shards, those of vectors not summed."""
-        axes, in_order = self.nontrivial_axes(DATA), self.platform == "cpu"
-        scatter = functools.partial(zero.scatter, names=names, data_axes=axes, dtype=dtype, in_order=in_order)
+        """Gradients in `dtype`: those of what ZeRO shards summed onto their shards, those of vectors not summed."""
+        in_order = self.platform == "cpu"
+        scatter = functools.partial(zero.scatter, names=names, axes_of=self.zero_axes, dtype=dtype, in_order=in_order)
         scatter = functools.partial(scatter, padded_shape=self._scattered_shape)
         return manual_region(scatter, jax.tree.map(self._gradient_spec, names, is_leaf=is_dim_names))(grads)
 
     @remembered
-    def _scattered_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape to which a gradient [width, ...], unsharded over `data`, is padded before it is scattered; width to
-        what `data` divides, whatever shape[0] is.
+    def _scattered_shape(self, names: DimNames, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape to which a gradient [width, ...] is padded before it is scattered; width to what ZeRO's axes
+        divide, whatever shape[0] is.  names: its sharded names.
 
         In the branches of a pipeline on a TPU the last dimension is padded too: XLA would otherwise add permutes, for
         which other stages would wait."""
@@ -327,15 +316,16 @@ class Plan:
         diverge = self.layout.pipe > 1 and self.zero.scatters_in_backward and not self.run_idle_stages
         if self.platform != "tpu" or not diverge:
             return shape
-        return *shape[:-1], padded_columns(shape, [self.sizes[axis] for axis in self.nontrivial_axes(DATA)])
+        return *shape[:-1], padded_columns(shape, [self.sizes[axis] for axis in self.zero_axes(names)])
 
     def scattered_elements(self, parameter: Parameter) -> int:
-        """Elements of this matrix's gradient that a device puts into the scatter over `data`, padding included."""
+        """Elements of this matrix's gradient that a device puts into the scatter, padding included."""
         names = parameter.names
         sizes = [size // self._shards[name] for name, size in zip(names, parameter.shape, strict=True)]
         layers = sizes[0] if names[0] == "layers" else 1
         others = [size for name, size in zip(names, sizes, strict=True) if name not in ("layers", zero.SHARDED_DIM)]
-        return layers * math.prod(self._scattered_shape((sizes[names.index(zero.SHARDED_DIM)], *others)))
+        shape = sizes[names.index(zero.SHARDED_DIM)], *others
+        return layers * math.prod(self._scattered_shape(parameter.sharded_names, shape))
 
     def as_weights(self, tree: Tree, names: Tree) -> Tree:
         """Parameters whose gradients devices add up for themselves, until `scatter` and `psum_gradients`."""
@@ -373,16 +363,19 @@ class Plan:
         return self.nontrivial_axes(*(axis for name in names for axis in self.param_rules.axes(name)))
 
     @remembered
-    def grad_reduce_axes(self, names: DimNames) -> tuple[str, ...]:
-        """The axes over which a parameter's gradient is still to be summed, after the scatter of matrices.
+    def zero_axes(self, names: DimNames) -> tuple[str, ...]:
+        """The mesh axes of more than one device over which ZeRO shards a parameter of these sharded names."""
+        return self.axes_over(tuple(name for name in names if name in ZERO))
 
-        Where the sequence is sharded, a device has seen only its shard of it, so that the gradient of what `model` does
-        not shard is a partial sum over `model` too."""
-        tensor_parallel = any(MODEL in PARAMETERS.axes(name) for name in names)
-        stages = () if "layers" in names else (PIPE,)  # the first and the last stage both use what is not a layer
-        batch = (REPLICA,) if zero.ZERO_WIDTH in names else BATCH_AXES
-        sequence = (MODEL,) if self.sequence and not tensor_parallel else ()
-        return self.nontrivial_axes(*stages, *batch, *sequence)
+    @remembered
+    def grad_reduce_axes(self, names: DimNames) -> tuple[str, ...]:
+        """The axes over which a parameter's gradient is still to be summed, after the scatter: all along which devices
+        have seen different tokens or layers, without those that shard the parameter.
+
+        The first and the last stage both use what is not a layer.  Where the sequence is sharded, a device along
+        `model` has seen only its shard of it."""
+        partial_over = self.nontrivial_axes(PIPE, *TOKEN_AXES, *((MODEL,) if self.sequence else ()))
+        return tuple(axis for axis in partial_over if axis not in self.axes_over(names))
 
     @jax.named_scope("gradients")
     def psum_gradients(self, grads: Tree, names: Tree) -> Tree:

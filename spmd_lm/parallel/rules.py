@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, DimNames, axes_named
+from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, ZERO_AXES, DimNames, axes_named
 from spmd_lm.errors import LayoutError
 
 Table = Mapping[str, tuple[str, ...]]
@@ -27,7 +27,7 @@ SEQUENCE_PARALLEL: Table = {"sequence": (MODEL,)}
 sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes.  Norms, dropout and
 saved activations are sharded too; what is saved as shards is gathered once more in backward."""
 
-ZERO: Table = {"zero_width": (DATA,)}
+ZERO: Table = {"zero_width": ZERO_AXES}
 """ZeRO (arXiv:1910.02054): the name that `zero.sharded_names` gives to one dimension of every matrix."""
 
 PIPELINE: Table = {"layers": (PIPE,)}

@@ -21,6 +21,8 @@ SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
 """The dimension that ZeRO shards, and its name where it is sharded."""
 
 Frequency = Literal["never", "step", "chunk", "layer"]
+AxesOf = Callable[[DimNames], tuple[str, ...]]
+"""The mesh axes over which ZeRO shards a leaf of these sharded names, outermost first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +79,9 @@ def gathered_names(names: DimNames) -> DimNames:
 
 
 @jax.named_scope("weights")
-def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int, *, row_major_stacks: bool = False) -> Tree:
-    """Shards to unsharded leaves, one axis of `data` after the other, innermost first.  names: the sharded dimension
-    names of each leaf.  width: unpadded size of the sharded dimension.
+def gather(tree: Tree, names: Tree, axes_of: AxesOf, width: int, *, row_major_stacks: bool = False) -> Tree:
+    """Shards to unsharded leaves, one axis after the other, innermost first.  names: the sharded dimension names of
+    each leaf.  width: unpadded size of the sharded dimension.
 
     row_major_stacks: those of layers as loops read them.  A GPU gathers with the sharded dimension outermost and copies
     the stack for the loop; without this it keeps both until backward, whose first layer it runs ahead of the loop."""
@@ -90,7 +92,7 @@ def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int, *, r
         dim = names.index(ZERO_WIDTH)
         at = 0 if dim == x.ndim - 1 else dim  # never the minor dimension in memory
         x = jnp.moveaxis(x, dim, at)
-        for axis in reversed(data_axes):
+        for axis in reversed(axes_of(names)):
             x = lax.all_gather(x, axis, axis=at, tiled=True)
         x = jnp.moveaxis(lax.slice_in_dim(x, 0, width, axis=at), at, dim)
         return as_row_major(x) if row_major_stacks and names[0] == "layers" else x
@@ -102,14 +104,14 @@ def gather(tree: Tree, names: Tree, data_axes: tuple[str, ...], width: int, *, r
 def scatter(
     tree: Tree,
     names: Tree,
-    data_axes: tuple[str, ...],
-    padded_shape: Callable[[tuple[int, ...]], tuple[int, ...]],
+    axes_of: AxesOf,
+    padded_shape: Callable[[DimNames, tuple[int, ...]], tuple[int, ...]],
     dtype: jnp.dtype,
     *,
     in_order: bool,
 ) -> Tree:
-    """Each device's unsharded gradients to the sum over `data`, in `dtype`, of the shard that it owns.
-    padded_shape(shape): to what a gradient [width, ...] of this shape is padded before it is sent.
+    """Each device's unsharded gradients to the sum over ZeRO's axes, in `dtype`, of the shard that it owns.
+    padded_shape(names, shape): to what a gradient [width, ...] of this shape is padded before it is sent.
 
     On a TPU a reduce-scatter compiles to a full all-reduce over one flat axis that spans several dimensions of the
     torus, along the minor dimension in memory, and of a large stack: hence axis by axis, along another dimension, and
@@ -121,13 +123,13 @@ def scatter(
 
     def scatter_leaf(names: DimNames, g: Array) -> Array:
         g = jnp.moveaxis(g.astype(dtype), dim := names.index(ZERO_WIDTH), 0)
-        padding = [(0, to - size) for size, to in zip(g.shape, padded_shape(g.shape), strict=True)]
-        shard = reduce_scatter(jnp.pad(g, padding), data_axes, 0, row_major=True)
+        padding = [(0, to - size) for size, to in zip(g.shape, padded_shape(names, g.shape), strict=True)]
+        shard = reduce_scatter(jnp.pad(g, padding), axes_of(names), 0, row_major=True)
         return jnp.moveaxis(shard[..., : g.shape[-1]], 0, dim)
 
     leaf_names = jax.tree.leaves(names, is_leaf=is_dim_names)
     leaves, treedef = jax.tree.flatten(tree)
-    sharded = [i for i, each in enumerate(leaf_names) if ZERO_WIDTH in each and data_axes]
+    sharded = [i for i, each in enumerate(leaf_names) if axes_of(each)]
     stacks = [i for i in sharded if leaf_names[i][0] == "layers"]
     last: Array | None = None
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from spmd_lm.analysis.topology import Topology
-from spmd_lm.axes import DATA, MODEL, PIPE
+from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
@@ -145,7 +145,7 @@ def _zero3_options(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     """How often ZeRO-3 may gather weights, with the memory and traffic of each.
 
     Recommended is the least product of memory and traffic; the bubble has no weight in it."""
-    if plan.zero.stage != 3 or not plan.nontrivial_axes(DATA):
+    if plan.zero.stage != 3:
         return []
     p, stages = config.parallel, plan.layout.pipe
     depth_first: tuple[schedules.Kind, int] = (p.schedule, p.chunks) if p.schedule != "breadth_first" else ("1f1b", 1)
@@ -188,7 +188,7 @@ def summary(description: dict[str, Any]) -> str:
     if d["precision"]["loss_scale"] == "dynamic":
         compute += f", initial loss scale 2^{math.log2(d['precision']['initial_scale']):.4g}"
     compute += ", deterministic" if d["deterministic"] else ""
-    shards = pluralize(d["mesh"]["replica"] * d["mesh"]["data"], "shard")
+    shards = pluralize(devices_along(BATCH_AXES, d["mesh"]), "shard")
     microbatches = pluralize(batch["microbatches"], "microbatch")
     state, total = d["state_bytes"], sum(d["memory"].values())
     devices = f"{pluralize(d['devices'], 'device')} ({d['topology'] or d['platform']})"

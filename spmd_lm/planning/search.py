@@ -1,9 +1,9 @@
 """`spmd-lm plan --search`: every legal layout of a run on some hardware, costed without compiling.
 
-A layout is pipe, replica, data and model, and with them sequence, zero, schedule, chunks, microbatches, reduce_once
-and remat.  Choices without effect are made once: ZeRO on one device of `data`, sequence parallelism on one of `model`.
-Each gets its memory (cost_model/memory.py), the bytes that theory expects (cost_model/expected_collectives.py) and a
-time (cost_model/step_time.py)."""
+A layout is a degree for each axis of the mesh, and with them sequence, zero, schedule, chunks, microbatches,
+reduce_once and remat.  Choices without effect are made once: ZeRO on one device of its axes, sequence parallelism on
+one of `model`.  Each gets its memory (cost_model/memory.py), the bytes that theory expects
+(cost_model/expected_collectives.py) and a time (cost_model/step_time.py)."""
 
 import dataclasses
 import itertools
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from spmd_lm.analysis.topology import Topology
+from spmd_lm.axes import BATCH_AXES, DATA, MODEL, PIPE, REPLICA, ZERO_AXES, devices_along
 from spmd_lm.config import layout_checks
 from spmd_lm.config.remat import Policy
 from spmd_lm.config.schema import Run, RunConfig
@@ -76,8 +77,8 @@ class CostedLayout:
     def overrides(self) -> dict[str, Any]:
         """What the search chose, by key."""
         p = self.config.parallel
-        keys = ("pipe", "replica", "data", "model", "sequence", "zero", "schedule", "chunks", "microbatches")
-        return {key: getattr(p, key) for key in (*keys, "reduce_once")} | {"remat": self.config.remat.policy}
+        keys = "sequence", "zero", "schedule", "chunks", "microbatches", "reduce_once"
+        return p.degrees | {key: getattr(p, key) for key in keys} | {"remat": self.config.remat.policy}
 
 
 @dataclasses.dataclass
@@ -238,22 +239,20 @@ def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Ite
                 yield [config.model_copy(update=update | {"remat": remat}) for remat in alike]
 
 
-def layouts_of(devices: int) -> Iterator[dict[str, int]]:
-    """All ways to write the number of devices as pipe x replica x data x model."""
-    for pipe in divisors(devices):
-        for model in divisors(devices // pipe):
-            shards = devices // pipe // model
-            for data in divisors(shards):
-                yield {"pipe": pipe, "replica": shards // data, "data": data, "model": model}
+def layouts_of(devices: int, axes: Sequence[str] = (PIPE, MODEL, DATA, REPLICA)) -> Iterator[dict[str, int]]:
+    """All ways to write the number of devices as a product of degrees, one for each axis."""
+    first, *others = axes
+    for degree in divisors(devices) if others else (devices,):
+        for rest in layouts_of(devices // degree, others) if others else ({},):
+            yield {first: degree, **rest}
 
 
 def choices_within(config: RunConfig, layout: dict[str, int], slices: int) -> Iterator[dict[str, Any]]:
     """What else is chosen, where it makes a difference."""
-    stages = [0] if layout["data"] == 1 else [0, 1, 2, 3]
-    if layout["replica"] > slices:  # without ZeRO replicas are data
+    stages = [0] if devices_along(ZERO_AXES, layout) == 1 else [0, 1, 2, 3]
+    if layout[REPLICA] > slices:  # without ZeRO replicas are data
         stages = [stage for stage in stages if stage]
-    shards = layout["replica"] * layout["data"]
-    microbatches = divisors(max(1, config.train.batch // shards))
+    microbatches = divisors(max(1, config.train.batch // devices_along(BATCH_AXES, layout)))
     schedules = [("1f1b", 1)]
     if layout["pipe"] > 1:
         per_stage = divisors(max(1, config.model.layers // layout["pipe"]))

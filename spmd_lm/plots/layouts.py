@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from spmd_lm.axes import BATCH_AXES, DATA, MODEL, OUTERMOST_FIRST, PIPE, axis_of
 from spmd_lm.plots.style import (
     BLUE,
     CYCLE,
@@ -23,9 +24,6 @@ from spmd_lm.plots.style import (
     tint,
 )
 
-COUNTING_ORDER = ("replica", "data", "pipe", "model")
-"""The order in which a mesh counts its devices (parallel/mesh.py); on a TPU it follows the torus instead."""
-
 LINE = 0.2  # inches from one line of text to the next
 MARGIN = 0.12  # inches
 MOST_PANELS, MOST_ROWS, MOST_COLUMNS, MOST_NUMBERS = 4, 8, 8, 4
@@ -40,7 +38,7 @@ class DeviceGrid:
 
     def axes(self, *names: str) -> list[str]:
         """The mesh axes of these names: what a plan calls `data` may be data0, data1, ..."""
-        return [axis for axis in self.sizes if axis.rstrip("0123456789") in names]
+        return [axis for axis in self.sizes if axis_of(axis) in names]
 
     def size(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
@@ -60,8 +58,8 @@ class DeviceGrid:
 
 
 def _rank(axis: str) -> tuple[int, str]:
-    """Where an axis stands in COUNTING_ORDER."""
-    return COUNTING_ORDER.index(axis.rstrip("0123456789")), axis
+    """Where an axis stands in OUTERMOST_FIRST."""
+    return OUTERMOST_FIRST.index(axis_of(axis)), axis
 
 
 class BoxGrid(NamedTuple):
@@ -115,7 +113,7 @@ def mesh(plan: Mapping[str, Any]) -> Figure:
 
     plan: a plan or an audit: what has a "mesh"."""
     grid = DeviceGrid(plan["mesh"])
-    stages, parts, shards = (grid.axes(*names) for names in (["pipe"], ["replica", "data"], ["model"]))
+    stages, parts, shards = (grid.axes(*names) for names in ([PIPE], BATCH_AXES, [MODEL]))
 
     def device(stage: int, part: int, shard: int) -> str:
         indices = zip((stages, parts, shards), (stage, part, shard), strict=True)
@@ -125,7 +123,7 @@ def mesh(plan: Mapping[str, Any]) -> Figure:
     notes = ["rows: parts of the batch", "columns: parts of each layer"]
     if plan.get("platform") == "tpu":
         notes.append("counted along the mesh; a TPU's own ids follow its torus")
-    divided = [axis for axis in parts if grid.sizes[axis] > 1] or ["data"]
+    divided = [axis for axis in parts if grid.sizes[axis] > 1] or [DATA]
     rows = [
         ", ".join(f"{axis} {i}" for axis, i in grid.coordinates(parts, row).items() if axis in divided)
         for row in range(grid.size(parts))

@@ -67,9 +67,9 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
     enable_float64(config)
     model, layers = make_model(config, platform), config.model.unique_layers
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
-    stage = p.zero if layout.data > 1 else 0  # one device has every shard
+    stage = p.zero if layout.zero_shards > 1 else 0  # one device has every shard
     zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
-    ahead = layout.data > 1 and prefetches(config, platform)
+    ahead = layout.zero_shards > 1 and prefetches(config, platform)
     first_parts = Block.FIRST if ahead and not breadth_first else ()
     in_parts = branches_in_parts(config, platform, kind, tokens_per_device(config, layout))
     return _abstract_plan(

@@ -69,7 +69,7 @@ def test_it_is_planned_as_it_stands(path):
     """On the devices that it simulates, or that its degrees make, or else on one."""
     config = load(path)
     p = config.parallel
-    degrees = {"pipe": p.pipe, "replica": p.replica, "data": max(p.data, 1), "model": p.model}
+    degrees = {axis: max(degree, 1) for axis, degree in p.degrees.items()}
     devices = config.run.simulate_devices or math.prod(degrees.values())
     _, plan = planned(path, f"run.simulate_devices={devices}")
     if p.data == -1:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm import axes
+from spmd_lm.active_rules import AxisRules, num_shards, use_axis_rules
+from spmd_lm.axes import is_dim_names
 from spmd_lm.ops.collectives import (
     all_gather,
     copy_to_region,
@@ -31,7 +32,7 @@ def run(f, *args, ins=EVERYWHERE, outs=EVERYWHERE, **rules):
     """f on every device of LAYOUT, under RULES."""
 
     def local(*args):
-        with axes.use_axis_rules(axes.AxisRules(RULES | rules, LAYOUT.sizes)):
+        with use_axis_rules(AxisRules(RULES | rules, LAYOUT.sizes)):
             return f(*args)
 
     mesh = make_mesh(LAYOUT, jax.devices())
@@ -40,7 +41,7 @@ def run(f, *args, ins=EVERYWHERE, outs=EVERYWHERE, **rules):
 
 def test_a_name_that_no_rule_knows_is_refused():
     with pytest.raises(KeyError, match="haeds"):
-        run(lambda: jnp.int32(axes.num_shards("haeds")))
+        run(lambda: jnp.int32(num_shards("haeds")))
 
 
 def test_each_device_sees_its_own_part_and_what_the_others_make_of_theirs():
@@ -58,7 +59,7 @@ def test_each_device_sees_its_own_part_and_what_the_others_make_of_theirs():
 
 
 def test_parts_are_counted_where_there_are_devices():
-    assert run(lambda: [jnp.int32(axes.num_shards(name)) for name in RULES]) == [1, 4, 8, 1, 1]
+    assert run(lambda: [jnp.int32(num_shards(name)) for name in RULES]) == [1, 4, 8, 1, 1]
 
 
 def test_a_part_of_what_is_whole_and_the_whole_of_parts(x64):
@@ -133,7 +134,7 @@ def test_a_stretch_of_split_matrices_computes_their_product(sequence, x64):
 
 def test_with_no_placement_every_array_is_whole():
     x = jnp.ones((1, 3, 2))
-    assert axes.num_shards("heads") == 1 and int(shard_index("heads")) == 0
+    assert num_shards("heads") == 1 and int(shard_index("heads")) == 0
     for f in (
         psum,
         pmax,
@@ -146,5 +147,5 @@ def test_with_no_placement_every_array_is_whole():
 
 
 def test_names_are_told_from_containers():
-    assert axes.is_dim_names(("heads", None)) and axes.is_dim_names(())
-    assert not axes.is_dim_names((("heads",), None)) and not axes.is_dim_names(["heads"])
+    assert is_dim_names(("heads", None)) and is_dim_names(())
+    assert not is_dim_names((("heads",), None)) and not is_dim_names(["heads"])

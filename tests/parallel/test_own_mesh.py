@@ -2,7 +2,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from spmd_lm.axes import AxisRules, num_shards, use_axis_rules
+from spmd_lm.active_rules import AxisRules, num_shards, use_axis_rules
 from spmd_lm.errors import LayoutError
 from spmd_lm.parallel.own_mesh import param_shardings, rules_on_mesh
 

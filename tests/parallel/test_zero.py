@@ -58,8 +58,8 @@ def test_gathering_and_scattering_are_exact(layout, more_columns):
     made = plan(layout, 3, jax.devices())
     padded_shape = made._scattered_shape
 
-    def with_more_columns(shape):
-        *outer, columns = padded_shape(shape)
+    def with_more_columns(names, shape):
+        *outer, columns = padded_shape(names, shape)
         return *outer, columns + more_columns
 
     vars(made)["_scattered_shape"] = with_more_columns
