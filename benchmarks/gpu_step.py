@@ -25,7 +25,7 @@ from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.devices import GPU_FILES, hide_xla_warnings
 
 HERE = Path(__file__).parent
-OURS, TORCH, UNROLLED = PROGRAMS = ("spmd-lm", "torch", "spmd-lm-unrolled")
+OURS, TORCH, SCANNED = PROGRAMS = ("spmd-lm", "torch", "spmd-lm-scanned")
 GOAL = 0.6  # MFU
 LONGEST, SHOWN = 20, 5  # kernels written, and printed
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -49,7 +49,7 @@ def commands(
 ) -> dict[str, list[str]]:
     ours = [sys.executable, str(HERE / "gpu_framework.py"), size, directory, *settings]
     torch = [sys.executable, str(HERE / "gpu_torch.py"), directory, *["--eager"] * eager]
-    of_program = {OURS: ours, TORCH: torch, UNROLLED: [*ours, "model.scan=false"]}
+    of_program = {OURS: ours, TORCH: torch, SCANNED: [*ours, "model.scan=true"]}
     return {name: of_program[name] for name in programs}
 
 

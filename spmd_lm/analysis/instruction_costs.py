@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
 
 
 class InstructionCosts:
-    """Of the instructions of a module.  Those of a computation are read once."""
+    """FLOPs and traffic of a module's instructions, each computation of which is read once."""
 
     def __init__(self, module: HloModule):
         self.module = module
@@ -54,7 +54,7 @@ class InstructionCosts:
         self._fused_traffic: dict[str, tuple[dict[int, float], float]] = {}
 
     def flops(self, computation: str, i: Instruction) -> float:
-        """Of an instruction of `computation`, and of all that it calls, other than loops and conditionals."""
+        """FLOPs of an instruction of `computation`, and of all that it calls, other than loops and conditionals."""
         if i.callee:
             return self._flops_within(i.callee)
         if i.opcode in ("dot", "convolution") or (_is_gemm(i)):
@@ -69,8 +69,8 @@ class InstructionCosts:
         return self._flops[computation]
 
     def traffic(self, computation: str, i: Instruction) -> Traffic:
-        """Of an instruction of `computation`, on its own memory alone; none of one that others wait for, or that only
-        names or arranges values.
+        """Bytes of an instruction of `computation`, on its own memory alone; none of one that others wait for, or that
+        only names or arranges values.
 
         Of an array that it only slices, gathers from or updates in place, the slices."""
         if i.opcode in _NO_MEMORY or i.opcode.endswith(("-update", "-done")) or _ALLOCATION in i.attributes:
@@ -114,8 +114,8 @@ class InstructionCosts:
         return [each for i in body for each in (self.within(i.callee) if i.callee else [i])]
 
     def attention_flops(self, computation: str, i: Instruction) -> float:
-        """Of a call of cuDNN's attention, which is not HLO: of a causal one, half; backward runs five products for
-        forward's two."""
+        """FLOPs of a call of cuDNN's attention, which is not HLO: of a causal one, half; backward runs five products
+        for forward's two."""
         (call,) = self.within(i.callee) if i.callee else [i]
         scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^]]*)\]', call.attributes)
         assert scores, call.attributes
@@ -163,7 +163,7 @@ class InstructionCosts:
 
 
 def _updated(i: Instruction, operands: list[Instruction]) -> tuple[float, float]:
-    """Of an update in place: elements that it reads of what it updates, and bytes that it writes."""
+    """Traffic of an update in place: elements that it reads of what it updates, and bytes that it writes."""
     update, base = operands[_UPDATES[i.opcode]], operands[0]
     return (update.elements if i.opcode == "scatter" else 0.0), float(min(update.bytes, base.bytes))
 

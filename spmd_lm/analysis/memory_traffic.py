@@ -28,7 +28,8 @@ class KernelSpeeds(NamedTuple):
     overhead: float = 0.0
 
     def seconds(self, costs: InstructionCosts, computation: str, i: Instruction) -> float:
-        """Of an instruction of `computation`; 0 of one that is no kernel.  Of a collective, the product in it alone."""
+        """Seconds of an instruction of `computation`; 0 if it is no kernel; of a collective, those of the product in
+        it."""
         traffic, kind = costs.traffic(computation, i), costs.kind(computation, i)
         flops = costs.flops(computation, i) / self.flops
         if not sum(traffic) or (kind == COLLECTIVE_KERNELS and not flops):
@@ -49,8 +50,8 @@ class _Alike(NamedTuple):
 
 
 def memory_traffic(module: HloModule, speeds: KernelSpeeds, shares: Shares | None = None) -> dict[str, Any]:
-    """Of one device in one step, the mean over a pipeline's stages: {bytes, seconds, kinds: [{kind, kernels, read,
-    written, bytes, seconds}], kernels: [{name, kind, source, scope, count, read, written, bytes, seconds}]}, the
+    """Traffic of one device in one step, the mean over a pipeline's stages: {bytes, seconds, kinds: [{kind, kernels,
+    read, written, bytes, seconds}], kernels: [{name, kind, source, scope, count, read, written, bytes, seconds}]}, the
     largest first.  `seconds` of all are those of the stage with the most; `read` and `written` of a kernel those of one
     run.
 

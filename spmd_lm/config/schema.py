@@ -196,7 +196,9 @@ class Precision(Section):
     params: Dtype = "float32"  # of master weights and optimizer state
     compute: Dtype = "bfloat16"  # of activations and matrix products
     reduce: Dtype = "float32"  # of gradients as they are summed over devices
-    logits: Literal["float32", "compute"] = "float32"  # as products write them; compute: half the bytes, rounded
+    logits: Literal["float32", "compute"] = (
+        "float32"  # as products write them in training, or wider where compute is; compute: half the bytes, rounded
+    )
     loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, see step/loss_scale.py
     # halved in the first steps where that is too large; Megatron-LM begins at 4294967296
     initial_scale: Annotated[float, Field(gt=0, le=2**64)] = 2.0**16

@@ -8,7 +8,7 @@ from spmd_lm.parallel.plan import Plan
 
 
 def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
-    """Of a device, the mean over a pipeline's stages.
+    """Bytes by what they are, of one device in one step; the mean over a pipeline's stages.
 
     Each value that is saved for backward, each logit and each logit's gradient is written once and read once; a weight
     is read forward and backward for each microbatch; its gradient is written, and added to their sum where there are
@@ -18,16 +18,25 @@ def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
     compute, wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
     tokens = microbatches * tokens_per_device(config, layout)
     vocab = padded_vocab(config.model.vocab, layout.model) if config.objective.predicts_tokens else 0
-    weights = microbatches * plan.elements_per_device(gathered=True)
-    gradients = microbatches * plan.elements_per_device(gathered=not plan.zero.scatters_in_backward)
+    logits = compute if p.logits == "compute" else wide
+    weights = microbatches * used_elements(plan, gathered=True)
+    gradients = microbatches * used_elements(plan, gathered=not plan.zero.scatters_in_backward)
     state = 2 * (1 + config.optim.num_moments) * dtype_bytes(p.params) + 2 * dtype_bytes(p.reduce) + compute
     return {
         "saved values": saved_traffic(config, plan),
-        "logits": 2 * (wide + compute) * tokens * vocab / layout.model / layout.pipe,
-        "weights": 2 * compute * float(weights),
-        "gradients": (compute + 2 * wide if microbatches > 1 or layout.pipe > 1 else 2 * compute) * float(gradients),
+        "logits": 2 * (logits + compute) * tokens * vocab / layout.model / layout.pipe,
+        "weights": 2 * compute * weights,
+        "gradients": (compute + 2 * wide if microbatches > 1 or layout.pipe > 1 else 2 * compute) * gradients,
         "optimizer": float(state * plan.elements_per_device()),
     }
+
+
+def used_elements(plan: Plan, *, gathered: bool) -> float:
+    """Elements of the parameters that a device uses for a microbatch: of embedding and head, those of the one stage
+    that uses them, divided among all."""
+    layers = plan.elements_per_device("blocks", gathered=gathered)
+    rest = plan.elements_per_device(gathered=gathered) - layers
+    return layers + rest / plan.layout.pipe
 
 
 def saved_traffic(config: RunConfig, plan: Plan) -> float:

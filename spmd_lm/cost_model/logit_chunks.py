@@ -6,20 +6,20 @@ quarter of all that its matrix products move.  So a step takes as many as its me
 import math
 
 MOST_LOGIT_BYTES = 2**30
-"""With more, products move 2% less."""
-SHARE = 0.1
-"""Of what a step holds without them, that they may take."""
+"""Most bytes of logits at a time; with more, products move 2% less."""
+SHARE_OF_PEAK = 0.1
+"""Largest share that logits may take of what a step holds without them."""
 TILE = 128
-"""Of whose multiples a GPU's library multiplies all; other matrices are copied and padded first."""
+"""Tokens of which a chunk has a multiple: a GPU's library copies and pads other matrices before it multiplies them."""
 MOST_PADDING = 1 / 64
-"""Of the tokens."""
+"""Largest share of tokens that the last chunk may be padded with."""
 
 
 def tokens_per_chunk(tokens: int, logit_bytes: int, peak: float, free: float) -> int | None:
-    """Those of a chunk, a multiple of TILE; None if none fits.
+    """Tokens in each chunk, a multiple of TILE; None if no chunk fits.
 
     logit_bytes: of one token.  peak: bytes that the step holds where it holds most.  free: what its device has left."""
-    most = min(MOST_LOGIT_BYTES, SHARE * peak, free)
+    most = min(MOST_LOGIT_BYTES, SHARE_OF_PEAK * peak, free)
     if most < TILE * logit_bytes:
         return None
     fewest = math.ceil(tokens * logit_bytes / most)

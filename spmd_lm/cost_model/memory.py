@@ -229,7 +229,7 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     accumulates = config.parallel.microbatches > 1
     accumulated = sizes.accumulated if accumulates else 0
     gradients = in_blocks_gradients = sizes.gradients + accumulated
-    if _matrices_apart(config, plan, sizes):  # gradients appear as what layers saved is freed
+    if _unstacks(config, plan, sizes):  # gradients appear as what layers saved is freed
         in_blocks_gradients = accumulated + sizes.embedding + (0 if accumulates else sizes.layer)
     keeps = accumulates or sizes.compiler.keeps_weights  # after their last use
     keeps_rest = keeps
@@ -257,16 +257,17 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     ]
     if plan.zero.gather_per == "step" and sizes.compiler.sums_overlap:
         # The last stack in two layouts; and zeros: for the sum over microbatches, or for the head's gradient and for
-        # what the loop over layers will save.
+        # what a loop over layers will save.
         zeros = head_zeros if sizes.widens_sums else 0
-        then = (accumulated, 0) if accumulates else (zeros, sizes.saved)
+        then = (accumulated, 0) if accumulates else (zeros, sizes.saved if plan.scan else 0)
         phases.append(Phase(GATHER, weights + sizes.largest_stack, *then, 0))
     return phases
 
 
-def _matrices_apart(config: RunConfig, plan: Plan, sizes: _Sizes) -> bool:
-    """Whether layers are unrolled, with matrices whose gradients products add to their sums."""
-    stacked = plan.scan or config.remat_policy.layers_per_remat_block > 1 or plan.zero.scatters_in_backward
+def _unstacks(config: RunConfig, plan: Plan, sizes: _Sizes) -> bool:
+    """Whether the matrices of layers are unstacked, so that products add their gradients to the sums."""
+    stacked = plan.scan or config.remat_policy.layers_per_remat_block > 1 or config.model.share_layers
+    stacked = stacked or plan.zero.scatters_in_backward
     return sizes.compiler.sums_overlap and not stacked
 
 

@@ -91,7 +91,7 @@ def _forward_chunk(
 
 
 def _largest_and_normalizer(logits: Array) -> tuple[Array, Array]:
-    """Of each row of this shard: the largest logit, and the sum of exponentials of the logits less the largest."""
+    """The largest logit of each row of this shard, and the sum of exponentials of the logits less the largest."""
     return lax.platform_dependent(logits, cuda=_in_one_pass, default=_in_two_passes)
 
 
@@ -101,7 +101,7 @@ def _in_two_passes(logits: Array) -> tuple[Array, Array]:
 
 
 def _in_one_pass(logits: Array) -> tuple[Array, Array]:
-    """By a reduction that merges those of two sets (arXiv:1805.02867).  A GPU reads the logits once."""
+    """Both by one reduction, which merges those of two sets (arXiv:1805.02867): a GPU reads the logits once."""
     h = _bounded(logits)
     start = jnp.finfo(h.dtype).min, jnp.zeros((), h.dtype)
     return tuple(lax.reduce((h, jnp.ones_like(h)), start, _merge, (1,)))

@@ -65,8 +65,8 @@ def _moments_in_two_passes(h: Array) -> tuple[Array, Array]:
 
 
 def _moments_in_one_pass(h: Array) -> tuple[Array, Array]:
-    """By a reduction that merges the moments of two sets (Chan, Golub and LeVeque 1983).  A GPU reads h once; a CPU
-    takes six times as long as for two passes."""
+    """Both by one reduction, which merges the moments of two sets (Chan, Golub and LeVeque 1983).  A GPU reads h once;
+    a CPU takes six times as long as for two passes."""
     zero = jnp.zeros((), h.dtype)
     sets = jnp.ones_like(h), h, jnp.zeros_like(h)
     count, mean, squares = lax.reduce(sets, (zero, zero, zero), _merge, (h.ndim - 1,))

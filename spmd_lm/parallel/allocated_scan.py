@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from spmd_lm.parallel.trees import Tree
 
@@ -45,5 +44,5 @@ def _allocate(length: int, entry: jax.ShapeDtypeStruct) -> Array:
     """A stack of `length` entries, sharded as each of them is; of any values on a GPU or TPU, zeros on a CPU."""
     sharding = entry.sharding
     if isinstance(sharding, NamedSharding):
-        sharding = sharding.update(spec=P(None, *sharding.spec))
+        sharding = sharding.update(spec=sharding.spec.update(partitions=(None, *sharding.spec.partitions)))
     return lax.empty((length, *entry.shape), entry.dtype, out_sharding=sharding)

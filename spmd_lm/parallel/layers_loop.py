@@ -14,7 +14,7 @@ from spmd_lm.parallel.trees import Tree, drop_residuals
 Losses = dict[str, Array]
 Stacks = tuple[Tree, ...]
 """Trees of arrays [layers, ...]: the weights, or with_gathered_weights' first three arguments.  Unrolled, a stack of
-matrices may be a list of them: see `with_matrices_apart`."""
+matrices may be a list of them: see `unstack_matrices`."""
 
 BlockFn = Callable[..., tuple[Array, Losses]]
 """block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: for each stack, its entry of this layer."""
@@ -32,8 +32,8 @@ class LayersLoop:
     allocated: bool = False
 
     @property
-    def takes_apart(self) -> bool:
-        """Whether matrices may come apart, so that no microbatch has to take a stack apart."""
+    def unstacks(self) -> bool:
+        """Whether matrices may come unstacked, so that no microbatch has to take them out of stacks."""
         return not self.scan and self.layers_per_weight == self.layers_per_remat_block == 1
 
     def run(
@@ -124,8 +124,8 @@ class LayersLoop:
         """The layers of the stacks and their indices, as `_loop` takes them: stacked, or a list."""
         if self.scan:
             return stacks, jnp.arange(jax.tree.leaves(stacks)[0].shape[0], dtype=jnp.int32)
-        leaves, treedef = jax.tree.flatten(stacks, is_leaf=_is_apart)
-        layers = zip(*(leaf if _is_apart(leaf) else _split(leaf) for leaf in leaves), strict=True)
+        leaves, treedef = jax.tree.flatten(stacks, is_leaf=_is_unstacked)
+        layers = zip(*(leaf if _is_unstacked(leaf) else _split(leaf) for leaf in leaves), strict=True)
         return [(jax.tree.unflatten(treedef, layer), jnp.int32(i)) for i, layer in enumerate(layers)]
 
     def _loop(
@@ -147,18 +147,18 @@ class LayersLoop:
         return jax.tree.map(lambda *losses: sum(losses), *losses)
 
 
-def with_matrices_apart(stacks: Tree) -> Tree:
-    """The same with each stack of matrices as a list of them.  Vectors stay together: apart, each would take kernels of
+def unstack_matrices(stacks: Tree) -> Tree:
+    """`stacks` with each stack of matrices as a list of them.  Vectors stay stacked: each alone would take kernels of
     its own to be added up."""
     return jax.tree.map(lambda stack: _split(stack) if stack.ndim > 2 else stack, stacks)
 
 
-def as_stacks(stacks: Tree) -> Tree:
-    """The inverse of `with_matrices_apart`; stacks unchanged."""
-    return jax.tree.map(lambda x: _stack(x) if _is_apart(x) else x, stacks, is_leaf=_is_apart)
+def stack_matrices(stacks: Tree) -> Tree:
+    """The inverse of `unstack_matrices`; stacks unchanged."""
+    return jax.tree.map(lambda x: _stack(x) if _is_unstacked(x) else x, stacks, is_leaf=_is_unstacked)
 
 
-def _is_apart(x: Any) -> bool:
+def _is_unstacked(x: Any) -> bool:
     return isinstance(x, list)
 
 

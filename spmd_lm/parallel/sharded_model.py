@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from spmd_lm.axes import is_dim_names
-from spmd_lm.parallel.layers_loop import BlockFn, LayersLoop, Losses, Stacks, as_stacks, with_matrices_apart
+from spmd_lm.parallel.layers_loop import BlockFn, LayersLoop, Losses, Stacks, stack_matrices, unstack_matrices
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.prefetch import PrefetchedLayers
 from spmd_lm.parallel.trees import Tree, cast
@@ -53,12 +53,12 @@ def join_params(parts: Parts) -> Tree:
     return parts.rest | {"blocks": parts.blocks}
 
 
-def _in_layers(fns: ModelFns, plan: Plan, weights: Parts) -> Parts:
-    """The same, where layers are unrolled with their matrices apart.  For every microbatch a GPU would copy each out of
-    its stack, and add the stack's gradient in a pass of its own, not in the product.  Stages of a pipeline index
+def _unstacked(fns: ModelFns, plan: Plan, weights: Parts) -> Parts:
+    """`weights` with the matrices of unrolled layers unstacked.  Else a GPU would, for every microbatch, copy each out
+    of its stack, and add the stack's gradient in a pass of its own, not in the product.  Stages of a pipeline index
     stacks."""
-    apart = fns.loop.takes_apart and plan.layout.pipe == 1
-    return weights._replace(blocks=with_matrices_apart(weights.blocks)) if apart else weights
+    unstacks = fns.loop.unstacks and plan.layout.pipe == 1
+    return weights._replace(blocks=unstack_matrices(weights.blocks)) if unstacks else weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ShardedModel:
         compute_params, names = split_params(cast(params, compute_dtype)), split_params(plan.sharded_names)
         dtypes = compute_dtype, reduce_dtype
         if plan.zero.stage == 0:
-            weights = _in_layers(fns, plan, split_params(plan.as_weights(join_params(compute_params), plan.names)))
+            weights = _unstacked(fns, plan, split_params(plan.as_weights(join_params(compute_params), plan.names)))
             return cls(fns, plan, *dtypes, weights, weights, weights, scatters_in_backward=False)
         blocks = None if plan.zero.gathers_on_use else plan.gather(compute_params.blocks, names.blocks)
         gathered = Parts(blocks, plan.gather(compute_params.rest, names.rest))
@@ -92,7 +92,7 @@ class ShardedModel:
         grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, sink_dtype), params)
         grad_sinks = plan.as_weights(grad_sinks, plan.sharded_names)
         in_backward = plan.zero.scatters_in_backward
-        gathered = gathered if blocks is None else _in_layers(fns, plan, gathered)
+        gathered = gathered if blocks is None else _unstacked(fns, plan, gathered)
         grad_argument = split_params(grad_sinks) if in_backward else gathered
         return cls(fns, plan, *dtypes, grad_argument, split_params(params), gathered, in_backward)
 
@@ -217,7 +217,7 @@ class ShardedModel:
 
     def reduce_gradients(self, grads: Parts) -> Tree:
         """Gradients of `grad_argument`, with the sums that are left, sharded as the parameters are."""
-        grads, names = join_params(grads._replace(blocks=as_stacks(grads.blocks))), self.plan.sharded_names
+        grads, names = join_params(grads._replace(blocks=stack_matrices(grads.blocks))), self.plan.sharded_names
         scatters = self.plan.zero.stage and not self.scatters_in_backward
         reduced = self.scatter(grads, names) if scatters else cast(grads, self.reduce_dtype)
         return self.plan.psum_gradients(reduced, names)

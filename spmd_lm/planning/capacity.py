@@ -35,7 +35,7 @@ def capacity_of(hardware: Hardware | None, platform: str) -> Capacity | None:
 
 
 def describe_capacity(usable: float, device: float) -> str:
-    """After `of the`."""
+    """Words for a capacity, to follow "of the"."""
     if usable == device:
         return f"{format_bytes(device)} that a device has"
     return f"{format_bytes(usable)} that jax allocates of the {format_bytes(device)} of a device"

@@ -19,7 +19,7 @@ PACKAGE = "/spmd_lm/"
 
 
 def kernel_speeds(hardware: Hardware) -> KernelSpeeds:
-    """Of a device whose speed is modelled."""
+    """Speeds that kernels are assumed to reach on a device whose speed is modelled."""
     assert hardware.memory and hardware.efficiency and hardware.products
     memory, peak = hardware.memory, hardware.peak_flops
     if hardware.device_kind.startswith("tpu"):

@@ -59,10 +59,13 @@ def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str,
     published = flops.peak(program.device, config.precision.compute)
     predicted = predict_step(config, plan, hardware, target.profile)
     parts = predicted.parts | {"exposed": exposed["exposed_seconds"]}
+    spans = step_range(parts, target.profile)
     if traffic := audited["memory_traffic"]:
         counted = max(0.0, traffic["seconds"] - predicted.optimizer)
         parts |= {"compute": counted, "bubble": predicted.bubble * counted / predicted.compute}
     step_seconds = sum(parts.values())
+    best, worst = spans["step_seconds"]
+    spans["step_seconds"] = [min(best, step_seconds), max(worst, step_seconds)]
     in_kernels = fused_attention_flops(config, plan)
     model_flops, devices = program.flops_per_step, plan.layout.devices
     tokens = program.tokens_per_step / step_seconds
@@ -81,8 +84,9 @@ def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str,
             "hardware": devices * (compiled_flops(module, shares) + in_kernels),
         },
         "step_seconds": step_seconds,
-        "range": step_range(parts, target.profile),
+        "range": spans,
         "parts": parts,
+        "counted": traffic is not None,
         "analytic": {"step_seconds": predicted.seconds, "parts": predicted.parts},
         "tokens_per_second": tokens,
         "mfu": model_flops / step_seconds / devices / published.flops if published else None,
@@ -101,7 +105,16 @@ def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
     plan, hardware = make_plan(config, target), target.hardware
     predicted, p = predict_step(config, plan, hardware, target.profile), config.parallel
     planned = sum(memory.table(config, plan).values())
-    unknown = ("matches_theory", "step_seconds", "range", "parts", "tokens_per_second", "mfu", "compile_seconds")
+    unknown = (
+        "counted",
+        "matches_theory",
+        "step_seconds",
+        "range",
+        "parts",
+        "tokens_per_second",
+        "mfu",
+        "compile_seconds",
+    )
     return dict.fromkeys(unknown) | {
         "config": config.run.name,
         "topology": str(target.topology),
@@ -254,6 +267,9 @@ def render(found: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {seconds:.4g}" for name, seconds in f["parts"].items())
     times, spans = work["hardware"] / work["model"], f["range"]
     mfu = "unknown" if f["mfu"] is None else format_range(spans["mfu"], "{:.0%}".format)
+    compute = f"the parts of a step are at {f['software']:.0%}"
+    if f.get("counted"):
+        compute = "compute in the parts of a step is its kernels', counted as audit does"
     days, (most, least) = format_range(spans["days"], "{:.3g}".format), spans["software"]
     return "\n".join(
         (
@@ -268,7 +284,7 @@ def render(found: dict[str, Any]) -> str:
             f"speed   {format_range(spans['tokens_per_second'], '{:,.0f}'.format)} tokens/s, MFU {mfu}",
             f"run     {f['tokens']:.4g} tokens in {days} days of {f['devices']} devices{_paid(f)}",
             f"if products reach {most:.0%} to {least:.0%} of the hardware's rate, as published runs of other programs "
-            f"did; the parts of a step are at {f['software']:.0%}",
+            f"did; {compute}",
             *filter(None, [f.get("notice")]),
             "matches theory" if f["matches_theory"] else "does NOT match theory: see spmd-lm audit",
         )

@@ -36,7 +36,8 @@ ALIKE: tuple[tuple[Policy, ...], ...] = (("none", "selective", "residual"), ("fu
 POLICIES = tuple(itertools.chain.from_iterable(ALIKE))
 LARGEST_CHUNKS = 8
 ROOM = 0.92
-"""Of what a run may take that a layout may be predicted to: docs/planning.md has how good predictions are."""
+"""Largest share of a device's capacity that a layout may be predicted to take; docs/planning.md says how far off
+predictions are."""
 
 
 class Target(NamedTuple):

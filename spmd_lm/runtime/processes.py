@@ -168,6 +168,11 @@ def use_own_gpus(process_id: int) -> None:
     in all of them if they cannot be shared."""
     import jax
 
+    if (own := jax.config.values["jax_cuda_visible_devices"]) != "all":
+        raise ConfigError(
+            f"JAX_CUDA_VISIBLE_DEVICES={own}: a host's GPUs are shared among its processes as CUDA shows "
+            "them. Use CUDA_VISIBLE_DEVICES."
+        )
     seen = collect("GPUs", [] if jax.config.values["jax_platforms"] == "cpu" else visible_gpus())
     try:
         own = share(seen)[process_id]

@@ -14,8 +14,8 @@ MOST_OUTPUT = 1_000_000  # of an answer; SLURM's of 10,000 jobs has a tenth
 
 
 def ask(command: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Its exit code, and what it writes to both streams.  OSError, whose `strerror` says why,
-    if it cannot be started, does not end, or says too much."""
+    """Its exit code, and what it writes to both streams.  OSError, whose `strerror` says why, if it cannot be started,
+    does not end, or says too much."""
     null, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=both, start_new_session=True)
     answers: list[tuple[int, bytes]] = []
@@ -28,11 +28,11 @@ def ask(command: Sequence[str], seconds: float) -> tuple[int, str]:
     thread = threading.Thread(target=read, daemon=True)  # within a driver no signal ends a process
     thread.start()
     thread.join(seconds)
-    if answers and len(answers[0][1]) < MOST_OUTPUT:
-        code, text = answers[0]
+    code, text = answers[0] if answers else (0, None)
+    if text is not None and len(text) < MOST_OUTPUT:
         return code, escape_controls(text.decode(errors="replace"))
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    if answers:
+    if text is not None:
         raise OSError(errno.EFBIG, f"it says more than {MOST_OUTPUT:,} bytes", command[0])
     raise TimeoutError(errno.ETIMEDOUT, f"it does not end in {seconds:g} s", command[0])

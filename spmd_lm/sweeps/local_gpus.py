@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 from spmd_lm.errors import ConfigError
 from spmd_lm.runtime.formatting import pluralize
-from spmd_lm.runtime.gpu_memory import ALLOCATED_BY_DEFAULT, FRACTION, NEW_FRACTION
+from spmd_lm.runtime.gpu_memory import ALLOCATED_BY_DEFAULT, ALLOCATOR, FRACTION, NEW_FRACTION, UNLIMITED
 
+LEAST_PERCENT = 2  # of a GPU's memory; CUDA itself takes about as much of a small one for each process
 NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # an index, or a UUID or its beginning, as CUDA knows them
 
 
 class GpuShare(NamedTuple):
-    """gpus: of each job, as CUDA_VISIBLE_DEVICES names them.  environment: of all jobs.  line: says it, '' for one job
-    that has all."""
+    """gpus: of each job, as CUDA_VISIBLE_DEVICES names them.  environment: of all jobs.  line: what a user is told, ''
+    for one job that has all."""
 
     gpus: list[list[str]]
     environment: dict[str, str]
@@ -36,7 +37,8 @@ def share_gpus(devices: int, jobs: int) -> GpuShare:
     each, environment, memory = jobs // devices, dict[str, str](), ""
     if not caller_limits_memory():
         # The first job would take what jax allocates, and leave too little.
-        percent = int(ALLOCATED_BY_DEFAULT * 100 / each)
+        if (percent := int(ALLOCATED_BY_DEFAULT * 100 / each)) < LEAST_PERCENT:
+            raise ConfigError(f"{what}: {percent}% of a GPU's memory is too little for a job. Choose fewer.")
         environment = {FRACTION: f"{percent / 100:.2f}"}
         memory = f", with {percent}% of its memory ({FRACTION}={environment[FRACTION]})"
     shared = f"{each} jobs share {'each' if devices > 1 else 'it'}{memory}"
@@ -47,7 +49,8 @@ def share_gpus(devices: int, jobs: int) -> GpuShare:
 def caller_limits_memory() -> bool:
     """Whether the environment says how much of a GPU's memory a process takes, as jax reads it."""
     takes_it_as_needed = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
-    return takes_it_as_needed or any(map(os.environ.get, (FRACTION, NEW_FRACTION)))
+    has_no_limit = os.environ.get(ALLOCATOR, "").lower() in UNLIMITED
+    return takes_it_as_needed or has_no_limit or any(map(os.environ.get, (FRACTION, NEW_FRACTION)))
 
 
 def gpu_names(devices: int) -> list[str]:

@@ -119,7 +119,8 @@ def local_jobs(cells: Sequence[Cell], at_once: int, log: Log) -> LocalJobs:
     if all(cell.config.run.simulate_devices for cell in cells):
         return LocalJobs()
     machine = probe()
-    share = share_gpus(machine.devices, at_once) if machine.platform == "gpu" else GpuShare([], {}, "")
+    used = min(at_once, machine.devices * -(-len(cells) // machine.devices))  # a job without a cell shares no GPU
+    share = share_gpus(machine.devices, used) if machine.platform == "gpu" else GpuShare([], {}, "")
     if at_once > 1 and machine.platform == "tpu":
         raise ConfigError(f"--jobs {at_once}: one process has all of a host's TPUs. Leave out --jobs.")
     faults = defaultdict[str, list[str]](list)

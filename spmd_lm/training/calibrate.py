@@ -60,7 +60,7 @@ def in_a_row(operation: Callable[[Array], Array], times: int, platform: str) -> 
 
 
 def products(times: int) -> Body:
-    """Of a matrix by another and by its transpose, so many times: a product needs the one before it."""
+    """Products of a matrix with another and with its transpose, so many times: each needs the one before it."""
 
     def body(left: Array, right: Array) -> Array:
         for _ in range(times):
@@ -93,16 +93,19 @@ class Calibration:
         return jax.jit(mapped, donate_argnums=0 if in_place else ()).lower(*arrays).compile()
 
     def seconds(self, bodies: Sequence[Body], *shapes: tuple[int, ...], in_place: bool = True) -> list[float]:
-        """Of each on every device, in turns, with random arrays of these shapes: a GPU multiplies ones faster."""
+        """Least seconds of each on every device, in turns, with random arrays of these shapes: a GPU multiplies ones
+        faster."""
         programs = [self.compiled(body, *shapes, in_place=in_place) for body in bodies]
         first, *rest = (self._random(shape) for shape in shapes)
+        inputs = jnp.copy(first)
         times: list[list[float]] = [[] for _ in programs]
         for _ in range(1 + REPEATS):  # once to warm up
             for program, taken in zip(programs, times, strict=True):
                 start = time.perf_counter()
-                result = jax.block_until_ready(program(first, *rest))
+                jax.block_until_ready(program(inputs, *rest))
                 taken.append(time.perf_counter() - start)
-                first = result if in_place else first
+                # Not the result: of products of products float16 overflows.
+                inputs = jax.block_until_ready(jnp.copy(first)) if in_place else first
         return [min(taken[1:]) for taken in times]
 
     def _global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -117,11 +120,11 @@ class Calibration:
         return make(jax.random.key(0))
 
     def small_kernels(self, times: int) -> Body:
-        """On next to nothing."""
+        """So many kernels on next to nothing."""
         return in_a_row(lax.sin, times, self.platform)
 
     def passes(self, times: int) -> Body:
-        """Over an array, each a kernel that reads and writes all of it."""
+        """So many passes over an array, each a kernel that reads and writes all of it."""
         return in_a_row(lax.neg, times, self.platform)
 
     def kernel_overhead(self) -> float:

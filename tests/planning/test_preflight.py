@@ -115,6 +115,11 @@ def test_a_gpu_computes_as_long_as_its_counted_kernels(found, config, audited, m
     assert parts["compute"] + parts["optimizer"] == pytest.approx(7.0)
     assert [parts[key] for key in ("exposed", "optimizer")] == [before[key] for key in ("exposed", "optimizer")]
     assert of_gpu["step_seconds"] == pytest.approx(sum(parts.values()))
+    # The range is of what the cost model computes, whose rates it is about, and has the counted step in it.
+    best, worst = found["range"]["step_seconds"]
+    assert of_gpu["range"]["step_seconds"] == [min(best, of_gpu["step_seconds"]), max(worst, of_gpu["step_seconds"])]
+    last = planning.render(planning.with_costs(of_gpu | {"software": 0.9}, None, None)).splitlines()[-2]
+    assert last.endswith("did; compute in the parts of a step is its kernels', counted as audit does")
 
 
 def test_costs_follow_from_tokens_and_price(found):

@@ -19,7 +19,7 @@ ONE_F_ONE_B = {"pipe": 2, "data": 2, "microbatches": 2, "schedule": "1f1b"}
 @pytest.mark.mutants
 @pytest.mark.parametrize(
     "parallel",
-    [PREFETCH, pytest.param(PREFETCH | {"partitioner": "types"}, marks=pytest.mark.slow), ONE_F_ONE_B],
+    [PREFETCH, pytest.param(PREFETCH | {"partitioner": "types", "model": 2}, marks=pytest.mark.slow), ONE_F_ONE_B],
     ids=["prefetch", "types", "1f1b"],
 )
 def test_what_was_in_the_arrays_reaches_nothing(parallel, monkeypatch, x64):

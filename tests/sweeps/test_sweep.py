@@ -18,6 +18,7 @@ from spmd_lm.errors import ConfigError, Exit
 from spmd_lm.runtime.directories import lock_directory
 from spmd_lm.sweeps import sweep
 from spmd_lm.sweeps.cells import make_cells
+from spmd_lm.sweeps.local_gpus import share_gpus
 from spmd_lm.sweeps.sweep_file import read_sweep
 from tests import processes
 
@@ -304,6 +305,14 @@ def test_more_jobs_than_gpus_share_them_and_say_so(one_device_cells, monkeypatch
     ]
     with pytest.raises(ConfigError, match=r"--jobs 3 on 2 GPUs.* Choose 1, 2 or a multiple of 2\."):
         started(one_device_cells, 3, None, 2, monkeypatch)
+    with pytest.raises(ConfigError, match=r"--jobs 76 on 1 GPU: 0% of a GPU's memory is too little"):
+        share_gpus(1, 76)
+
+
+def test_jobs_without_a_cell_get_no_gpu(one_device_cells, monkeypatch):
+    environments, logged = started(one_device_cells, 8, "0,1,2,3", 4, monkeypatch)
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["0", "1", "2", "3"]
+    assert logged == ["--jobs 4 on 4 GPUs: 1 each, 0, 1, 2 and 3 of CUDA_VISIBLE_DEVICES"]
 
 
 @pytest.mark.parametrize(
@@ -312,6 +321,7 @@ def test_more_jobs_than_gpus_share_them_and_say_so(one_device_cells, monkeypatch
         ("XLA_CLIENT_MEM_FRACTION", ".2"),
         ("XLA_PYTHON_CLIENT_MEM_FRACTION", ".2"),
         ("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async"),
     ],
 )
 def test_jobs_that_share_a_gpu_keep_the_memory_that_the_caller_gives_them(setting, one_device_cells, monkeypatch):
