@@ -45,10 +45,12 @@ class Compiler(NamedTuple):
     key and value matrices, which about every second compiled step copies; all of it is copied where it is gathered for
     several microbatches.  rounds_stacks: the loop that scatters a stack holds a slice of one layer, and gradients that
     it scatters in a narrower dtype are rounded ahead of it, those of all layers.  keeps_weights: they stay until a
-    step's end, read again or not.  unrolled_sums: further residual streams that an unrolled layer saves where
-    all-reduces over `model` sum them.  attention_arrays, forward_arrays: by remat policy, at the points of attention's
-    backward, and of forward, at which a layer may hold most where a fused kernel computes attention; measured without
-    post norm and dropout.  rotary_attention_arrays, rotary_forward_arrays: at those that rotary positions add."""
+    step's end, read again or not.  unrolled_sums: residual streams that each of several unrolled layers holds
+    besides when their backward begins, where all-reduces over `model` sum few tokens.  unrolled_gathers: the same
+    where the sequence is sharded, of whole streams.  attention_arrays, forward_arrays: by remat policy, at the
+    points of attention's backward, and of forward, at which a layer may hold most where a fused kernel computes
+    attention; measured without post norm and dropout.  rotary_attention_arrays, rotary_forward_arrays: at those that
+    rotary positions add."""
 
     lanes: int = 1
     wide: bool = False
@@ -66,6 +68,7 @@ class Compiler(NamedTuple):
     rounds_stacks: bool = False
     keeps_weights: bool = False
     unrolled_sums: float = 0
+    unrolled_gathers: float = 0
     attention_arrays: Points = MappingProxyType({})
     forward_arrays: Points = MappingProxyType({})
     rotary_attention_arrays: Points = MappingProxyType({})
@@ -122,6 +125,7 @@ COMPILER_OF_PLATFORM = {
         least_streams=11,
         logits=1.5,
         unrolled_sums=1.5,
+        unrolled_gathers=1,
         in_turn=frozenset({"residual"}),
         sums_overlap=True,
         casts_layers=True,

@@ -30,6 +30,8 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
 
 STREAMS_ON_CHIP = 5
 """A TPU's compiler places arrays on the chip where its memory holds this many unsharded residual streams."""
+TOKENS_OF_UNROLLED_SUMS = 4096
+"""Most tokens of a microbatch of which a GPU's compiler holds sums over `model`, not what they are added to."""
 
 
 class _Sizes:
@@ -107,8 +109,10 @@ class _Sizes:
         self.stream = int(tokens * layer.stream)  # one microbatch's
         self.hidden = int(tokens * layer.hidden)
         self.saved = int(tokens * config.layers_per_chunk * layer.saved)  # in the layers that run in one loop
-        if not plan.scan and plan.layout.model > 1 and not plan.sequence:
-            self.saved += int(self.compiler.unrolled_sums * self.stream) * config.layers_per_chunk
+        self.unrolled = 0  # what unrolled layers hold besides when their backward begins
+        if not plan.scan and (n := plan.layout.model) > 1 and (plan.sequence or tokens <= TOKENS_OF_UNROLLED_SUMS):
+            streams = self.compiler.unrolled_gathers * n if plan.sequence else self.compiler.unrolled_sums
+            self.unrolled = int(streams * self.stream) * config.layers_per_chunk
         on_chip = self._on_chip()
 
         def in_hbm(per_token: float) -> int:
@@ -244,7 +248,7 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     # freed what the last one saved, and recomputes the first one ahead of its turn.
     layers_apart = sizes.compiler.sums_overlap and bool(plan.prefetch)
     workspace = sizes.workspace + (sizes.hidden if layers_apart and config.remat_policy.recomputes_layer else 0)
-    saved_in_loop = sizes.saved - (sizes.saved // config.model.layers if layers_apart else 0)
+    saved_in_loop = sizes.saved + sizes.unrolled - (sizes.saved // config.model.layers if layers_apart else 0)
     forward_weights = weights + (sizes.in_use if plan.zero.gathers_on_use else 0)
     head_zeros = sizes.head_gradient if config.objective.predicts_tokens else 0  # there from the start
     phases = [
