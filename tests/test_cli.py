@@ -76,6 +76,18 @@ def test_json_goes_to_a_file_and_text_to_standard_output(capsys, tmp_path, work)
     assert "cannot be written" in errors(capsys)[0]
 
 
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [(["plan"], "--json"), (["plan", "--search", "--topology", "v4:2x2x1"], "--out"), (["bench"], "--calibrate")],
+)
+def test_an_override_is_not_taken_for_a_file(line, option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    verb, *options = line
+    assert main([verb, DEBUG, *options, option, "run.simulate_devices=2"]) == Exit.CONFIG
+    told = f"error: {option} run.simulate_devices=2: that is an override, not a file. Name the file first."
+    assert errors(capsys) == [told] and not [*tmp_path.iterdir()]
+
+
 def test_plan_initializes_no_devices(tmp_path):
     """However many it plans for."""
     program = (

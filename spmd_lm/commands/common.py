@@ -5,6 +5,7 @@ error messages never wait for it."""
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from spmd_lm.config.schema import RunConfig
 
 Arguments = argparse.Namespace
+OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 HARDWARE_HELP = "speeds that bench --calibrate measured, before published ones"
 
 
@@ -56,8 +58,10 @@ def check_json(arguments: Arguments) -> None:
 
 
 def check_writable(option: str, path: str) -> None:
-    """Raises ConfigError if no file can be written where this option says."""
+    """Raises ConfigError if no file can be written where this option says, or if an override stands there."""
     target = Path(path)
+    if OVERRIDE.match(path):
+        raise ConfigError(f"{option} {path}: that is an override, not a file. Name the file first.")
     if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
         raise ConfigError(f"{option} {target}: cannot be written. Give a file in a writable directory.")
 

@@ -192,6 +192,10 @@ class Parallel(Section):
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
 
+LEAST_SCALE = 2**-14
+"""Below it a float16 has fewer digits: what is scaled by less would lose them, or become zero."""
+
+
 class Precision(Section):
     params: Dtype = "float32"  # of master weights and optimizer state
     compute: Dtype = "bfloat16"  # of activations and matrix products
@@ -201,10 +205,10 @@ class Precision(Section):
     )
     loss_scale: Literal["none", "dynamic"] = "none"  # dynamic: for float16, see step/loss_scale.py
     # halved in the first steps where that is too large; Megatron-LM begins at 4294967296
-    initial_scale: Annotated[float, Field(gt=0, le=2**64)] = 2.0**16
+    initial_scale: Annotated[float, Field(ge=LEAST_SCALE, le=2**64)] = 2.0**16
     scale_window: Count = 1000  # consecutive steps without overflow that double the scale
     hysteresis: Count = 2  # overflows until the scale is first halved; a full window resets the count
-    min_scale: PositiveFloat = 1.0  # the scale is never halved below it
+    min_scale: Annotated[float, Field(ge=LEAST_SCALE)] = 1.0  # the scale is never halved below it
 
 
 class OptimizerConfig(Section):
