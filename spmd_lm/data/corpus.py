@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd_lm.config.data_sections import RULES, TRAINED_TOKENIZERS, Data, Documents, Synthetic, Task, Text, Tokens
 from spmd_lm.config.schema import MaskedLM, RunConfig
-from spmd_lm.data.held_out import SHARE_MARGIN, character_start, count_held_out
+from spmd_lm.data.held_out import SHARE_MARGIN, count_held_out, place_to_cut
 from spmd_lm.data.loader import CORPUS_STREAM, BlendLoader, CausalLMLoader, Loader, SplitName
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.shuffle import fold_in, permute
@@ -197,7 +197,7 @@ def split_documents(documents: list[Document], share: float) -> tuple[list[Docum
     validation, train = ([documents[i] for i in part] for part in (order[:count], order[count:]))
     if size:
         divided = train.pop(0)
-        cut = character_start(divided.text, len(divided.text) - size)
+        cut = place_to_cut(divided.text, len(divided.text) - size)
         parts = divided._replace(text=divided.text[:cut]), divided._replace(text=divided.text[cut:])
         train, validation = [parts[0], *train] if cut else train, [*validation, parts[1]]
     return train, validation

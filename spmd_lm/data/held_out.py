@@ -27,8 +27,11 @@ def count_held_out(draws: np.ndarray, sizes: np.ndarray, share: float, others: f
     return below, math.ceil(wanted - ends[below])
 
 
-def character_start(text: bytes, at: int) -> int:
-    """The start of the UTF-8 character that the byte at this place is of."""
+def place_to_cut(text: bytes, at: int) -> int:
+    """The start of the line that the byte at this place is in, if that makes no other share; else of its character."""
+    nearest = at - int(SHARE_MARGIN * min(at, len(text) - at))
+    if line := text.rfind(b"\n", max(nearest, 0), at) + 1:
+        return line
     while 0 < at < len(text) and text[at] & 0xC0 == 0x80:
         at -= 1
     return max(at, 0)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd_lm.data.held_out import character_start, count_held_out
+from spmd_lm.data.held_out import count_held_out, place_to_cut
 from spmd_lm.prepare.chunks import map_array
 from spmd_lm.prepare.duplicates import USED, CleanedChunks
 from spmd_lm.prepare.schema import SplitShares
@@ -47,9 +47,9 @@ class Splits(NamedTuple):
         if digest < self.validation.digest or digest > self.test.digest:
             yield Part(document, VALIDATION if digest < self.validation.digest else TEST, text)
             return
-        start = character_start(text, self.test.size) if digest == self.test.digest else 0
+        start = place_to_cut(text, self.test.size) if digest == self.test.digest else 0
         size = self.validation.size if digest == self.validation.digest else 0
-        end = max(start, character_start(text, len(text) - size))
+        end = max(start, place_to_cut(text, len(text) - size))
         for split, part in ((TEST, text[:start]), (TRAIN, text[start:end]), (VALIDATION, text[end:])):
             if part:
                 yield Part(document, split, part)

@@ -53,7 +53,7 @@ SIZES = st.one_of(
 def test_the_share_that_is_asked_for_is_held_out_whatever_the_sizes(sizes, share, alike, seed):
     """To a twentieth of it, and the character at the cut; nothing is lost, and neither order nor names count."""
     letters = random.Random(seed)
-    texts = [b"x" * size if alike else bytes(letters.choices(range(97, 123), k=size)) for size in sizes]
+    texts = [b"x" * size if alike else bytes(letters.choices([10, *range(97, 123)], k=size)) for size in sizes]
     given = [Document(f"{number}.txt", Path("x"), text) for number, text in enumerate(texts)]
     train, validation = split_documents(given, share)
     held_out, total = (sum(len(each.text) for each in part) for part in (validation, given))
@@ -72,6 +72,13 @@ def test_a_cut_divides_no_character():
     for share in np.linspace(0.01, 0.5, 40):
         train, validation = split_documents([document], share)
         assert (train[0].text.decode() + validation[0].text.decode()).encode() == document.text
+
+
+def test_a_cut_is_between_two_lines_if_there_are_any():
+    document = Document("a", Path("a"), b"".join(b"line %d\n" % i for i in range(1000)))
+    for share in np.linspace(0.05, 0.5, 10):
+        train, validation = split_documents([document], share)
+        assert train[0].text.endswith(b"\n") and validation[0].text.startswith(b"line ")
 
 
 def test_the_same_files_by_other_names_and_in_another_order_are_the_same_run(tmp_path):
