@@ -2,7 +2,10 @@
 
 A compiler may end the process that it runs in: it overflows a stack, fails a check of its own, or takes more memory
 than there is.  The child starts anew, so that neither threads nor devices of this process are copied, and ends with
-this process, even if that is killed (on Linux)."""
+this process, even if that is killed (on Linux).
+
+Calls and outcomes are pickled: they pass between this process and its own child, over pipes that nobody else has, and
+never through a file or a network."""
 
 import os
 import pickle
