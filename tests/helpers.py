@@ -15,6 +15,7 @@ from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.rules import Rules
+from spmd_lm.parallel.trees import subset_of
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 from tests import reference
@@ -145,7 +146,7 @@ def canonical(p: Program, state: TrainState) -> TrainState:
         return np.asarray(x)[tuple(map(slice, to.shape))]
 
     def ordered(tree: Tree) -> Tree:
-        tree = jax.tree.map(cut, tree, p.plan.shapes)
+        tree = jax.tree.map(cut, tree, subset_of(p.plan.shapes, tree))
         return tree | {"blocks": jax.tree.map(lambda x: x[stage_order], tree["blocks"])}
 
     return jax.tree.map(np.asarray, state).map_params(ordered)
@@ -192,8 +193,8 @@ def trained_reference(config: RunConfig) -> Outcome:
     """The same from the reference, in float64: only the first weights are the package's, and they are one device's."""
     one = config.model_copy(update={"parallel": make_config().parallel})
     first = canonical(program(one), program(one).init())
-    adam = first.opt_state
-    params, mu, nu = (jax.tree.map(np.float64, tree) for tree in (first.params, adam.mu, adam.nu))
+    params = jax.tree.map(np.float64, first.params)
+    mu = nu = jax.tree.map(np.zeros_like, params)
     metrics = []
 
     @jax.jit
@@ -205,6 +206,7 @@ def trained_reference(config: RunConfig) -> Outcome:
         loss, grads = gradients(params, step, host_batch(config, step))
         params, mu, nu, norm = reference.adamw(config.optim, config.train.steps, step, params, mu, nu, grads)
         metrics.append([float(loss), norm, reference.learning_rate(config.optim, config.train.steps, step)])
+    mu, nu = (reference.trained_part(config.optim.freeze.split(), params, moment) for moment in (mu, nu))
     last = TrainState(np.int32(STEPS), params, optax.ScaleByAdamState(np.int32(STEPS), mu, nu))
     return Outcome(first, last, *np.transpose(metrics))
 

@@ -199,6 +199,18 @@ def trainable_mask(patterns, params):
     return jax.tree_util.tree_map_with_path(leaf_mask, params)
 
 
+def trained_part(patterns, params, tree):
+    """Of a tree like the parameters the leaves of those that are not wholly frozen: nested dicts."""
+
+    def part(mask, tree):
+        if isinstance(tree, dict):
+            found = {name: part(mask[name], tree[name]) for name in tree}
+            return {name: leaf for name, leaf in found.items() if leaf is not None}
+        return tree if np.any(mask) else None
+
+    return part(trainable_mask(patterns, params), tree)
+
+
 def learning_rate(o: AdamW, steps: int, step: int) -> float:
     """The learning rate of the update after `step` updates."""
     if step < o.warmup:

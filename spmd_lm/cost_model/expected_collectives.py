@@ -357,7 +357,7 @@ def _scalars(step: _Step) -> Iterator[ExpectedCollective]:
         (plan.nontrivial_axes(PIPE), step.wide, losses, "losses"),
     ]
     norm_dtype = at_least_float32(precision.params)
-    scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in plan.axes_of_parameters]
+    scalars += [(axes, norm_dtype, 1, "norm of the gradients") for axes in plan.axes_of_gradients]
     if precision.loss_scale == "dynamic":
         scalars.append((plan.nontrivial_axes(*MESH_AXES), "int32", 1, "gradients are finite"))
     for axes, dtype, count, formula in scalars:

@@ -115,10 +115,12 @@ class LanguageModel:
         return {"embedding": params["embedding"]}
 
     def head_params(self, params: Params) -> Params:
-        """The subtree that the head reads; a tied token table is in both."""
-        tied = self.objective.ties_embeddings(self.c)
-        table = {"embedding": {"tokens": params["embedding"]["tokens"]}} if tied else {}
-        return {"head": params["head"]} | table
+        """The subtree that the head reads, of a tree like the parameters or some of them; a tied token table is in
+        both."""
+        if not self.objective.ties_embeddings(self.c):
+            return {"head": params["head"]}
+        table = {name: x for name, x in params["embedding"].items() if name == "tokens"}
+        return {"head": params["head"], "embedding": table}
 
     @property
     def attention_spec(self) -> AttentionSpec:

@@ -21,6 +21,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from spmd_lm.active_rules import nontrivial_axes, num_shards
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.ops import sharding_types
+from spmd_lm.ops.sharding_types import TypeOf
 
 
 def typed_as(typed: Callable) -> Callable[[Callable], Callable]:
@@ -220,11 +221,11 @@ def gather_replicated_grad(x: Array, name: str = SEQUENCE) -> Array:
 
 @typed_as(sharding_types.contract)
 def contract(
-    x: Array, y: Array, x_dims: Sequence[int], y_dims: Sequence[int], gradient_of: Array | None = None
+    x: Array, y: Array, x_dims: Sequence[int], y_dims: Sequence[int], gradient_of: Array | TypeOf | None = None
 ) -> Array:
     """The product of x and y, summed over these dimensions of each: on each device over its own shards alone.
 
-    gradient_of: the array whose gradient it is."""
+    gradient_of: the array whose gradient it is, or its type."""
     return lax.dot_general(x, y, ((tuple(x_dims), tuple(y_dims)), ((), ())))
 
 

@@ -200,19 +200,30 @@ def cross_entropy(
 
 
 def _forward(h, table, bias, targets, weights, vocab, policy):
+    """Arguments: with whether each has a gradient."""
     over_batch = {"unreduced": ("batch",)}  # where the addends of what follows lie
-    d_bias_spec = None if bias is None else partition_spec("vocab", **over_batch)
-    gradient_specs = partition_spec("batch", SEQUENCE, None), partition_spec("vocab", None, **over_batch), d_bias_spec
-    region = functools.partial(_loss_and_gradients, vocab=vocab, policy=policy)
+    specs = (
+        partition_spec("batch", SEQUENCE, None),
+        partition_spec("vocab", None, **over_batch),
+        partition_spec("vocab", **over_batch),
+    )
+    differentiated = tuple(x is not None and x.perturbed for x in (h, table, bias))
+    gradient_specs = tuple(spec if has_one else None for spec, has_one in zip(specs, differentiated, strict=True))
+    h, table, bias, targets, weights = (None if x is None else x.value for x in (h, table, bias, targets, weights))
+    region = functools.partial(_loss_and_gradients, vocab=vocab, policy=policy, differentiated=differentiated)
     loss, gradients = manual_region(region, (partition_spec(**over_batch), gradient_specs))(
         h, table, bias, targets, weights
     )
-    gradients = [None if x is None else as_gradient(g, x) for g, x in zip(gradients, (h, table, bias), strict=True)]
+    gradients = [None if g is None else as_gradient(g, x) for g, x in zip(gradients, (h, table, bias), strict=True)]
     return psum_unreduced(loss), (*gradients, weights)
 
 
-def _loss_and_gradients(h, table, bias, targets, weights, *, vocab: int, policy: LogitsPolicy):
-    """Loss, and the gradients of h, table and bias for a loss gradient of 1."""
+def _loss_and_gradients(
+    h, table, bias, targets, weights, *, vocab: int, policy: LogitsPolicy, differentiated: tuple[bool, ...]
+):
+    """Loss, and the gradients of h, table and bias for a loss gradient of 1; None for those that are not
+    differentiated."""
+    of_h, of_table, of_bias = differentiated
 
     def accumulator(x: Array) -> Array:
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, policy.accum_dtype))
@@ -224,19 +235,21 @@ def _loss_and_gradients(h, table, bias, targets, weights, *, vocab: int, policy:
         probabilities = jnp.exp(logits - largest[:, None]) / normalizer[:, None]
         d_logits = (probabilities - is_target) * weights[:, None]
         g = d_logits.astype(x.dtype)
-        d_table = d_table + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=d_table.dtype)
-        d_bias = None if d_bias is None else d_bias + d_logits.sum(0, dtype=d_bias.dtype)
-        return (loss + (nll * weights).sum(), d_table, d_bias), jnp.einsum("nv,vd->nd", g, table)
+        if of_table:
+            d_table = d_table + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=d_table.dtype)
+        d_bias = d_bias + d_logits.sum(0, dtype=d_bias.dtype) if of_bias else None
+        return (loss + (nll * weights).sum(), d_table, d_bias), jnp.einsum("nv,vd->nd", g, table) if of_h else None
 
     h = gather_sequence(h)
     batch, time, width = h.shape
     parts = _in_chunks(h, targets, weights, table.shape[0], policy.tokens)
-    start = jnp.zeros((), _wide(h)), accumulator(table), None if bias is None else accumulator(bias)
+    start = jnp.zeros((), _wide(h)), accumulator(table) if of_table else None, accumulator(bias) if of_bias else None
     # XLA unrolls a loop over one chunk, and would compute the loss and d_table after backward, keeping the logits.
     (loss, d_table, d_bias), d_h = lax.optimization_barrier(lax.scan(add_chunk, start, parts))
-    d_h = reduce_scatter_or_psum(d_h.reshape(-1, width)[: batch * time].reshape(batch, time, width), "vocab")
-    d_bias = None if bias is None or d_bias is None else d_bias.astype(bias.dtype)
-    return loss, (d_h, d_table.astype(table.dtype), d_bias)
+    if of_h:
+        d_h = reduce_scatter_or_psum(d_h.reshape(-1, width)[: batch * time].reshape(batch, time, width), "vocab")
+    d_table, d_bias = (None if d is None else d.astype(x.dtype) for d, x in ((d_table, table), (d_bias, bias)))
+    return loss, (d_h, d_table, d_bias)
 
 
 def _backward(vocab, policy, saved, g):
@@ -245,4 +258,4 @@ def _backward(vocab, policy, saved, g):
     return d_h, d_table, d_bias, None, jnp.zeros_like(weights)
 
 
-cross_entropy.defvjp(_forward, _backward)
+cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)

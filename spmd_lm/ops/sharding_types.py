@@ -6,6 +6,7 @@ each device along it holds one addend of it; and *reduced* where all hold the sa
 Megatron's f (arXiv:1909.08053, section 3) is then a reshard to *reduced*, and g one from *unreduced*.  What a layout
 does not allow without another collective is an error of jax's when the model is traced."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,9 +34,17 @@ def partitions(x: Array) -> tuple:
     return jax.typeof(x).sharding.spec.partitions
 
 
-def gradient_spec(x: Array) -> P:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class TypeOf:
+    """What backward keeps of an array of which it needs the type alone; a tree without leaves."""
+
+    type: Any
+
+
+def gradient_spec(x: Array | TypeOf) -> P:
     """How the gradient of x is laid out: unreduced where x is reduced, and the other way round."""
-    return jax.typeof(x).to_ct_aval().sharding.spec
+    return (x.type if isinstance(x, TypeOf) else jax.typeof(x)).to_ct_aval().sharding.spec
 
 
 def _sharding_axes(x: Array, dims: Sequence[int]) -> set[str]:
@@ -117,7 +126,7 @@ def from_first_shard(x: Array, dim: int) -> Array:
 
 
 def contract(
-    x: Array, y: Array, x_dims: Sequence[int], y_dims: Sequence[int], gradient_of: Array | None = None
+    x: Array, y: Array, x_dims: Sequence[int], y_dims: Sequence[int], gradient_of: Array | TypeOf | None = None
 ) -> Array:
     dims = ((tuple(x_dims), tuple(y_dims)), ((), ()))
     if gradient_of is not None:

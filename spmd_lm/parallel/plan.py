@@ -21,10 +21,11 @@ from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
 from spmd_lm.ops.collectives import constrain, manual_region, padded_columns, psum_axes
 from spmd_lm.parallel import zero
+from spmd_lm.parallel.freeze import frozen_mask
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.padding import pad_or_crop, padded_vocab, padded_width
 from spmd_lm.parallel.rules import PARAMETERS, ZERO, Rules, activation_rules
-from spmd_lm.parallel.trees import Tree
+from spmd_lm.parallel.trees import Tree, subset_of
 from spmd_lm.parallel.zero import ZeroPolicy
 
 _Arguments = ParamSpec("_Arguments")
@@ -52,7 +53,7 @@ def interleave(x: Array, dim: int, first: int, second: int) -> Array:
 class Parameter(NamedTuple):
     """One array of the parameters.  path: its keys in the tree.  names: of its dimensions.  sharded_names: as ZeRO
     shards them between steps.  shape: padded.  elements, gathered_elements: on one device between steps, and gathered
-    over `data`."""
+    over `data`.  trained: whether anything of it is; else it has no gradient and no moments."""
 
     path: tuple[str, ...]
     names: DimNames
@@ -60,6 +61,7 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
     elements: int
     gathered_elements: int
+    trained: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Plan:
     pipeline stages compute too, and discard the result.  prefetch: keys of the parts of a layer that ZeRO gathers
     while the layer before it runs.  prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one
     before it runs.  collective_matmul: keys of the branches of a layer whose products run in parts beside their
-    collectives.  scan: whether layers run in a loop, in training.  device_kind: as jax calls it, where it is known."""
+    collectives.  scan: whether layers run in a loop, in training.  device_kind: as jax calls it, where it is known.
+    freeze: patterns of the parameters that training leaves as they are; ConfigError where `frozen_mask` refuses one."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -88,6 +91,7 @@ class Plan:
     collective_matmul: tuple[str, ...] = ()
     scan: bool = True
     device_kind: str = ""
+    freeze: tuple[str, ...] = ()
 
     def __post_init__(self):
         problems = []
@@ -124,34 +128,67 @@ class Plan:
         """All of them, in the order of their tree."""
         leaves = jax.tree_util.tree_leaves_with_path(self.names, is_leaf=is_dim_names)
         parameters = []
-        for (keys, names), leaf in zip(leaves, jax.tree.leaves(self.shapes), strict=True):
+        for (keys, names), leaf, frozen in zip(
+            leaves, jax.tree.leaves(self.shapes), jax.tree.leaves(self.frozen), strict=True
+        ):
             sharded = zero.sharded_names(names) if self.zero.stage else names
             shape = tuple(map(self._padded_size, sharded, leaf.shape))
             elements, gathered = (
                 math.prod(shape) // math.prod([self._shards[name] for name in by]) for by in (sharded, names)
             )
             path = tuple(key.key for key in keys)
-            parameters.append(Parameter(path, names, sharded, shape, elements, gathered))
+            parameters.append(Parameter(path, names, sharded, shape, elements, gathered, not frozen.all()))
         return tuple(parameters)
 
+    @functools.cached_property
+    def trained_parameters(self) -> tuple[Parameter, ...]:
+        return tuple(each for each in self.parameters if each.trained)
+
     @remembered
-    def elements_per_device(self, *path: str, gathered: bool = False) -> int:
-        """Of the parameters below `path`, as ZeRO shards them, or gathered over `data`."""
-        below = [each for each in self.parameters if each.path[: len(path)] == path]
+    def elements_per_device(self, *path: str, gathered: bool = False, trained: bool = False) -> int:
+        """Of the parameters below `path`, or of those that are trained; as ZeRO shards them, or gathered over
+        `data`."""
+        chosen = self.trained_parameters if trained else self.parameters
+        below = [each for each in chosen if each.path[: len(path)] == path]
         return sum([each.gathered_elements if gathered else each.elements for each in below])
 
+    @remembered
+    def trains(self, *path: str) -> bool:
+        """Whether anything below `path` is trained."""
+        return any(each.path[: len(path)] == path for each in self.trained_parameters)
+
     @functools.cached_property
-    def axes_of_parameters(self) -> tuple[tuple[str, ...], ...]:
-        """Each set of mesh axes over which a parameter is sharded between steps, without axes of one device."""
-        return tuple(sorted({self.axes_over(each.sharded_names) for each in self.parameters}))
+    def frozen(self) -> Tree:
+        """A `frozen_mask` of the parameters."""
+        return frozen_mask(self.freeze, self.names, self.shapes)
+
+    @functools.cached_property
+    def _trained_names(self) -> Tree:
+        def below(names: Tree, frozen: Tree) -> Tree:
+            return {
+                key: below(value, frozen[key]) if isinstance(value, dict) else value
+                for key, value in names.items()
+                if isinstance(value, dict) or not frozen[key].all()
+            }
+
+        return below(self.names, self.frozen)
+
+    def trained(self, tree: Tree) -> Tree:
+        """The leaves, of a tree like the parameters, of those that are trained."""
+        return subset_of(tree, self._trained_names)
+
+    @functools.cached_property
+    def axes_of_gradients(self) -> tuple[tuple[str, ...], ...]:
+        """Each set of mesh axes over which a gradient is sharded, once reduced, without axes of one device."""
+        return tuple(sorted({self.axes_over(each.sharded_names) for each in self.trained_parameters}))
 
     @functools.cached_property
     def summed_gradients(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         """Elements on one device of each gradient that `psum_gradients` sums, shards of scattered ones included, by the
         axes that they are summed over."""
-        axes_of = {each.path: self.grad_reduce_axes(each.sharded_names) for each in self.parameters}
+        axes_of = {each.path: self.grad_reduce_axes(each.sharded_names) for each in self.trained_parameters}
         return {
-            axes: tuple(each.elements for each in self.parameters if axes_of[each.path] == axes)
+            axes: tuple(each.elements for each in self.trained_parameters if axes_of[each.path] == axes)
             for axes in dict.fromkeys(axes_of.values())
             if axes
         }
@@ -204,7 +241,7 @@ class Plan:
     def sharding(self, specs: Tree) -> Tree:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
-    # ---- between canonical and padded parameters
+    # ---- between canonical and padded parameters, or some of them
 
     def to_stage_order(self, params: Tree) -> Tree:
         """Parameters with their layers in the order in which stages hold them, chunk by chunk."""
@@ -221,15 +258,17 @@ class Plan:
         def interleave_leaf(names: DimNames, x: Array) -> Array:
             return interleave(x, names.index("layers"), first, second) if "layers" in names else x
 
-        return jax.tree.map(interleave_leaf, self.names, params, is_leaf=is_dim_names)
+        return jax.tree.map(interleave_leaf, subset_of(self.names, params), params, is_leaf=is_dim_names)
 
     def from_canonical(self, params: Tree) -> Tree:
         """Canonical parameters, padded with zeros to the padded shapes, in stage order."""
-        return self.to_stage_order(jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), params, self.padded_shapes))
+        shapes = subset_of(self.padded_shapes, params)
+        return self.to_stage_order(jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), params, shapes))
 
     def canonical(self, params: Tree) -> Tree:
         """The inverse of `from_canonical`."""
-        return jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), self.to_model_order(params), self.shapes)
+        shapes = subset_of(self.shapes, params)
+        return jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), self.to_model_order(params), shapes)
 
     @functools.cached_property
     def axis_rules(self) -> AxisRules:
@@ -287,8 +326,11 @@ class Plan:
         (width,) = {leaf.shape[names.index(zero.SHARDED_DIM)] for names, leaf in pairs if zero.SHARDED_DIM in names}
         return width
 
+    # What follows takes the sharded names of a tree, or of one that has more leaves.
+
     def gather(self, tree: Tree, names: Tree) -> Tree:
-        """Parameters as ZeRO shards them, made whole.  names: their sharded names."""
+        """Parameters as ZeRO shards them, made whole."""
+        names = subset_of(names, tree)
         gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
         # Gathered once, stacks are read by loops: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1 (docs/log.md).
         stacks = self.platform == "gpu" and self.zero.gather_per == "step"
@@ -300,7 +342,7 @@ class Plan:
 
     def scatter(self, grads: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
         """Gradients in `dtype`: those of what ZeRO shards summed onto their shards, those of vectors not summed."""
-        in_order = self.platform == "cpu"
+        names, in_order = subset_of(names, grads), self.platform == "cpu"
         scatter = functools.partial(zero.scatter, names=names, axes_of=self.zero_axes, dtype=dtype, in_order=in_order)
         scatter = functools.partial(scatter, padded_shape=self._scattered_shape)
         return manual_region(scatter, jax.tree.map(self._gradient_spec, names, is_leaf=is_dim_names))(grads)
@@ -329,7 +371,7 @@ class Plan:
 
     def as_weights(self, tree: Tree, names: Tree) -> Tree:
         """Parameters whose gradients devices add up for themselves, until `scatter` and `psum_gradients`."""
-        return constrain(tree, jax.tree.map(self._weight_spec, names, is_leaf=is_dim_names))
+        return constrain(tree, jax.tree.map(self._weight_spec, subset_of(names, tree), is_leaf=is_dim_names))
 
     def _weight_spec(self, names: DimNames) -> P:
         spec = self._without_trivial_axes(self.param_rules.spec(names))
@@ -381,7 +423,8 @@ class Plan:
     def psum_gradients(self, grads: Tree, names: Tree) -> Tree:
         """The sums that are left after the scatter: one all-reduce for each set of axes."""
         leaves, treedef = jax.tree.flatten(grads)
-        reduce_axes = [self.grad_reduce_axes(leaf) for leaf in jax.tree.leaves(names, is_leaf=is_dim_names)]
+        leaf_names = jax.tree.leaves(subset_of(names, grads), is_leaf=is_dim_names)
+        reduce_axes = [self.grad_reduce_axes(leaf) for leaf in leaf_names]
         for axes in filter(None, dict.fromkeys(reduce_axes)):  # in one order: all processes trace the same program
             chosen = [i for i, leaf_axes in enumerate(reduce_axes) if leaf_axes == axes]
             for i, g in zip(chosen, psum_axes([leaves[i] for i in chosen], axes), strict=True):

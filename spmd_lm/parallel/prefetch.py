@@ -16,7 +16,7 @@ from jax import Array, lax
 from spmd_lm.ops.collectives import zeros_like_gradient
 from spmd_lm.parallel import allocated_scan
 from spmd_lm.parallel.layers_loop import BlockFn, Losses
-from spmd_lm.parallel.trees import Tree, drop_residuals, tree_add
+from spmd_lm.parallel.trees import Tree, drop_residuals, merge, tree_add
 
 Write = Callable[[Tree, Tree, Array | int], Tree]
 """write(stack, layer, i): the stack, with a layer's gradients put into its entry i, or added to it."""
@@ -39,13 +39,14 @@ class Saved(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class PrefetchedLayers:
     """block(weights, x, microbatch, index) -> (x, losses): a layer.  gather: from parts of a layer's shards to weights.
-    scatter: from the gradients of such parts to those of the shards.  first: keys of the parts of a layer, a dict, that
-    it uses first.  allocated: whether what is saved goes into arrays that nothing fills.  Stacks have at least two
-    layers."""
+    scatter: from the gradients of such parts to those of the shards.  trained: from a layer's weights to those that
+    have gradients.  first: keys of the parts of a layer, a dict, that it uses first.  allocated: whether what is saved
+    goes into arrays that nothing fills.  Stacks have at least two layers."""
 
     block: BlockFn
     gather: Callable[[Tree], Tree]
     scatter: Callable[[Tree], Tree]
+    trained: Callable[[Tree], Tree]
     first: tuple[str, ...]
     allocated: bool = False
 
@@ -90,13 +91,14 @@ class PrefetchedLayers:
         stacks, last = self._split(shards), _layers(shards) - 1
 
         def layer(x: Array, first: Tree, i: Array | int) -> tuple[Array, Losses, Any]:
-            def run(weights: Tree, x: Array) -> tuple[Array, Losses]:
-                return self.block(weights, x, microbatch, first_layer + i)
-
             weights = first | self.gather(_at(stacks.rest, i))
+
+            def run(trained: Tree, x: Array) -> tuple[Array, Losses]:
+                return self.block(merge(weights, trained), x, microbatch, first_layer + i)
+
             if not save:
-                return *run(weights, x), None
-            (x, losses), vjp = jax.vjp(run, weights, x)
+                return *run({}, x), None
+            (x, losses), vjp = jax.vjp(run, self.trained(weights), x)
             return x, losses, drop_residuals(vjp, weights)
 
         def turn(carry: tuple[Array, Tree], i: Array) -> tuple[tuple[Array, Tree], tuple[Losses, Any]]:

@@ -16,7 +16,7 @@ from spmd_lm.axes import is_dim_names
 from spmd_lm.parallel.layers_loop import BlockFn, LayersLoop, Losses, Stacks, stack_matrices, unstack_matrices
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.prefetch import PrefetchedLayers
-from spmd_lm.parallel.trees import Tree, cast
+from spmd_lm.parallel.trees import Tree, cast, merge, subset_of, without
 from spmd_lm.parallel.zero import with_gathered_weights
 
 
@@ -27,8 +27,8 @@ class ModelFns:
     embed(params, microbatch) -> x; block(layer_params, x, microbatch, index) -> (x, losses); head(params, x,
     microbatch) -> losses by name, in training each already divided by the total loss weight of the global batch: they
     and gradients are summed over microbatches and BATCH_AXES, never averaged; LanguageModel.eval_sums in evaluation.
-    embed_params, head_params: the subtrees of a tree of parameters that embed and head read; a tied table is in both.
-    loop: how layers run."""
+    embed_params, head_params: the subtrees of a tree of parameters, or of some of them, that embed and head read; a
+    tied table is in both.  loop: how layers run."""
 
     embed: Callable[[Tree, Tree], Array]
     block: BlockFn
@@ -63,9 +63,10 @@ def _unstacked(fns: ModelFns, plan: Plan, weights: Parts) -> Parts:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """grad_argument: the argument that is differentiated: the gathered weights; or, where backward scatters, the
-    `grad_sinks` of with_gathered_weights.  shards: parameters between steps (ZeRO-0: as `gathered`).  gathered:
-    weights in the compute dtype; blocks are None where layers are gathered on use.  The last is ZeroPolicy's."""
+    """grad_argument: the argument that is differentiated, without what is frozen: the gathered weights; or, where
+    backward scatters, the `grad_sinks` of with_gathered_weights.  shards: parameters between steps (ZeRO-0: as
+    `gathered`).  gathered: weights in the compute dtype; blocks are None where layers are gathered on use.  The last is
+    ZeroPolicy's."""
 
     fns: ModelFns
     plan: Plan
@@ -83,17 +84,21 @@ class ShardedModel:
         """Casts and gathers what the policy gathers once per step; casts all under ZeRO-0."""
         compute_params, names = split_params(cast(params, compute_dtype)), split_params(plan.sharded_names)
         dtypes = compute_dtype, reduce_dtype
+
+        def trained(weights: Parts) -> Parts:
+            return split_params(plan.trained(join_params(weights)))
+
         if plan.zero.stage == 0:
             weights = _unstacked(fns, plan, split_params(plan.as_weights(join_params(compute_params), plan.names)))
-            return cls(fns, plan, *dtypes, weights, weights, weights, scatters_in_backward=False)
+            return cls(fns, plan, *dtypes, trained(weights), weights, weights, scatters_in_backward=False)
         blocks = None if plan.zero.gathers_on_use else plan.gather(compute_params.blocks, names.blocks)
         gathered = Parts(blocks, plan.gather(compute_params.rest, names.rest))
         sink_dtype = jnp.promote_types(compute_dtype, reduce_dtype)
-        grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, sink_dtype), params)
+        grad_sinks = jax.tree.map(lambda p: jnp.zeros(p.shape, sink_dtype), plan.trained(params))
         grad_sinks = plan.as_weights(grad_sinks, plan.sharded_names)
         in_backward = plan.zero.scatters_in_backward
         gathered = gathered if blocks is None else _unstacked(fns, plan, gathered)
-        grad_argument = split_params(grad_sinks) if in_backward else gathered
+        grad_argument = split_params(grad_sinks) if in_backward else trained(gathered)
         return cls(fns, plan, *dtypes, grad_argument, split_params(params), gathered, in_backward)
 
     def with_grad_argument(self, grad_argument: Parts) -> Self:
@@ -120,9 +125,22 @@ class ShardedModel:
 
     def with_unsharded_gradients(self, blocks: Tree) -> Self:
         """The same model with these gathered layers, whose gradients the caller scatters."""
-        return dataclasses.replace(
-            self, grad_argument=self.grad_argument._replace(blocks=blocks), scatters_in_backward=False
-        )
+        gathered = self.gathered._replace(blocks=blocks)
+        grad_argument = self.grad_argument._replace(blocks=self.trained_blocks(blocks))
+        return dataclasses.replace(self, grad_argument=grad_argument, gathered=gathered, scatters_in_backward=False)
+
+    def trained_blocks(self, blocks: Tree) -> Tree:
+        """What is trained of a tree like the stack of blocks, or like one of them."""
+        return subset_of(blocks, self.grad_argument.blocks)
+
+    @property
+    def trains_embedding(self) -> bool:
+        return bool(jax.tree.leaves(self.fns.embed_params(self.grad_argument.rest)))
+
+    @property
+    def trains_below_head(self) -> bool:
+        """Whether backward goes on below the head."""
+        return self.trains_embedding or bool(jax.tree.leaves(self.grad_argument.blocks))
 
     def embed(self, microbatch: Tree) -> Array:
         embed, select = self.fns.embed, self.fns.embed_params
@@ -162,7 +180,7 @@ class ShardedModel:
 
         return jax.tree.map(jnp.zeros_like, jax.eval_shape(first_losses, batch))
 
-    # ---- gathering and scattering.  names: dimension names of the shards
+    # ---- gathering and scattering.  names: dimension names of the shards, or of a tree with more leaves
 
     @property
     def sharded_names(self) -> Parts:
@@ -182,34 +200,34 @@ class ShardedModel:
         return self.plan.scatter(grads, names, self.reduce_dtype)
 
     def _block_and_stacks(self) -> tuple[BlockFn, Stacks]:
-        """The block, and the stacks of which it takes one layer each."""
+        """The block, and the stacks of which it takes one layer each; the first one is differentiated."""
         if not self.scatters_in_backward:
-            return self.fns.block, (self.grad_argument.blocks,)
+
+            def block(trained: Tree, frozen: Tree, *inputs) -> tuple[Array, Losses]:
+                return self.fns.block(merge(frozen, trained), *inputs)
+
+            return block, (self.grad_argument.blocks, without(self.gathered.blocks, self.grad_argument.blocks))
         block = self._with_gathered_weights(self.fns.block, self.layer_names, prevent_cse=not self.fns.loop.scan)
         return block, (self.grad_argument.blocks, self.shards.blocks, self.gathered.blocks)
 
     def _run_embedding_or_head(self, f: Callable, select: Callable[[Tree], Tree], x: Array | None, microbatch: Tree):
         """f(params, x, microbatch) with the parameters that `select` takes of the embedding's and the head's."""
         if not self.scatters_in_backward:
-            return f(select(self.grad_argument.rest), x, microbatch)
-        run = self._with_gathered_weights(f, select(self.sharded_names.rest), scatter_first=True)
+            return f(select(merge(self.gathered.rest, self.grad_argument.rest)), x, microbatch)
+        names, below = select(self.sharded_names.rest), self.trains_below_head
+        run = self._with_gathered_weights(f, names, scatter_first=True, differentiate_x=below)
         return run(*map(select, (self.grad_argument.rest, self.shards.rest, self.gathered.rest)), x, microbatch)
 
-    def _with_gathered_weights(self, f: Callable, names: Tree, **barriers: bool) -> Callable:
+    def _with_gathered_weights(self, f: Callable, names: Tree, **how: bool) -> Callable:
         gather, scatter = (functools.partial(each, names=names) for each in (self.gather, self._scatter_to_sinks))
-        return with_gathered_weights(f, gather, scatter, **barriers)
+        return with_gathered_weights(f, gather, scatter, **how)
 
     def _prefetched_layers(self) -> PrefetchedLayers:
-        def names_of(parts: Tree) -> Tree:
-            return {name: self.layer_names[name] for name in parts}
-
-        def gather(shards: Tree) -> Tree:
-            return self.gather(shards, names_of(shards))
-
-        def scatter(grads: Tree) -> Tree:
-            return self._scatter_to_sinks(grads, names_of(grads))
-
-        return PrefetchedLayers(self.fns.block, gather, scatter, self.plan.prefetch, self.fns.loop.allocated)
+        gather, scatter = (
+            functools.partial(each, names=self.layer_names) for each in (self.gather, self._scatter_to_sinks)
+        )
+        first, allocated = self.plan.prefetch, self.fns.loop.allocated
+        return PrefetchedLayers(self.fns.block, gather, scatter, self.trained_blocks, first, allocated)
 
     def _scatter_to_sinks(self, grads: Tree, names: Tree) -> Tree:
         """As `scatter`, in the dtype of the `grad_sinks`."""

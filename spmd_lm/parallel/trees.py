@@ -26,6 +26,29 @@ def tree_add(total: Tree, new: Tree) -> Tree:
     return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, new)
 
 
+def subset_of(tree: Tree, like: Tree) -> Tree:
+    """The leaves of `tree`, nested dicts, that `like`, nested dicts, has too."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key: subset_of(value, like[key]) for key, value in tree.items() if key in like}
+
+
+def without(tree: Tree, subset: Tree) -> Tree:
+    """The leaves of `tree`, nested dicts, that `subset`, which has some of its entries, lacks."""
+    return {
+        key: without(value, subset.get(key, {})) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if isinstance(value, dict) or key not in subset
+    }
+
+
+def merge(tree: Tree, other: Tree) -> Tree:
+    """Nested dicts with the leaves of both; where both have one, that of `other`."""
+    if not (isinstance(tree, dict) and isinstance(other, dict)):
+        return other
+    return tree | {key: merge(tree[key], value) if key in tree else value for key, value in other.items()}
+
+
 def tree_add_subset(total: Tree, subset: Tree) -> Tree:
     """`total`, nested dicts, plus `subset`, which has some of its entries."""
     if not isinstance(total, dict):

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from spmd_lm.axes import DimNames, is_dim_names
 from spmd_lm.ops.collectives import as_row_major, reduce_scatter
-from spmd_lm.parallel.trees import Tree, drop_residuals
+from spmd_lm.parallel.trees import Tree, drop_residuals, merge, subset_of
 
 SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
 """The dimension that ZeRO shards, and its name where it is sharded."""
@@ -183,13 +183,15 @@ def with_gathered_weights(
     *,
     prevent_cse: bool = False,
     scatter_first: bool = False,
+    differentiate_x: bool = True,
 ) -> Callable:
     """run(grad_sinks, shards, gathered, x, *extra) = f(weights, x, *extra).
 
     The weights are `gathered`; where that is None they are gathered from `shards`, and again in backward: of the
     weights only the shards are saved, of f's other residuals what its own remat leaves.  Backward scatters the
     weights' gradient.  A custom_vjp must return it as that of some argument: `grad_sinks`, zeros of the shards' shapes
-    in `scatter`'s dtype, which are never read.  `shards` and `gathered` have none.
+    in `scatter`'s dtype, which are never read, for those weights that are trained.  `shards` and `gathered` have none.
+    differentiate_x: whether x has one; jax cannot tell, as x may be traced either way.
     prevent_cse: keep XLA from merging the second gather with the first, which would hold the weights in between.  It
     does not merge across the loops of a scan, where the barrier would only cost memory.  scatter_first: scatter before
     backward goes on, so that no unsharded gradient is held meanwhile."""
@@ -200,7 +202,8 @@ def with_gathered_weights(
 
     def forward(grad_sinks, shards, gathered, x, *extra):
         weights = gather(shards) if gathered is None else gathered
-        out, vjp = jax.vjp(lambda weights, x: f(weights, x, *extra), weights, x)
+        variables = (subset_of(weights, grad_sinks), x)[: 1 + differentiate_x]
+        out, vjp = jax.vjp(lambda trained, x=x: f(merge(weights, trained), x, *extra), *variables)
         residuals, rebuild = drop_residuals(vjp, weights)
         return out, (shards, gathered, residuals, rebuild, (None,) * len(extra))
 
@@ -209,7 +212,7 @@ def with_gathered_weights(
         if weights is None:
             shards, g = lax.optimization_barrier((shards, g)) if prevent_cse else (shards, g)
             weights = gather(shards)
-        d_weights, d_x = rebuild(residuals, weights)(g)
+        d_weights, d_x = (*rebuild(residuals, weights)(g), None)[:2]
         d_sinks = scatter(d_weights)
         d_sinks, d_x = lax.optimization_barrier((d_sinks, d_x)) if scatter_first else (d_sinks, d_x)
         return d_sinks, None, None, d_x, *d_extra

@@ -16,6 +16,7 @@ from spmd_lm.cost_model.activations import dtype_bytes, stream_bytes, tokens_per
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.least_traffic import saved_traffic
+from spmd_lm.parallel.freeze import trained_count
 from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline import schedule as schedules
@@ -24,7 +25,6 @@ from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.planning.capacity import capacity_of, describe_capacity
 from spmd_lm.runtime.devices import devices_present
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
-from spmd_lm.step.optimizer import frozen_mask, trained_count
 from spmd_lm.step.program import abstract_plan, require_model_within_domain
 
 
@@ -44,7 +44,6 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
     plan = plan_on(config, topology) if topology else plan or _plan_of_run(config)
     m, layout, table = config.model, plan.layout, memory.table(config, plan)
     parameters = _describe_parameters(config, plan)
-    frozen = frozen_mask(config.optim.freeze.split(), plan.names, plan.shapes)
     return {
         "run": config.run.name,
         "mesh": layout.sizes,
@@ -59,7 +58,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "topology": str(topology) if topology else None,
         "parameters": parameters,
         "parameter_count": sum(leaf.size for leaf in jax.tree.leaves(plan.shapes)),  # without padding
-        "trained_count": trained_count(frozen, plan.shapes),
+        "trained_count": trained_count(plan.frozen, plan.shapes),
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "state_bytes": sum(memory.state(config, plan).values()),
         "memory": table,

@@ -28,7 +28,6 @@ from spmd_lm.cost_model.systems import System, find_system
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.capacity import Capacity, capacity_of
-from spmd_lm.step.optimizer import frozen_mask
 from spmd_lm.step.program import abstract_plan
 
 ALIKE: tuple[tuple[Policy, ...], ...] = (("none", "selective", "residual"), ("full",))
@@ -130,7 +129,7 @@ class Search:
 
 def search(config: RunConfig, targets: Sequence[Target]) -> Search:
     """Costs every layout of `config` on each target.  Raises ConfigError for a dtype whose speed is not known there,
-    and for an optim.freeze that `frozen_mask` refuses."""
+    and for an optim.freeze that `Plan` refuses."""
     start, layouts, rejected = time.perf_counter(), list[CostedLayout](), Counter[str]()
     for target in targets:
         require_speed(config, target)
@@ -140,8 +139,6 @@ def search(config: RunConfig, targets: Sequence[Target]) -> Search:
             except LayoutError:
                 rejected["parameters are not divisible"] += len(variants)
                 continue
-            if not layouts:
-                frozen_mask(config.optim.freeze.split(), plan.names, plan.shapes)
             layouts += [cost(each, target, plan) for each in variants]
     for layout in layouts:
         rejected["does not fit"] += layout.room < 0

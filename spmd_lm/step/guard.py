@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from spmd_lm.config.schema import Guard, RunConfig
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.trees import Tree
+from spmd_lm.parallel.trees import Tree, merge
 from spmd_lm.step import loss_scale
-from spmd_lm.step.optimizer import Optimizer, global_norm
+from spmd_lm.step.optimizer import Optimizer, global_norm, trained_gradients
 from spmd_lm.step.state import TrainState
 
 SKIP_REASONS = ("", "loss or gradients are not finite", "loss spike", "train.guard.exclude")
@@ -68,7 +68,7 @@ def update(
     Metrics: grad_norm, before clipping; lr; skip_reason, int32, of SKIP_REASONS; and those of unscale_gradients."""
     guard, window = config.train.guard, state.loss_window
     grads, scale, metrics = loss_scale.unscale_gradients(config.precision, plan, state, grads)
-    grads = optimizer.trained_gradients(plan, state.params, grads)
+    grads = trained_gradients(plan, state.params, grads)
     norm = global_norm(plan, grads)
     is_excluded = (state.step + 1 == jnp.array(guard.exclude or [0])).any()
     overflowed = metrics.get("skipped", jnp.bool_(False))
@@ -80,6 +80,7 @@ def update(
     is_applied = (reason == 0) & ~overflowed
     if window is not None:
         window = jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), window.push(loss), window)
-    new, lr = optimizer.update(plan, state, grads, norm, is_applied)
-    new = dataclasses.replace(new, loss_scale=scale, loss_window=window)
-    return new, metrics | {"grad_norm": norm, "lr": lr, "skip_reason": reason.astype(jnp.int32)}
+    scalars = optimizer.scalars(state, norm, is_applied)
+    params, opt_state = optimizer.update(plan, scalars, plan.trained(state.params), state.opt_state, grads)
+    new = TrainState(state.step + 1, merge(state.params, params), opt_state, scale, window)
+    return new, metrics | {"grad_norm": norm, "lr": scalars.lr, "skip_reason": reason.astype(jnp.int32)}

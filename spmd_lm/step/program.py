@@ -30,14 +30,14 @@ from spmd_lm.parallel.padding import pad_or_crop
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ShardedModel
-from spmd_lm.parallel.trees import Tree
+from spmd_lm.parallel.trees import Tree, subset_of
 from spmd_lm.parallel.zero import ZeroPolicy
 from spmd_lm.runtime.first_execution import alone_at_first
 from spmd_lm.runtime.formatting import format_bytes
 from spmd_lm.runtime.xla_options import options_for
 from spmd_lm.step.guard import init_loss_window
 from spmd_lm.step.loss_scale import init_loss_scale
-from spmd_lm.step.optimizer import Optimizer, frozen_mask
+from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
 from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
 
@@ -86,6 +86,7 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
         collective_matmul=in_parts,
         scan=choose_loop(config, platform, prefetch=bool(first_parts), scatters=zero.scatters_in_backward).scan,
         device_kind=kind,
+        freeze=tuple(config.optim.freeze.split()),
     )
 
 
@@ -139,9 +140,7 @@ class Program:
         require_model_within_domain(config, plan, domains_of_model(mesh))
         self.config, self.plan, self.device = config, dataclasses.replace(plan, mesh=mesh), mesh.devices.flat[0]
         self.model = make_model(config, plan.platform, plan)
-        patterns = config.optim.freeze.split()
-        mask = frozen_mask(patterns, plan.names, plan.shapes) if patterns else None
-        self.optimizer = Optimizer(config.optim, config.train.steps, mask)
+        self.optimizer = Optimizer(config.optim, config.train.steps)
         p = config.parallel
         self.schedule = make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
         self.tokens_per_step = config.train.batch * config.model.context
@@ -176,12 +175,13 @@ class Program:
     def _initial_state(self, params: Tree) -> TrainState:
         scalars = jax.tree.map(jnp.asarray, init_loss_scale(self.config.precision))
         window = init_loss_window(self.config.train.guard)
-        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.rule.init(params), scalars, window)
+        opt_state = self.optimizer.rule.init(self.plan.trained(params))
+        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, scalars, window)
 
     def _abstract(self, shapes: Tree, specs: Tree) -> TrainState:
         """Shapes, dtypes and shardings of a state, given those of its parameters; its scalars are replicated."""
         state = jax.eval_shape(self._initial_state, shapes)
-        shardings = self.plan.sharding(state.map_params(lambda _: specs, lambda _: P()))
+        shardings = self.plan.sharding(state.map_params(functools.partial(subset_of, specs), lambda _: P()))
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), state, shardings)
 
     def abstract_state(self) -> TrainState:

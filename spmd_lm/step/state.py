@@ -15,9 +15,9 @@ OPTIONAL_FIELDS = ("loss_scale", "loss_window")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: int32, steps done: the position in the data.  params: the master weights.  opt_state: optax's, of any
-    shape.  loss_scale: of step/loss_scale.py, or None.  loss_window: of step/guard.py, or None.  Canonical in
-    checkpoints, padded on devices."""
+    """step: int32, steps done: the position in the data.  params: the master weights, frozen ones included.  opt_state:
+    optax's, of any shape, for those that are trained.  loss_scale: of step/loss_scale.py, or None.  loss_window: of
+    step/guard.py, or None.  Canonical in checkpoints, padded on devices."""
 
     step: Any
     params: Tree
@@ -31,11 +31,10 @@ class TrainState:
         return self.opt_state.count
 
     def map_params(self, f: Callable[[Tree], Tree], scalar: Callable[[Any], Any] = lambda x: x) -> "TrainState":
-        """`f` applied to every tree of the parameters' structure: the parameters, and moments in `opt_state`; `scalar`
-        to every other leaf."""
-        structure: Any = jax.tree.structure(self.params)
+        """`f` applied to every tree like the parameters, or like those that are trained: a dict with keys of
+        theirs, as moments in `opt_state` are; `scalar` to every other leaf."""
 
         def is_params(x: Any) -> bool:
-            return jax.tree.structure(x) == structure
+            return isinstance(x, dict) and x.keys() <= self.params.keys()
 
         return jax.tree.map(lambda x: f(x) if is_params(x) else scalar(x), self, is_leaf=is_params)

@@ -1,13 +1,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.config.schema import AdamW, Lion
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.step.optimizer import Optimizer, decay_mask, global_norm, lr_schedule
+from spmd_lm.parallel.trees import merge
+from spmd_lm.step.optimizer import Optimizer, decay_mask, global_norm, lr_schedule, trained_gradients
 from spmd_lm.step.state import TrainState
 from tests import reference
 from tests.helpers import assert_close, canonical, device_batch, param_trees, program, run_of
@@ -27,10 +29,12 @@ def trees(seed, size=1.0):
 
 
 def update(optimizer, plan, state, grads):
-    grads = optimizer.trained_gradients(plan, state.params, grads)
+    grads = trained_gradients(plan, state.params, grads)
     norm = global_norm(plan, grads)
-    state, lr = optimizer.update(plan, state, grads, norm, jnp.bool_(True))
-    return state, {"grad_norm": norm, "lr": lr}
+    scalars, params = optimizer.scalars(state, norm, jnp.bool_(True)), plan.trained(state.params)
+    params, opt_state = optimizer.update(plan, scalars, params, state.opt_state, grads)
+    state = TrainState(state.step + 1, merge(state.params, params), opt_state)
+    return state, {"grad_norm": norm, "lr": scalars.lr}
 
 
 def make_update(config, layout, steps=10):
@@ -57,31 +61,42 @@ def test_frozen_layers_stay_wherever_their_stage_is(layout, chunks, x64):
     params, grads = (
         {"blocks": {"w": r.normal(size=(8, 6))}, "start": r.normal(size=6), "end": r.normal(size=6)} for _ in range(2)
     )
-    frozen = {"blocks": {"w": np.arange(8) % 3 == 0}, "start": np.bool_(True), "end": np.bool_(False)}
+    frozen = np.arange(8) % 3 == 0
     names = {"blocks": {"w": ("layers", "width")}, "start": ("width",), "end": ("width",)}
     shapes = jax.eval_shape(lambda: params)
     mesh = make_mesh(layout, jax.devices()[: layout.devices])
-    plan = Plan(layout, mesh, "cpu", names, shapes, chunks=chunks)
-    optimizer = Optimizer(OPTIM, 10, frozen)
-    in_order = plan.from_canonical(params)
-    opt_state = optimizer.rule.init(in_order)._replace(count=jnp.int32(5))
+    plan = Plan(layout, mesh, "cpu", names, shapes, chunks=chunks, freeze=("blocks.[036].w", "start"))
+    optimizer, in_order = Optimizer(OPTIM, 10), plan.from_canonical(params)
+    opt_state = optimizer.rule.init(plan.trained(in_order))._replace(count=jnp.int32(5))
+    assert opt_state.mu.keys() == {"blocks", "end"}
     state = TrainState(jnp.int32(5), in_order, opt_state)
-    specs = state.map_params(lambda _: plan.param_specs, lambda _: P())
+    specs = TrainState(P(), plan.param_specs, optax.ScaleByAdamState(P(), *(plan.trained(plan.param_specs),) * 2))
 
     def body(state, grads):
         return update(optimizer, plan, state, grads)
 
-    run = plan.shard_map(body, (specs, plan.param_specs), (specs, {"grad_norm": P(), "lr": P()}))
-    state, scalars = jax.jit(run)(state, plan.from_canonical(grads))
-    trained = [grads["blocks"]["w"][~frozen["blocks"]["w"]], grads["end"]]
+    trained_specs = plan.trained(plan.param_specs)
+    run = plan.shard_map(body, (specs, trained_specs), (specs, {"grad_norm": P(), "lr": P()}))
+    state, scalars = jax.jit(run)(state, plan.trained(plan.from_canonical(grads)))
+    trained = [grads["blocks"]["w"][~frozen], grads["end"]]
     assert float(scalars["grad_norm"]) == pytest.approx(np.sqrt(sum(np.square(g).sum() for g in trained)), rel=1e-14)
     moved = jax.tree.map(lambda new, old: np.asarray(new != old), plan.canonical(state.params), params)
-    assert (
-        moved["blocks"]["w"].all(1).tolist()
-        == moved["blocks"]["w"].any(1).tolist()
-        == (~frozen["blocks"]["w"]).tolist()
-    )
+    assert moved["blocks"]["w"].all(1).tolist() == moved["blocks"]["w"].any(1).tolist() == (~frozen).tolist()
     assert not moved["start"].any() and moved["end"].all()
+
+
+def test_any_leaves_are_updated_as_all_together(x64):
+    plan = Plan(Layout(), make_mesh(Layout(), jax.devices()[:1]), "cpu", NAMES, jax.eval_shape(lambda: trees(0)))
+    optimizer, params, grads = Optimizer(OPTIM, 10), trees(0), trees(1)
+    state = TrainState(jnp.int32(0), params, optimizer.rule.init(params))
+    scalars = optimizer.scalars(state, jnp.float64(7), jnp.bool_(True))
+    whole, moments = optimizer.update(plan, scalars, params, state.opt_state, grads)
+    for name in params:
+        (one, p, g) = ({name: tree[name]} for tree in (whole, params, grads))
+        alone, moments_alone = optimizer.update(plan, scalars, p, optimizer.rule.init(p), g)
+        assert_close(alone, one, 1e-15)
+        assert_close(moments_alone.nu, {name: moments.nu[name]}, 1e-15)
+        assert moments_alone.count == moments.count
 
 
 @pytest.mark.parametrize("clip", [5.0, 0.0])

@@ -28,7 +28,7 @@ from spmd_lm.parallel.layers_loop import Losses
 from spmd_lm.parallel.pipeline.schedule import IDLE, Schedule, TaskFields, schedule_table
 from spmd_lm.parallel.pipeline.transfer import StageTransfer
 from spmd_lm.parallel.sharded_model import Parts, ShardedModel
-from spmd_lm.parallel.trees import Tree, tree_add, tree_add_subset
+from spmd_lm.parallel.trees import Tree, merge, subset_of, tree_add, tree_add_subset
 
 T = TypeVar("T")
 TaskTable = TaskFields[np.ndarray]  # of all stages, in one half of a range of ticks
@@ -85,7 +85,7 @@ class Pipeline:
     def __init__(self, model: ShardedModel, schedule: Schedule, microbatches: Tree):
         self.model, self.plan, self.microbatches = model, model.plan, microbatches
         self.stages, self.table = schedule.stages, schedule_table(schedule)
-        self.layers_per_chunk = jax.tree.leaves(model.grad_argument.blocks)[0].shape[0] // schedule.chunks
+        self.layers_per_chunk = jax.tree.leaves(model.shards.blocks)[0].shape[0] // schedule.chunks
         self.breadth_first = schedule.kind == "breadth_first"
         self.scatters_per_chunk = self.plan.zero.scatter_per == "chunk"
         self.stage = lax.axis_index(PIPE)
@@ -116,7 +116,8 @@ class Pipeline:
         if self.scatters_per_chunk:
             zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(self.gather_chunk, jnp.int32(0)))
             params = self.gather_chunk(jnp.int32(0)) if self.plan.prefetch_chunks else zeros
-            chunk_grads = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, grads.blocks)
+            trained = self.model.trained_blocks(params)
+            chunk_grads = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), trained, grads.blocks)
             carry = carry._replace(chunk_params=params, chunk_grads=chunk_grads)
             carry = carry._replace(next_params=zeros) if self.plan.prefetch_chunks else carry
         return carry
@@ -252,6 +253,8 @@ class Pipeline:
         def update(total: Tree) -> Tree:
             return tree_add(total, *jax.vjp(embed, self.model.grad_argument.rest)[1](d_x))
 
+        if not self.model.trains_embedding:
+            return rest
         return self.cond_in_place("backward_from_embedding", task.from_embedding, update, rest)
 
     def with_rest(self, rest: Tree) -> ShardedModel:
@@ -318,8 +321,11 @@ class Pipeline:
     def head_of_all_microbatches(self, carry: Carry) -> Carry:
         """`carry` with the head's losses and gradients, and the gradients of the last stage's outputs."""
 
-        def run(params: Tree, y: Array, microbatch: Tree) -> tuple[Losses, Tree, Array]:
-            losses, vjp = jax.vjp(lambda params, y: self.model.fns.head(params, y, microbatch), params, y)
+        def run(params: Tree, trained: Tree, y: Array, microbatch: Tree) -> tuple[Losses, Tree, Array]:
+            def head(trained: Tree, y: Array) -> Losses:
+                return self.model.fns.head(merge(params, trained), y, microbatch)
+
+            losses, vjp = jax.vjp(head, trained, y)
             return losses, *vjp(jax.tree.map(jnp.ones_like, losses))
 
         last, select = self.stages - 1, self.model.fns.head_params
@@ -328,10 +334,12 @@ class Pipeline:
     def embedding_of_all_microbatches(self, carry: Carry) -> Carry:
         """`carry` with the embedding's gradients."""
 
-        def run(params: Tree, d_x: Array, microbatch: Tree) -> tuple[Losses, Tree, Array]:
-            _, vjp = jax.vjp(lambda params: self.model.fns.embed(params, microbatch), params)
+        def run(params: Tree, trained: Tree, d_x: Array, microbatch: Tree) -> tuple[Losses, Tree, Array]:
+            _, vjp = jax.vjp(lambda trained: self.model.fns.embed(merge(params, trained), microbatch), trained)
             return {}, *vjp(d_x), d_x
 
+        if not self.model.trains_embedding:
+            return carry
         return self.vjp_over_microbatches("embedding_of_all_microbatches", 0, self.model.fns.embed_params, run, carry)
 
     def vjp_over_microbatches(
@@ -339,14 +347,15 @@ class Pipeline:
     ) -> Carry:
         """`carry` after the embedding or the head has run backward on its stage, for all microbatches.
 
-        select: takes from a Parts.rest what it reads.  run: (its params, its entry of end_activations, microbatch) ->
-        (losses, gradients of its params, the new entry)."""
-        params = select(self.model.gathered.rest)
-        zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), params, select(carry.grads.rest))
+        select: takes from a Parts.rest what it reads.  run: (its params, those of them that are trained, its entry of
+        end_activations, microbatch) -> (losses, gradients of the trained ones, the new entry)."""
+        params, total_grads = select(self.model.gathered.rest), select(carry.grads.rest)
+        trained = subset_of(params, total_grads)
+        zeros = jax.tree.map(lambda w, t: jnp.zeros(w.shape, t.dtype), trained, total_grads)
         unchanged = carry.losses, carry.end_activations, carry.grads.rest
 
         def add_microbatch(total: tuple[Losses, Tree], inputs: tuple) -> tuple[tuple[Losses, Tree], Array]:
-            losses, grads, d_activations = run(params, *inputs)
+            losses, grads, d_activations = run(params, trained, *inputs)
             return (tree_add_subset(total[0], losses), tree_add(total[1], grads)), d_activations
 
         def run_all() -> tuple[Losses, Array, Tree]:

@@ -1,0 +1,55 @@
+"""Which parameters training leaves as they are: shell patterns over their names."""
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase, translate
+
+import jax
+import numpy as np
+
+from spmd_lm.axes import DimNames, is_dim_names
+from spmd_lm.config.suggest import did_you_mean
+from spmd_lm.errors import ConfigError
+from spmd_lm.parallel.trees import Tree
+
+MAX_UNMATCHED = 3
+"""Patterns that match nothing which get a sentence: looking for the nearest of 60,000 names takes a second."""
+
+
+def frozen_mask(patterns: Sequence[str], names: Tree, shapes: Tree) -> Tree:
+    """Whether training leaves each parameter as it is, bool; for a stack, bool [layers].
+
+    patterns: shell globs of paths in the tree of parameters, in which a layer has its index: embedding.tokens,
+    blocks.[0-5].*, *bias.  names, shapes: trees of the parameters' dimension names and canonical shapes.  Raises
+    ConfigError for a pattern that matches nothing, and if every parameter would be frozen."""
+    known: list[str] = []
+    any_pattern = re.compile("|".join(map(translate, patterns)) if patterns else r"(?!)")
+
+    def is_frozen(*path: str) -> bool:
+        known.append(".".join(path))
+        return any_pattern.match(known[-1]) is not None
+
+    def leaf_mask(path: tuple, dim_names: DimNames, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        first, *rest = (key.key for key in path)
+        if "layers" not in dim_names or not patterns:
+            return np.array(is_frozen(first, *rest))
+        return np.array([is_frozen(first, str(layer), *rest) for layer in range(leaf.shape[0])])
+
+    mask = jax.tree_util.tree_map_with_path(leaf_mask, names, shapes, is_leaf=is_dim_names)
+    problems: list[str] = []
+    for pattern in sorted(set(patterns)):
+        if len(problems) < MAX_UNMATCHED and not any(fnmatchcase(name, pattern) for name in known):
+            near = did_you_mean(pattern, known)
+            hint = f"Did you mean {near}?" if near else f"Names are like {known[0]} and {known[-1]}."
+            problems.append(f"optim.freeze: {pattern} matches no parameter. {hint}")
+    if not problems and all(leaf.all() for leaf in jax.tree.leaves(mask)):
+        problems.append(f"optim.freeze={' '.join(patterns)} freezes every parameter. Leave some out.")
+    if problems:
+        raise ConfigError(*problems)
+    return mask
+
+
+def trained_count(mask: Tree, shapes: Tree) -> int:
+    """Number of parameters that are not frozen."""
+    pairs = zip(jax.tree.leaves(mask), jax.tree.leaves(shapes), strict=True)
+    return sum(int((~frozen).sum()) * leaf.size // frozen.size for frozen, leaf in pairs)
