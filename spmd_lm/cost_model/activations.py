@@ -46,7 +46,7 @@ class LayerActivations:
     recomputed, but for the attention core.  core: what the attention core saves then.  saved: what the run's remat
     policy saves.  workspace: what backward through a layer holds besides, its recomputed activations included.
     attention_workspace: the same in attention's backward, where a fused kernel reads copies in its own layout.
-    forward_workspace: what forward holds then."""
+    forward_workspace: what forward holds then.  forward_alone: what forward holds where nothing is saved."""
 
     def __init__(self, config: RunConfig, plan: Plan, compiler: Compiler):
         m, shards, remat = config.model, plan.layout.model, config.remat_policy
@@ -62,10 +62,17 @@ class LayerActivations:
         self.stream = unsharded / shards if plan.sequence else unsharded
         self.hidden = hidden = m.mlp_dim / shards * size
         # Both branches' inputs and both norms' outputs; queries, keys, values, and what attention's last matrix reads;
-        # the MLP's hidden layer before and after the activation, and what gates it.
-        streams = 4 * self.stream + (2 * self.stream / size if m.dropout else 0)  # a mask is one byte per element
-        attention = ((m.width + 2 * m.kv_width) * padding + m.width) / shards * size
-        mlp = (3 if m.activation == "swiglu" else 2) * hidden
+        # the MLP's hidden layer before and after the activation, and what gates it.  What a frozen matrix alone would
+        # read for its gradient is not saved.
+        read_by = functools.partial(plan.trains, "blocks")
+        norms = (
+            any(read_by("attention", key) for key in ("query", "key", "value")),
+            any(read_by("mlp", key) for key in ("up", "gate")),
+        )
+        masks = 2 * self.stream / size if m.dropout else 0  # one byte per element
+        streams = (2 + sum(norms)) * self.stream + masks
+        attention = ((m.width + 2 * m.kv_width) * padding + m.width * read_by("attention", "out")) / shards * size
+        mlp = ((2 if m.activation == "swiglu" else 1) + read_by("mlp", "down")) * hidden
         self.outside = streams + attention + mlp
         # A fused kernel saves its output, in its own layout; XLA's attention the scores before and after softmax, and
         # after dropout, with its mask.
@@ -90,6 +97,9 @@ class LayerActivations:
         if not fused:
             self.workspace += compiler.scores * m.heads * m.context / shards * wide
         self.attention_workspace = self.forward_workspace = 0.0
+        # Forward alone: a branch's input, its norm's output and its sum, and the larger branch.
+        core = self.core if fused else scores * (size + wide)
+        self.forward_alone = 2 * self.stream + unsharded + max(attention + core, 2 * mlp)
         if fused:
             self._around_kernel(config, plan, compiler)
 

@@ -11,6 +11,7 @@ Stages of a pipeline send different amounts: rows are means over the stages.  A 
 device, even where the first or the last stage has no neighbour to send to."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -55,7 +56,7 @@ def expected_collectives(config: RunConfig, plan: Plan) -> list[ExpectedCollecti
 class _Runs(NamedTuple):
     """How often a device runs each part of a step, the mean over the stages of a pipeline.
 
-    forward_passes: layers run forward alone, saving only the chunk's input.  layer_passes: layers run forward with
+    forward_passes: layers run forward alone, saving at most the chunk's input.  layer_passes: layers run forward with
     backward right after.  embedding, embedding_grad, head: microbatches run through each.  messages: sends to
     neighbours, one per tick and direction, and received those that carry an activation or a gradient.  chunk_gathers,
     chunk_scatters: how often a breadth-first schedule starts on another chunk, and completes a chunk's gradients."""
@@ -79,25 +80,42 @@ def layer_passes(config: RunConfig, plan: Plan) -> tuple[float, float]:
 
 def _runs(config: RunConfig, plan: Plan) -> _Runs:
     p, m, chunk_layers = config.parallel, config.parallel.microbatches, config.layers_per_chunk
+    embedding_trains = plan.trains("embedding")
     if plan.layout.pipe == 1:
-        return _Runs(0, m * config.model.layers, m, m, m)
+        passes = m * config.model.layers
+        if not plan.trains_below_head:
+            return _Runs(forward_passes=passes, layer_passes=0, embedding=m, embedding_grad=0, head=m)
+        return _Runs(0, passes, m, m * embedding_trains, m)
     counts = schedule_counts(p.schedule, plan.layout.pipe, m, config.chunks)
     if p.run_idle_stages:  # both branches run in every tick
         counts = counts.with_idle_stages()
     breadth_first = p.schedule == "breadth_first"
     # Otherwise what goes to the head runs forward only as the beginning of its backward pass.
     skipped = 0 if breadth_first or p.run_idle_stages else counts.last
-    return _Runs(
+    runs = _Runs(
         forward_passes=(counts.active - skipped) * chunk_layers,
         layer_passes=counts.active * chunk_layers,
         embedding=counts.first,
-        embedding_grad=m * counts.per_step if breadth_first else counts.first,
+        embedding_grad=embedding_trains * (m * counts.per_step if breadth_first else counts.first),
         head=m * counts.per_step if breadth_first else counts.last,
         received=counts.received,
         messages=2 * counts.ticks,
         chunk_gathers=counts.chunk_loads,
         chunk_scatters=counts.chunk_ends,
     )
+    if plan.trains_below_head or not breadth_first:
+        return runs
+    loads = counts.ticks if p.run_idle_stages else config.chunks
+    received, messages = counts.received / 2, counts.ticks
+    return runs._replace(layer_passes=0, received=received, messages=messages, chunk_gathers=loads, chunk_scatters=0)
+
+
+class _Unneeded(NamedTuple):
+    """Reductions and gathers of a branch's streams, and the keys of matrices that backward does without."""
+
+    reductions: int = 0
+    gathers: int = 0
+    weights: tuple[str, ...] = ()
 
 
 class _Step:
@@ -134,6 +152,27 @@ class _Step:
         for axis, share in self.shares(self.model_axes):
             yield self.row(REDUCE_SCATTER, (axis,), part, (dtype, elements * share), count, formula, repeated)
 
+    def gathers_again(self, branch: str) -> bool:
+        """Whether backward gathers the branch's input again, which was saved as shards: for the gradients of the
+        matrices that it goes into, or to run the layer again."""
+        trains = any(self.plan.trains("blocks", branch, key) for key in _COLUMN[branch])
+        return trains or self.config.remat.policy in ("full", "residual", "block")
+
+    @functools.cached_property
+    def unneeded(self) -> dict[str, "_Unneeded"]:
+        """By branch, what backward through the first layer does without, as nothing below is trained.  A loop over
+        layers, and a pipeline, compute it all the same."""
+        plan = self.plan
+        if plan.layout.pipe > 1 or plan.trains("embedding") or not self.unrolled or not self.runs.layer_passes:
+            return {}
+        post, trains = self.config.model.norm == "post", functools.partial(plan.trains, "blocks")
+        if not (trains("attention") or trains("norm1") or (not post and trains("norm2"))):
+            return {
+                "attention": _Unneeded(1, 1, (*_COLUMN["attention"], "out")),
+                "mlp": _Unneeded(1, 0, _COLUMN["mlp"]),
+            }
+        return {"attention": _Unneeded(1, 0, _COLUMN["attention"])} if post or not trains("norm1") else {}
+
     def shares(self, axes: Axes) -> Iterator[tuple[str, float]]:
         """Mesh axes over which an array is scattered one after the other, and the share of it that each scatters; or
         gathers, which begins with the last."""
@@ -165,17 +204,22 @@ def _embedding(step: _Step) -> Iterator[ExpectedCollective]:
     # A pipeline does not save the sum: a norm after the embedding needs it again in backward.
     again = runs.embedding_grad if step.config.model.norm == "post" and runs.messages else 0
     yield from step.reductions("embedding", runs.embedding + again, "m: A forward")
-    if step.plan.sequence:
+    if step.plan.sequence and step.plan.trains("embedding", "tokens"):
         yield step.row(ALL_GATHER, step.model_axes, "embedding", a, runs.embedding_grad, "m: A backward")
+
+
+_COLUMN = {"attention": ("query", "key", "value"), "mlp": ("up", "gate")}
+"""The matrices that a branch's input is multiplied by."""
 
 
 class _BranchRuns(NamedTuple):
     """How often a device reduces or gathers one A in the branch of a layer in a step, and how many of the reductions
-    backward repeats."""
+    and of the gathers backward repeats."""
 
     reductions: float
     gathers: float
     repeated: float
+    gathered_again: float
 
 
 def _runs_of_branches(step: _Step) -> dict[str, _BranchRuns]:
@@ -190,11 +234,20 @@ def _runs_of_branches(step: _Step) -> dict[str, _BranchRuns]:
         "attention": (again["attention"], remat.unneeded_gathers // 2),
         "mlp": (1 + again["mlp"], min(1, remat.unneeded_gathers)),
     }
+    gathers_again = {branch: step.gathers_again(branch) for branch in dropped}
+    unneeded = {branch: step.unneeded.get(branch, _Unneeded()) for branch in dropped}
     return {
         branch: _BranchRuns(
-            (2 + again[branch]) * runs.layer_passes + runs.forward_passes - reductions * outputs,
-            (3 + remat.repeated_gathers / 2) * runs.layer_passes + runs.forward_passes - gathers * outputs,
+            (2 + again[branch]) * runs.layer_passes
+            + runs.forward_passes
+            - reductions * outputs
+            - unneeded[branch].reductions * config.parallel.microbatches,
+            (2 + gathers_again[branch] + remat.repeated_gathers / 2) * runs.layer_passes
+            + runs.forward_passes
+            - gathers * outputs
+            - unneeded[branch].gathers * config.parallel.microbatches,
             again[branch] * runs.layer_passes,
+            gathers_again[branch] * runs.layer_passes,
         )
         for branch, (reductions, gathers) in dropped.items()
     }
@@ -218,9 +271,10 @@ def _blocks_at_once(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[E
     again = runs.repeated * step.unrolled
     yield from step.reductions("blocks", runs.reductions, formula, again)
     if step.plan.sequence:
-        formula = f"{3 * branches}Lm: A, {branches} forward, {branches} backward, and {branches} of what was not saved"
-        formula += f" whole{ahead}"
-        again = branches * passes * step.unrolled
+        not_saved = round(runs.gathered_again / passes) if passes else 0
+        formula = f"{2 * branches + not_saved}Lm: A, {branches} forward, {branches} backward"
+        formula += f", and {not_saved} of what was not saved whole" * (not_saved > 0) + ahead
+        again = runs.gathered_again * step.unrolled
         yield step.row(ALL_GATHER, step.model_axes, "blocks", step.activations, runs.gathers, formula, again)
 
 
@@ -229,13 +283,17 @@ def _blocks_in_parts(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[
     n, (dtype, elements) = step.plan.layout.model, step.activations
     passed, again = runs.reductions, runs.repeated
     if step.plan.sequence:
-        passed, again = passed + runs.gathers, again + branches * step.runs.layer_passes
+        passed, again = passed + runs.gathers, again + runs.gathered_again
     sends, again = (n - 1) * passed, (n - 1) * again * step.unrolled
     formula = f"A/{n}, {n - 1} for each that is gathered or reduced"
     yield step.row(COLLECTIVE_PERMUTE, step.model_axes, "blocks", (dtype, elements / n), sends, formula, again)
     if not step.plan.sequence:
         formula, again = "A, what was reduced", runs.repeated * step.unrolled
         yield step.row(ALL_GATHER, step.model_axes, "blocks", step.activations, runs.reductions, formula, again)
+
+
+_UNEMBEDDED = [("embedding",), ("blocks",), *(("head", key) for key in ("norm", "transform", "transform_norm"))]
+"""What the input of the token logits depends on."""
 
 
 def _head(step: _Step) -> Iterator[ExpectedCollective]:
@@ -249,7 +307,8 @@ def _head(step: _Step) -> Iterator[ExpectedCollective]:
     if objective.predicts_tokens:
         if sequence:
             yield step.row(ALL_GATHER, step.model_axes, "head", a, runs, "m: A forward")
-        yield from step.reductions("head", runs, "m: A backward")
+        if any(step.plan.trains(*path) for path in _UNEMBEDDED):
+            yield from step.reductions("head", runs, "m: A backward")
         formula = "3m: maximum, normaliser and target's logit of each token"
         yield step.row(ALL_REDUCE, step.model_axes, "head", (step.wide, step.tokens), 3 * runs, formula)
 
@@ -259,13 +318,14 @@ class _Transfers(NamedTuple):
 
     layers: layers that are sent.  repeated: those of them that backward sends again outside of a loop.  per_stack:
     collectives for each array of the layers.  rest: times that the arrays of the embedding and the head are sent, by
-    use; None is once."""
+    use; None is once.  unused: layers of which a matrix is not sent, by its path."""
 
     formula: str
     layers: float
     per_stack: float
     repeated: float = 0
     rest: dict[str, float] | None = None
+    unused: dict[tuple[str, ...], float] = {}  # noqa: RUF012 - read alone
 
 
 def _zero(step: _Step) -> Iterator[ExpectedCollective]:
@@ -275,25 +335,26 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
         return
     tied_table = ("embedding", "tokens") if config.objective.ties_embeddings(config.model) else None
     matrices = [each for each in plan.parameters if plan.zero_axes(each.sharded_names)]
-    shares = [dict(step.shares(plan.zero_axes(each.sharded_names))) for each in matrices]
+    shares = {each.path: dict(step.shares(plan.zero_axes(each.sharded_names))) for each in matrices}
     # The parts of a step that use each of them; all contribute to its gradient.
-    uses_of = [("embedding", "head") if each.path == tied_table else each.path[:1] for each in matrices]
-    gathered = [each.gathered_elements for each in matrices]
-    scattered = [plan.scattered_elements(each) for each in matrices]
+    uses_of = {each.path: ("embedding", "head") if each.path == tied_table else each.path[:1] for each in matrices}
+    gathered = {each.path: each.gathered_elements for each in matrices}
+    scattered = {each.path: plan.scattered_elements(each) for each in matrices if each.trained}
     kinds = (
         (ALL_GATHER, "weights", precision.compute, gathered, _weight_gathers(step)),
         (REDUCE_SCATTER, "gradients", precision.reduce, scattered, _gradient_scatters(step)),
     )
-    for axis in dict.fromkeys(axis for each in shares for axis in each):
+    for axis in dict.fromkeys(axis for each in shares.values() for axis in each):
         for kind, part, dtype, sizes, transfers in kinds:
             count = sent = repeated = 0.0
-            for elements, uses, share in zip(sizes, uses_of, shares, strict=True):
-                if axis not in share:
+            for path, elements in sizes.items():
+                if (share := shares[path].get(axis)) is None:
                     continue
-                bytes_ = wire_bytes(kind, elements * share[axis] * dtype_bytes(dtype), plan.sizes[axis])
-                if uses == ("blocks",):
+                bytes_ = wire_bytes(kind, elements * share * dtype_bytes(dtype), plan.sizes[axis])
+                if (uses := uses_of[path]) == ("blocks",):
+                    layers = transfers.layers - transfers.unused.get(path, 0)
                     count += transfers.per_stack
-                    sent += transfers.layers / step.layers * bytes_
+                    sent += layers / step.layers * bytes_
                     repeated += transfers.repeated / step.layers * bytes_
                 else:
                     times = sum(transfers.rest[use] for use in uses) if transfers.rest else 1
@@ -314,10 +375,15 @@ def _weight_gathers(step: _Step) -> _Transfers:
         case "layer":
             # Backward gathers each layer again, and once more where a whole remat block runs again before it.
             again = (1 + remat_blocks) * runs.layer_passes
-            times = 2 + bool(runs.forward_passes) + remat_blocks
-            return _Transfers(
-                f"{times}Pm of the layers, one by one", layers + again, layers + again, again * step.unrolled
-            )
+            times = bool(runs.forward_passes) + (2 + remat_blocks) * bool(runs.layer_passes)
+            unused: dict[tuple[str, ...], float] = {
+                ("blocks", branch, key): config.parallel.microbatches
+                for branch, unneeded in step.unneeded.items()
+                for key in unneeded.weights
+                if branch not in step.plan.prefetch  # in the loop, where they are gathered all the same
+            }
+            formula, layers = f"{times}Pm of the layers, one by one", layers + again
+            return _Transfers(formula, layers, layers, again * step.unrolled, unused=unused)
     return _Transfers("P, once", step.layers, per_stack=1)
 
 

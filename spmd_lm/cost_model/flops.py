@@ -14,24 +14,55 @@ import jax.numpy as jnp
 
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, RunConfig
 from spmd_lm.cost_model.hardware import find_hardware
+from spmd_lm.parallel.plan import Plan
+
+
+class _Forward(NamedTuple):
+    """FLOPs of products, forward over one sequence: of a layer's matrices by their keys, all layers together; of
+    attention's scores and their averages; of the vocabulary's table; and of the head's other matrices."""
+
+    matrices: dict[tuple[str, str], float]
+    scores: float
+    table: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.matrices.values()) + self.scores + self.table + self.head
+
+
+def _forward(config: RunConfig) -> _Forward:
+    m = config.model
+    per_token, per_row = _head_weights(config)
+    each = 2.0 * m.context * m.layers * m.width
+    attention = {"query": m.width, "key": m.kv_width, "value": m.kv_width, "out": m.width}
+    mlp = dict.fromkeys(("up", "gate", "down") if m.activation == "swiglu" else ("up", "down"), m.mlp_dim)
+    branches = {"attention": attention, "mlp": mlp}
+    return _Forward(
+        matrices={(name, key): each * size for name, branch in branches.items() for key, size in branch.items()},
+        scores=2 * each * m.context,
+        table=2.0 * m.context * m.width * m.vocab * config.objective.predicts_tokens,
+        head=2.0 * (m.context * per_token + per_row),
+    )
 
 
 def forward_per_sequence(config: RunConfig) -> float:
     """FLOPs of the forward pass over one sequence of model.context tokens."""
-    m = config.model
-    per_token, per_row = _head_weights(config)
-    attention = 2 * m.width * (m.width + m.kv_width)
-    mlp = (3 if m.activation == "swiglu" else 2) * m.width * m.mlp_dim
-    scores = 2 * m.context * m.width  # queries by keys, and probabilities by values
-    per_token += m.layers * (attention + mlp + scores)
-    if config.objective.predicts_tokens:
-        per_token += m.width * m.vocab
-    return 2.0 * (m.context * per_token + per_row)
+    return _forward(config).total
 
 
-def train_step(config: RunConfig) -> float:
-    """FLOPs of one step over the global batch, forward and backward."""
-    return 3.0 * config.train.batch * forward_per_sequence(config)
+def train_step(config: RunConfig, plan: Plan) -> float:
+    """FLOPs of one step over the global batch, forward and backward.
+
+    Backward has two products for each of forward: the gradient of a matrix, if that is trained, and of what it is
+    multiplied with, if anything below is.  A stack of which some layers are trained counts whole."""
+    forward, trains, below = _forward(config), plan.trains, plan.trains_below_head
+    own_table = not config.objective.ties_embeddings(config.model)
+    gradients = sum(flops for path, flops in forward.matrices.items() if trains("blocks", *path))
+    gradients += forward.table * trains("head" if own_table else "embedding", "tokens") + forward.head * trains("head")
+    inputs = (sum(forward.matrices.values()) + 2 * forward.scores) * below
+    inputs += (forward.table + forward.head) * (below or trains("head", "norm"))
+    return config.train.batch * (forward.total + gradients + inputs)
 
 
 def _head_weights(config: RunConfig) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.activations import LayerActivations, at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
+from spmd_lm.cost_model.expected_collectives import layer_passes
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.plan import Plan
 
@@ -20,22 +21,22 @@ def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
     vocab = padded_vocab(config.model.vocab, layout.model) if config.objective.predicts_tokens else 0
     logits = compute if p.logits == "compute" else wide
     weights = microbatches * used_elements(plan, gathered=True)
-    gradients = microbatches * used_elements(plan, gathered=not plan.zero.scatters_in_backward)
+    gradients = microbatches * used_elements(plan, gathered=not plan.zero.scatters_in_backward, trained=True)
     state = 2 * (1 + config.optim.num_moments) * dtype_bytes(p.params) + 2 * dtype_bytes(p.reduce) + compute
     return {
         "saved values": saved_traffic(config, plan),
         "logits": 2 * (logits + compute) * tokens * vocab / layout.model / layout.pipe,
-        "weights": 2 * compute * weights,
+        "weights": (1 + (layer_passes(config, plan)[1] > 0)) * compute * weights,
         "gradients": (compute + 2 * wide if microbatches > 1 or layout.pipe > 1 else 2 * compute) * gradients,
-        "optimizer": float(state * plan.elements_per_device()),
+        "optimizer": float(state * plan.elements_per_device(trained=True)),
     }
 
 
-def used_elements(plan: Plan, *, gathered: bool) -> float:
-    """Elements of the parameters that a device uses for a microbatch: of embedding and head, those of the one stage
-    that uses them, divided among all."""
-    layers = plan.elements_per_device("blocks", gathered=gathered)
-    rest = plan.elements_per_device(gathered=gathered) - layers
+def used_elements(plan: Plan, *, gathered: bool, trained: bool = False) -> float:
+    """Elements of the parameters, or of the trained ones, that a device uses for a microbatch: of embedding and head,
+    those of the one stage that uses them, divided among all."""
+    layers = plan.elements_per_device("blocks", gathered=gathered, trained=trained)
+    rest = plan.elements_per_device(gathered=gathered, trained=trained) - layers
     return layers + rest / plan.layout.pipe
 
 
@@ -43,4 +44,4 @@ def saved_traffic(config: RunConfig, plan: Plan) -> float:
     """Bytes to write and to read once what a step saves for backward."""
     saved = LayerActivations(config, plan, COMPILER_OF_PLATFORM[plan.platform]).saved
     tokens = config.parallel.microbatches * tokens_per_device(config, plan.layout)
-    return 2 * saved * tokens * config.model.layers / plan.layout.pipe
+    return 2 * saved * tokens * (layer_passes(config, plan)[1] > 0) * config.model.layers / plan.layout.pipe

@@ -9,6 +9,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import logit_chunks
 from spmd_lm.cost_model.activations import LayerActivations, at_least_float32, dtype_bytes, tokens_per_device
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
+from spmd_lm.cost_model.expected_collectives import layer_passes
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.ops import cross_entropy
 from spmd_lm.parallel.padding import padded_vocab
@@ -25,7 +26,8 @@ def table(config: RunConfig, plan: Plan) -> dict[str, int]:
 def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     """The rows of `table` that outlive a step."""
     params = plan.elements_per_device() * dtype_bytes(config.precision.params)
-    return {"parameters": params, config.optim.moments: config.optim.num_moments * params}
+    trained = plan.elements_per_device(trained=True) * dtype_bytes(config.precision.params)
+    return {"parameters": params, config.optim.moments: config.optim.num_moments * trained}
 
 
 STREAMS_ON_CHIP = 5
@@ -42,7 +44,10 @@ class _Sizes:
         self.config, self.plan, self.compiler = config, plan, COMPILER_OF_PLATFORM[plan.platform]
         self.itemsize, self.wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
         self.widening = self.wide // self.itemsize  # how many times larger float32, or a wider compute dtype, is
-        self.parts = {part: plan.elements_per_device(part, gathered=True) * self.itemsize for part in plan.shapes}
+        self.parts, self.trained_parts = (
+            {part: plan.elements_per_device(part, gathered=True, trained=each) * self.itemsize for part in plan.shapes}
+            for each in (False, True)
+        )
         self.embedding = self.parts["embedding"]
         self._weights()
         self._gradients()
@@ -58,6 +63,10 @@ class _Sizes:
         # What is gathered ahead, for one layer; its gradients are scattered as much later.
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True) for key in plan.prefetch)
         self.in_use = self.layer + ahead * self.itemsize // self.layers  # of one layer, with what is gathered ahead
+        # Gradients of one layer before they are scattered, and with what is scattered a layer later.
+        ahead = sum(plan.elements_per_device("blocks", key, gathered=True, trained=True) for key in plan.prefetch)
+        self.layer_gradients = self.trained_parts["blocks"] // self.layers
+        self.unscattered = self.layer_gradients + ahead * self.itemsize // self.layers
         stacks = [each.gathered_elements for each in plan.parameters if each.path[0] == "blocks"]
         self.largest_stack = max(stacks) * self.itemsize  # the weights of all layers in one array
         self.rest = self.embedding + self.parts["head"] if copied else 0  # the weights of embedding and head
@@ -82,7 +91,7 @@ class _Sizes:
     def _gradients(self) -> None:
         plan, p, remat = self.plan, self.config.precision, self.config.remat_policy
         scatters = plan.zero.scatters_in_backward
-        sharded, unsharded = plan.elements_per_device(), sum(self.parts.values())
+        sharded, unsharded = plan.elements_per_device(trained=True), sum(self.trained_parts.values())
         # The sum over microbatches, in the parameters' dtype or float32.
         self.accumulated = sharded * dtype_bytes(p.params) if scatters else unsharded * self.widening
         # Those of one microbatch, or of the step, at its end; scattered ones in the dtype in which they are reduced.
@@ -94,9 +103,9 @@ class _Sizes:
         in_block = remat.layers_per_remat_block if remat.policy == "block" else 0
         self.remat_block_weights = self.layer * in_block
         self.remat_block_gradients = (
-            plan.elements_per_device("blocks") * dtype_bytes(p.reduce) * in_block // self.layers
+            plan.elements_per_device("blocks", trained=True) * dtype_bytes(p.reduce) * in_block // self.layers
         )
-        self.of_layer = self.in_use if scatters else 0  # a layer's, before they are scattered
+        self.of_layer = self.unscattered if scatters else 0
         # Whether gradients are converted to a wider dtype before devices sum them.
         self.widens_sums = dtype_bytes(p.reduce) > self.itemsize
         # Whether a layer's gradients, widened, are still there when those of the next layer are made.
@@ -106,11 +115,17 @@ class _Sizes:
     def _activations(self) -> None:
         config, plan = self.config, self.plan
         tokens, layer = tokens_per_device(config, plan.layout), LayerActivations(config, plan, self.compiler)
+        self.backward = layer_passes(config, plan)[1] > 0  # else layers run forward alone, and save nothing
         self.stream = int(tokens * layer.stream)  # one microbatch's
         self.hidden = int(tokens * layer.hidden)
-        self.saved = int(tokens * config.layers_per_chunk * layer.saved)  # in the layers that run in one loop
+        self.saved = int(tokens * config.layers_per_chunk * layer.saved) * self.backward  # in the layers of one loop
         self.unrolled = 0  # what unrolled layers hold besides when their backward begins
-        if not plan.scan and (n := plan.layout.model) > 1 and (plan.sequence or tokens <= TOKENS_OF_UNROLLED_SUMS):
+        if (
+            self.backward
+            and not plan.scan
+            and (n := plan.layout.model) > 1
+            and (plan.sequence or tokens <= TOKENS_OF_UNROLLED_SUMS)
+        ):
             streams = self.compiler.unrolled_gathers * n if plan.sequence else self.compiler.unrolled_sums
             self.unrolled = int(streams * self.stream) * config.layers_per_chunk
         on_chip = self._on_chip()
@@ -120,7 +135,7 @@ class _Sizes:
 
         self.workspace = in_hbm(layer.workspace) + self.compiler.kernel_workspace
         self.attention_workspace = in_hbm(layer.attention_workspace)
-        self.forward_workspace = in_hbm(layer.forward_workspace)
+        self.forward_workspace = in_hbm(layer.forward_workspace if self.backward else layer.forward_alone)
 
     def _on_chip(self) -> int:
         """About what a TPU's compiler keeps of a layer's working set on the chip, not in HBM: half of the memory there,
@@ -136,15 +151,18 @@ class _Sizes:
         # The embedding's is added up over tokens, in at least float32; the head's over chunks of logits, in the wider
         # of the compute and the reduce dtype.
         sum_itemsize = self.wide if compiler.wide else max(self.itemsize, dtype_bytes(config.precision.reduce))
-        self.wide_embedding = self.embedding * self.widening
-        self.head_gradient = self.embedding // self.itemsize * sum_itemsize
+        objective, embedding = config.objective, self.embedding * plan.trains("embedding")
+        own_table = objective.predicts_tokens and not objective.ties_embeddings(config.model)
+        self.table = self.embedding * plan.trains("head" if own_table else "embedding", "tokens")
+        self.wide_embedding = embedding * self.widening
+        self.head_gradient = self.table // self.itemsize * sum_itemsize
         # Beside each: its copy in the layout in which it is scattered, where backward scatters.  With stages, and on a
         # CPU, the embedding's is held rounded, not copied.  Otherwise a TPU, and a GPU that does not scatter, hold the
         # head's rounded to the compute dtype, where that is narrower.
         to_scatter = self.head_gradient if plan.zero.scatters_in_backward else 0
-        rounded = self.embedding if self.widens_sums else 0
+        rounded = self.table if self.widens_sums else 0
         if plan.layout.pipe > 1 or compiler.wide:
-            beside_embedding, beside_head = self.embedding, to_scatter
+            beside_embedding, beside_head = embedding, to_scatter
         else:
             beside_embedding = to_scatter
             beside_head = to_scatter if compiler.sums_overlap and to_scatter else rounded
@@ -224,9 +242,11 @@ def _all_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
         added_up = config.parallel.microbatches > 1 or plan.layout.pipe > 1
         addends = sizes.accumulated if added_up else sizes.gradients
         if plan.zero.scatter_per == "step":  # over `data` first, onto shards
-            addends = plan.elements_per_device() * dtype_bytes(config.precision.params)
+            addends = plan.elements_per_device(trained=True) * dtype_bytes(config.precision.params)
         phases.append(Phase(REPLICAS, 0, 2 * addends, 0, 0))
-    return phases
+    absent = () if sizes.backward else (BLOCKS, ATTENTION, CHUNK)
+    absent = absent if plan.trains("embedding") else (*absent, EMBEDDING)
+    return [phase for phase in phases if phase.name not in absent]
 
 
 def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
@@ -234,7 +254,7 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     accumulated = sizes.accumulated if accumulates else 0
     gradients = in_blocks_gradients = sizes.gradients + accumulated
     if _unstacks(config, plan, sizes):  # gradients appear as what layers saved is freed
-        in_blocks_gradients = accumulated + sizes.embedding + (0 if accumulates else sizes.layer)
+        in_blocks_gradients = accumulated + sizes.table + (0 if accumulates else sizes.layer_gradients)
     keeps = accumulates or sizes.compiler.keeps_weights  # after their last use
     keeps_rest = keeps
     in_blocks, at_the_end = sizes.resident, sizes.resident if keeps else 0
@@ -281,7 +301,7 @@ def _unreduced(plan: Plan, sizes: _Sizes) -> int:
     compiler, scatters = sizes.compiler, plan.zero.scatters_in_backward
     if compiler.sums_overlap:
         return _unreduced_where_sums_overlap(plan, sizes)
-    head = sizes.head_gradient - sizes.embedding  # among the complete ones, in the compute dtype
+    head = sizes.head_gradient - sizes.table  # among the complete ones, in the compute dtype
     if compiler.wide:
         return sizes.of_layer + (head if sizes.widens_sums else 0)
     copies = 2 * sizes.remat_block_weights
@@ -303,8 +323,8 @@ def _unreduced_where_sums_overlap(plan: Plan, sizes: _Sizes) -> int:
         return of_layer + sizes.head_gradient // plan.layout.zero_shards + copies
     copies += sizes.remat_block_weights
     if sizes.scatters_late:  # half of the layer before, widened
-        return sizes.of_layer + sizes.layer * sizes.widening // 2 + copies
-    return sizes.of_layer + (sizes.head_gradient - sizes.embedding) + copies
+        return sizes.of_layer + sizes.layer_gradients * sizes.widening // 2 + copies
+    return sizes.of_layer + (sizes.head_gradient - sizes.table) + copies
 
 
 def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
@@ -314,9 +334,9 @@ def _pipeline_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase
     buffers = _pipeline_buffers(config, plan) * sizes.stream
     gradients = sizes.accumulated + sizes.head_gradient
     in_use = sizes.in_use if plan.zero.gather_per == "layer" else 0
-    unreduced = sizes.in_use
+    unreduced = sizes.unscattered
     if sizes.scatters_late:
-        unreduced += sizes.layer * sizes.widening
+        unreduced += sizes.layer_gradients * sizes.widening
     saved = buffers + sizes.saved
     return [
         Phase(HEAD, weights, gradients, saved, sizes.head_workspace),
@@ -334,13 +354,13 @@ def _breadth_first_phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[
     copied, slice_of_layer, gradients = 0, 0, sizes.accumulated
     in_scatter = gradients
     if sizes.compiler.sums_overlap:
-        gradients += sizes.in_use
+        gradients += sizes.unscattered
     if plan.zero.scatter_per == "chunk":
         of_chunk, copied = _chunk_weights(config, plan, sizes)
         weights += of_chunk
         gradients, in_scatter = _chunk_gradients(config, plan, sizes)
         if sizes.compiler.rounds_stacks:
-            slice_of_layer = sizes.layer * (sizes.widening if sizes.widens_sums else 1)
+            slice_of_layer = sizes.layer_gradients * (sizes.widening if sizes.widens_sums else 1)
     saved = buffers + of_all + sizes.saved
     copied_in_scatter = copied if sizes.compiler.sums_overlap else 0  # a TPU has freed it by then
     return [
@@ -376,7 +396,7 @@ def _copied_attention(plan: Plan, sizes: _Sizes) -> int:
 
 def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, int]:
     """Gradients during a chunk's backward, and while its sum over microbatches is scattered."""
-    chunk, overlap = sizes.layer * config.layers_per_chunk, sizes.compiler.sums_overlap
+    chunk, overlap = sizes.layer_gradients * config.layers_per_chunk, sizes.compiler.sums_overlap
     of_chunk = chunk * sizes.widening
     # A GPU holds the step's shards as they are added up, whatever devices sum in.
     in_backward = in_scatter = of_chunk + (sizes.accumulated if overlap else sizes.gradients)

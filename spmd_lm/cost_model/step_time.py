@@ -113,7 +113,7 @@ def _accumulation_seconds(config: RunConfig, plan: Plan, system: System, kernels
     microbatches, p = config.parallel.microbatches, config.precision
     if system.eager or (microbatches == 1 and plan.layout.pipe == 1):
         return 0.0
-    elements = plan.elements_per_device(gathered=not plan.zero.scatters_in_backward)
+    elements = plan.elements_per_device(gathered=not plan.zero.scatters_in_backward, trained=True)
     bytes_ = dtype_bytes(p.compute) + 2 * dtype_bytes(at_least_float32(p.compute))
     return microbatches * kernels.traffic(elements * bytes_)
 
@@ -164,4 +164,4 @@ def _optimizer_seconds(config: RunConfig, plan: Plan, system: System, kernels: K
     p = config.precision
     state = 2 * (1 + config.optim.num_moments) * dtype_bytes(p.params)
     per_parameter = system.optimizer_bytes or state + 2 * dtype_bytes(p.reduce) + dtype_bytes(p.compute)
-    return kernels.traffic(per_parameter * plan.elements_per_device())
+    return kernels.traffic(per_parameter * plan.elements_per_device(trained=True))

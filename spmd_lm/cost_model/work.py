@@ -45,9 +45,27 @@ class LayerSeconds(NamedTuple):
         return self.forward
 
 
+_MATRICES = [
+    ("attention", ("query", "key", "value")),
+    ("attention", ("out",)),
+    ("mlp", ("up", "gate")),
+    ("mlp", ("down",)),
+]
+"""Those of each of LayerWork.products."""
+
+
+def _trained_share(plan: Plan, branch: str, keys: tuple[str, ...]) -> float:
+    """Of the entries of these matrices."""
+    whole, trained = (
+        sum(plan.elements_per_device("blocks", branch, key, trained=each) for key in keys) for each in (False, True)
+    )
+    return trained / whole
+
+
 class LayerWork(NamedTuple):
     """One layer on one device.  model: the model's sizes.  tokens: of a microbatch.  shards: devices along the mesh
-    axis `model`.  sequence: whether the residual stream is sharded over them.  The rest is as of systems.System."""
+    axis `model`.  sequence: whether the residual stream is sharded over them.  trained: of the columns of each of
+    `products`, the share that is.  The rest is as of systems.System."""
 
     model: Model
     tokens: int
@@ -57,6 +75,7 @@ class LayerWork(NamedTuple):
     fuses_elementwise: bool
     eager: bool
     weight_copies: int
+    trained: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
 
     @classmethod
     def of(cls, config: RunConfig, plan: Plan, system: System) -> Self:
@@ -69,6 +88,7 @@ class LayerWork(NamedTuple):
             fuses_elementwise=system.fuses_elementwise,
             eager=system.eager,
             weight_copies=system.weight_copies,
+            trained=tuple(_trained_share(plan, *group) for group in _MATRICES),
         )
 
     @property
@@ -126,7 +146,12 @@ class LayerWork(NamedTuple):
     def seconds(self, kernels: Kernels) -> LayerSeconds:
         attention, attention_backward, scores = self._attention(kernels)
         products = [kernels.product(product) for product in self.products]
-        of_backward = [kernels.product(each) for product in self.products for each in product.of_backward]
+        of_backward = [
+            kernels.product(of_input) + share * kernels.product(of_matrix)
+            for share, (of_input, of_matrix) in zip(
+                self.trained, (product.of_backward for product in self.products), strict=True
+            )
+        ]
         copies = kernels.traffic(
             2 * self.weight_copies * sum(p.inner * p.columns for p in self.products) * kernels.size
         )
@@ -177,5 +202,14 @@ def head_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels
         return 0.0
     tokens, vocab = tokens_per_device(config, plan.layout), padded_vocab(config.model.vocab, plan.layout.model)
     logits = Product(tokens, config.model.width, vocab / plan.layout.model)
-    products = sum(map(kernels.product, (logits, *logits.of_backward)))
-    return products + kernels.traffic(tokens * logits.columns * system.logit_bytes) + HEAD_OPERATIONS * kernels.overhead
+    of_input, of_table = logits.of_backward
+    products = [logits]
+    if plan.trains_below_head or plan.trains("head", "norm"):
+        products.append(of_input)
+    if plan.trains("embedding" if config.objective.ties_embeddings(config.model) else "head", "tokens"):
+        products.append(of_table)
+    return (
+        sum(map(kernels.product, products))
+        + kernels.traffic(tokens * logits.columns * system.logit_bytes)
+        + HEAD_OPERATIONS * kernels.overhead
+    )

@@ -158,6 +158,11 @@ class Plan:
         return any(each.path[: len(path)] == path for each in self.trained_parameters)
 
     @functools.cached_property
+    def trains_below_head(self) -> bool:
+        """Whether backward goes on below the head."""
+        return self.trains("embedding") or self.trains("blocks")
+
+    @functools.cached_property
     def frozen(self) -> Tree:
         """A `frozen_mask` of the parameters."""
         return frozen_mask(self.freeze, self.names, self.shapes)

@@ -70,7 +70,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
             "tokens": config.train.batch * m.context,
             "steps": config.train.steps,
         },
-        "model_flops_per_step": flops.train_step(config),
+        "model_flops_per_step": flops.train_step(config, plan),
         "attention": choose_kernel(config, plan.platform)._asdict(),
         "layers": _describe_layers(config, plan),
         "deterministic": config.run.deterministic,

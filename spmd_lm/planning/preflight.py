@@ -123,7 +123,7 @@ def _refused(config: RunConfig, target: Target, reason: str) -> dict[str, Any]:
         "fits": False,
         "memory": _memory(config, plan, target, {"temporaries": None, "peak": planned, "arguments": 0}),
         "collectives": [],
-        "flops": {"model": flops.train_step(config), "hardware": None},
+        "flops": {"model": flops.train_step(config, plan), "hardware": None},
         "analytic": {"step_seconds": predicted.seconds, "parts": predicted.parts},
         "tokens_per_step": config.train.batch * config.model.context,
         "steps": config.train.steps,

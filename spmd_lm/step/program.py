@@ -144,7 +144,7 @@ class Program:
         p = config.parallel
         self.schedule = make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
         self.tokens_per_step = config.train.batch * config.model.context
-        self.flops_per_step = flops.train_step(config)
+        self.flops_per_step = flops.train_step(config, plan)
         kind, absent = self.device.device_kind, is_absent(self.device)
         setting, deterministic = config.run.compiler_options, config.run.deterministic
         self.xla_options = options_for(setting, plan.platform, kind, absent=absent, deterministic=deterministic)

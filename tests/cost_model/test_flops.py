@@ -6,6 +6,7 @@ from spmd_lm.batch import abstract_batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.flops import forward_per_sequence, train_step
 from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.step.program import abstract_plan
 from tests import reference
 from tests.helpers import make_config
 from tests.parameter_count import model_parameters, parameters_by_formula
@@ -74,7 +75,7 @@ def test_flops_match_the_traced_matrix_products(config):
 
     counted = product_flops(jax.make_jaxpr(forward)(make_shapes(config), one).jaxpr)
     assert rows * forward_per_sequence(config) == counted
-    assert rows * train_step(config) == 3 * config.train.batch * counted
+    assert rows * train_step(config, abstract_plan(config, 1, "cpu", "cpu")) == 3 * config.train.batch * counted
 
 
 def test_gpt2_has_the_published_number_of_parameters():

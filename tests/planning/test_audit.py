@@ -29,6 +29,7 @@ LAYERS, MODEL = 2, 4
 # 512 rows over 16 devices: with less than a tile of 16 rows of bfloat16 each, a TPU all-reduces instead of scattering.
 BF16 = {"params": "float32", "compute": "bfloat16", "reduce": "bfloat16"}
 SIZES = {"layers": LAYERS, "width": 512, "heads": 8, "context": 128, "vocab": 509}
+VECTORS_ALONE = "embedding.tokens embedding.positions head.tokens *query *key *value *out *up *down"
 DROPOUT = {"cpu": 0.1, "tpu": 0.1, "gpu": 0.0}  # its fusions are a quarter of a GPU's compile time
 
 
@@ -345,6 +346,32 @@ def test_simulated_devices_send_the_same(parallel):
     assert result["ok"], render(result)
     assert {tuple(c["axes"]) for c in result["collectives"]} <= {tuple(t["axes"]) for t in result["theory"]}
     assert all(c["lowered_as"] == "float32" for c in result["collectives"] if c["part"] == "blocks")
+
+
+@pytest.mark.parametrize(
+    ("name", "freeze", "parallel"),
+    [
+        ("cpu:8", "embedding.* blocks.*", {"zero": 1}),
+        ("cpu:8", VECTORS_ALONE, {"model": 2, "sequence": True, "zero": 3}),
+        *(
+            pytest.param(name, freeze, {"model": 2, "sequence": True, "zero": 3}, marks=slow)
+            for name in ("h100:1x8", "v5p:2x2x2")
+            for freeze in ("embedding.* blocks.*", VECTORS_ALONE, "*attention* *norm1* embedding.*")
+        ),
+        pytest.param("h100:1x8", "blocks.*", {"pipe": 2, "microbatches": 2, "zero": 3}, marks=slow),
+    ],
+)
+def test_a_frozen_parameter_sends_no_gradient(name, freeze, parallel):
+    sections = {"model": SIZES | {"tie_embeddings": False}, "optim": {"freeze": freeze}, "train": {"batch": 512}}
+    config = make_config(parallel={"data": -1} | parallel, precision=BF16, **sections)
+    result = audit(config, compilable(name))
+    exact(result)
+    sent = sum(row["bytes"] for row in result["theory"] if row["part"] == "gradients")
+    if parallel == {"zero": 1}:  # the table of the head is scattered, and the gradients of its norm are summed
+        table, norm = 509 * 512 * 2, 2 * 512 * 2
+        assert sent == 7 / 8 * table + 2 * 7 / 8 * norm
+    matrices = [row for row in result["theory"] if row["kind"] == REDUCE_SCATTER and row["part"] == "gradients"]
+    assert freeze != VECTORS_ALONE or not sum(row["bytes"] for row in matrices)
 
 
 def test_gradients_cross_data_once_however_many_microbatches():

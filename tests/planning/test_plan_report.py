@@ -51,7 +51,7 @@ def test_figures_of_a_small_run():
         "steps": 10,
     }
     assert d["parameter_count"] == parameters_by_formula(config)
-    assert d["model_flops_per_step"] == flops.train_step(config)
+    assert d["model_flops_per_step"] == flops.train_step(config, abstract_plan(config, 8, "cpu", "cpu"))
     assert d["attention"]["kernel"] == "xla"
 
 

@@ -16,6 +16,7 @@ from spmd_lm.errors import CompilerError, ConfigError
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning import preflight as planning
 from spmd_lm.planning.audit import audit_step
+from spmd_lm.planning.plan_report import plan_on
 from spmd_lm.planning.search import make_target
 from spmd_lm.plots.pipelines import BACKWARD_TIME
 from spmd_lm.plots.timeline import spans
@@ -74,7 +75,7 @@ def test_a_step_is_the_sum_of_its_parts(found, config):
     assert found["step_seconds"] == pytest.approx(sum(found["parts"].values()))
     assert found["parts"].keys() == {"compute", "exposed", "bubble", "optimizer", "input"}
     assert found["tokens_per_second"] == pytest.approx(8 * 128 / found["step_seconds"])
-    model = flops.train_step(config)
+    model = flops.train_step(config, plan_on(config, parse_topology(TOPOLOGY)))
     assert found["flops"]["model"] == model
     assert found["mfu"] == pytest.approx(model / found["step_seconds"] / 4 / 197e12)
 

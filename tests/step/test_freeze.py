@@ -4,6 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_lm.analysis.compiled_flops import compiled_flops
+from spmd_lm.analysis.hlo import HloModule
+from spmd_lm.config.load import load
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.parallel.freeze import frozen_mask, trained_count
@@ -113,3 +116,36 @@ def test_a_plan_tells_what_is_trained():
 def test_a_program_knows_before_it_compiles():
     with pytest.raises(ConfigError, match=r"layers\.0 matches no parameter"):
         program(make_config(optim={"freeze": "layers.0"}))
+
+
+def compiled(freeze: str) -> tuple[float, float, int]:
+    """FLOPs of products that a step of debug.yaml runs on one device, those of the model, and bytes of its state."""
+    overrides = ["model.tie_embeddings=false", "parallel.data=1", *([f"optim.freeze={freeze!r}"] if freeze else [])]
+    p = program(load("debug", overrides))
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(p.abstract_state()))
+    return compiled_flops(HloModule(p.compiled.as_text())), p.flops_per_step, state
+
+
+@pytest.mark.parametrize(
+    ("freeze", "most"),
+    [
+        ("embedding.* blocks.*", 0.42),
+        ("embedding.tokens embedding.positions head.tokens *query *key *value *out *up *down", 0.72),
+        ("blocks.[01].*", 1.0),  # of a stack of which some layers train, updates are masked
+    ],
+)
+def test_what_is_frozen_is_not_computed(freeze, most):
+    whole, model, state = compiled("")
+    some, of_model, less = compiled(freeze)
+    assert some / whole <= most
+    assert of_model / model == pytest.approx(some / whole, abs=0.03)  # XLA leaves out hidden scores
+    names, shapes = model_trees()
+    masks = jax.tree.leaves(frozen_mask(freeze.split(), names, shapes))
+    frozen = sum(leaf.size for leaf, mask in zip(jax.tree.leaves(shapes), masks, strict=True) if mask.all())
+    assert state - less == 8 * frozen  # no moments: 4 bytes are left of 12
+
+
+def model_trees():
+    config = load("debug", ["model.tie_embeddings=false"])
+    model = LanguageModel(config.model, config.objective, "float32", "xla")
+    return model.names, model.shapes

@@ -96,6 +96,8 @@ class Pipeline:
         """Losses, and gradients of `model.grad_argument`, on this stage.  losses, grads: zeros like them."""
         carry = self.start(losses, grads)
         for i, phase in enumerate(self.table.phases):
+            if self.breadth_first and i and not self.model.trains_below_head:
+                break
             carry = self.run_ticks(carry, *phase)
             if self.breadth_first:  # phase 0 is forward, phase 1 backward
                 carry = self.embedding_of_all_microbatches(carry) if i else self.head_of_all_microbatches(carry)
