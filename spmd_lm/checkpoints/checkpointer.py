@@ -39,10 +39,13 @@ from spmd_lm.checkpoints.leaves import (
     Shapes,
     abstract_array,
     canonical_array,
+    changed_moments,
     compare_shapes,
+    moment_of,
     one_leaf,
     present_fields,
     saved_shapes,
+    say_moments,
 )
 from spmd_lm.checkpoints.record import (
     CheckpointRecord,
@@ -56,7 +59,7 @@ from spmd_lm.checkpoints.storage import OrbaxStorage, Response, Storage
 from spmd_lm.config.data_sections import RULES
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
-from spmd_lm.parallel.trees import Tree, leaves_by_path
+from spmd_lm.parallel.trees import Tree, leaves_by_path, subset_of
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.processes import collect
 from spmd_lm.step.state import OPTIONAL_FIELDS
@@ -172,7 +175,8 @@ class Checkpointer:
 
         Raises CheckpointError, before any array is read, for a missing or extra leaf, or another shape or dtype; and
         DamagedCheckpointError, naming leaves or files, if a second attempt to read it fails too.  Of the
-        OPTIONAL_FIELDS an extra one is not read, and a missing one becomes None."""
+        OPTIONAL_FIELDS an extra one is not read, and a missing one becomes None.  Moments of parameters that are frozen
+        now are not read, and those of parameters that were frozen are left out; the log has both."""
         fields = self._restore_fields(step, present_fields(abstract_state))
         return fields if isinstance(abstract_state, dict) else dataclasses.replace(abstract_state, **fields)
 
@@ -188,19 +192,19 @@ class Checkpointer:
     def restore_params_by_path(self, step: int, abstract_params: Shapes) -> dict[str, jax.Array]:
         """Some of the parameters of `step`, as `restore` would return them.  Each must exist, in this shape."""
         nested = unflatten_dict(abstract_params, sep=".")
-        loaded = self._load(self.agreed_record(step), {"params": nested}, partial=True)
+        loaded = self._load(self.agreed_record(step), {"params": nested})
         return flatten_dict(loaded["params"], sep=".")
 
     def restore_leaf(self, record: CheckpointRecord, path: str) -> jax.Array:
         """One array, by its path in the record, on one device."""
-        leaf = self._load(record, one_leaf(record, path), partial=True)
+        leaf = self._load(record, one_leaf(record, path))
         return jax.tree.leaves(leaf)[0]
 
     def leaf_problem(self, record: CheckpointRecord, path: str) -> str:
         """What is wrong with one array, read on one device; '' if nothing is."""
         try:
             with self.reading(record.step) as directory:
-                loaded = self.storage.load(directory, one_leaf(record, path), partial=True)
+                loaded = self.storage.load(directory, one_leaf(record, path))
         except DamagedCheckpointError as damage:
             return damage.what
         return self._difference(record, loaded)
@@ -284,7 +288,7 @@ class Checkpointer:
         record, step = saving.record, saving.record.step
         partial, final = self.path(step).with_suffix(SAVING), self.path(step)
         if self._options.read_back:
-            problem = self._difference(record, self.storage.load(partial, saving.abstract, partial=False))
+            problem = self._difference(record, self.storage.load(partial, saving.abstract))
             if problem := next(filter(None, collect(f"read back {step}", problem)), ""):
                 raise DamagedCheckpointError(partial, problem)
         if not self._writes_records:
@@ -327,19 +331,33 @@ class Checkpointer:
         ignored = {name for name in saved if name not in fields and (partial or name in OPTIONAL_FIELDS)}
         expected = {path: leaf for path, leaf in shapes.items() if path.split(".")[0] not in ignored}
         own = {path: canonical_array(leaf.shape, leaf.dtype) for path, leaf in leaves_by_path(present).items()}
+        new, unread = changed_moments(expected, own)
+        changed = {*new, *unread}
+        expected, own = (
+            {path: leaf for path, leaf in each.items() if moment_of(path) not in changed} for each in (expected, own)
+        )
         if differences := compare_shapes(expected, own):
             header = f"{self.path(step)} holds a different state than this configuration expects:"
             raise CheckpointError("\n".join([header, *differences]))
-        return dict.fromkeys(fields) | self._load(record, present, partial=bool(ignored))
+        if new:
+            have_moments = unflatten_dict(dict.fromkeys(filter(None, map(moment_of, expected))), sep=".")
+            present["opt_state"] = jax.tree.map(
+                lambda moments: subset_of(moments, have_moments),
+                present["opt_state"],
+                is_leaf=lambda x: isinstance(x, dict),
+            )
+        loaded = self._load(record, present)
+        self._log_each(*(f"{self.path(step)}: {line}." for line in say_moments(new, unread)))
+        return dict.fromkeys(fields) | loaded
 
-    def _load(self, record: CheckpointRecord, abstract_fields: dict[str, Tree], partial: bool) -> dict[str, Tree]:
+    def _load(self, record: CheckpointRecord, abstract_fields: dict[str, Tree]) -> dict[str, Tree]:
         """Reads again what was damaged: the fault may be that of a reader, or of one process alone."""
         step, path = record.step, self.path(record.step)
         for attempt in (1, 2):
             loaded, problem = {}, ""
             try:
                 with self.reading(step):
-                    loaded = self.storage.load(path, abstract_fields, partial)
+                    loaded = self.storage.load(path, abstract_fields)
             except DamagedCheckpointError as damage:
                 problem = damage.what
             problem = next(filter(None, collect(f"load {step} {attempt}", problem)), "")  # comparing takes all

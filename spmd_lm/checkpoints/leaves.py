@@ -1,6 +1,7 @@
 """The arrays of a state, as a checkpoint has them: by path, in canonical shapes; and how two such states differ."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from spmd_lm.checkpoints.record import CheckpointRecord
 from spmd_lm.errors import CheckpointError
 from spmd_lm.files import memory_bytes
 from spmd_lm.parallel.trees import Tree
-from spmd_lm.runtime.formatting import format_bytes
+from spmd_lm.runtime.formatting import abbreviate, format_bytes, pluralize
 
 Shapes = dict[str, jax.ShapeDtypeStruct]  # by path, as in 'blocks.attention.query'
 
@@ -56,3 +57,33 @@ def compare_shapes(saved: Shapes, expected: Shapes) -> list[str]:
     names = sorted({name for name, _ in saved.items() ^ expected.items()})
     lines = [f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}" for name in names]
     return lines[:MAX_LINES] + [f"  and {len(lines) - MAX_LINES} more"] * (len(lines) > MAX_LINES)
+
+
+def moment_of(path: str) -> str:
+    """The parameter of this moment: of opt_state.mu.head.norm.scale, head.norm.scale.  '' if it is none."""
+    field, *rest = path.split(".", 2)
+    return rest[1] if field == "opt_state" and len(rest) == 2 else ""
+
+
+def changed_moments(saved: Shapes, expected: Shapes) -> tuple[list[str], list[str]]:
+    """(new, unread): the parameters that have moments in `expected` alone, and in `saved` alone, where that may be
+    because others were frozen.
+
+    None if the optimizers keep different moments, or either state has some of a parameter's moments but not all."""
+    parameters = {path.removeprefix("params.") for path in saved.keys() & expected.keys() if path.startswith("params.")}
+    then, now = ([path for path in shapes if moment_of(path) in parameters] for shapes in (saved, expected))
+    trees, others = ({path.removesuffix(moment_of(path)) for path in each} for each in (then, now))
+    new, unread = ([path for path in each if path not in other] for each, other in ((now, then), (then, now)))
+    names = [[*dict.fromkeys(map(moment_of, each))] for each in (new, unread)]
+    is_whole = len(new + unread) == len(trees) * len(names[0] + names[1])
+    return (names[0], names[1]) if trees == others and is_whole else ([], [])
+
+
+def say_moments(new: list[str], unread: list[str]) -> Iterator[str]:
+    """What `changed_moments` found, in a sentence each."""
+    if new:
+        what = f"the moments of {pluralize(len(new), 'newly trained parameter')}"
+        yield f"{what} start at zero, while the step count for bias correction goes on: {abbreviate(new)}"
+    if unread:
+        what = f"the moments of {pluralize(len(unread), 'frozen parameter')}"
+        yield f"{what} are neither read nor kept: {abbreviate(unread)}"

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from orbax.checkpoint import v1 as ocp
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -36,8 +37,8 @@ class Storage(Protocol):
     def save(self, path: Path, fields: Fields) -> Response:
         """Starts to write the arrays to a directory, which is emptied first."""
 
-    def load(self, path: Path, abstract_fields: Fields, partial: bool) -> Fields:
-        """The arrays in these shardings.  partial: there are others, which are not read."""
+    def load(self, path: Path, abstract_fields: Fields) -> Fields:
+        """The arrays in these shardings; others that are there are not read."""
 
 
 class OrbaxStorage:
@@ -46,14 +47,19 @@ class OrbaxStorage:
     def save(self, path: Path, fields: Fields) -> Response:
         return ocp.save_checkpointables_async(path, {"state": fields}, overwrite=True)
 
-    def load(self, path: Path, abstract_fields: Fields, partial: bool) -> Fields:
-        """Each process for itself: where one cannot read its part, the others do not wait for it."""
+    def load(self, path: Path, abstract_fields: Fields) -> Fields:
+        """Each process for itself: where one cannot read its part, the others do not wait for it.
+
+        Orbax is given nested dicts without empty ones: it would compare these too, and call what differs damage."""
+        nested = unflatten_dict(leaves_by_path(abstract_fields), sep=".")
         context, process = ocp.Context(), jax.process_index()
         context.multiprocessing.primary_host = process
         context.multiprocessing.active_processes = {process}
-        context.pytree.loading.partial_load = partial
+        context.pytree.loading.partial_load = True
         with context:
-            return ocp.load_checkpointables(path, {"state": abstract_fields})["state"]
+            loaded = leaves_by_path(ocp.load_checkpointables(path, {"state": nested})["state"])
+        arrays = [loaded[name] for name in leaves_by_path(abstract_fields)]
+        return jax.tree.unflatten(jax.tree.structure(abstract_fields), arrays)
 
 
 class ShardStorage:
@@ -79,7 +85,7 @@ class ShardStorage:
         writer.shutdown(wait=False)
         return response
 
-    def load(self, path: Path, abstract_fields: Fields, partial: bool) -> Fields:
+    def load(self, path: Path, abstract_fields: Fields) -> Fields:
         with ExitStack() as opened:
             paths = parts_of(path) if self._all_parts else [path]
             files = [opened.enter_context(safe_open(each / SHARDS_FILE, framework="numpy")) for each in paths]

@@ -30,7 +30,7 @@ from spmd_lm.parallel.padding import pad_or_crop
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ShardedModel
-from spmd_lm.parallel.trees import Tree, subset_of
+from spmd_lm.parallel.trees import Tree, leaves_by_path, subset_of
 from spmd_lm.parallel.zero import ZeroPolicy
 from spmd_lm.runtime.first_execution import alone_at_first
 from spmd_lm.runtime.formatting import format_bytes
@@ -203,15 +203,31 @@ class Program:
         return _fit(in_order, self.abstract_canonical())
 
     def from_canonical(self, canonical: TrainState) -> TrainState:
-        """A canonical state, padded and in stage order.  Of the OPTIONAL_FIELDS a missing one starts anew."""
+        """A canonical state, padded and in stage order.  Of the OPTIONAL_FIELDS a missing one starts anew, and so do
+        missing moments."""
         new: dict[str, Any] = {
             "loss_scale": init_loss_scale(self.config.precision),
             "loss_window": init_loss_window(self.config.train.guard),
         }
         missing = {name: value for name, value in new.items() if getattr(canonical, name) is None}
         placed = {name: jax.device_put(value, getattr(self.state_shardings, name)) for name, value in missing.items()}
+        placed["opt_state"] = self._with_all_moments(canonical)
         padded = _fit(dataclasses.replace(canonical, **placed), self.abstract_state())
         return self._reorder(padded, lambda state: state.map_params(self.plan.to_stage_order))
+
+    def _with_all_moments(self, canonical: TrainState) -> Any:
+        """The optimizer's canonical state, where parameters that have no moments get new ones."""
+        saved, wanted = leaves_by_path(canonical.opt_state), self.abstract_canonical().opt_state
+        missing = {path: leaf.sharding for path, leaf in leaves_by_path(wanted).items() if path not in saved}
+        if not missing:
+            return canonical.opt_state
+
+        def init(params: Tree) -> dict[str, jax.Array]:
+            new = leaves_by_path(self.optimizer.rule.init(self.plan.trained(params)))
+            return {path: new[path] for path in missing}
+
+        leaves = saved | jax.jit(init, out_shardings=missing)(canonical.params)
+        return jax.tree.unflatten(jax.tree.structure(wanted), [leaves[path] for path in leaves_by_path(wanted)])
 
     def params_from_canonical(self, canonical: Tree) -> Tree:
         """Canonical parameters, padded and in stage order."""
