@@ -61,18 +61,7 @@ class LayerActivations:
         unsharded = m.width * size
         self.stream = unsharded / shards if plan.sequence else unsharded
         self.hidden = hidden = m.mlp_dim / shards * size
-        # Both branches' inputs and both norms' outputs; queries, keys, values, and what attention's last matrix reads;
-        # the MLP's hidden layer before and after the activation, and what gates it.  What a frozen matrix alone would
-        # read for its gradient is not saved.
-        read_by = functools.partial(plan.trains, "blocks")
-        norms = (
-            any(read_by("attention", key) for key in ("query", "key", "value")),
-            any(read_by("mlp", key) for key in ("up", "gate")),
-        )
-        masks = 2 * self.stream / size if m.dropout else 0  # one byte per element
-        streams = (2 + sum(norms)) * self.stream + masks
-        attention = ((m.width + 2 * m.kv_width) * padding + m.width * read_by("attention", "out")) / shards * size
-        mlp = ((2 if m.activation == "swiglu" else 1) + read_by("mlp", "down")) * hidden
+        streams, attention, mlp = self._outside(config, plan, padding * size, size)
         self.outside = streams + attention + mlp
         # A fused kernel saves its output, in its own layout; XLA's attention the scores before and after softmax, and
         # after dropout, with its mask.
@@ -102,6 +91,23 @@ class LayerActivations:
         self.forward_alone = 2 * self.stream + unsharded + max(attention + core, 2 * mlp)
         if fused:
             self._around_kernel(config, plan, compiler)
+
+    def _outside(self, config: RunConfig, plan: Plan, padded: float, size: int) -> tuple[float, float, float]:
+        """What is saved outside of the attention core: of the residual stream, of attention and of the MLP.
+
+        Both branches' inputs and both norms' outputs; queries, keys, values, and what attention's last matrix reads;
+        the MLP's hidden layer before and after the activation, and what gates it.  What a frozen matrix alone would
+        read, for its gradient, is not saved.  padded: bytes of an entry that is split into heads; size: of others."""
+        m, shards = config.model, plan.layout.model
+        trains = functools.partial(plan.trains, "blocks")
+        norms = [
+            any(trains(branch, key) for key in keys)
+            for branch, keys in (("attention", ("query", "key", "value")), ("mlp", ("up", "gate")))
+        ]
+        masks = 2 * self.stream / size if m.dropout else 0  # one byte per element
+        attention = ((m.width + 2 * m.kv_width) * padded + m.width * trains("attention", "out") * size) / shards
+        mlp = ((2 if m.activation == "swiglu" else 1) + trains("mlp", "down")) * self.hidden
+        return (2 + sum(norms)) * self.stream + masks, attention, mlp
 
     def _around_kernel(self, config: RunConfig, plan: Plan, compiler: Compiler) -> None:
         """Sets what a layer holds around a fused attention kernel."""

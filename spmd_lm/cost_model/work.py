@@ -56,10 +56,10 @@ _MATRICES = [
 
 def _trained_share(plan: Plan, branch: str, keys: tuple[str, ...]) -> float:
     """Of the entries of these matrices."""
-    whole, trained = (
+    elements, trained = (
         sum(plan.elements_per_device("blocks", branch, key, trained=each) for key in keys) for each in (False, True)
     )
-    return trained / whole
+    return trained / elements
 
 
 class LayerWork(NamedTuple):

@@ -209,21 +209,19 @@ def _forward(h, table, bias, targets, weights, vocab, policy):
     )
     differentiated = tuple(x is not None and x.perturbed for x in (h, table, bias))
     gradient_specs = tuple(spec if has_one else None for spec, has_one in zip(specs, differentiated, strict=True))
-    h, table, bias, targets, weights = (None if x is None else x.value for x in (h, table, bias, targets, weights))
+    *operands, targets, weights = (None if x is None else x.value for x in (h, table, bias, targets, weights))
     region = functools.partial(_loss_and_gradients, vocab=vocab, policy=policy, differentiated=differentiated)
-    loss, gradients = manual_region(region, (partition_spec(**over_batch), gradient_specs))(
-        h, table, bias, targets, weights
-    )
-    gradients = [None if g is None else as_gradient(g, x) for g, x in zip(gradients, (h, table, bias), strict=True)]
+    loss, gradients = manual_region(region, (partition_spec(**over_batch), gradient_specs))(operands, targets, weights)
+    gradients = [None if g is None else as_gradient(g, x) for g, x in zip(gradients, operands, strict=True)]
     return psum_unreduced(loss), (*gradients, weights)
 
 
 def _loss_and_gradients(
-    h, table, bias, targets, weights, *, vocab: int, policy: LogitsPolicy, differentiated: tuple[bool, ...]
+    operands, targets, weights, *, vocab: int, policy: LogitsPolicy, differentiated: tuple[bool, ...]
 ):
-    """Loss, and the gradients of h, table and bias for a loss gradient of 1; None for those that are not
+    """Loss, and the gradients of h, table and bias, the operands, for a loss gradient of 1; None for those that are not
     differentiated."""
-    of_h, of_table, of_bias = differentiated
+    (h, table, bias), (of_h, of_table, of_bias) = operands, differentiated
 
     def accumulator(x: Array) -> Array:
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, policy.accum_dtype))

@@ -16,7 +16,7 @@ from spmd_lm.axes import is_dim_names
 from spmd_lm.parallel.layers_loop import BlockFn, LayersLoop, Losses, Stacks, stack_matrices, unstack_matrices
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.prefetch import PrefetchedLayers
-from spmd_lm.parallel.trees import Tree, cast, merge, subset_of, without
+from spmd_lm.parallel.trees import Tree, cast, exclude, merge, subset_of
 from spmd_lm.parallel.zero import with_gathered_weights
 
 
@@ -206,7 +206,7 @@ class ShardedModel:
             def block(trained: Tree, frozen: Tree, *inputs) -> tuple[Array, Losses]:
                 return self.fns.block(merge(frozen, trained), *inputs)
 
-            return block, (self.grad_argument.blocks, without(self.gathered.blocks, self.grad_argument.blocks))
+            return block, (self.grad_argument.blocks, exclude(self.gathered.blocks, self.grad_argument.blocks))
         block = self._with_gathered_weights(self.fns.block, self.layer_names, prevent_cse=not self.fns.loop.scan)
         return block, (self.grad_argument.blocks, self.shards.blocks, self.gathered.blocks)
 

@@ -33,10 +33,10 @@ def subset_of(tree: Tree, like: Tree) -> Tree:
     return {key: subset_of(value, like[key]) for key, value in tree.items() if key in like}
 
 
-def without(tree: Tree, subset: Tree) -> Tree:
+def exclude(tree: Tree, subset: Tree) -> Tree:
     """The leaves of `tree`, nested dicts, that `subset`, which has some of its entries, lacks."""
     return {
-        key: without(value, subset.get(key, {})) if isinstance(value, dict) else value
+        key: exclude(value, subset.get(key, {})) if isinstance(value, dict) else value
         for key, value in tree.items()
         if isinstance(value, dict) or key not in subset
     }
