@@ -222,7 +222,7 @@ class OptimizerConfig(Section):
     decay_steps: Count | None = None  # step at which min_lr is reached; default train.steps
     weight_decay: NonNegativeFloat = 0.1  # not applied to biases and norms
     clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
-    # parameters that are not trained: name patterns, separated by spaces; step/optimizer.py
+    # parameters that are not trained: name patterns, separated by spaces; parallel/freeze.py
     freeze: Annotated[str, Field(max_length=1000)] = ""
 
 

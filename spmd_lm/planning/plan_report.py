@@ -59,6 +59,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "parameters": parameters,
         "parameter_count": sum(leaf.size for leaf in jax.tree.leaves(plan.shapes)),  # without padding
         "trained_count": trained_count(plan.frozen, plan.shapes),
+        "saved_by_freezing": _describe_freezing(config, plan) if plan.freeze else None,
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "state_bytes": sum(memory.state(config, plan).values()),
         "memory": table,
@@ -108,6 +109,14 @@ def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
         parameter = {"name": ".".join(each.path), "shape": list(each.shape), "names": list(each.sharded_names)}
         parameters.append(parameter | {"spec": spec, "bytes_per_device": size})
     return parameters
+
+
+def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
+    """What frozen parameters save: bytes of moments on a device, and the share of the model FLOPs of training all."""
+    everything = 3 * config.train.batch * flops.forward_per_sequence(config)
+    frozen = plan.elements_per_device() - plan.elements_per_device(trained=True)
+    moments = config.optim.num_moments * frozen * dtype_bytes(config.precision.params)
+    return {"moment_bytes": moments, "flops": 1 - flops.train_step(config, plan) / everything}
 
 
 def _describe_layers(config: RunConfig, plan: Plan) -> dict[str, Any]:
@@ -180,7 +189,9 @@ def summary(description: dict[str, Any]) -> str:
     options += [f"products of {' and '.join(d['collective_matmul'])} in parts"] if d["collective_matmul"] else []
     parameters = f"{d['parameter_count']:,} parameters"
     if d["trained_count"] != d["parameter_count"]:
-        parameters += f", {d['trained_count']:,} of them trained"
+        saved = d["saved_by_freezing"]
+        parameters += f", {d['trained_count']:,} of them trained, which saves {format_bytes(saved['moment_bytes'])} of "
+        parameters += f"moments per device and {saved['flops']:.0%} of the FLOPs"
     if vocab["padded"] != vocab["model"]:
         parameters += f", vocabulary {vocab['model']} padded to {vocab['padded']}"
     compute = d["precision"]["compute"]
