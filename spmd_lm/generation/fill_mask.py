@@ -92,4 +92,4 @@ def batch_of(ids: np.ndarray, special: SpecialTokens, program: Program) -> Batch
         rows["token_type_ids"] = np.zeros_like(columns)
     unused = dict.fromkeys(("targets", "loss_weights", "sample_ids"))
     repeated = {name: np.broadcast_to(row, (1, shards, len(row))) for name, row in rows.items()}
-    return jax.device_put(Batch(**unused | repeated), program.plan.sharding(program.plan.batch_spec))
+    return jax.device_put(Batch(**unused | repeated), program.plan.sharding(program.plan.batch_specs))

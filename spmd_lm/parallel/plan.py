@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import AxisRules, is_spec, use_axis_rules
 from spmd_lm.axes import MODEL, PIPE, TOKEN_AXES, DimNames, axes_named, axes_of, is_dim_names
+from spmd_lm.batch import PER_ROW, Batch
 from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
 from spmd_lm.ops.collectives import constrain, manual_region, padded_columns, psum_axes
@@ -239,9 +240,16 @@ class Plan:
         return padded_width(size, self._shards[name]) if name == zero.ZERO_WIDTH else size
 
     @functools.cached_property
-    def batch_spec(self) -> P:
-        """PartitionSpec of every array of a batch: microbatches, then rows."""
+    def row_spec(self) -> P:
+        """PartitionSpec of an array [microbatches, rows, ...] of which the rest is not sharded."""
         return P(None, self.axis_rules.axes("batch"))
+
+    @functools.cached_property
+    def batch_specs(self) -> Batch:
+        """PartitionSpecs of a batch's fields; those that a batch lacks have one too, which jax passes over."""
+        token_spec = P(*self.row_spec, *(axes for axes in [self.axis_rules.axes("time")] if axes))
+        fields = dataclasses.fields(Batch)
+        return Batch(**{each.name: self.row_spec if each.name in PER_ROW else token_spec for each in fields})
 
     def sharding(self, specs: Tree) -> Tree:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)

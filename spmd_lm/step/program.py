@@ -238,8 +238,9 @@ class Program:
         return tree if self.plan.chunks == 1 else jax.jit(reorder, out_shardings=_shardings(tree))(tree)
 
     def abstract_batch(self) -> Batch:
-        sharding = self.plan.sharding(self.plan.batch_spec)
-        return jax.tree.map(lambda x: x.update(sharding=sharding), abstract_batch(self.config))
+        """Shapes, dtypes and shardings of one step's batch."""
+        shardings = self.plan.sharding(self.plan.batch_specs)
+        return jax.tree.map(lambda to, x: x and x.update(sharding=to), shardings, abstract_batch(self.config))
 
     @functools.cached_property
     def batch_shardings(self) -> Batch:
@@ -273,7 +274,7 @@ class Program:
             inference, gather = self.inference_params(params)
             return lax.map(lambda microbatch: model.forward(inference, microbatch, gather), batch)
 
-        step = plan.shard_map(forward, (plan.param_specs, plan.batch_spec), plan.batch_spec)
+        step = plan.shard_map(forward, (plan.param_specs, plan.batch_specs), plan.row_spec)
         return jax.jit(step, out_shardings=plan.sharding(P()))
 
     def inference_params(self, params: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:

@@ -70,7 +70,7 @@ def make_train_step(
         each_loss = {f"{name}_loss": loss for name, loss in losses.items()} if len(losses) > 1 else {}
         return state, {"loss": sum_losses(losses)} | each_loss | metrics
 
-    step = plan.partition(train_step, (specs, plan.batch_spec), (specs, P()))
+    step = plan.partition(train_step, (specs, plan.batch_specs), (specs, P()))
     return jax.jit(step, donate_argnums=0, out_shardings=plan.sharding((specs, P())))
 
 
@@ -97,7 +97,7 @@ def make_eval_step(
             totals, _ = lax.scan(lambda total, x: (tree_add(total, sharded.forward(x)), None), zeros, microbatches)
         return plan.psum_batch(plan.psum_stages(totals))
 
-    step = plan.partition(eval_step, (plan.param_specs, plan.batch_spec), P())
+    step = plan.partition(eval_step, (plan.param_specs, plan.batch_specs), P())
     return jax.jit(step, out_shardings=plan.sharding(P()), compiler_options=options)
 
 

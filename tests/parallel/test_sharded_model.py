@@ -139,7 +139,7 @@ def test_every_schedule_computes_what_one_device_does(kind, chunks, layers_per_r
             losses["end"] += head(params, x, microbatch)["end"]
         return sum(losses.values()), losses
 
-    run = plan.shard_map(body, (plan.param_specs, plan.batch_spec), (P(), P(), plan.param_specs))
+    run = plan.shard_map(body, (plan.param_specs, plan.row_spec), (P(), P(), plan.param_specs))
     trained, evaluated, grads = jax.jit(run)(plan.from_canonical(params), batch)
     wanted, wanted_losses = jax.jit(jax.grad(losses_of_all, has_aux=True))(params)
     assert_close(trained, wanted_losses, 1e-12)
