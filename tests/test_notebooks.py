@@ -131,7 +131,7 @@ def test_the_first_cell_in_colab(colab, tmp_path):
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, clone / name)
+        shutil.copy(ROOT / name, clone / name, follow_symlinks=False)
     done = python_process(FIRST_CELL + WHERE, tmp_path, python)
     assert "installing" in done.stdout and "8 devices: simulated by the CPU" in done.stdout, done.stderr
     assert str(clone) in done.stdout and "0.7.2" not in done.stdout

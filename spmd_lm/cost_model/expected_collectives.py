@@ -13,12 +13,14 @@ device, even where the first or the last stage has no neighbour to send to."""
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from spmd_lm.axes import MESH_AXES, MODEL, PIPE, TOKEN_AXES
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
 from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, tokens_per_device
+from spmd_lm.cost_model.trained_head import trains_before_logits
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
@@ -165,13 +167,17 @@ class _Step:
         plan = self.plan
         if plan.layout.pipe > 1 or plan.trains("embedding") or not self.unrolled or not self.runs.layer_passes:
             return {}
-        post, trains = self.config.model.norm == "post", functools.partial(plan.trains, "blocks")
-        if not (trains("attention") or trains("norm1") or (not post and trains("norm2"))):
-            return {
-                "attention": _Unneeded(1, 1, (*_COLUMN["attention"], "out")),
-                "mlp": _Unneeded(1, 0, _COLUMN["mlp"]),
-            }
-        return {"attention": _Unneeded(1, 0, _COLUMN["attention"])} if post or not trains("norm1") else {}
+        pre, trains = self.config.model.norm == "pre", functools.partial(plan.trains, "blocks")
+        before_attention = pre and trains("norm1")
+        before_mlp = trains("attention") or trains("norm1") or (pre and trains("norm2"))
+        unneeded = {}
+        if not (before_attention or trains("attention")):
+            unneeded["attention"] = _Unneeded(reductions=1, gathers=1, weights=(*_COLUMN["attention"], "out"))
+        elif not before_attention:
+            unneeded["attention"] = _Unneeded(reductions=1, weights=_COLUMN["attention"])
+        if not before_mlp:
+            unneeded["mlp"] = _Unneeded(reductions=1, weights=_COLUMN["mlp"])
+        return unneeded
 
     def shares(self, axes: Axes) -> Iterator[tuple[str, float]]:
         """Mesh axes over which an array is scattered one after the other, and the share of it that each scatters; or
@@ -292,10 +298,6 @@ def _blocks_in_parts(step: _Step, branches: int, runs: _BranchRuns) -> Iterator[
         yield step.row(ALL_GATHER, step.model_axes, "blocks", step.activations, runs.reductions, formula, again)
 
 
-_UNEMBEDDED = [("embedding",), ("blocks",), *(("head", key) for key in ("norm", "transform", "transform_norm"))]
-"""What the input of the token logits depends on."""
-
-
 def _head(step: _Step) -> Iterator[ExpectedCollective]:
     """What the objective's heads send, and cross-entropy over vocabulary shards."""
     objective, sequence, a, runs = step.config.objective, step.plan.sequence, step.activations, step.runs.head
@@ -307,7 +309,7 @@ def _head(step: _Step) -> Iterator[ExpectedCollective]:
     if objective.predicts_tokens:
         if sequence:
             yield step.row(ALL_GATHER, step.model_axes, "head", a, runs, "m: A forward")
-        if any(step.plan.trains(*path) for path in _UNEMBEDDED):
+        if trains_before_logits(step.plan):
             yield from step.reductions("head", runs, "m: A backward")
         formula = "3m: maximum, normaliser and target's logit of each token"
         yield step.row(ALL_REDUCE, step.model_axes, "head", (step.wide, step.tokens), 3 * runs, formula)
@@ -325,7 +327,7 @@ class _Transfers(NamedTuple):
     per_stack: float
     repeated: float = 0
     rest: dict[str, float] | None = None
-    unused: dict[tuple[str, ...], float] = {}  # noqa: RUF012 - read alone
+    unused: Mapping[tuple[str, ...], float] = MappingProxyType({})
 
 
 def _zero(step: _Step) -> Iterator[ExpectedCollective]:
@@ -380,7 +382,7 @@ def _weight_gathers(step: _Step) -> _Transfers:
                 ("blocks", branch, key): config.parallel.microbatches
                 for branch, unneeded in step.unneeded.items()
                 for key in unneeded.weights
-                if branch not in step.plan.prefetch  # in the loop, where they are gathered all the same
+                if branch not in step.plan.prefetch or step.unrolled == 1  # a loop gathers them all the same
             }
             formula, layers = f"{times}Pm of the layers, one by one", layers + again
             return _Transfers(formula, layers, layers, again * step.unrolled, unused=unused)

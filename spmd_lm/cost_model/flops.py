@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, RunConfig
 from spmd_lm.cost_model.hardware import find_hardware
+from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
 from spmd_lm.parallel.plan import Plan
 
 
@@ -55,13 +56,13 @@ def train_step(config: RunConfig, plan: Plan) -> float:
     """FLOPs of one step over the global batch, forward and backward.
 
     Backward has two products for each of forward: the gradient of a matrix, if that is trained, and of what it is
-    multiplied with, if anything below is.  A stack of which some layers are trained counts whole."""
+    multiplied with, if anything below is.  A stack of which some layers are trained counts whole, and so do the head's
+    matrices apart from the table."""
     forward, trains, below = _forward(config), plan.trains, plan.trains_below_head
-    own_table = not config.objective.ties_embeddings(config.model)
     gradients = sum(flops for path, flops in forward.matrices.items() if trains("blocks", *path))
-    gradients += forward.table * trains("head" if own_table else "embedding", "tokens") + forward.head * trains("head")
+    gradients += forward.table * trains_table(config, plan) + forward.head * trains("head")
     inputs = (sum(forward.matrices.values()) + 2 * forward.scores) * below
-    inputs += (forward.table + forward.head) * (below or trains("head", "norm"))
+    inputs += forward.table * trains_before_logits(plan) + forward.head * (below or trains("head", "norm"))
     return config.train.batch * (forward.total + gradients + inputs)
 
 

@@ -11,6 +11,7 @@ from spmd_lm.cost_model.activations import LayerActivations, at_least_float32, d
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.cost_model.expected_collectives import layer_passes
 from spmd_lm.cost_model.hardware import find_hardware
+from spmd_lm.cost_model.trained_head import trains_table
 from spmd_lm.ops import cross_entropy
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
@@ -151,9 +152,8 @@ class _Sizes:
         # The embedding's is added up over tokens, in at least float32; the head's over chunks of logits, in the wider
         # of the compute and the reduce dtype.
         sum_itemsize = self.wide if compiler.wide else max(self.itemsize, dtype_bytes(config.precision.reduce))
-        objective, embedding = config.objective, self.embedding * plan.trains("embedding")
-        own_table = objective.predicts_tokens and not objective.ties_embeddings(config.model)
-        self.table = self.embedding * plan.trains("head" if own_table else "embedding", "tokens")
+        embedding = self.embedding * plan.trains("embedding")
+        self.table = self.embedding * trains_table(config, plan)
         self.wide_embedding = embedding * self.widening
         self.head_gradient = self.table // self.itemsize * sum_itemsize
         # Beside each: its copy in the layout in which it is scattered, where backward scatters.  With stages, and on a

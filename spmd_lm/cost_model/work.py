@@ -13,6 +13,7 @@ from spmd_lm.config.schema import Model, RunConfig
 from spmd_lm.cost_model.activations import VISIBLE_SCORES, tokens_per_device
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.systems import System
+from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.plan import Plan
 
@@ -204,10 +205,7 @@ def head_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels
     logits = Product(tokens, config.model.width, vocab / plan.layout.model)
     of_input, of_table = logits.of_backward
     products = [logits]
-    if plan.trains_below_head or plan.trains("head", "norm"):
-        products.append(of_input)
-    if plan.trains("embedding" if config.objective.ties_embeddings(config.model) else "head", "tokens"):
-        products.append(of_table)
+    products += [of_input] * trains_before_logits(plan) + [of_table] * trains_table(config, plan)
     return (
         sum(map(kernels.product, products))
         + kernels.traffic(tokens * logits.columns * system.logit_bytes)

@@ -132,8 +132,10 @@ class LayersLoop:
         self, step: Callable, carry: Tree, layers: Any, *, reverse: bool = False, allocated: bool = False
     ) -> tuple[Tree, Any]:
         """lax.scan over stacked layers, whose outputs are stacked; or a loop over a list, whose outputs are a list."""
+        if self.scan and not allocated:
+            return lax.scan(step, carry, layers, reverse=reverse)
         if self.scan:
-            return allocated_scan.scan(step, carry, layers, reverse=reverse, allocated=allocated)
+            return allocated_scan.scan(step, carry, layers, reverse=reverse, allocated=True)
         outputs = []
         for layer in reversed(layers) if reverse else layers:
             carry, y = step(carry, layer)

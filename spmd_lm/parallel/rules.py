@@ -14,7 +14,8 @@ from spmd_lm.errors import LayoutError
 Table = Mapping[str, tuple[str, ...]]
 """From the name of a dimension to mesh axes, outermost first."""
 
-NAMES = ["layers", "batch", "time", "sequence", "position", "type", "width", "heads", "mlp", "vocab", "feature", "label"]
+PARAMETER_NAMES = ("layers", "position", "type", "width", "heads", "mlp", "vocab", "feature", "label")
+NAMES = ("batch", "time", "sequence", *PARAMETER_NAMES)
 REPLICATED: Table = dict.fromkeys(NAMES, ())
 
 TENSOR: Table = {"heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}

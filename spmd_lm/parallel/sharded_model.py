@@ -133,15 +133,6 @@ class ShardedModel:
         """What is trained of a tree like the stack of blocks, or like one of them."""
         return subset_of(blocks, self.grad_argument.blocks)
 
-    @property
-    def trains_embedding(self) -> bool:
-        return bool(jax.tree.leaves(self.fns.embed_params(self.grad_argument.rest)))
-
-    @property
-    def trains_below_head(self) -> bool:
-        """Whether backward goes on below the head."""
-        return self.trains_embedding or bool(jax.tree.leaves(self.grad_argument.blocks))
-
     def embed(self, microbatch: Tree) -> Array:
         embed, select = self.fns.embed, self.fns.embed_params
         return self._run_embedding_or_head(
@@ -202,11 +193,14 @@ class ShardedModel:
     def _block_and_stacks(self) -> tuple[BlockFn, Stacks]:
         """The block, and the stacks of which it takes one layer each; the first one is differentiated."""
         if not self.scatters_in_backward:
+            trained, frozen = self.grad_argument.blocks, exclude(self.gathered.blocks, self.grad_argument.blocks)
+            if not jax.tree.leaves(frozen):
+                return self.fns.block, (trained,)
 
             def block(trained: Tree, frozen: Tree, *inputs) -> tuple[Array, Losses]:
                 return self.fns.block(merge(frozen, trained), *inputs)
 
-            return block, (self.grad_argument.blocks, exclude(self.gathered.blocks, self.grad_argument.blocks))
+            return block, (trained, frozen)
         block = self._with_gathered_weights(self.fns.block, self.layer_names, prevent_cse=not self.fns.loop.scan)
         return block, (self.grad_argument.blocks, self.shards.blocks, self.gathered.blocks)
 
@@ -214,7 +208,7 @@ class ShardedModel:
         """f(params, x, microbatch) with the parameters that `select` takes of the embedding's and the head's."""
         if not self.scatters_in_backward:
             return f(select(merge(self.gathered.rest, self.grad_argument.rest)), x, microbatch)
-        names, below = select(self.sharded_names.rest), self.trains_below_head
+        names, below = select(self.sharded_names.rest), self.plan.trains_below_head
         run = self._with_gathered_weights(f, names, scatter_first=True, differentiate_x=below)
         return run(*map(select, (self.grad_argument.rest, self.shards.rest, self.gathered.rest)), x, microbatch)
 

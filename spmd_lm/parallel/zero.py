@@ -191,7 +191,7 @@ def with_gathered_weights(
     weights only the shards are saved, of f's other residuals what its own remat leaves.  Backward scatters the
     weights' gradient.  A custom_vjp must return it as that of some argument: `grad_sinks`, zeros of the shards' shapes
     in `scatter`'s dtype, which are never read, for those weights that are trained.  `shards` and `gathered` have none.
-    differentiate_x: whether x has one; jax cannot tell, as x may be traced either way.
+    differentiate_x: whether x has one: run's own differentiation does not tell what of x anybody uses.
     prevent_cse: keep XLA from merging the second gather with the first, which would hold the weights in between.  It
     does not merge across the loops of a scan, where the barrier would only cost memory.  scatter_first: scatter before
     backward goes on, so that no unsharded gradient is held meanwhile."""
@@ -202,8 +202,11 @@ def with_gathered_weights(
 
     def forward(grad_sinks, shards, gathered, x, *extra):
         weights = gather(shards) if gathered is None else gathered
-        variables = (subset_of(weights, grad_sinks), x)[: 1 + differentiate_x]
-        out, vjp = jax.vjp(lambda trained, x=x: f(merge(weights, trained), x, *extra), *variables)
+        trained = subset_of(weights, grad_sinks)
+        if differentiate_x:
+            out, vjp = jax.vjp(lambda trained, x: f(merge(weights, trained), x, *extra), trained, x)
+        else:
+            out, vjp = jax.vjp(lambda trained: f(merge(weights, trained), x, *extra), trained)
         residuals, rebuild = drop_residuals(vjp, weights)
         return out, (shards, gathered, residuals, rebuild, (None,) * len(extra))
 
@@ -212,7 +215,8 @@ def with_gathered_weights(
         if weights is None:
             shards, g = lax.optimization_barrier((shards, g)) if prevent_cse else (shards, g)
             weights = gather(shards)
-        d_weights, d_x = (*rebuild(residuals, weights)(g), None)[:2]
+        d_weights, *rest = rebuild(residuals, weights)(g)
+        d_x = rest[0] if differentiate_x else None
         d_sinks = scatter(d_weights)
         d_sinks, d_x = lax.optimization_barrier((d_sinks, d_x)) if scatter_first else (d_sinks, d_x)
         return d_sinks, None, None, d_x, *d_extra

@@ -14,7 +14,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.checkpoints.storage import OrbaxStorage, ShardStorage
 from spmd_lm.cli import main
 from spmd_lm.errors import CheckpointError
-from spmd_lm.parallel.trees import leaves_by_path, without
+from spmd_lm.parallel.trees import exclude, leaves_by_path
 from spmd_lm.step.program import Program, enable_float64
 from spmd_lm.step.state import TrainState
 from tests import reference
@@ -133,7 +133,7 @@ TOKENS = {"embedding": {"tokens": None}}
     ("change", "complaints"),
     [
         (
-            lambda s: s.map_params(lambda tree: without(tree, TOKENS)),
+            lambda s: s.map_params(lambda tree: exclude(tree, TOKENS)),
             [
                 "params.embedding.tokens: saved nothing",
                 "mu.embedding.tokens: saved nothing",
@@ -141,7 +141,7 @@ TOKENS = {"embedding": {"tokens": None}}
             ],
         ),
         (
-            lambda s: dataclasses.replace(s, opt_state=s.opt_state._replace(nu=without(s.opt_state.nu, TOKENS))),
+            lambda s: dataclasses.replace(s, opt_state=s.opt_state._replace(nu=exclude(s.opt_state.nu, TOKENS))),
             ["nu.embedding.tokens: saved nothing"],
         ),
         (

@@ -6,6 +6,7 @@ from spmd_lm.batch import abstract_batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.flops import forward_per_sequence, train_step
 from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.parallel.trees import merge
 from spmd_lm.step.program import abstract_plan
 from tests import reference
 from tests.helpers import make_config
@@ -76,6 +77,23 @@ def test_flops_match_the_traced_matrix_products(config):
     counted = product_flops(jax.make_jaxpr(forward)(make_shapes(config), one).jaxpr)
     assert rows * forward_per_sequence(config) == counted
     assert rows * train_step(config, abstract_plan(config, 1, "cpu", "cpu")) == 3 * config.train.batch * counted
+
+
+@pytest.mark.parametrize(
+    "freeze", ["embedding.* blocks.*", "embedding.tokens *.mlp.*", "head.output_bias *.attention.key"]
+)
+def test_a_frozen_masked_lm_counts_the_products_that_jax_differentiates(freeze):
+    config = make_config(
+        model={"kind": "bert", "token_types": 2}, objective={"kind": "masked_lm"}, optim={"freeze": freeze}
+    )
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), abstract_batch(config))
+    plan, params = abstract_plan(config, 1, "cpu", "cpu"), make_shapes(config)
+
+    def loss(trained, params, batch):
+        return reference.loss(merge(params, trained), config, batch, None)
+
+    gradient = jax.make_jaxpr(jax.grad(loss))(plan.trained(params), params, one).jaxpr
+    assert train_step(config, plan) == product_flops(gradient)
 
 
 def test_gpt2_has_the_published_number_of_parameters():

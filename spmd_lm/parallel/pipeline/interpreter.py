@@ -87,6 +87,7 @@ class Pipeline:
         self.stages, self.table = schedule.stages, schedule_table(schedule)
         self.layers_per_chunk = jax.tree.leaves(model.shards.blocks)[0].shape[0] // schedule.chunks
         self.breadth_first = schedule.kind == "breadth_first"
+        self.trains_embedding = bool(jax.tree.leaves(model.fns.embed_params(model.grad_argument.rest)))
         self.scatters_per_chunk = self.plan.zero.scatter_per == "chunk"
         self.stage = lax.axis_index(PIPE)
         self.activation_shape = jax.eval_shape(lambda: model.embed(self.microbatch(0)))  # an activation
@@ -96,7 +97,7 @@ class Pipeline:
         """Losses, and gradients of `model.grad_argument`, on this stage.  losses, grads: zeros like them."""
         carry = self.start(losses, grads)
         for i, phase in enumerate(self.table.phases):
-            if self.breadth_first and i and not self.model.trains_below_head:
+            if self.breadth_first and i and not self.plan.trains_below_head:
                 break
             carry = self.run_ticks(carry, *phase)
             if self.breadth_first:  # phase 0 is forward, phase 1 backward
@@ -255,7 +256,7 @@ class Pipeline:
         def update(total: Tree) -> Tree:
             return tree_add(total, *jax.vjp(embed, self.model.grad_argument.rest)[1](d_x))
 
-        if not self.model.trains_embedding:
+        if not self.trains_embedding:
             return rest
         return self.cond_in_place("backward_from_embedding", task.from_embedding, update, rest)
 
@@ -340,7 +341,7 @@ class Pipeline:
             _, vjp = jax.vjp(lambda trained: self.model.fns.embed(merge(params, trained), microbatch), trained)
             return {}, *vjp(d_x), d_x
 
-        if not self.model.trains_embedding:
+        if not self.trains_embedding:
             return carry
         return self.vjp_over_microbatches("embedding_of_all_microbatches", 0, self.model.fns.embed_params, run, carry)
 
