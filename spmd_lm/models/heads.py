@@ -10,7 +10,7 @@ from flax import nnx
 from spmd_lm.active_rules import partition_spec
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, Objective
-from spmd_lm.models.layers import Norm, ParamInit, add_bias
+from spmd_lm.models.layers import Linear, Norm, ParamInit, add_bias
 from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, GATED_ACTIVATIONS, LossDict, residual_dropout
 from spmd_lm.ops.collectives import (
     all_gather,
@@ -24,12 +24,11 @@ from spmd_lm.ops.collectives import (
     psum_unreduced,
 )
 from spmd_lm.ops.cross_entropy import LogitsPolicy, cross_entropy, evaluate_cross_entropy, score_targets
-from spmd_lm.ops.dense import dense
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.ops.norm import widen
 
 
-class Head(nnx.Module):
+class Head(Linear):
     """pooled: whether it has BERT's pooler, a dense layer over a row's first token (arXiv:1810.04805)."""
 
     def __init__(self, init: ParamInit, *, pooled: bool = False):
@@ -57,13 +56,13 @@ class Head(nnx.Module):
         raise NotImplementedError
 
     def row_logits(
-        self, h: jax.Array, matrix: nnx.Param, bias: nnx.Param | None, key: DropoutKey | None = None
+        self, h: jax.Array, name: str, bias: nnx.Param | None, key: DropoutKey | None = None
     ) -> jax.Array:
-        """Logits [batch, shards, outputs], float32 or wider, of the pooled first token of each shard of the sequence.
-        Those of the row are the first shard's: see `from_first_shard`."""
-        pooled = jnp.tanh(add_bias(dense(first_tokens(h), self.pooler[...]), self.pooler_bias))
+        """Logits [batch, shards, outputs], float32 or wider, of the pooled first token of each shard of the sequence,
+        by the matrix `name`.  Those of the row are the first shard's: see `from_first_shard`."""
+        pooled = jnp.tanh(add_bias(self.matrix("pooler").multiply(first_tokens(h)), self.pooler_bias))
         pooled = residual_dropout(pooled, self.dropout, key, AFTER_POOLER)
-        return widen(add_bias(dense(pooled, matrix[...]), bias))
+        return widen(add_bias(self.matrix(name).multiply(pooled), bias))
 
 
 def place_rows(z: jax.Array, sample_ids: jax.Array, rows: int) -> jax.Array:
@@ -146,13 +145,14 @@ class MaskedLMHead(CausalLMHead):
             self.binary, self.binary_bias = init.linear(2, "label")
 
     def unembedding(self, h):
-        h = jax.checkpoint(ACTIVATIONS[self.activation])(add_bias(dense(h, self.transform[...]), self.transform_bias))
+        h = add_bias(self.matrix("transform").multiply(h), self.transform_bias)
+        h = jax.checkpoint(ACTIVATIONS[self.activation])(h)
         h, table, _ = super().unembedding(self.transform_norm(h))
         return h, table, None if self.output_bias is None else self.output_bias[...]
 
     def order_logits(self, h: jax.Array) -> jax.Array:
         """Logits [batch, shards, 2] of a row being in order and swapped, as `row_logits`."""
-        return self.row_logits(h, self.binary, self.binary_bias)
+        return self.row_logits(h, "binary", self.binary_bias)
 
     def losses(self, h, batch, weights, key):
         losses = super().losses(h, batch, weights, key)
@@ -185,7 +185,7 @@ class LabelHead(Head):
         self.output, self.output_bias = init.linear(size, "label")
 
     def label_logits(self, h: jax.Array, key: DropoutKey | None = None) -> jax.Array:
-        return self.row_logits(h, self.output, self.output_bias, key)
+        return self.row_logits(h, "output", self.output_bias, key)
 
     def eval_sums(self, h, batch, rows):
         """Logits [rows, ...], as of `place_rows`."""
@@ -232,7 +232,8 @@ class ExtractiveQAHead(LabelHead):
 
     def logits(self, h, batch):
         """`spans`: [batch, time, 2], -inf at padding."""
-        z = widen(gather_replicated_grad(add_bias(dense(h, self.output[...]), self.output_bias)))
+        z = add_bias(self.matrix("output").multiply(h), self.output_bias)
+        z = widen(gather_replicated_grad(z))
         return {"spans": jnp.where(batch.segments[..., None] > 0, z, -jnp.inf)}
 
 

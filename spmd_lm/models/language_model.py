@@ -21,10 +21,10 @@ from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import LayoutError
 from spmd_lm.models.heads import Head, loss_weights, make_head, nonzero_totals
-from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BlockProducts, ParamInit
-from spmd_lm.models.transformer import RESIDUAL, Block, Embedding, LossDict
+from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BlockProducts, BranchProducts, ParamInit
+from spmd_lm.models.transformer import RESIDUAL, Block, BlockContext, Embedding, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
-from spmd_lm.ops.collectives import manual_region, residual_stream
+from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.ops.norm import widen
@@ -122,12 +122,6 @@ class LanguageModel:
         table = {name: x for name, x in params["embedding"].items() if name == "tokens"}
         return {"head": params["head"], "embedding": table}
 
-    @property
-    def attention_spec(self) -> AttentionSpec:
-        c = self.c
-        theta = c.rope_theta if c.positions == "rotary" else None
-        return AttentionSpec(c.heads, c.kv_heads or c.heads, c.causal, theta, self.kernel, c.attention_dropout)
-
     @jax.named_scope("embedding")
     def embed(self, params: Params, microbatch: ModelInput) -> jax.Array:
         """The residual stream [batch, sequence, width] of a microbatch's tokens."""
@@ -147,22 +141,24 @@ class LanguageModel:
         """One layer, given its parameters and index: x and its auxiliary losses.  Tokens attend within their row."""
         batch, key = microbatch
         key = None if key is None else key.at_layer(layer)
-        local_attention = functools.partial(attention, spec=self.attention_spec)
-        core: Callable = manual_region(local_attention, partition_spec("batch", None, "heads"))
-        core = self._checkpoint(core) if self.remat.recomputes_attention else core
-        products = BlockProducts(**dict.fromkeys(self.collective_matmul, PRODUCTS_IN_PARTS))
-        core = functools.partial(core, positions=batch.positions, segment_ids=batch.segments, key=key)
-        if num_shards(SEQUENCE) > 1 and not self.remat.recomputes_layer:
-            # Save each device's shard of the stream and gather it again (arXiv:2205.05198, section 4.2.2).
-            products = BlockProducts(*(each._replace(column=self._checkpointed(each.column)) for each in products))
-        block = nnx.merge(self._graphs["block"], params)
-        return block(residual_stream(x), key, core, products, self._checkpoint)
+        attend = functools.partial(self._attend, positions=batch.positions, segment_ids=batch.segments, key=key)
+        context = BlockContext(attend, key, self._products(), self._checkpoint)
+        return nnx.merge(self._graphs["block"], params)(x, context)
 
-    def _checkpointed(self, column: Callable) -> Callable:
-        def run(x: jax.Array, weights: tuple[jax.Array, ...], *names: str, **how: bool) -> list[jax.Array]:
-            return self._checkpoint(lambda x, weights: column(x, weights, *names, **how))(x, weights)
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, **tokens: Any) -> jax.Array:
+        """tokens: keywords of `attention`."""
+        core = functools.partial(attention, spec=spec, kernel=self.kernel)
+        run: Callable = manual_region(core, partition_spec("batch", None, "heads"))
+        return (self._checkpoint(run) if self.remat.recomputes_attention else run)(q, k, v, **tokens)
 
-        return run
+    def _products(self) -> BlockProducts:
+        saves_shards = num_shards(SEQUENCE) > 1 and not self.remat.recomputes_layer
+
+        def products_of(branch: str) -> BranchProducts:
+            products = PRODUCTS_IN_PARTS if branch in self.collective_matmul else BranchProducts()
+            return products.checkpointed(self._checkpoint) if saves_shards else products
+
+        return BlockProducts(*map(products_of, BlockProducts._fields))
 
     def _checkpoint(self, f: Callable, **options) -> Callable:
         """CSE cannot undo remat inside a scan; unrolled it could, so prevent it."""
@@ -261,7 +257,7 @@ class LanguageModel:
 
     def empty_cache(self, rows: int, dtype: jnp.dtype) -> KVCache:
         """Keys and values of `rows` sequences, [layers, rows, context, local kv heads, head width] each."""
-        heads = self.attention_spec.kv_heads // num_shards("heads")
+        heads = (self.c.kv_heads or self.c.heads) // num_shards("heads")
         return (jnp.zeros((self.c.layers, rows, self.c.context, heads, self.c.head_width), dtype),) * 2
 
     def extend(
@@ -274,12 +270,12 @@ class LanguageModel:
         def layer(x, inputs):
             layer_params, layer_cache = inputs
 
-            def core(q, k, v):
+            def attend(q, k, v, spec):
                 nonlocal layer_cache
-                out, layer_cache = attention_with_cache(q, k, v, self.attention_spec, layer_cache, positions)
+                out, layer_cache = attention_with_cache(q, k, v, spec, layer_cache, positions)
                 return out
 
-            x, _ = nnx.merge(self._graphs["block"], gather(layer_params))(x, None, core, BlockProducts())
+            x, _ = nnx.merge(self._graphs["block"], gather(layer_params))(x, BlockContext(attend))
             return x, layer_cache
 
         x, cache = self._scan_layers(layer, self.embed(params, ModelInput(batch)), params["blocks"], cache)

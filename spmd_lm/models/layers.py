@@ -1,7 +1,7 @@
 """The parameters and layers that every block is built from."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from spmd_lm.axes import DimNames
 from spmd_lm.config.schema import Model
 from spmd_lm.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from spmd_lm.ops.collectives import broadcast_like, copy_to_region, partial_sum, reduce_from_region
-from spmd_lm.ops.dense import dense
+from spmd_lm.ops.dense import Matrix
 from spmd_lm.ops.norm import layer_norm, widen
 
 INIT_STD = 0.02  # GPT-2's; divided by sqrt(2 x layers) for the matrices that end a residual branch
@@ -70,19 +70,25 @@ def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return y if bias is None else y + broadcast_over_tokens(bias[...], y)
 
 
-def column_parallel(
-    x: jax.Array, weights: tuple[jax.Array, ...], name: str, *, ordered: bool = True
-) -> list[jax.Array]:
+def column_parallel(x: jax.Array, weights: tuple[Matrix, ...], name: str, *, ordered: bool = True) -> list[jax.Array]:
     """The residual stream x times each of `weights` [width, other], sharded along `name`; the sequence is whole."""
     del ordered  # it always is
     x = copy_to_region(x, name)
-    return [dense(x, w) for w in weights]
+    return [w.multiply(x) for w in weights]
 
 
-def row_parallel(h: jax.Array, w: jax.Array, name: str, *, ordered: bool = True) -> jax.Array:
+def row_parallel(h: jax.Array, w: Matrix, name: str, *, ordered: bool = True) -> jax.Array:
     """h [batch, time, other] times w [width, other] transposed, both sharded along `name`: as the residual stream."""
     del ordered
-    return reduce_from_region(dense(h, w, transpose=True), name)
+    return reduce_from_region(w.multiply(h, transpose=True), name)
+
+
+def column_in_parts(x: jax.Array, weights: tuple[Matrix, ...], name: str, *, ordered: bool) -> list[jax.Array]:
+    return all_gather_matmul(x, tuple(w.entries for w in weights), name, ordered)
+
+
+def row_in_parts(h: jax.Array, w: Matrix, name: str, *, ordered: bool) -> jax.Array:
+    return matmul_reduce_scatter(h, w.entries, name, ordered)
 
 
 class BranchProducts(NamedTuple):
@@ -92,8 +98,17 @@ class BranchProducts(NamedTuple):
     column: Callable[..., list[jax.Array]] = column_parallel
     row: Callable[..., jax.Array] = row_parallel
 
+    def checkpointed(self, checkpoint: Callable) -> Self:
+        """The same, where backward gathers the input again, of which each device saves its shard of the sequence
+        (arXiv:2205.05198, section 4.2.2)."""
 
-PRODUCTS_IN_PARTS = BranchProducts(all_gather_matmul, matmul_reduce_scatter)
+        def column(x: jax.Array, weights: tuple[Matrix, ...], name: str, *, ordered: bool) -> list[jax.Array]:
+            return checkpoint(lambda x, weights: self.column(x, weights, name, ordered=ordered))(x, weights)
+
+        return self._replace(column=column)
+
+
+PRODUCTS_IN_PARTS = BranchProducts(column_in_parts, row_in_parts)
 """The same, in parts whose communication runs beside other parts."""
 
 
@@ -102,6 +117,14 @@ class BlockProducts(NamedTuple):
 
     attention: BranchProducts = BranchProducts()
     mlp: BranchProducts = BranchProducts()
+
+
+class Linear(nnx.Module):
+    """A layer with matrices."""
+
+    def matrix(self, name: str) -> Matrix:
+        """The matrix `name`, made of what is stored for it."""
+        return Matrix(getattr(self, name)[...])
 
 
 class Norm(nnx.Module):

@@ -5,6 +5,7 @@ Where `heads` and `mlp` are sharded, each branch begins column-parallel and ends
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
-from spmd_lm.models.layers import INIT_STD, BlockProducts, BranchProducts, Norm, ParamInit, add_bias
+from spmd_lm.models.layers import INIT_STD, BlockProducts, BranchProducts, Linear, Norm, ParamInit, add_bias
+from spmd_lm.ops.attention import AttentionSpec
 from spmd_lm.ops.collectives import global_indices, residual_stream
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.embedding import lookup
@@ -24,9 +26,20 @@ LossDict = dict[str, jax.Array]  # losses by name
 RESIDUAL = "residual"
 """The checkpoint name of the sums x + branch(x) that backward needs: of both branches where a norm follows them."""
 
-AttentionCore = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+AttentionCore = Callable[[jax.Array, jax.Array, jax.Array, AttentionSpec], jax.Array]
 """Attention of q [batch, time, heads x head width], k and v [batch, time, kv heads x head width]: over the row in
 training, through a cache in generation."""
+
+
+class BlockContext(NamedTuple):
+    """What surrounds a block, whatever its kind.  attend: its attention.  dropout_key: of this layer; None for no
+    dropout.  products: how its branches leave the residual stream.  checkpoint: jax.checkpoint, of what backward always
+    computes again."""
+
+    attend: AttentionCore
+    dropout_key: DropoutKey | None = None
+    products: BlockProducts = BlockProducts()
+    checkpoint: Callable = jax.checkpoint
 
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -69,24 +82,28 @@ class Embedding(nnx.Module):
         return residual_dropout(x, self.dropout, key, AFTER_EMBEDDING)
 
 
-class Attention(nnx.Module):
-    """The projections of multi-head attention; `core` does the rest."""
+class Attention(Linear):
+    """The projections of multi-head attention."""
 
     def __init__(self, init: ParamInit, out_std: float):
         c = init.c
+        theta = c.rope_theta if c.positions == "rotary" else None
+        self.spec = AttentionSpec(c.heads, c.kv_heads or c.heads, c.causal, theta, c.attention_dropout)
         self.query, self.query_bias = init.linear(c.width, "heads")
         self.key, self.key_bias = init.linear(c.kv_width, "heads")
         self.value, self.value_bias = init.linear(c.kv_width, "heads")
         self.out, self.out_bias = init.matrix(c.width, "heads", out_std), init.bias(c.width, "width")
 
-    def __call__(self, x: jax.Array, core: AttentionCore, products: BranchProducts) -> jax.Array:
+    def __call__(self, x: jax.Array, attend: AttentionCore, products: BranchProducts) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
-        q, k, v = products.column(x, (self.query[...], self.key[...], self.value[...]), "heads", ordered=True)
+        matrices = self.matrix("query"), self.matrix("key"), self.matrix("value")
+        q, k, v = products.column(x, matrices, "heads", ordered=True)
         q, k, v = add_bias(q, self.query_bias), add_bias(k, self.key_bias), add_bias(v, self.value_bias)
-        return add_bias(products.row(core(q, k, v), self.out[...], "heads", ordered=True), self.out_bias)
+        y = products.row(attend(q, k, v, self.spec), self.matrix("out"), "heads", ordered=True)
+        return add_bias(y, self.out_bias)
 
 
-class MLP(nnx.Module):
+class MLP(Linear):
     def __init__(self, init: ParamInit, out_std: float):
         c = init.c
         self.up, self.up_bias = init.linear(c.mlp_dim, "mlp")
@@ -98,10 +115,10 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array, products: BranchProducts, checkpoint: Callable) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
-        matrices = tuple(matrix[...] for matrix in (self.up, self.gate) if matrix is not None)
+        matrices = tuple(map(self.matrix, ("up",) if self.gate is None else ("up", "gate")))
         hidden = map(add_bias, products.column(x, matrices, "mlp", ordered=False), (self.up_bias, self.gate_bias))
         h = checkpoint(ACTIVATIONS[self.activation])(*hidden)
-        return add_bias(products.row(h, self.down[...], "mlp", ordered=False), self.down_bias)
+        return add_bias(products.row(h, self.matrix("down"), "mlp", ordered=False), self.down_bias)
 
 
 class Block(nnx.Module):
@@ -118,23 +135,17 @@ class Block(nnx.Module):
         self.norm2, self.mlp = Norm(init), MLP(init, out_std)
         self.dropout, self.post_norm = c.dropout, c.norm == "post"
 
-    def __call__(
-        self,
-        x: jax.Array,
-        key: DropoutKey | None,
-        core: AttentionCore,
-        products: BlockProducts,
-        checkpoint: Callable = jax.checkpoint,
-    ) -> tuple[jax.Array, LossDict]:
-        """x: [batch, sequence, width].  key: of dropout; None for none.  checkpoint: jax.checkpoint, of what backward
-        always computes again.  Returns x and auxiliary losses; a dense block has none."""
+    def __call__(self, x: jax.Array, context: BlockContext) -> tuple[jax.Array, LossDict]:
+        """x: [batch, sequence, width].  Returns x and auxiliary losses; a dense block has none."""
+        x = residual_stream(x)
+        attend, key, products, checkpoint = context
         drop = functools.partial(residual_dropout, rate=self.dropout, key=key)
         if self.post_norm:
-            y = self.attention(x, core, products.attention)
+            y = self.attention(x, attend, products.attention)
             x = self.norm1(checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL))
             y = self.mlp(x, products.mlp, checkpoint)
             return residual_stream(self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL))), {}
-        y = self.attention(self.norm1(x), core, products.attention)
+        y = self.attention(self.norm1(x), attend, products.attention)
         x = checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL)
         y = self.mlp(self.norm2(x), products.mlp, checkpoint)
         return residual_stream(x + drop(y, site=AFTER_MLP)), {}

@@ -98,13 +98,12 @@ KERNELS: dict[str, Callable] = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """heads, kv_heads: of all devices.  causal: whether a token attends only to itself and earlier ones.  rope_theta:
-    of rotary position embeddings; None for none.  kernel: a key of KERNELS.  dropout: rate, of the probabilities."""
+    of rotary position embeddings; None for none.  dropout: rate, of the probabilities."""
 
     heads: int
     kv_heads: int
     causal: bool = True
     rope_theta: float | None = None
-    kernel: str = "xla"
     dropout: float = 0.0
 
     def split_heads(self, q: Array, k: Array, v: Array, positions: Array | None):
@@ -123,18 +122,19 @@ def attention(
     k: Array,
     v: Array,
     spec: AttentionSpec,
+    kernel: str = "xla",
     positions: Array | None = None,
     segment_ids: Array | None = None,
     key: DropoutKey | None = None,
 ) -> Array:
-    """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  positions: int32 [B, T], for rotary
-    embeddings.  segment_ids: int32 [B, T]; tokens attend within their segment.  key: None for no dropout."""
+    """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  kernel: a key of KERNELS.  positions: int32
+    [B, T], for rotary embeddings.  segment_ids: int32 [B, T]; tokens attend within their segment.  key: None for no dropout."""
     drop: Dropout = None
     if key is not None and spec.dropout:
         w0, w1 = key.words(SITE, global_indices("heads", spec.heads // num_shards("heads")))
         drop = functools.partial(dropout, rate=spec.dropout, key=(w0[:, :, None, None], w1[:, :, None, None]))
     heads = spec.split_heads(q, k, v, positions)
-    return KERNELS[spec.kernel](*heads, segment_ids, spec.causal, drop).reshape(q.shape)
+    return KERNELS[kernel](*heads, segment_ids, spec.causal, drop).reshape(q.shape)
 
 
 KVCache = tuple[Array, Array]  # keys and values, [B, S, G, K] each, by position

@@ -1,5 +1,6 @@
-"""The product with a matrix of weights."""
+"""A matrix of weights, and the product with it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,12 +9,27 @@ from spmd_lm.ops.collectives import contract, weight_gradient
 from spmd_lm.ops.sharding_types import TypeOf
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A matrix [width, other] as products use it: a pytree of the arrays that are stored for it, and one method that
+    multiplies.
+
+    Each of the arrays is a parameter by itself, which the plan shards, pads, gathers and saves by the names of its
+    dimensions.  Here it is the matrix; one that is stored otherwise, as codes or as a sum, is another such type."""
+
+    entries: jax.Array
+
+    def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
+        """x [..., width] times the matrix: [..., other]; with `transpose`, x [..., other] times it transposed."""
+        return dense(x, self.entries, transpose)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dense(x: jax.Array, w: jax.Array, transpose: bool = False) -> jax.Array:
     """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.
 
-    All products with the matrices of blocks and heads go through here, except those with the token table: one place to
-    change for a backend or a quantizer."""
+    All products with the matrices of blocks and heads go through here, except those with the token table."""
     return contract(x, w, (x.ndim - 1,), (int(transpose),))
 
 

@@ -181,8 +181,8 @@ def test_cudnn_is_the_xla_attention(width):
     q, k, v, g = (x.astype(jnp.bfloat16) for x in inputs(256, width=4 * width))
 
     def run(kernel):
-        spec = AttentionSpec(4, 4, kernel=kernel)
-        return with_gradients(lambda q, k, v: attention(q, k, v, spec))(q, k, v, g)
+        spec = AttentionSpec(4, 4)
+        return with_gradients(lambda q, k, v: attention(q, k, v, spec, kernel))(q, k, v, g)
 
     cudnn, xla = ([x.astype(np.float32) for x in run(kernel)] for kernel in ("cudnn", "xla"))
     check(cudnn, xla, 2**-6)
