@@ -16,9 +16,9 @@ from pydantic import BaseModel
 
 from spmd_lm import errors
 from spmd_lm.cli import POSITIONALS, VERBS, make_parser
-from spmd_lm.config import data_sections, schema
+from spmd_lm.config import data_sections, layers, schema
 from spmd_lm.config.schema import RunConfig, variants
-from spmd_lm.config.section import section_within, yaml_fields
+from spmd_lm.config.section import sections_within, yaml_fields
 from spmd_lm.prepare import schema as recipe_schema
 
 HERE = Path(__file__).parent / "reference"
@@ -54,7 +54,11 @@ def comments(path: str) -> dict[str, dict[str, str]]:
     }
 
 
-COMMENTS = comments(recipe_schema.__file__) | comments(data_sections.__file__) | comments(schema.__file__)
+COMMENTS = {
+    name: fields
+    for each in (recipe_schema, data_sections, layers, schema)
+    for name, fields in comments(each.__file__).items()
+}
 
 
 def meaning(section: type[BaseModel], field: str) -> str:
@@ -97,13 +101,14 @@ def rows(section: type[BaseModel], prefix: str, within: bool) -> list[str]:
     properties, lines = section.model_json_schema(by_alias=True)["properties"], []
     for key, field in yaml_fields(section).items():
         name = next(name for name, each in section.model_fields.items() if each is field)
-        about, inner = meaning(section, name), section_within(field) if within else None
+        about, inner = meaning(section, name), sections_within(field) if within else []
         default = "required" if field.is_required() else value_name(field.default)
         default = "" if inner or about.startswith("default:") else default
         kind = type_name(properties[key])
         cells = f"{prefix}{key}", kind, default, about
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("<name>", "NAME") for cell in cells) + " |")
-        lines += rows(inner, f"{prefix}{key}{'[]' * kind.startswith('list')}.", within) if inner else []
+        inner_prefix = f"{prefix}{key}{'[]' * kind.startswith('list')}."
+        lines += dict.fromkeys(row for each in inner for row in rows(each, inner_prefix, within))
     return lines
 
 

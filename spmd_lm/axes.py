@@ -22,8 +22,9 @@ are on the path of every layer."""
 DimNames = tuple[str | None, ...]
 """The names of one array's dimensions, outermost first; None is a dimension that is never sharded."""
 
-SEQUENCE = "sequence"
-"""Dimension 1 of the residual stream, [batch, sequence, width]; in shapes `time` is all of it, on every device."""
+SEQUENCE, TIME = "sequence", "time"
+"""Dimension 1 of the residual stream, [batch, sequence, width]; between the branches' products it is `time`, all of a
+row on every device."""
 
 
 def is_dim_names(x: Any) -> bool:

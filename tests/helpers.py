@@ -137,17 +137,19 @@ def device_batch(p: Program, step: int) -> Batch:
 
 def canonical(p: Program, state: TrainState) -> TrainState:
     """On the host, without padding, layers in order; nothing of ours cuts or turns it."""
-    c, layers = p.config.parallel, p.config.model.unique_layers
+    c = p.config.parallel
     chunks = c.chunks if c.pipe > 1 else 1
-    n = layers // (c.pipe * chunks)
-    stage_order = [(i // n % c.pipe * chunks + i // (n * c.pipe)) * n + i % n for i in range(layers)]
+
+    def in_order(stack):
+        n = len(stack) // (c.pipe * chunks)
+        return stack[[(i // n % c.pipe * chunks + i // (n * c.pipe)) * n + i % n for i in range(len(stack))]]
 
     def cut(x, to):
         return np.asarray(x)[tuple(map(slice, to.shape))]
 
     def ordered(tree: Tree) -> Tree:
         tree = jax.tree.map(cut, tree, subset_of(p.plan.shapes, tree))
-        return tree | {"blocks": jax.tree.map(lambda x: x[stage_order], tree["blocks"])}
+        return tree | {"blocks": jax.tree.map(in_order, tree["blocks"])}
 
     return jax.tree.map(np.asarray, state).map_params(ordered)
 
@@ -246,7 +248,7 @@ def over_model(f, model: int, ins: Tree, outs: Tree):
     """`f`, compiled for `model` devices between which heads, mlp and vocab are split.  ins, outs: trees of names."""
     if model == 1:
         return jax.jit(lambda *args: f(*args))  # a new function: jit does not see the axis_rules it was traced under
-    names = ("batch", "sequence", "position", "width", "heads", "mlp", "vocab")
+    names = ("batch", "time", "sequence", "position", "width", "heads", "mlp", "vocab")
     split = {name: (MODEL,) if name in ("heads", "mlp", "vocab") else () for name in names}
     axis_rules = AxisRules(split, {MODEL: model})
 

@@ -7,7 +7,7 @@ from spmd_lm.models.language_model import LanguageModel
 
 
 def model_parameters(config: RunConfig) -> int:
-    shapes = LanguageModel(config.model, config.objective, "float32", "xla").shapes
+    shapes = LanguageModel(config.model, config.objective, "float32", ("xla",)).shapes
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 

@@ -73,8 +73,8 @@ def rotate(x, positions, theta):
     return jnp.concatenate([z.real, z.imag], axis=-1)
 
 
-def attention(q, k, v, heads, segments=None, drop=lambda p: p, causal=True, rotary=lambda x: x):
-    """q: [B, T, H x K]; k, v: as many heads, or fewer that serve several queries each."""
+def attention(q, k, v, heads, segments=None, drop=lambda p: p, causal=True, rotary=lambda x: x, span=None):
+    """q: [B, T, H x K]; k, v: as many heads, or fewer that serve several queries each.  span: of a window."""
 
     def split(x):
         return x.reshape(*x.shape[:2], -1, q.shape[-1] // heads).transpose(0, 2, 1, 3)
@@ -83,10 +83,24 @@ def attention(q, k, v, heads, segments=None, drop=lambda p: p, causal=True, rota
     k, v = (np.repeat(x, heads // x.shape[1], axis=1) if heads > x.shape[1] else x for x in (k, v))
     scores = q_ @ k.swapaxes(-1, -2) / math.sqrt(q_.shape[-1])
     mask = np.tri(scores.shape[-1], dtype=bool) if causal else np.ones(scores.shape[-2:], bool)
+    if span:
+        place = np.arange(scores.shape[-1])
+        mask = mask & (place[:, None] < place + span) & (place < place[:, None] + span)
     if segments is not None:
         mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
     p = drop(jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1))
     return (p @ v).transpose(0, 2, 1, 3).reshape(q.shape)
+
+
+def layer_of(params, c: Model, layer: int):
+    """(kind, parameters) of one layer.  Stacks are by place in the period, if there are several kinds."""
+    if not c.period:
+        return None, jax.tree.map(lambda leaf: leaf[0 if c.share_layers else layer], params["blocks"])
+    kind, stack = c.period[layer % len(c.period)], params["blocks"]
+    if "norm1" not in stack:
+        place = layer % len(stack)
+        (stack,), layer = (each for name, each in stack.items() if name.startswith(f"{place}_")), layer // len(stack)
+    return kind, jax.tree.map(lambda leaf: leaf[layer], stack)
 
 
 def hidden_states(params, c: Model, batch, dropout: Dropout | None = None):
@@ -95,23 +109,26 @@ def hidden_states(params, c: Model, batch, dropout: Dropout | None = None):
     def drop(x, layer, site):
         return dropout.hidden(x, c.dropout, layer, site) if dropout else x
 
-    def rotary(x):
-        return rotate(x, batch.positions, c.rope_theta) if c.positions == "rotary" else x
-
     embedding = params["embedding"]
     x = embedding["tokens"][batch.tokens]
     x = x + embedding["positions"][batch.positions] if c.positions == "learned" else x
     x = x + embedding["types"][batch.token_type_ids] if c.token_types else x
     x = drop(norm(x, embedding["norm"], c) if c.norm == "post" else x, 0, AFTER_EMBEDDING)
     for layer in range(c.layers):
-        p = jax.tree.map(lambda leaf, layer=layer: leaf[0 if c.share_layers else layer], params["blocks"])
+        kind, p = layer_of(params, c, layer)
+        heads, theta = getattr(kind, "heads", None) or c.heads, getattr(kind, "rope_theta", None) or c.rope_theta
+
+        def rotary(x, theta=theta):
+            return rotate(x, batch.positions, theta) if c.positions == "rotary" else x
 
         def drop_weights(w, layer=layer):
             return dropout.probabilities(w, c.attention_dropout, layer) if dropout else w
 
-        def attend(h, a=p["attention"], drop_weights=drop_weights):
+        how = heads, batch.segments, drop_weights, c.kind == "gpt", rotary, getattr(kind, "span", None)
+
+        def attend(h, a=p["attention"], how=how):
             q, k, v = (h @ a[name] + a.get(f"{name}_bias", 0) for name in ("query", "key", "value"))
-            y = attention(q, k, v, c.heads, batch.segments, drop_weights, c.kind == "gpt", rotary)
+            y = attention(q, k, v, *how)
             return y @ a["out"].T + a.get("out_bias", 0)
 
         def mlp(h, m=p["mlp"]):
@@ -192,7 +209,10 @@ def trainable_mask(patterns, params):
         first, *rest = (key.key for key in path)
         if first != "blocks":
             return float(not any(fnmatch.fnmatch(".".join([first, *rest]), p) for p in patterns))
-        names = (".".join([first, str(layer), *rest]) for layer in range(leaf.shape[0]))
+        place, step = 0, 1
+        if rest[0][0].isdigit():
+            place, step, rest = int(rest[0].split("_")[0]), len(params["blocks"]), rest[1:]
+        names = (".".join([first, str(place + i * step), *rest]) for i in range(leaf.shape[0]))
         each = [float(not any(fnmatch.fnmatch(name, p) for p in patterns)) for name in names]
         return np.array(each).reshape(-1, *[1] * (leaf.ndim - 1))
 

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "spmd_lm"
 # From the bottom up.  A part may import what stands below it; parts on one line do not know each other.
 LAYERS = (
     {"errors", "files", "axes"},
-    {"active_rules", "config"},
+    {"active_rules", "config", "period"},
     {"ops", "batch"},
     {"models", "parallel", "data", "runtime"},
     {"cost_model"},
@@ -33,6 +33,7 @@ LAYERS = (
 KNOW = {
     "files": set(),
     "axes": set(),
+    "period": set(),
     "active_rules": {"errors"},
     "config": {"axes", "errors", "files"},
     "ops": {"active_rules", "axes", "errors"},

@@ -32,6 +32,7 @@ TASKS: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
+@layout_checks.for_each_kind
 def heads_divide_width(model: Model) -> Problems:
     if model.width % model.heads:
         ways = nearest(f"{model.heads=}", divisors(model.width)), nearest_multiple(f"{model.width=}", model.heads)
@@ -173,6 +174,7 @@ def precisions_suit_each_other(precision: Precision) -> Problems:
         yield use(problem, f"precision.initial_scale={least}", f"precision.min_scale={initial}")
 
 
+@layout_checks.for_each_kind
 def kernel_supports_model(run: Run, model: Model, precision: Precision, data: Data | Synthetic) -> Problems:
     """Refuses an explicit choice that would fail later; `auto` falls back to XLA."""
     if kernel := FUSED_KERNELS.get(model.attention):
@@ -217,6 +219,7 @@ def profiled_steps_are_taken(train: Train) -> Problems:
 MAX_ELEMENTS = 2**60  # of one array: XLA counts its bytes in 63 bits
 
 
+@layout_checks.for_each_kind
 def arrays_can_be_counted(model: Model, train: Train) -> Problems:
     m, rows = model, train.batch * model.context
     arrays = {

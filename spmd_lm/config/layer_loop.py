@@ -20,8 +20,8 @@ def choose_loop(config: RunConfig, platform: str, *, prefetch: bool = False, sca
     """Whether layers run in a lax.scan on `platform`, and why.  prefetch: whether one gathers the weights of the next,
     which takes a loop.  scatters: whether ZeRO scatters the gradients of each layer in backward."""
     m = config.model
-    if config.layers_per_chunk == 1:
-        return LoopChoice(False, "a single layer")
+    if config.layers_per_chunk // len(m.kinds) == 1:
+        return LoopChoice(False, "a single layer" if len(m.kinds) == 1 else "a single period")
     if m.scan != "auto":
         return LoopChoice(m.scan, "as configured")
     reasons = {

@@ -1,6 +1,8 @@
 """Checks of how a model and a batch are laid out over devices: what must be divisible by what."""
 
+import functools
 import math
+import re
 from collections.abc import Callable
 
 from spmd_lm.axes import BATCH_AXES, DATA
@@ -9,6 +11,23 @@ from spmd_lm.config.schema import Model, Objective, Parallel, Remat, Run, RunCon
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
 
+def for_each_kind(check: Callable[..., Problems]) -> Callable[..., Problems]:
+    """A check of a model whose layers are all of one kind, as one of any model."""
+
+    @functools.wraps(check)
+    def check_each(*, model: Model, **sections: object) -> Problems:
+        found: list[str] = []
+        for kind, of_kind in zip(model.kinds, model.of_each_kind, strict=True):
+            own = "|".join(kind.own_sizes) or "(?!)"
+            place = f"model.period[{model.period.index(kind)}]" if model.period else "model"
+            for problem in check(model=of_kind, **sections):
+                found.append(re.sub(rf"\bmodel\.(?=({own})\b)", f"{place}.", problem))
+        yield from dict.fromkeys(found)
+
+    return check_each
+
+
+@for_each_kind
 def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Problems:
     degree = parallel.model
     degrees = _fitting_degrees(math.gcd(model.heads, model.mlp_dim), parallel, run)
@@ -36,6 +55,7 @@ def _fitting_degrees(size: int, parallel: Parallel, run: Run) -> str:
     return nearest(f"{parallel.model=}", fits or [1])
 
 
+@for_each_kind
 def tensor_parallel_divides_kv_heads(model: Model, parallel: Parallel) -> Problems:
     """Each key/value head serves the same number of query heads, and is on the same device as they are."""
     kv_heads = model.kv_heads or model.heads
@@ -53,9 +73,18 @@ def shared_layers_are_on_one_stage(model: Model, parallel: Parallel) -> Problems
         yield use(problem, "parallel.pipe=1", "model.share_layers=false")
 
 
+def layers_can_be_shared(model: Model) -> Problems:
+    if model.share_layers and len(model.kinds) > 1:
+        yield use("model.share_layers=true with several kinds in model.period", "model.share_layers=false")
+
+
 def stages_divide_layers(model: Model, parallel: Parallel, run: Run) -> Problems:
-    stages, chunks = parallel.pipe, parallel.chunks
-    if stages > 1 and model.layers % (stages * chunks):
+    stages, chunks, period = parallel.pipe, parallel.chunks, len(model.kinds)
+    if stages > 1 and period > 1 and model.layers % (stages * chunks * period):
+        where = f"{parallel.pipe=}" + (f" x {parallel.chunks=}" if chunks > 1 else "")
+        problem = f"{model.layers=} is not divisible by {where} x the {period} layers of model.period: stages are alike"
+        yield use(problem, "parallel.pipe=1", nearest_multiple(f"{model.layers=}", stages * chunks * period))
+    elif stages > 1 and model.layers % (stages * chunks):
         others = parallel.replica * parallel.model * max(parallel.data, 1)
         fits = [n for n in divisors(model.layers) if n == 1 or run.simulate_devices % (n * others) == 0]
         per_stage, rest = divmod(model.layers, stages)
@@ -68,6 +97,8 @@ def stages_divide_layers(model: Model, parallel: Parallel, run: Run) -> Problems
 
 
 def remat_blocks_divide_chunk(model: Model, parallel: Parallel, remat: Remat) -> Problems:
+    if remat.policy == "block" and len(model.kinds) > 1:
+        yield use("remat.policy=block with several kinds in model.period", "remat.policy=full")
     if remat.block_size is None:
         return
     if remat.policy != "block":
@@ -213,6 +244,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     tensor_parallel_divides,
     tensor_parallel_divides_kv_heads,
     microbatches_divide_batch,
+    layers_can_be_shared,
     shared_layers_are_on_one_stage,
     stages_divide_layers,
     pipelines_are_manual,

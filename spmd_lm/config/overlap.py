@@ -27,7 +27,7 @@ def prefetch_obstacles(model: Model, parallel: Parallel, remat: Remat) -> Iterat
         yield Obstacle("model.scan=false", "there is no loop over layers", "model.scan=true")
     if remat.policy == "block":
         yield Obstacle("remat.policy=block", "a layer is gathered for its block alone", "remat.policy=full")
-    if model.layers // chunks < 2:
+    if model.layers // len(model.kinds) // chunks < 2:
         yield Obstacle(f"{model.layers=}", "no layer runs before another one in a loop", "more layers, or fewer stages")
 
 

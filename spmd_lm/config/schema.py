@@ -12,6 +12,7 @@ from pydantic.types import NonNegativeFloat, PositiveFloat
 
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.data_sections import PythonStdlib, Synthetic, Task, Text, Tokens
+from spmd_lm.config.layers import BlockLayer, LayerKind, LayerKinds, shortest
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import (
@@ -65,6 +66,8 @@ class Model(Section):
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"  # GPT-2 uses the tanh approximation
     use_bias: bool = True  # in matrix products and norms
     tie_embeddings: bool = True  # the head reuses the token table
+    # kinds of layers, repeated over all: [{kind: window, span: 4096}, block]; docs/models.md
+    period: LayerKinds | None = None
     share_layers: bool = False  # all layers share one set of weights (ALBERT, arXiv:1909.11942)
     scan: Literal["auto"] | bool = "auto"  # a loop over layers; auto: unrolled on GPUs where that pays
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"  # the kernel; auto: the fastest that fits
@@ -85,6 +88,28 @@ class Model(Section):
     @property
     def unique_layers(self) -> int:
         return 1 if self.share_layers else self.layers
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Of the layers of a period; the last period may be cut short."""
+        return shortest(self.period or (BlockLayer(),), self.layers)
+
+    @property
+    def of_each_kind(self) -> "tuple[Model, ...]":
+        """For each layer of a period, this model if all of its layers were of that kind."""
+        if self.period is None:
+            return (self,)
+        return tuple(self.model_copy(update=kind.own_sizes | {"period": (kind,)}) for kind in self.kinds)
+
+    def layers_like(self, place: int) -> int:
+        """How many layers have this place in their periods."""
+        return -(-(self.layers - place) // len(self.kinds))
+
+    @property
+    def span(self) -> int | None:
+        """How many tokens one attends to in layers that are all of one kind; None for the whole row."""
+        (kind,) = self.kinds
+        return getattr(kind, "span", None)
 
     @property
     def causal(self) -> bool:
@@ -323,6 +348,13 @@ class RunConfig(Section):
     @classmethod
     def _default_kind(cls, optim: Any) -> Any:
         return {"kind": DEFAULT_KINDS["optim"]} | optim if isinstance(optim, dict) else optim
+
+    @property
+    def of_each_kind(self) -> "tuple[RunConfig, ...]":
+        """For each layer of a period, this run if all layers were of that kind."""
+        if self.model.period is None:
+            return (self,)
+        return tuple(self.model_copy(update={"model": model}) for model in self.model.of_each_kind)
 
     @property
     def chunks(self) -> int:

@@ -21,14 +21,18 @@ class Section(BaseModel):
         return value
 
 
-def section_within(field: FieldInfo | None) -> type[Section] | None:
-    """The section that is the value of this key, or of which that is a list, if it is one."""
+def sections_within(field: FieldInfo | None) -> list[type[Section]]:
+    """The section that is the value of this key, or of which that is a list, if it is one; several where it may be of
+    one of several kinds."""
     types: list[Any] = [field.annotation] if field else []
     for each in types:
-        if isinstance(each, type) and issubclass(each, Section):
-            return each
         types += get_args(each)
-    return None
+    return [each for each in types if isinstance(each, type) and issubclass(each, Section)]
+
+
+def kind_of(section: type[Section]) -> str:
+    """The value of `kind` that a section of several kinds has."""
+    return get_args(section.model_fields["kind"].annotation)[0]
 
 
 def yaml_fields(section: type[Section]) -> dict[str, FieldInfo]:

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from spmd_lm.config.schema import RunConfig, variants
-from spmd_lm.config.section import Section, section_within, yaml_fields
+from spmd_lm.config.section import kind_of, sections_within, yaml_fields
 
 Problems = Iterator[str]
 """What a check yields."""
@@ -73,11 +73,16 @@ TYPES = {
     "string_type": "text",
     "string_pattern_mismatch": "letters, digits, '.', '_' or '-', not beginning with '.'",  # that of run.name
     "list_type": "a list",
+    "tuple_type": "a list",
     "dict_type": "{name: value}",
     "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
 }
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-EXAMPLES = {"data.blend": " Write data.blend='[{path: a, weight: 0.7}, {path: b, weight: 0.3}]'."}
+EXAMPLES = {
+    "data.blend": " Write data.blend='[{path: a, weight: 0.7}, {path: b, weight: 0.3}]'.",
+    "model.period": " Write model.period='[{kind: window, span: 1024}, block]'.",
+}
 SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
@@ -169,18 +174,21 @@ def _key_and_siblings(section: str, error: ErrorDetails) -> tuple[str, dict[str,
     kind, *loc = error["loc"] if discriminator and error["loc"] else ("", *error["loc"])
     if not loc:
         return str(discriminator), {}
-    inner: type[Section] | None = variants(section)[str(kind)]
+    inner = [variants(section)[str(kind)]]
     names, siblings = list[str](), dict[str, FieldInfo]()
     for place in loc:
-        if inner is None:
+        if not inner:
             break
         if isinstance(place, int):
             names[-1] += f"[{place}]"
             continue
+        if len(inner) > 1:  # the kind stands before the key here too
+            inner = [each for each in inner if kind_of(each) == place]
+            continue
         name = str(place)
         names.append(name)
-        siblings = yaml_fields(inner)
-        inner = section_within(siblings.get(name))
+        siblings = yaml_fields(inner[0])
+        inner = sections_within(siblings.get(name))
     return ".".join(names), siblings
 
 
@@ -200,8 +208,11 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
         default = ""
     error = errors[0]
     error_type, value, context = error["type"], error["input"], error.get("ctx", {})
+    example = EXAMPLES.get(f"{section}.{key.partition('[')[0]}", "")
     if error_type == "extra_forbidden":
         return f"{key}: unknown key. {_did_you_mean(did_you_mean(name, siblings), siblings)}"
+    if error_type in ("missing", "union_tag_not_found") and "[" in key:
+        return f"{key}: {'missing' if error_type == 'missing' else 'of no kind'}.{example}"
     if error_type == "missing":
         return f"{key}: missing. Set it in the file, or as {section}.{key}=... on the command line."
     if error_type == "union_tag_not_found":
@@ -216,9 +227,7 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
         what = f"expected {_either(dict.fromkeys(TYPES[each['type']] for each in errors))}, got {_show(value)}"
     else:
         what = f"{error['msg']}, got {_show(value)}"
-    example = (
-        EXAMPLES.get(f"{section}.{key.partition('[')[0]}", "") if error_type in ("list_type", "model_type") else ""
-    )
+    example = example if error_type in ("list_type", "tuple_type", "model_type") else ""
     return f"{key}: {what}.{_correction(error_type, value) or example or default}"
 
 
@@ -226,7 +235,7 @@ def _wrong_choice(section: str, key: str, error: ErrorDetails, others: list[str]
     """others: what else than a choice the value may be."""
     context = error["ctx"]
     choices = re.findall(r"'([^']*)'", context.get("expected_tags") or context["expected"])
-    value = error["input"].get(key) if "tag" in context else error["input"]
+    value = error["input"].get(context["discriminator"].strip("'")) if "tag" in context else error["input"]
     near = RENAMED_VALUES.get(f"{section}.{key}={value}") or did_you_mean(str(value), choices, cutoff=0.5)
     suggestion = f" Did you mean '{near}'?" if near else ""
     if TYPES["bool_type"] in others:
@@ -255,7 +264,7 @@ def _correction(error_type: str, value: Any) -> str:
 
 
 def _default(field: FieldInfo | None) -> str:
-    if field is None or field.is_required() or field.default is None or section_within(field):
+    if field is None or field.is_required() or field.default is None or sections_within(field):
         return ""
     return f" The default is {_show(field.default)}."
 

@@ -10,12 +10,9 @@ import jax
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.compilers import Compiler, Points
+from spmd_lm.ops.attention import computed_scores
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.plan import Plan
-
-VISIBLE_SCORES = 0.75
-"""Of a causal model's scores, those that XLA's attention computes: queries run in two blocks, of which the first sees
-half of the keys."""
 
 
 @functools.cache
@@ -39,8 +36,19 @@ def stream_bytes(config: RunConfig, plan: Plan) -> int:
     return size // (plan.layout.model if plan.sequence else 1)
 
 
+def layer_activations(config: RunConfig, plan: Plan, compiler: Compiler) -> "LayerActivations":
+    """Of the run's layers.  Where they are of several kinds: means of what is saved, and the most of what is held."""
+    each = [LayerActivations(of_kind, plan, compiler) for of_kind in config.of_each_kind]
+    layers = [config.model.layers_like(place) for place in range(len(each))]
+    layer, sizes = each[0], {name: [getattr(one, name) for one in each] for name in vars(each[0])}
+    for name, values in sizes.items():
+        mean = sum(map(operator.mul, values, layers)) / sum(layers)
+        setattr(layer, name, mean if name in ("outside", "core", "saved") else max(values))
+    return layer
+
+
 class LayerActivations:
-    """Bytes per token, as a compiler holds them.
+    """Bytes per token, as a compiler holds them, of a layer of a model whose layers are all of one kind.
 
     stream: of the residual stream.  hidden: of the MLP's hidden layer.  outside: what is saved if nothing is
     recomputed, but for the attention core.  core: what the attention core saves then.  saved: what the run's remat
@@ -65,7 +73,7 @@ class LayerActivations:
         self.outside = streams + attention + mlp
         # A fused kernel saves its output, in its own layout; XLA's attention the scores before and after softmax, and
         # after dropout, with its mask.
-        scores = m.heads * m.context / shards * (VISIBLE_SCORES if m.causal else 1)
+        scores = m.heads * m.context / shards * computed_scores(m.context, m.causal, m.span)
         masked = size + 1 if m.attention_dropout else 0
         self.core = m.width * padding / shards * size if fused else scores * (2 * size + masked)
         self.saved = self._saved(config)

@@ -24,6 +24,7 @@ from spmd_lm.cost_model.trained_head import trains_before_logits
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
+from spmd_lm.period import layer_path
 
 Axes = tuple[str, ...]
 Array = tuple[str, float]
@@ -130,10 +131,11 @@ class _Step:
         self.tokens = tokens_per_device(config, plan.layout)
         # One microbatch's residual stream with the whole sequence: A.
         self.activations = self.compute, self.tokens * config.model.width
-        # The share of a chunk's layers that no loop runs: all where they are unrolled; with prefetch the last one, and
-        # both of two, because XLA unrolls a loop of one iteration.
-        layers = config.layers_per_chunk
-        self.unrolled = (1.0 if layers == 2 else 1 / layers) if plan.prefetch else float(not plan.scan)
+        # The share of a chunk's layers that no loop runs: all where they are unrolled; with prefetch the last period,
+        # and both of two, because XLA unrolls a loop of one iteration; and those of a period that is cut short.
+        layers, period = config.layers_per_chunk, len(config.model.kinds)
+        outside = layers % period + period * bool(plan.prefetch)
+        self.unrolled = 1.0 if not plan.scan or (plan.prefetch and layers // period == 2) else outside / layers
         self.model_axes = plan.nontrivial_axes(MODEL)
 
     def row(
@@ -340,6 +342,7 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     shares = {each.path: dict(step.shares(plan.zero_axes(each.sharded_names))) for each in matrices}
     # The parts of a step that use each of them; all contribute to its gradient.
     uses_of = {each.path: ("embedding", "head") if each.path == tied_table else each.path[:1] for each in matrices}
+    shapes, all_layers = {each.path: each.shape for each in matrices}, config.model.unique_layers
     gathered = {each.path: each.gathered_elements for each in matrices}
     scattered = {each.path: plan.scattered_elements(each) for each in matrices if each.trained}
     kinds = (
@@ -354,8 +357,9 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
                     continue
                 bytes_ = wire_bytes(kind, elements * share * dtype_bytes(dtype), plan.sizes[axis])
                 if (uses := uses_of[path]) == ("blocks",):
-                    layers = transfers.layers - transfers.unused.get(path, 0)
-                    count += transfers.per_stack
+                    layers = transfers.layers - transfers.unused.get(layer_path(path)[1], 0)
+                    # A stack holds those layers alone that have its place in the period.
+                    count += transfers.per_stack * (shapes[path][0] / all_layers if transfers.per_stack > 1 else 1)
                     sent += layers / step.layers * bytes_
                     repeated += transfers.repeated / step.layers * bytes_
                 else:

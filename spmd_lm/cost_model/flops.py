@@ -3,10 +3,11 @@ device's peak matrix FLOP/s, published by its vendor, or for a CPU measured.
 
 Model FLOPs are those of matrix products: 2 per multiply-add, and backward costs twice as much as forward.  Attention
 counts the full square of scores, causal or not, as papers do (arXiv:2104.04473, section 5.1, without its
-recomputation)."""
+recomputation); in a window its width."""
 
 import functools
 import timeit
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -35,13 +36,18 @@ class _Forward(NamedTuple):
 def _forward(config: RunConfig) -> _Forward:
     m = config.model
     per_token, per_row = _head_weights(config)
-    each = 2.0 * m.context * m.layers * m.width
-    attention = {"query": m.width, "key": m.kv_width, "value": m.kv_width, "out": m.width}
-    mlp = dict.fromkeys(("up", "gate", "down") if m.activation == "swiglu" else ("up", "down"), m.mlp_dim)
-    branches = {"attention": attention, "mlp": mlp}
+    matrices, scores = Counter[tuple[str, str]](), 0.0
+    for place, kind in enumerate(m.of_each_kind):
+        each = 2.0 * m.context * m.layers_like(place) * m.width
+        attention = {"query": kind.width, "key": kind.kv_width, "value": kind.kv_width, "out": kind.width}
+        mlp = dict.fromkeys(("up", "gate", "down") if kind.activation == "swiglu" else ("up", "down"), kind.mlp_dim)
+        for name, branch in {"attention": attention, "mlp": mlp}.items():
+            matrices.update({(name, key): each * size for key, size in branch.items()})
+        keys = m.context if kind.span is None else kind.span if kind.causal else 2 * kind.span - 1
+        scores += 2 * each * min(m.context, keys)
     return _Forward(
-        matrices={(name, key): each * size for name, branch in branches.items() for key, size in branch.items()},
-        scores=2 * each * m.context,
+        matrices=dict(matrices),
+        scores=scores,
         table=2.0 * m.context * m.width * m.vocab * config.objective.predicts_tokens,
         head=2.0 * (m.context * per_token + per_row),
     )

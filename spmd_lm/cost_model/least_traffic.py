@@ -1,7 +1,7 @@
 """Bytes that a step must read from and write to device memory, however its kernels are made."""
 
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model.activations import LayerActivations, at_least_float32, dtype_bytes, tokens_per_device
+from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, layer_activations, tokens_per_device
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.cost_model.expected_collectives import layer_passes
 from spmd_lm.parallel.padding import padded_vocab
@@ -42,6 +42,6 @@ def used_elements(plan: Plan, *, gathered: bool, trained: bool = False) -> float
 
 def saved_traffic(config: RunConfig, plan: Plan) -> float:
     """Bytes to write and to read once what a step saves for backward."""
-    saved = LayerActivations(config, plan, COMPILER_OF_PLATFORM[plan.platform]).saved
+    saved = layer_activations(config, plan, COMPILER_OF_PLATFORM[plan.platform]).saved
     tokens = config.parallel.microbatches * tokens_per_device(config, plan.layout)
     return 2 * saved * tokens * (layer_passes(config, plan)[1] > 0) * config.model.layers / plan.layout.pipe

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import logit_chunks
-from spmd_lm.cost_model.activations import LayerActivations, at_least_float32, dtype_bytes, tokens_per_device
+from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, layer_activations, tokens_per_device
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.cost_model.expected_collectives import layer_passes
 from spmd_lm.cost_model.hardware import find_hardware
@@ -63,11 +63,13 @@ class _Sizes:
         self.layer = self.parts["blocks"] // self.layers  # the weights of one
         # What is gathered ahead, for one layer; its gradients are scattered as much later.
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True) for key in plan.prefetch)
-        self.in_use = self.layer + ahead * self.itemsize // self.layers  # of one layer, with what is gathered ahead
+        period = len(self.config.model.kinds) if plan.prefetch else 1  # layers whose weights are gathered together
+        # Of what is gathered together, with what is gathered ahead.
+        self.in_use = period * (self.layer + ahead * self.itemsize // self.layers)
         # Gradients of one layer before they are scattered, and with what is scattered a layer later.
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True, trained=True) for key in plan.prefetch)
         self.layer_gradients = self.trained_parts["blocks"] // self.layers
-        self.unscattered = self.layer_gradients + ahead * self.itemsize // self.layers
+        self.unscattered = period * (self.layer_gradients + ahead * self.itemsize // self.layers)
         stacks = [each.gathered_elements for each in plan.parameters if each.path[0] == "blocks"]
         self.largest_stack = max(stacks) * self.itemsize  # the weights of all layers in one array
         self.rest = self.embedding + self.parts["head"] if copied else 0  # the weights of embedding and head
@@ -115,7 +117,7 @@ class _Sizes:
 
     def _activations(self) -> None:
         config, plan = self.config, self.plan
-        tokens, layer = tokens_per_device(config, plan.layout), LayerActivations(config, plan, self.compiler)
+        tokens, layer = tokens_per_device(config, plan.layout), layer_activations(config, plan, self.compiler)
         self.backward = layer_passes(config, plan)[1] > 0  # else layers run forward alone, and save nothing
         self.stream = int(tokens * layer.stream)  # one microbatch's
         self.hidden = int(tokens * layer.hidden)

@@ -18,7 +18,7 @@ from spmd_lm.cost_model.hardware import Hardware
 from spmd_lm.cost_model.kernels import Kernels
 from spmd_lm.cost_model.megatron_collectives import megatron_collectives
 from spmd_lm.cost_model.systems import System, Window
-from spmd_lm.cost_model.work import LayerWork, head_seconds
+from spmd_lm.cost_model.work import head_seconds, layer_seconds
 from spmd_lm.parallel.mesh import devices_within_domain
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
@@ -97,7 +97,7 @@ def step_range(parts: dict[str, float], system: System) -> dict[str, list[float]
 
 def _layers_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:
     """Of one device's layers, for all microbatches, with what backward runs again."""
-    layer = LayerWork.of(config, plan, system).seconds(kernels)
+    layer = layer_seconds(config, plan, system, kernels)
     if system.eager:
         passes = config.model.layers / plan.layout.pipe * config.parallel.microbatches
         again = layer.repeated(RematPolicy(config.remat.policy), eager=True)

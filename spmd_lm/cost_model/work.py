@@ -6,14 +6,18 @@ by operation, as arXiv:2205.05198, section 4, counts those that are saved: each 
 result, in the dtype of activations.  A mask of dropout is one byte, half an element of 16 bits."""
 
 import functools
+import operator
 from typing import NamedTuple, Self
+
+import jax
 
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, RunConfig
-from spmd_lm.cost_model.activations import VISIBLE_SCORES, tokens_per_device
+from spmd_lm.cost_model.activations import tokens_per_device
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.systems import System
 from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
+from spmd_lm.ops.attention import computed_scores, seen_scores
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.plan import Plan
 
@@ -64,9 +68,9 @@ def _trained_share(plan: Plan, branch: str, keys: tuple[str, ...]) -> float:
 
 
 class LayerWork(NamedTuple):
-    """One layer on one device.  model: the model's sizes.  tokens: of a microbatch.  shards: devices along the mesh
-    axis `model`.  sequence: whether the residual stream is sharded over them.  trained: of the columns of each of
-    `products`, the share that is.  The rest is as of systems.System."""
+    """One layer on one device.  model: sizes of a model of such layers.  tokens: of a microbatch.  shards: devices
+    along the mesh axis `model`.  sequence: whether the residual stream is sharded over them.  trained: of the columns
+    of each of `products`, the share that is.  The rest is as of systems.System."""
 
     model: Model
     tokens: int
@@ -95,7 +99,16 @@ class LayerWork(NamedTuple):
     @property
     def visible(self) -> float:
         """Share of the scores that XLA's attention computes."""
-        return VISIBLE_SCORES if self.model.causal and not self.eager else 1.0
+        return 1.0 if self.eager else computed_scores(*self._attended)
+
+    @property
+    def seen(self) -> float:
+        """Share of the scores that no mask hides."""
+        return seen_scores(*self._attended)
+
+    @property
+    def _attended(self) -> tuple[int, bool, int | None]:
+        return self.model.context, self.model.causal, self.model.span
 
     @property
     def attention_heads(self) -> float:
@@ -166,7 +179,7 @@ class LayerWork(NamedTuple):
         all but the averages of values; a compiled program leaves out a part of the hidden scores."""
         products = self.attention_products
         if self.fuses_attention:
-            flops = sum(product.flops for product in products) * (0.5 if self.model.causal else 1)
+            flops = sum(product.flops for product in products) * self.seen
             forward = kernels.attention(flops)
             return forward, kernels.attention(2.5 * flops), forward
         # Softmax, and dropout with its mask; scale and causal mask, where they are operations of their own.
@@ -195,6 +208,13 @@ class LayerWork(NamedTuple):
         context = self.tokens * self.model.width / self.shards
         sharded = self.hidden * (3 + 2 * self.gated) + 2 * self.qkv + 2 * context
         return self.stream * stream + sharded, 10 + 4 * self.separate * self.model.use_bias
+
+
+def layer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> LayerSeconds:
+    """Of a layer; where layers are of several kinds, the mean over all."""
+    each = [LayerWork.of(of_kind, plan, system).seconds(kernels) for of_kind in config.of_each_kind]
+    shares = [config.model.layers_like(place) / config.model.layers for place in range(len(each))]
+    return jax.tree.map(lambda *seconds: sum(map(operator.mul, seconds, shares)), *each)
 
 
 def head_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:

@@ -144,7 +144,8 @@ def norm(param: str, module: str) -> tuple[WeightMapping, WeightMapping]:
 
 
 DECODER = {"kind": "gpt", "token_types": 0, "norm": "pre"}
-GPT2_BERT = {"kv_heads": None, "norm_type": "layer", "positions": "learned", "use_bias": True, "share_layers": False}
+GPT2_BERT = {"kv_heads": None, "norm_type": "layer", "positions": "learned", "use_bias": True}
+GPT2_BERT |= {"share_layers": False, "period": None}
 GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 GPT2_LAYER = "transformer.h.{layer}"
@@ -281,7 +282,9 @@ LLAMA = Architecture(
         ConfigKey("rope_theta", "rope_theta", 10_000.0),
         ConfigKey("tie_word_embeddings", "tie_embeddings", False),
     ),
-    fixed=DECODER | {"norm_type": "rms", "positions": "rotary", "use_bias": False, "share_layers": False},
+    fixed=DECODER
+    | {"norm_type": "rms", "positions": "rotary", "use_bias": False, "share_layers": False}
+    | {"period": None},
     required={"rope_type": "default", "partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False}
     | {"sliding_window": None, "quantization_config": None},
     buffers=(f"{LLAMA_LAYER}.self_attn.rotary_emb.inv_freq",),

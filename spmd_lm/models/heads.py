@@ -55,9 +55,7 @@ class Head(Linear):
         """By what they predict, float32 or wider."""
         raise NotImplementedError
 
-    def row_logits(
-        self, h: jax.Array, name: str, bias: nnx.Param | None, key: DropoutKey | None = None
-    ) -> jax.Array:
+    def row_logits(self, h: jax.Array, name: str, bias: nnx.Param | None, key: DropoutKey | None = None) -> jax.Array:
         """Logits [batch, shards, outputs], float32 or wider, of the pooled first token of each shard of the sequence,
         by the matrix `name`.  Those of the row are the first shard's: see `from_first_shard`."""
         pooled = jnp.tanh(add_bias(self.matrix("pooler").multiply(first_tokens(h)), self.pooler_bias))

@@ -22,16 +22,18 @@ from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import LayoutError
 from spmd_lm.models.heads import Head, loss_weights, make_head, nonzero_totals
 from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BlockProducts, BranchProducts, ParamInit
-from spmd_lm.models.transformer import RESIDUAL, Block, BlockContext, Embedding, LossDict
+from spmd_lm.models.transformer import RESIDUAL, AttentionCore, Block, BlockContext, Embedding, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
 from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.ops.norm import widen
 from spmd_lm.ops.sharding_types import checked, is_explicit
+from spmd_lm.period import BlockFn, Period, sum_by_name
 
 Params = dict  # nested dicts of arrays: embedding, blocks, head
-Gather = Callable[[Params], Params]  # makes one layer's parameters, of the stack, whole
+Gather = Callable[[Params], Params]  # makes the parameters of one layer, or of one period, of the stack whole
+KVCaches = tuple[Any, Any]
 
 
 class ModelInput(NamedTuple):
@@ -55,8 +57,8 @@ def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = N
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """c: the model's sizes.  dtype: of its parameters.  kernel: of attention, a key of ops.attention.KERNELS.
-    logits_policy: how training holds logits.  scan_layers: whether layers run in a loop.
+    """c: the model's sizes.  dtype: of its parameters.  kernels: of attention, keys of ops.attention.KERNELS, one for
+    each layer of a period.  logits_policy: how training holds logits.  scan_layers: whether layers run in a loop.
     collective_matmul: branches of a layer, by their keys, whose products run in parts, beside the collectives over
     `heads` and `mlp`; not in generation.  Only on one device's shards: where arrays are global, XLA inserts the
     collectives."""
@@ -64,7 +66,7 @@ class LanguageModel:
     c: Model
     objective: Objective
     dtype: str
-    kernel: str
+    kernels: tuple[str, ...]
     remat: RematPolicy = RematPolicy()  # noqa: RUF009 - frozen
     logits_policy: LogitsPolicy = LogitsPolicy()  # noqa: RUF009 - frozen
     scan_layers: bool = True
@@ -89,26 +91,41 @@ class LanguageModel:
         with nnx.use_eager_sharding(False):
             return _to_params(nnx.state(self._modules(nnx.Rngs(jax.random.key(seed))), nnx.Param))
 
-    def _modules(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        @nnx.split_rngs(splits=self.c.unique_layers)
-        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def make_blocks(rngs: nnx.Rngs) -> Block:
-            return Block(ParamInit(self.c, rngs, self.dtype))
+    @functools.cached_property
+    def period(self) -> Period:
+        kinds = self.c.kinds
+        keys = tuple(f"{place}_{kind.kind}" for place, kind in enumerate(kinds)) if len(kinds) > 1 else ()
+        return Period(keys, *divmod(self.c.layers, len(kinds)))
+
+    def _modules(self, rngs: nnx.Rngs) -> dict[str, Any]:
+        def make_stack(c: Model, layers: int) -> Block:
+            @nnx.split_rngs(splits=layers)
+            @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+            def make_blocks(rngs: nnx.Rngs) -> Block:
+                return Block(ParamInit(c, rngs, self.dtype))
+
+            return make_blocks(rngs)
 
         init = ParamInit(self.c, rngs, self.dtype)
-        embedding, blocks = Embedding(init), make_blocks(rngs)
+        embedding, places = Embedding(init), enumerate(self.c.of_each_kind)
+        stacks = (make_stack(c, min(self.c.unique_layers, self.c.layers_like(place))) for place, c in places)
+        blocks = self.period.join(stacks)
         return {"embedding": embedding, "blocks": blocks, "head": make_head(init, self.objective, self.logits_policy)}
 
     @functools.cached_property
     def _graphs(self) -> dict[str, nnx.GraphDef]:
         """A tied head has a table of its own, which is the embedding's: see `_head`."""
         untied = self.c.model_copy(update={"tie_embeddings": False})
+        head = self._graph(untied, lambda init: make_head(init, self.objective, self.logits_policy))
+        return {"embedding": self._graph(self.c, Embedding), "head": head}
 
-        def graph(make: Callable[[ParamInit], nnx.Module]) -> nnx.GraphDef:
-            return _abstract(lambda rngs: make(ParamInit(untied, rngs, self.dtype)))[0]
+    @functools.cached_property
+    def _block_graphs(self) -> list[nnx.GraphDef]:
+        """For each place in the period."""
+        return [self._graph(c, Block) for c in self.c.of_each_kind]
 
-        head = graph(lambda init: make_head(init, self.objective, self.logits_policy))
-        return {"embedding": graph(Embedding), "block": graph(Block), "head": head}
+    def _graph(self, c: Model, make: Callable[[ParamInit], nnx.Module]) -> nnx.GraphDef:
+        return _abstract(lambda rngs: make(ParamInit(c, rngs, self.dtype)))[0]
 
     def embed_params(self, params: Params) -> Params:
         """The subtree that `embed` reads, of a tree like the parameters."""
@@ -127,29 +144,37 @@ class LanguageModel:
         """The residual stream [batch, sequence, width] of a microbatch's tokens."""
         return nnx.merge(self._graphs["embedding"], params["embedding"])(*microbatch)
 
-    def block_fn(self) -> Callable[[Params, jax.Array, ModelInput, jax.Array], tuple[jax.Array, LossDict]]:
-        """`block`, as training runs it: the remat policy decides what backward computes again."""
+    def block_fns(self) -> tuple[BlockFn, ...]:
+        """`block` for each place in the period, as training runs it: the remat policy decides what backward computes
+        again."""
+        blocks = [functools.partial(self.block, place=place) for place in range(self.period.layers)]
         if not self.remat.recomputes_layer:
-            return self.block
+            return tuple(blocks)
         save = jax.checkpoint_policies.save_only_these_names(RESIDUAL) if self.remat.saves_branch_sums else None
-        return self._checkpoint(self.block, policy=save)
+        return tuple(self._checkpoint(block, policy=save) for block in blocks)
+
+    def last_block_fns(self) -> tuple[BlockFn, ...]:
+        """Those of a last period that is cut short, whose layers run outside of a loop."""
+        return dataclasses.replace(self, scan_layers=False).block_fns()[: self.period.rest]
 
     @jax.named_scope("blocks")
     def block(
-        self, params: Params, x: jax.Array, microbatch: ModelInput, layer: jax.Array | int
+        self, params: Params, x: jax.Array, microbatch: ModelInput, index: jax.Array | int, place: int = 0
     ) -> tuple[jax.Array, LossDict]:
-        """One layer, given its parameters and index: x and its auxiliary losses.  Tokens attend within their row."""
+        """One layer, given its parameters, the index of its period, and its place there: x and its auxiliary losses.
+        Tokens attend within their row."""
         batch, key = microbatch
+        layer = index * self.period.layers + place if self.period.keys else index
         key = None if key is None else key.at_layer(layer)
-        attend = functools.partial(self._attend, positions=batch.positions, segment_ids=batch.segments, key=key)
-        context = BlockContext(attend, key, self._products(), self._checkpoint)
-        return nnx.merge(self._graphs["block"], params)(x, context)
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, **tokens: Any) -> jax.Array:
-        """tokens: keywords of `attention`."""
-        core = functools.partial(attention, spec=spec, kernel=self.kernel)
-        run: Callable = manual_region(core, partition_spec("batch", None, "heads"))
-        return (self._checkpoint(run) if self.remat.recomputes_attention else run)(q, k, v, **tokens)
+        def make_attention(spec: AttentionSpec) -> AttentionCore:
+            core = functools.partial(attention, spec=dataclasses.replace(spec, kernel=self.kernels[place]))
+            run: Callable = manual_region(core, partition_spec("batch", None, "heads"))
+            run = self._checkpoint(run) if self.remat.recomputes_attention else run
+            return functools.partial(run, positions=batch.positions, segment_ids=batch.segments, key=key)
+
+        context = BlockContext(make_attention, key, self._products(), self._checkpoint)
+        return nnx.merge(self._block_graphs[place], params)(x, context)
 
     def _products(self) -> BlockProducts:
         saves_shards = num_shards(SEQUENCE) > 1 and not self.remat.recomputes_layer
@@ -202,21 +227,14 @@ class LanguageModel:
         parameter or the batch is laid out in another way than the rules say."""
         params, batch = self._checked(params, batch)
         key = None if dropout is None else DropoutKey(*dropout, batch.sample_ids)
-        model_input, block = ModelInput(batch, key), self.block_fn()
-
-        def layer(x: jax.Array, inputs: tuple[Params, jax.Array]) -> tuple[jax.Array, LossDict]:
-            layer_params, index = inputs
-            return block(layer_params, x, model_input, index)
-
-        x, indices = self.embed(params, model_input), jnp.arange(self.c.layers, dtype=jnp.int32)
-        x, auxiliary = self._scan_layers(layer, x, params["blocks"], indices, unroll=not self.scan_layers)
+        model_input = ModelInput(batch, key)
+        x = self.embed(params, model_input)
+        x, auxiliary = self._run_layers(params["blocks"], x, model_input, unroll=not self.scan_layers)
         wide = widen(x).dtype
         weights = {name: w.astype(wide) for name, w in loss_weights(self.objective, batch).items()}
         totals = nonzero_totals({name: w.sum() for name, w in weights.items()})
         losses = self.losses(params, x, model_input, {name: w / totals[name] for name, w in weights.items()})
-        return functools.reduce(
-            operator.add, [*losses.values(), *(of_layers.sum() for of_layers in auxiliary.values())]
-        )
+        return functools.reduce(operator.add, [*losses.values(), *auxiliary.values()])
 
     def _checked(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """Both, of global arrays.  Raises LayoutError for those of which something else would be computed."""
@@ -240,53 +258,91 @@ class LanguageModel:
         """Logits of a batch [batch, time], by what the head predicts.  On a mesh of jax.set_mesh as `mean_loss`."""
         if is_explicit():
             params, batch = self._checked(params, batch)
-        block = self.block_fn()
-
-        def layer(x, inputs):
-            return block(gather(inputs[0]), x, ModelInput(batch), jnp.int32(0))[0], None
-
-        x, _ = self._scan_layers(layer, self.embed(params, ModelInput(batch)), params["blocks"])
+        x = self.embed(params, ModelInput(batch))
+        x, _ = self._run_layers(params["blocks"], x, ModelInput(batch), gather)
         return self.logits(params, x, batch)
 
-    def _scan_layers(self, layer: Callable, x: jax.Array, stack: Params, per_layer=None, **options) -> tuple:
-        """lax.scan of layer(x, (params, entry of `per_layer`)) over all layers."""
-        if not self.c.share_layers:
-            return jax.lax.scan(layer, x, (stack, per_layer), **options)
-        shared = jax.tree.map(lambda w: w[0], stack)
-        return jax.lax.scan(lambda x, entry: layer(x, (shared, entry)), x, per_layer, self.c.layers, **options)
+    def _run_layers(
+        self,
+        stack: Params,
+        x: jax.Array,
+        model_input: ModelInput,
+        gather: Gather = lambda layer: layer,
+        **options: bool,
+    ) -> tuple[jax.Array, LossDict]:
+        """x through all layers, and the sums of their losses.  options: of lax.scan."""
+        period = self.period
 
-    def empty_cache(self, rows: int, dtype: jnp.dtype) -> KVCache:
-        """Keys and values of `rows` sequences, [layers, rows, context, local kv heads, head width] each."""
-        heads = (self.c.kv_heads or self.c.heads) // num_shards("heads")
-        return (jnp.zeros((self.c.layers, rows, self.c.context, heads, self.c.head_width), dtype),) * 2
+        def run(block: BlockFn, x: jax.Array, inputs: tuple[Params, jax.Array]) -> tuple[jax.Array, LossDict]:
+            layers, index = inputs
+            return block(gather(layers), x, model_input, index)
+
+        indices = jnp.arange(period.count, dtype=jnp.int32)
+        full = functools.partial(run, period.in_order(self.block_fns()))
+        x, losses = self._scan_periods(full, x, stack, indices, **options)
+        losses = {name: each.sum(0) for name, each in losses.items()}
+        if period.rest:
+            last = period.cut_short.in_order(self.last_block_fns())
+            x, more = run(last, x, (period.last(stack), jnp.int32(period.count)))
+            losses = sum_by_name(losses, more)
+        return x, losses
+
+    def _scan_periods(self, run: Callable, x: jax.Array, stack: Params, per_period: Any, **options: bool) -> tuple:
+        """lax.scan of run(x, (params, entry of `per_period`)) over all whole periods; mostly each is a layer."""
+        if not self.c.share_layers:
+            return jax.lax.scan(run, x, (self.period.full(stack), per_period), **options)
+        shared = jax.tree.map(lambda w: w[0], stack)
+        return jax.lax.scan(lambda x, entry: run(x, (shared, entry)), x, per_period, self.c.layers, **options)
+
+    def empty_cache(self, rows: int, dtype: jnp.dtype) -> KVCaches:
+        """Keys and values of `rows` sequences, [rows, context, local kv heads, head width] each: of each layer of a
+        period, stacked over the periods; and of each layer of a last period that is cut short."""
+
+        def of_layer(c: Model, *periods: int) -> KVCache:
+            heads = (c.kv_heads or c.heads) // num_shards("heads")
+            return (jnp.zeros((*periods, rows, c.context, heads, c.head_width), dtype),) * 2
+
+        period, layers = self.period, self.c.of_each_kind
+        full = period.join([of_layer(c, period.count) for c in layers])
+        return full, period.cut_short.join(map(of_layer, layers[: period.rest])) if period.rest else None
 
     def extend(
-        self, params: Params, gather: Gather, cache: KVCache, tokens: jax.Array, positions: jax.Array, last: jax.Array
-    ) -> tuple[jax.Array, KVCache]:
+        self, params: Params, gather: Gather, cache: KVCaches, tokens: jax.Array, positions: jax.Array, last: jax.Array
+    ) -> tuple[jax.Array, KVCaches]:
         """Adds `tokens` (int32 [batch, time], at `positions`) to the cache; returns logits [batch, padded vocab] after
         row b's token last[b]."""
         batch = Batch(tokens, None, None, positions, None, None)
 
-        def layer(x, inputs):
-            layer_params, layer_cache = inputs
+        def run(period: Period, x: jax.Array, inputs: tuple[Params, Any]) -> tuple[jax.Array, Any]:
+            layers, caches = gather(inputs[0]), []
+            for graph, layer, layer_cache in zip(
+                self._block_graphs, period.trees(layers), period.trees(inputs[1]), strict=False
+            ):
 
-            def attend(q, k, v, spec):
-                nonlocal layer_cache
-                out, layer_cache = attention_with_cache(q, k, v, spec, layer_cache, positions)
-                return out
+                def make_attention(spec: AttentionSpec, layer_cache=layer_cache) -> AttentionCore:
+                    def attend(q, k, v):
+                        out, cache = attention_with_cache(q, k, v, spec, layer_cache, positions)
+                        caches.append(cache)
+                        return out
 
-            x, _ = nnx.merge(self._graphs["block"], gather(layer_params))(x, BlockContext(attend))
-            return x, layer_cache
+                    return attend
 
-        x, cache = self._scan_layers(layer, self.embed(params, ModelInput(batch)), params["blocks"], cache)
+                x, _ = nnx.merge(graph, layer)(x, BlockContext(make_attention))
+            return x, period.join(caches)
+
+        period, (of_full, of_last) = self.period, cache
+        x = self.embed(params, ModelInput(batch))
+        x, of_full = self._scan_periods(functools.partial(run, period), x, params["blocks"], of_full)
+        if period.rest:
+            x, of_last = run(period.cut_short, x, (period.last(params["blocks"]), of_last))
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-        return self.logits(params, x, batch)["tokens"][:, 0], cache
+        return self.logits(params, x, batch)["tokens"][:, 0], (of_full, of_last)
 
 
 @functools.lru_cache(maxsize=64)
 def _names_and_shapes(c: Model, objective: Objective, dtype: str, x64: bool) -> tuple[Params, Params]:
     """Traced once for all layouts of a model.  x64: whether jax knows float64, which what is traced depends on."""
-    model = LanguageModel(c, objective, dtype, kernel="xla")
+    model = LanguageModel(c, objective, dtype, kernels=())
     _, state = _abstract(model._modules)
     names = _to_params(state, lambda variable: variable.get_metadata("out_sharding"))
     return names, jax.eval_shape(lambda: model.init(0))

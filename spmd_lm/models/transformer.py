@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
-from spmd_lm.models.layers import INIT_STD, BlockProducts, BranchProducts, Linear, Norm, ParamInit, add_bias
+from spmd_lm.models.layers import INIT_STD, BlockProducts, Linear, Norm, ParamInit, add_bias
 from spmd_lm.ops.attention import AttentionSpec
-from spmd_lm.ops.collectives import global_indices, residual_stream
+from spmd_lm.ops.collectives import residual_stream, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.embedding import lookup
 
@@ -26,20 +26,21 @@ LossDict = dict[str, jax.Array]  # losses by name
 RESIDUAL = "residual"
 """The checkpoint name of the sums x + branch(x) that backward needs: of both branches where a norm follows them."""
 
-AttentionCore = Callable[[jax.Array, jax.Array, jax.Array, AttentionSpec], jax.Array]
+AttentionCore = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention of q [batch, time, heads x head width], k and v [batch, time, kv heads x head width]: over the row in
 training, through a cache in generation."""
 
 
 class BlockContext(NamedTuple):
-    """What surrounds a block, whatever its kind.  attend: its attention.  dropout_key: of this layer; None for no
-    dropout.  products: how its branches leave the residual stream.  checkpoint: jax.checkpoint, of what backward always
-    computes again."""
+    """What surrounds a block, whatever its kind.  make_attention: its attention.  dropout_key: of this layer; None for
+    no dropout.  products: how its branches leave the residual stream.  checkpoint: jax.checkpoint, of what backward
+    always computes again."""
 
-    attend: AttentionCore
+    make_attention: Callable[[AttentionSpec], AttentionCore]
     dropout_key: DropoutKey | None = None
     products: BlockProducts = BlockProducts()
     checkpoint: Callable = jax.checkpoint
+
 
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -54,7 +55,7 @@ def residual_dropout(x: jax.Array, rate: float, key: DropoutKey | None, site: in
     if key is None or not rate:
         return x
     w0, w1 = (word[:, None, None] for word in key.words(site))
-    row = global_indices(SEQUENCE, x.shape[1]).astype(jnp.uint32)
+    row = row_positions(x.shape[1], SEQUENCE).astype(jnp.uint32)
     column = jnp.arange(x.shape[2], dtype=jnp.uint32)
     return dropout(x, rate, (w0, w1), row[:, None], column)
 
@@ -88,18 +89,19 @@ class Attention(Linear):
     def __init__(self, init: ParamInit, out_std: float):
         c = init.c
         theta = c.rope_theta if c.positions == "rotary" else None
-        self.spec = AttentionSpec(c.heads, c.kv_heads or c.heads, c.causal, theta, c.attention_dropout)
+        self.spec = AttentionSpec(c.heads, c.kv_heads or c.heads, c.causal, theta, c.attention_dropout, c.span)
         self.query, self.query_bias = init.linear(c.width, "heads")
         self.key, self.key_bias = init.linear(c.kv_width, "heads")
         self.value, self.value_bias = init.linear(c.kv_width, "heads")
         self.out, self.out_bias = init.matrix(c.width, "heads", out_std), init.bias(c.width, "width")
 
-    def __call__(self, x: jax.Array, attend: AttentionCore, products: BranchProducts) -> jax.Array:
+    def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
+        products, attend = context.products.attention, context.make_attention(self.spec)
         matrices = self.matrix("query"), self.matrix("key"), self.matrix("value")
         q, k, v = products.column(x, matrices, "heads", ordered=True)
         q, k, v = add_bias(q, self.query_bias), add_bias(k, self.key_bias), add_bias(v, self.value_bias)
-        y = products.row(attend(q, k, v, self.spec), self.matrix("out"), "heads", ordered=True)
+        y = products.row(attend(q, k, v), self.matrix("out"), "heads", ordered=True)
         return add_bias(y, self.out_bias)
 
 
@@ -113,8 +115,9 @@ class MLP(Linear):
         self.gate_bias = init.bias(c.mlp_dim, "mlp") if gated else None
         self.activation = c.activation
 
-    def __call__(self, x: jax.Array, products: BranchProducts, checkpoint: Callable) -> jax.Array:
+    def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
+        products, checkpoint = context.products.mlp, context.checkpoint
         matrices = tuple(map(self.matrix, ("up",) if self.gate is None else ("up", "gate")))
         hidden = map(add_bias, products.column(x, matrices, "mlp", ordered=False), (self.up_bias, self.gate_bias))
         h = checkpoint(ACTIVATIONS[self.activation])(*hidden)
@@ -138,14 +141,13 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, context: BlockContext) -> tuple[jax.Array, LossDict]:
         """x: [batch, sequence, width].  Returns x and auxiliary losses; a dense block has none."""
         x = residual_stream(x)
-        attend, key, products, checkpoint = context
-        drop = functools.partial(residual_dropout, rate=self.dropout, key=key)
+        drop = functools.partial(residual_dropout, rate=self.dropout, key=context.dropout_key)
         if self.post_norm:
-            y = self.attention(x, attend, products.attention)
+            y = self.attention(x, context)
             x = self.norm1(checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL))
-            y = self.mlp(x, products.mlp, checkpoint)
+            y = self.mlp(x, context)
             return residual_stream(self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL))), {}
-        y = self.attention(self.norm1(x), attend, products.attention)
+        y = self.attention(self.norm1(x), context)
         x = checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL)
-        y = self.mlp(self.norm2(x), products.mlp, checkpoint)
+        y = self.mlp(self.norm2(x), context)
         return residual_stream(x + drop(y, site=AFTER_MLP)), {}

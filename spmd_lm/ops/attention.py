@@ -5,14 +5,17 @@ keys and values, each of which serves H / G queries (arXiv:2305.13245), K head w
 
 import dataclasses
 import functools
+import itertools
+import operator
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from spmd_lm.active_rules import num_shards
-from spmd_lm.ops.collectives import global_indices
+from spmd_lm.ops.collectives import global_indices, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
 
 SITE = 0  # the dropout site of attention probabilities
@@ -36,50 +39,106 @@ def apply_rotary(x: Array, positions: Array, theta: float) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _softmax_attention(q, k, v, mask, drop: Dropout, row) -> Array:
-    """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; row: as Dropout's."""
+def _softmax_attention(q, k, v, mask, drop: Dropout = None, row=None, column=None) -> Array:
+    """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; row, column: as Dropout's."""
     k, v = (x if x.shape[2] == q.shape[2] else jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bthk,bshk->bhts", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide)
     scores = scores if mask is None else jnp.where(mask, scores, -1e30)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     if drop:
-        probabilities = drop(probabilities, row=row, column=jnp.arange(k.shape[1], dtype=jnp.uint32))
+        probabilities = drop(probabilities, row=row.astype(jnp.uint32), column=column.astype(jnp.uint32))
     return jnp.einsum("bhts,bshk->bthk", probabilities, v)
 
 
-def _xla(q, k, v, segment_ids, causal: bool, drop: Dropout) -> Array:
-    # Two causal blocks of queries: the first skips the second half of the keys (-4% of a step on a CPU).
-    time = q.shape[1]
+class QueryBlock(NamedTuple):
+    """Queries of a row, from start to end, and the keys that any of them sees, from first to last; ends excluded."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+
+def query_blocks(time: int, causal: bool, span: int | None) -> list[QueryBlock]:
+    """How XLA's attention divides a row, so that it leaves out most of the scores that its mask hides.
+
+    Two causal blocks: the first skips the second half of the keys (-4% of a step on a CPU).  With a window as many as
+    windows fit into the row."""
     blocks = 2 if causal and time % 2 == 0 and time >= 128 else 1
-    out = []
-    for i in range(blocks):
-        start, end = i * time // blocks, (i + 1) * time // blocks
-        row, column = jnp.arange(start, end)[:, None], jnp.arange(end)
-        mask = (column <= row)[None, None] if causal else None
+    if span:
+        blocks = max(1, min(time // span, MOST_BLOCKS))
+    ends = [i * time // blocks for i in range(blocks + 1)]
+    before, behind = span or time, 1 if causal else span or time
+    return [
+        QueryBlock(start, end, max(0, start + 1 - before), min(time, end - 1 + behind))
+        for start, end in itertools.pairwise(ends)
+    ]
+
+
+MOST_BLOCKS = 8
+"""Each is compiled."""
+
+
+VISIBLE_SCORES = 0.75
+"""Of all pairs of a row's tokens those whose scores XLA's attention computes, with a causal mask and no window."""
+
+
+def computed_scores(time: int, causal: bool, span: int | None) -> float:
+    """Of all pairs of a row's tokens the share whose scores XLA's attention computes; a mask hides some of them."""
+    if not span:
+        return VISIBLE_SCORES if causal else 1.0
+    blocks = query_blocks(time, causal, span)
+    return sum((each.end - each.start) * (each.last - each.first) for each in blocks) / time**2
+
+
+def seen_scores(time: int, causal: bool, span: int | None) -> float:
+    """The share that no mask hides, which a fused kernel computes."""
+    if not span:
+        return 0.5 if causal else 1.0
+    span = min(span, time)
+    before = span * time - span * (span - 1) / 2  # itself and those before it
+    return (before if causal else 2 * before - time) / time**2
+
+
+def _xla(q, k, v, segment_ids, spec: "AttentionSpec", drop: Dropout) -> Array:
+    out, time, causal, span = [], q.shape[1], spec.causal, spec.span
+    positions = row_positions(time)
+    for start, end, first, last in query_blocks(time, causal, span):
+        row, column = positions[start:end, None], positions[first:last]
+        masks = [(column <= row)[None, None]] if causal else []
+        if span and span < time:
+            masks.append((abs(row - column) < span)[None, None])
         if segment_ids is not None:
-            same_segment = segment_ids[:, None, start:end, None] == segment_ids[:, None, None, :end]
-            mask = same_segment if mask is None else mask & same_segment
-        out.append(_softmax_attention(q[:, start:end], k[:, :end], v[:, :end], mask, drop, row.astype(jnp.uint32)))
+            masks.append(segment_ids[:, None, start:end, None] == segment_ids[:, None, None, first:last])
+        mask = functools.reduce(operator.and_, masks) if masks else None
+        keys, values = k[:, first:last], v[:, first:last]
+        out.append(_softmax_attention(q[:, start:end], keys, values, mask, drop, row, column))
     return jnp.concatenate(out, axis=1)
 
 
-def _cudnn(q, k, v, segment_ids, causal: bool, drop: None) -> Array:
+def _cudnn(q, k, v, segment_ids, spec: "AttentionSpec", drop: None) -> Array:
     """segment_ids, of bidirectional rows: 1 for the tokens of a row, 0 for the padding after them."""
+    causal, span = spec.causal, spec.span
     assert not drop and not (causal and segment_ids is not None)
     n = None if segment_ids is None else segment_ids.sum(1, dtype=jnp.int32)
-    lengths: dict = {"query_seq_lengths": n, "key_value_seq_lengths": n}
-    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn", **lengths)
+    more: dict = {"query_seq_lengths": n, "key_value_seq_lengths": n}
+    if span:
+        assert causal, "cuDNN's windows are causal"
+        more["local_window_size"] = span - 1, 0
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn", **more)
 
 
-def _splash(q, k, v, segment_ids, causal: bool, drop: None, interpret: bool = False) -> Array:
+def _splash(q, k, v, segment_ids, spec: "AttentionSpec", drop: None, interpret: bool = False) -> Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     assert not drop
     time, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
     grouped = heads != kv_heads
-    mask = (masks.CausalMask if causal else masks.FullMask)((time, time))
+    square, around = (time, time), spec.span and spec.span - 1
+    mask: Any = masks.CausalMask(square) if spec.causal else masks.FullMask(square)
+    mask = masks.LocalMask(square, (around, 0 if spec.causal else around), 0) if spec.span else mask
     masks_of_heads = masks.MultiHeadMask([mask] * (heads // kv_heads if grouped else heads))
     make_kernel = splash.make_splash_mqa if grouped else splash.make_splash_mha
     kernel = make_kernel(masks_of_heads, head_shards=1, q_seq_shards=1, interpret=interpret)
@@ -98,13 +157,17 @@ KERNELS: dict[str, Callable] = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """heads, kv_heads: of all devices.  causal: whether a token attends only to itself and earlier ones.  rope_theta:
-    of rotary position embeddings; None for none.  dropout: rate, of the probabilities."""
+    of rotary position embeddings; None for none.  dropout: rate, of the probabilities.  span: how many tokens one
+    attends to, itself and those before it, and without a causal mask as many behind it; None for the whole row.
+    kernel: a key of KERNELS."""
 
     heads: int
     kv_heads: int
     causal: bool = True
     rope_theta: float | None = None
     dropout: float = 0.0
+    span: int | None = None
+    kernel: str = "xla"
 
     def split_heads(self, q: Array, k: Array, v: Array, positions: Array | None):
         """This device's heads of each, [B, T, H or G, K], with rotary embeddings applied."""
@@ -122,19 +185,18 @@ def attention(
     k: Array,
     v: Array,
     spec: AttentionSpec,
-    kernel: str = "xla",
     positions: Array | None = None,
     segment_ids: Array | None = None,
     key: DropoutKey | None = None,
 ) -> Array:
-    """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  kernel: a key of KERNELS.  positions: int32
-    [B, T], for rotary embeddings.  segment_ids: int32 [B, T]; tokens attend within their segment.  key: None for no dropout."""
+    """Self-attention.  q: [B, T, H x K] -> the same; k, v: [B, T, G x K].  positions: int32 [B, T], for rotary
+    embeddings.  segment_ids: int32 [B, T]; tokens attend within their segment.  key: None for no dropout."""
     drop: Dropout = None
     if key is not None and spec.dropout:
         w0, w1 = key.words(SITE, global_indices("heads", spec.heads // num_shards("heads")))
         drop = functools.partial(dropout, rate=spec.dropout, key=(w0[:, :, None, None], w1[:, :, None, None]))
     heads = spec.split_heads(q, k, v, positions)
-    return KERNELS[kernel](*heads, segment_ids, spec.causal, drop).reshape(q.shape)
+    return KERNELS[spec.kernel](*heads, segment_ids, spec, drop).reshape(q.shape)
 
 
 KVCache = tuple[Array, Array]  # keys and values, [B, S, G, K] each, by position
@@ -143,10 +205,11 @@ KVCache = tuple[Array, Array]  # keys and values, [B, S, G, K] each, by position
 def attention_with_cache(
     q: Array, k: Array, v: Array, spec: AttentionSpec, cache: KVCache, positions: Array
 ) -> tuple[Array, KVCache]:
-    """Causal attention of tokens at `positions` (int32 [B, T]) to all earlier ones, through a cache to which their keys
+    """Causal attention of tokens at `positions` (int32 [B, T]) to earlier ones, through a cache to which their keys
     and values are added first.  Entries of the cache beyond a row's last position are masked."""
-    shape, row = q.shape, jnp.arange(q.shape[0], dtype=jnp.int32)[:, None]
+    shape, rows = q.shape, jnp.arange(q.shape[0], dtype=jnp.int32)[:, None]
     q, k, v = spec.split_heads(q, k, v, positions)
-    k, v = (old.at[row, positions].set(new) for old, new in zip(cache, (k, v), strict=True))
-    mask = jnp.arange(k.shape[1], dtype=jnp.int32) <= positions[:, None, :, None]
-    return _softmax_attention(q, k, v, mask, None, None).reshape(shape), (k, v)
+    k, v = (old.at[rows, positions].set(new) for old, new in zip(cache, (k, v), strict=True))
+    column, row = jnp.arange(k.shape[1], dtype=jnp.int32), positions[:, None, :, None]
+    mask = (column <= row) if spec.span is None else (column <= row) & (row - column < spec.span)
+    return _softmax_attention(q, k, v, mask).reshape(shape), (k, v)

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from spmd_lm.active_rules import nontrivial_axes, num_shards
-from spmd_lm.axes import SEQUENCE
+from spmd_lm.axes import SEQUENCE, TIME
 from spmd_lm.ops import sharding_types
 from spmd_lm.ops.sharding_types import TypeOf
 
@@ -46,6 +46,12 @@ def shard_index(name: str) -> Array:
 def global_indices(name: str, local_size: int) -> Array:
     """The global indices of this device's `local_size` entries of the dimension `name`, int32 [local_size]."""
     return shard_index(name) * local_size + jnp.arange(local_size, dtype=jnp.int32)
+
+
+def row_positions(size: int, name: str = TIME) -> Array:
+    """Where in its row each of this device's `size` tokens is, int32 [size].  name: of their dimension, which in the
+    residual stream is `sequence`."""
+    return global_indices(name, size)
 
 
 def local_slice(x: Array, name: str, dim: int) -> Array:

@@ -11,6 +11,7 @@ from spmd_lm.axes import DimNames, is_dim_names
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.trees import Tree
+from spmd_lm.period import layer_path
 
 MAX_UNMATCHED = 3
 """Patterns that match nothing which get a sentence: looking for the nearest of 60,000 names takes a second."""
@@ -30,10 +31,12 @@ def frozen_mask(patterns: Sequence[str], names: Tree, shapes: Tree) -> Tree:
         return any_pattern.match(known[-1]) is not None
 
     def leaf_mask(path: tuple, dim_names: DimNames, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        first, *rest = (key.key for key in path)
+        keys = tuple(key.key for key in path)
+        place, (first, *rest) = layer_path(keys)
         if "layers" not in dim_names or not patterns:
             return np.array(is_frozen(first, *rest))
-        return np.array([is_frozen(first, str(layer), *rest) for layer in range(leaf.shape[0])])
+        step = len(names[first]) if (first, *rest) != keys else 1  # layers of a period
+        return np.array([is_frozen(first, str(place + i * step), *rest) for i in range(leaf.shape[0])])
 
     mask = jax.tree_util.tree_map_with_path(leaf_mask, names, shapes, is_leaf=is_dim_names)
     problems: list[str] = []

@@ -10,14 +10,12 @@ from jax import Array, lax
 
 from spmd_lm.parallel import allocated_scan
 from spmd_lm.parallel.trees import Tree, drop_residuals
+from spmd_lm.period import BlockFn
 
 Losses = dict[str, Array]
 Stacks = tuple[Tree, ...]
 """Trees of arrays [layers, ...]: the weights, or with_gathered_weights' first three arguments.  Unrolled, a stack of
 matrices may be a list of them: see `unstack_matrices`."""
-
-BlockFn = Callable[..., tuple[Array, Losses]]
-"""block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: for each stack, its entry of this layer."""
 
 
 @dataclasses.dataclass(frozen=True)

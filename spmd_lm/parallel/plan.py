@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard, u
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import AxisRules, is_spec, use_axis_rules
-from spmd_lm.axes import MODEL, PIPE, TOKEN_AXES, DimNames, axes_named, axes_of, is_dim_names
+from spmd_lm.axes import MODEL, PIPE, TIME, TOKEN_AXES, DimNames, axes_named, axes_of, is_dim_names
 from spmd_lm.batch import PER_ROW, Batch
 from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
@@ -28,6 +28,7 @@ from spmd_lm.parallel.padding import pad_or_crop, padded_vocab, padded_width
 from spmd_lm.parallel.rules import PARAMETERS, ZERO, Rules, activation_rules
 from spmd_lm.parallel.trees import Tree, subset_of
 from spmd_lm.parallel.zero import ZeroPolicy
+from spmd_lm.period import layer_path
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -63,6 +64,10 @@ class Parameter(NamedTuple):
     elements: int
     gathered_elements: int
     trained: bool = True
+
+    def is_below(self, path: tuple[str, ...]) -> bool:
+        """Whether it is in this part of the tree: blocks.attention is of all layers, whatever their kinds."""
+        return path in (self.path[: len(path)], layer_path(self.path)[1][: len(path)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +155,13 @@ class Plan:
         """Of the parameters below `path`, or of those that are trained; as ZeRO shards them, or gathered over
         `data`."""
         chosen = self.trained_parameters if trained else self.parameters
-        below = [each for each in chosen if each.path[: len(path)] == path]
+        below = [each for each in chosen if each.is_below(path)]
         return sum([each.gathered_elements if gathered else each.elements for each in below])
 
     @remembered
     def trains(self, *path: str) -> bool:
         """Whether anything below `path` is trained."""
-        return any(each.path[: len(path)] == path for each in self.trained_parameters)
+        return any(each.is_below(path) for each in self.trained_parameters)
 
     @functools.cached_property
     def trains_below_head(self) -> bool:
@@ -247,7 +252,7 @@ class Plan:
     @functools.cached_property
     def batch_specs(self) -> Batch:
         """PartitionSpecs of a batch's fields; those that a batch lacks have one too, which jax passes over."""
-        token_spec = P(*self.row_spec, *(axes for axes in [self.axis_rules.axes("time")] if axes))
+        token_spec = P(*self.row_spec, *(axes for axes in [self.axis_rules.axes(TIME)] if axes))
         fields = dataclasses.fields(Batch)
         return Batch(**{each.name: self.row_spec if each.name in PER_ROW else token_spec for each in fields})
 

@@ -15,8 +15,9 @@ from jax import Array, lax
 
 from spmd_lm.ops.collectives import zeros_like_gradient
 from spmd_lm.parallel import allocated_scan
-from spmd_lm.parallel.layers_loop import BlockFn, Losses
+from spmd_lm.parallel.layers_loop import Losses
 from spmd_lm.parallel.trees import Tree, drop_residuals, merge, tree_add
+from spmd_lm.period import BlockFn
 
 Write = Callable[[Tree, Tree, Array | int], Tree]
 """write(stack, layer, i): the stack, with a layer's gradients put into its entry i, or added to it."""

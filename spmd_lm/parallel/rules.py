@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, ZERO_AXES, DimNames, axes_named
+from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, SEQUENCE, TIME, ZERO_AXES, DimNames, axes_named
 from spmd_lm.errors import LayoutError
 
 Table = Mapping[str, tuple[str, ...]]
 """From the name of a dimension to mesh axes, outermost first."""
 
 PARAMETER_NAMES = ("layers", "position", "type", "width", "heads", "mlp", "vocab", "feature", "label")
-NAMES = ("batch", "time", "sequence", *PARAMETER_NAMES)
+NAMES = ("batch", TIME, SEQUENCE, *PARAMETER_NAMES)
 REPLICATED: Table = dict.fromkeys(NAMES, ())
 
 TENSOR: Table = {"heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
@@ -23,7 +23,7 @@ TENSOR: Table = {"heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
 second row-parallel.  The paper's f and g are `copy_to_region` and `reduce_from_region` of ops/collectives.py: one
 all-reduce per branch forward, one backward."""
 
-SEQUENCE_PARALLEL: Table = {"sequence": (MODEL,)}
+SEQUENCE_PARALLEL: Table = {SEQUENCE: (MODEL,)}
 """Sequence parallelism (arXiv:2205.05198, section 4.2.2): between the branches the residual stream is sharded along the
 sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes.  Norms, dropout and
 saved activations are sharded too; what is saved as shards is gathered once more in backward."""

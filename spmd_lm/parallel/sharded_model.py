@@ -13,29 +13,33 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from spmd_lm.axes import is_dim_names
-from spmd_lm.parallel.layers_loop import BlockFn, LayersLoop, Losses, Stacks, stack_matrices, unstack_matrices
+from spmd_lm.parallel.layers_loop import LayersLoop, Losses, Stacks, stack_matrices, unstack_matrices
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.prefetch import PrefetchedLayers
 from spmd_lm.parallel.trees import Tree, cast, exclude, merge, subset_of
 from spmd_lm.parallel.zero import with_gathered_weights
+from spmd_lm.period import BlockFn, Period, sum_by_name
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFns:
     """A model as a step runs it.  `microbatch` may hold anything.
 
-    embed(params, microbatch) -> x; block(layer_params, x, microbatch, index) -> (x, losses); head(params, x,
-    microbatch) -> losses by name, in training each already divided by the total loss weight of the global batch: they
+    embed(params, microbatch) -> x; blocks: of each layer of a period block(layer_params, x, microbatch, index of the
+    period) -> (x, losses), and last_blocks of one that is cut short, outside of a loop; head(params, x, microbatch) ->
+    losses by name, in training each already divided by the total loss weight of the global batch: they
     and gradients are summed over microbatches and BATCH_AXES, never averaged; LanguageModel.eval_sums in evaluation.
     embed_params, head_params: the subtrees of a tree of parameters, or of some of them, that embed and head read; a
     tied table is in both.  loop: how layers run."""
 
     embed: Callable[[Tree, Tree], Array]
-    block: BlockFn
+    blocks: tuple[BlockFn, ...]
     head: Callable[[Tree, Array, Tree], Losses]
     embed_params: Callable[[Tree], Tree]
     head_params: Callable[[Tree], Tree]
     loop: LayersLoop = LayersLoop()  # noqa: RUF009 - frozen
+    period: Period = Period()  # noqa: RUF009 - frozen
+    last_blocks: tuple[BlockFn, ...] = ()
 
 
 class Parts(NamedTuple):
@@ -142,18 +146,30 @@ class ShardedModel:
     @property
     def layers(self) -> Callable[..., tuple[Array, Losses]]:
         """layers(x, microbatch, first_layer): x through all layers, and the sum of their losses.  first_layer: the
-        model's index of the first layer."""
+        index of the first one, or of its period."""
+        period, stacks = self.fns.period, self._stacks()
+        full = tuple(map(period.full, stacks))
         if self.plan.prefetch:
-            run = self._prefetched_layers().differentiable()
-            return functools.partial(run, self.grad_argument.blocks, self.shards.blocks)
-        return functools.partial(self.fns.loop.run, *self._block_and_stacks())
+            run = functools.partial(self._prefetched_layers().differentiable(), *full[:2])
+        else:
+            run = functools.partial(self.fns.loop.run, self._block(), full)
+        if not period.rest:
+            return run
+        last = functools.partial(self._block(cut_short=True), *map(period.last, stacks))
+
+        def run_all(x: Array, microbatch: Tree, first_layer: Array | int) -> tuple[Array, Losses]:
+            x, losses = run(x, microbatch, first_layer)
+            x, of_last = last(x, microbatch, jnp.int32(period.count))
+            return x, sum_by_name(losses, of_last)
+
+        return run_all
 
     @property
     def vjp_layers(self) -> Callable[..., tuple[Array, Losses, Callable]]:
         """As `layers`, and LayersLoop.vjp's accumulate_grads for grad_argument.blocks."""
         if self.plan.prefetch:
             return functools.partial(self._prefetched_layers().vjp, self.shards.blocks)
-        return functools.partial(self.fns.loop.vjp, *self._block_and_stacks())
+        return functools.partial(self.fns.loop.vjp, self._block(), self._stacks())
 
     def head(self, x: Array, microbatch: Tree) -> Losses:
         return self._run_embedding_or_head(self.fns.head, self.fns.head_params, x, microbatch)
@@ -190,19 +206,26 @@ class ShardedModel:
         """Unsharded gradients, summed over `data` onto the shards."""
         return self.plan.scatter(grads, names, self.reduce_dtype)
 
-    def _block_and_stacks(self) -> tuple[BlockFn, Stacks]:
-        """The block, and the stacks of which it takes one layer each; the first one is differentiated."""
-        if not self.scatters_in_backward:
-            trained, frozen = self.grad_argument.blocks, exclude(self.gathered.blocks, self.grad_argument.blocks)
-            if not jax.tree.leaves(frozen):
-                return self.fns.block, (trained,)
+    def _stacks(self) -> Stacks:
+        """Of each of which `_block` takes one layer, or period; the first one is differentiated."""
+        if self.scatters_in_backward:
+            return self.grad_argument.blocks, self.shards.blocks, self.gathered.blocks
+        trained, frozen = self.grad_argument.blocks, exclude(self.gathered.blocks, self.grad_argument.blocks)
+        return (trained, frozen) if jax.tree.leaves(frozen) else (trained,)
 
-            def block(trained: Tree, frozen: Tree, *inputs) -> tuple[Array, Losses]:
-                return self.fns.block(merge(frozen, trained), *inputs)
+    def _block(self, *, cut_short: bool = False) -> BlockFn:
+        """A layer, or the layers of a period, each of which gathers its own weights.  cut_short: of the last one."""
+        fns, in_loop = self.fns, self.fns.loop.scan and not cut_short
 
-            return block, (trained, frozen)
-        block = self._with_gathered_weights(self.fns.block, self.layer_names, prevent_cse=not self.fns.loop.scan)
-        return block, (self.grad_argument.blocks, self.shards.blocks, self.gathered.blocks)
+        def with_weights(block: BlockFn, names: Tree) -> BlockFn:
+            if self.scatters_in_backward:
+                return self._with_gathered_weights(block, names, prevent_cse=not in_loop)
+            if len(self._stacks()) == 1:
+                return block
+            return lambda trained, frozen, *inputs: block(merge(frozen, trained), *inputs)
+
+        period, blocks = (fns.period.cut_short, fns.last_blocks) if cut_short else (fns.period, fns.blocks)
+        return period.in_order(tuple(map(with_weights, blocks, period.trees(self.layer_names))))
 
     def _run_embedding_or_head(self, f: Callable, select: Callable[[Tree], Tree], x: Array | None, microbatch: Tree):
         """f(params, x, microbatch) with the parameters that `select` takes of the embedding's and the head's."""
@@ -221,7 +244,8 @@ class ShardedModel:
             functools.partial(each, names=self.layer_names) for each in (self.gather, self._scatter_to_sinks)
         )
         first, allocated = self.plan.prefetch, self.fns.loop.allocated
-        return PrefetchedLayers(self.fns.block, gather, scatter, self.trained_blocks, first, allocated)
+        block = self.fns.period.in_order(self.fns.blocks)
+        return PrefetchedLayers(block, gather, scatter, self.trained_blocks, first, allocated)
 
     def _scatter_to_sinks(self, grads: Tree, names: Tree) -> Tree:
         """As `scatter`, in the dtype of the `grad_sinks`."""

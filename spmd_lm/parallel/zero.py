@@ -133,11 +133,16 @@ def scatter(
     stacks = [i for i in sharded if leaf_names[i][0] == "layers"]
     last: Array | None = None
 
-    def scatter_layer(layer: list[Array]) -> list[Array]:
-        return [scatter_leaf(leaf_names[i][1:], g) for i, g in zip(stacks, layer, strict=True)]
+    def scatter_layer(alike: list[int], layer: list[Array]) -> list[Array]:
+        return [scatter_leaf(leaf_names[i][1:], g) for i, g in zip(alike, layer, strict=True)]
 
-    for i, g in zip(stacks, _map_over_layers(scatter_layer, [leaves[i] for i in stacks]), strict=True):
-        leaves[i] = last = g
+    # Where the last period is cut short, stacks of its layers have one more.
+    for layers in dict.fromkeys(leaves[i].shape[0] for i in stacks):
+        alike = [i for i in stacks if leaves[i].shape[0] == layers]
+        first, *others = (leaves[i] for i in alike)
+        grads = [_after(last, first) if in_order else first, *others]
+        for i, g in zip(alike, _map_over_layers(functools.partial(scatter_layer, alike), grads), strict=True):
+            leaves[i] = last = g
     for i, each in enumerate(leaf_names):
         if i not in sharded:
             leaves[i] = leaves[i].astype(dtype)
@@ -160,8 +165,6 @@ def _map_over_layers(f: Callable[[list[Array]], list[Array]], stacks: list[Array
 
     lax.map would write its results into zeros, which depend on nothing: a GPU's compiler then keeps them from the start
     of the step.  So they are written into a part of each stack."""
-    if not stacks:
-        return []
     results = jax.eval_shape(f, [stack[0] for stack in stacks])
     layers = stacks[0].shape[0]
     parts = [

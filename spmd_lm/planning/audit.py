@@ -145,7 +145,8 @@ def _with_available_kernel(config: RunConfig) -> tuple[RunConfig, str | None]:
     """For an absent GPU: `config` with an attention kernel that compiles here, and a notice if that is another one.
 
     The kernel does not change what the step sends."""
-    if choose_kernel(config, "gpu").kernel != "cudnn" or is_installed("nvidia.cudnn"):
+    kernels = {choose_kernel(of_kind, "gpu").kernel for of_kind in config.of_each_kind}
+    if "cudnn" not in kernels or is_installed("nvidia.cudnn"):
         return config, None
     model = config.model.model_copy(update={"attention": "xla"})
     return config.model_copy(update={"model": model}), (

@@ -1,5 +1,6 @@
 """`spmd-lm plan`: mesh, parameters, memory, batch and pipeline of a run, before it runs and without its devices."""
 
+import itertools
 import math
 from typing import Any
 
@@ -72,7 +73,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
             "steps": config.train.steps,
         },
         "model_flops_per_step": flops.train_step(config, plan),
-        "attention": choose_kernel(config, plan.platform)._asdict(),
+        "attention": _describe_attention(config, plan),
         "layers": _describe_layers(config, plan),
         "deterministic": config.run.deterministic,
         "pipeline": _describe_pipeline(config, plan, parameters) if layout.pipe > 1 else None,
@@ -119,12 +120,29 @@ def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
     return {"moment_bytes": moments, "flops": 1 - flops.train_step(config, plan) / everything}
 
 
+def _describe_attention(config: RunConfig, plan: Plan) -> dict[str, str]:
+    """The kernel and why; both of each, where kinds of layers have several."""
+    choices = dict.fromkeys(choose_kernel(of_kind, plan.platform) for of_kind in config.of_each_kind)
+    return {"kernel": ", ".join(each.kernel for each in choices), "why": "; ".join(each.why for each in choices)}
+
+
 def _describe_layers(config: RunConfig, plan: Plan) -> dict[str, Any]:
     """Whether the layers of the train step run in a loop, why, and the bytes that one copies on a GPU each step."""
     scatters = plan.zero.scatters_in_backward
     choice = choose_loop(config, plan.platform, prefetch=bool(plan.prefetch), scatters=scatters)
     copies = saved_traffic(config, plan) if plan.platform == "gpu" else None
-    return {"count": config.model.layers} | choice._asdict() | {"loop_copies": copies}
+    kinds = config.model.kinds
+    period = [kind.model_dump(exclude_none=True) for kind in kinds] if config.model.period else None
+    return {"count": config.model.layers, "period": period} | choice._asdict() | {"loop_copies": copies}
+
+
+def _describe_period(layers: dict[str, Any]) -> str:
+    if not layers["period"]:
+        return ""
+    runs = [(kind, len(list(group))) for kind, group in itertools.groupby(each["kind"] for each in layers["period"])]
+    last = layers["count"] % len(layers["period"])
+    cut_short = f", the last one of {pluralize(last, 'layer')}" if last else ""
+    return f" in periods of {' and '.join(f'{n} {kind}' for kind, n in runs)}{cut_short},"
 
 
 def _describe_pipeline(config: RunConfig, plan: Plan, parameters: list[dict[str, Any]]) -> dict[str, Any]:
@@ -205,7 +223,7 @@ def summary(description: dict[str, Any]) -> str:
     capacity = f" of the {describe_capacity(d['capacity'], d['device_memory'])}" if d["capacity"] else ""
     capacity += f"; to fit it needs {d['remedy']}" if d["remedy"] else ""
     loop = d["layers"]
-    how = f"{loop['count']} {'in a loop' if loop['scan'] else 'unrolled'} ({loop['why']})"
+    how = f"{loop['count']}{_describe_period(loop)} {'in a loop' if loop['scan'] else 'unrolled'} ({loop['why']})"
     if loop["loop_copies"]:
         how += f"; a loop copies at least {loop['loop_copies'] / 1e9:,.3g} GB a step"
     lines = [

@@ -169,10 +169,12 @@ def _collective(row: dict[str, Any], plan: Plan, target: Target) -> dict[str, An
 def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
     """Of a device in a step, of attention in one kernel, which the program's text does not show: forward, and backward
     with what it computes again; of a causal model what its mask does not hide."""
-    if choose_kernel(config, plan.platform).kernel == "xla":
-        return 0.0
-    layer = LayerWork.of(config, plan, find_system("spmd_lm"))
-    once = sum(product.flops for product in layer.attention_products) * (0.5 if config.model.causal else 1)
+    once = 0.0
+    for place, of_kind in enumerate(config.of_each_kind):
+        if choose_kernel(of_kind, plan.platform).kernel != "xla":
+            layer = LayerWork.of(of_kind, plan, find_system("spmd_lm"))
+            share = layer.seen * config.model.layers_like(place) / config.model.layers
+            once += share * sum(product.flops for product in layer.attention_products)
     ahead, passes = layer_passes(config, plan)
     again = config.remat_policy.policy in ("full", "residual", "selective", "block")
     return once * (ahead + passes * (1 + again + 2.5))

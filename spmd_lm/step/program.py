@@ -44,13 +44,13 @@ from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
 
 def make_model(config: RunConfig, platform: str, plan: Plan | None = None) -> LanguageModel:
     """The model of `config` as a step of `plan` runs it, or one of its user's own."""
-    kernel, _ = choose_kernel(config, platform)
+    kernels = tuple(choose_kernel(each, platform).kernel for each in config.of_each_kind)
     m, p = config.model, config.precision
     tokens = tokens_per_chunk(config, plan) if plan else None
     logits = LogitsPolicy(p.reduce, p.logits == "compute", tokens)
     scan = plan.scan if plan else choose_loop(config, platform).scan
     in_parts = plan.collective_matmul if plan else ()
-    return LanguageModel(m, config.objective, p.params, kernel, config.remat_policy, logits, scan, in_parts)
+    return LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, in_parts)
 
 
 def enable_float64(config: RunConfig) -> None:
@@ -70,7 +70,7 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
     stage = p.zero if layout.zero_shards > 1 else 0  # one device has every shard
     zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
     ahead = layout.zero_shards > 1 and prefetches(config, platform)
-    first_parts = Block.FIRST if ahead and not breadth_first else ()
+    first_parts = (model.period.keys[:1] or Block.FIRST) if ahead and not breadth_first else ()
     in_parts = branches_in_parts(config, platform, kind, tokens_per_device(config, layout))
     return _abstract_plan(
         model,

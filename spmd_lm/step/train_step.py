@@ -142,7 +142,8 @@ def model_fns(
     see LayersLoop."""
     layers_per_weight = model.c.layers if model.c.share_layers else 1
     loop = LayersLoop(scan, layers_per_weight, model.remat.layers_per_remat_block, allocated)
-    return ModelFns(model.embed, model.block_fn(), head, model.embed_params, model.head_params, loop)
+    blocks, last = model.block_fns(), model.last_block_fns()
+    return ModelFns(model.embed, blocks, head, model.embed_params, model.head_params, loop, model.period, last)
 
 
 def dropout_keys(model: LanguageModel, seed: int, step: jax.Array, batch: Batch) -> DropoutKey | None:

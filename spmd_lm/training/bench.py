@@ -61,7 +61,7 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
         "devices": program.plan.layout.devices,
         "device_kind": program.device.device_kind,
         "mesh": program.plan.layout.sizes,
-        "attention": program.model.kernel,
+        "attention": ", ".join(dict.fromkeys(program.model.kernels)),
         "steps": steps,
         "step_seconds": {"median": median, "min": min(seconds), "max": max(seconds)},
         "tokens_per_second": program.tokens_per_step / median,

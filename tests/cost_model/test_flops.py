@@ -48,7 +48,7 @@ def config(request):
 
 
 def make_shapes(config):
-    return LanguageModel(config.model, config.objective, "float32", "xla").shapes
+    return LanguageModel(config.model, config.objective, "float32", ("xla",)).shapes
 
 
 def test_parameters_of_the_model_match_the_formula(config):
@@ -77,6 +77,23 @@ def test_flops_match_the_traced_matrix_products(config):
     counted = product_flops(jax.make_jaxpr(forward)(make_shapes(config), one).jaxpr)
     assert rows * forward_per_sequence(config) == counted
     assert rows * train_step(config, abstract_plan(config, 1, "cpu", "cpu")) == 3 * config.train.batch * counted
+
+
+def test_flops_of_layers_of_several_kinds():
+    """Sizes of their own, by the traced products of the reference; of a window its width in place of the row."""
+    own = [{"kind": "block", "mlp_width": 40, "heads": 4, "kv_heads": 2}, "block"]
+    config = make_config(model={"layers": 3, "period": own})
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[2:]), x.dtype), abstract_batch(config))
+    traced = jax.make_jaxpr(lambda params, batch: reference.predictions(params, config, batch))(
+        make_shapes(config), one
+    )
+    assert forward_per_sequence(config) == product_flops(traced.jaxpr)
+    for kind, keys in {"gpt": 5, "bert": 9}.items():
+        full, half = (
+            forward_per_sequence(make_config(model={"layers": 3, "kind": kind, "period": period}))
+            for period in (None, [{"kind": "window", "span": 5}, "block"])
+        )
+        assert full - half == 2 * 2 * 2 * 16 * 32 * (16 - keys)  # 2 layers, scores and averages, 16 tokens, width 32
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def config_of(**changes):
 @functools.cache
 def model(**changes) -> LanguageModel:
     config = config_of(**changes)
-    return LanguageModel(config.model, config.objective, "float32", "xla")
+    return LanguageModel(config.model, config.objective, "float32", ("xla",))
 
 
 @functools.cache
@@ -171,7 +171,7 @@ def test_logits_are_the_reference_s(changes, x64):
 @pytest.mark.parametrize("objective", [*TASKS, "masked language model"])
 def test_losses_are_the_reference_s(objective, x64):
     config = make_config(model=BERT, **TASKS.get(objective, {"objective": MASKED}))
-    model = LanguageModel(config.model, config.objective, "float64", "xla")
+    model = LanguageModel(config.model, config.objective, "float64", ("xla",))
     params, batch = loud(model.init(0)), host_batch(config, 0)
     weights = {name: w / w.sum(dtype=np.float64) for name, w in loss_weights(config.objective, batch).items()}
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spmd_lm.models.layers import add_bias, dense
+from spmd_lm.models.layers import add_bias
 from spmd_lm.ops import norm
+from spmd_lm.ops.dense import dense
 from spmd_lm.ops.norm import layer_norm
 from tests import reference
 from tests.helpers import assert_close

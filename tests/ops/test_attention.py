@@ -65,8 +65,10 @@ def test_xla_attention_is_the_naive_one(time, packed, x64):
         AttentionSpec(HEADS, HEADS, causal=False),
         AttentionSpec(HEADS, 2),
         AttentionSpec(HEADS, 4, causal=False, rope_theta=100.0),
+        AttentionSpec(HEADS, 2, span=3),
+        AttentionSpec(HEADS, HEADS, causal=False, span=50),
     ],
-    ids=["both ways", "grouped", "grouped and turned"],
+    ids=["both ways", "grouped", "grouped and turned", "grouped, in a window", "both ways, in a window"],
 )
 def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
     q, k, v, g = inputs(time)
@@ -78,7 +80,7 @@ def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
         return attention(q, k, v, of, positions=positions, segment_ids=segments)
 
     def naive(q, k, v):
-        return reference.attention(q, k, v, HEADS, segments, causal=of.causal, rotary=rotary)
+        return reference.attention(q, k, v, HEADS, segments, causal=of.causal, rotary=rotary, span=of.span)
 
     split = (None, None, "heads")
     got = over_model(with_gradients(ours), model, (split,) * 4, (split,) * 4)(q, k, v, g)
@@ -93,13 +95,13 @@ def test_dropout_is_keyed_by_head_and_position_however_heads_are_split(time, mod
     key = DropoutKey(jnp.uint32(5), jnp.int32(7), jnp.asarray(samples, jnp.int32), 2)
 
     def ours(q, k, v):
-        return attention(q, k, v, dataclasses.replace(ALL, dropout=0.25), key=key, segment_ids=segments)
+        return attention(q, k, v, dataclasses.replace(ALL, dropout=0.25, span=12), key=key, segment_ids=segments)
 
     def drop(p):
         return reference.Dropout((5, 7), samples).probabilities(p, 0.25, 2)
 
     def naive(q, k, v):
-        return reference.attention(q, k, v, HEADS, segments, drop)
+        return reference.attention(q, k, v, HEADS, segments, drop, span=12)
 
     split = (None, None, "heads")
     check(
@@ -125,17 +127,25 @@ def test_softmax_of_bfloat16_is_float32():
 
 
 @pytest.mark.parametrize(
-    ("width", "packed", "causal", "shared"),
-    [(64, False, True, 1), (128, True, True, 1), (64, True, False, 1), (64, True, True, 2), (64, False, False, 4)],
+    ("width", "packed", "causal", "shared", "span"),
+    [
+        (64, False, True, 1, None),
+        (128, True, True, 1, 40),
+        (64, True, False, 1, None),
+        (64, True, True, 2, None),
+        (64, False, False, 4, None),
+        pytest.param(64, False, False, 4, 17, marks=pytest.mark.slow),
+    ],
 )
-def test_splash_is_the_xla_attention(width, packed, causal, shared):
+def test_splash_is_the_xla_attention(width, packed, causal, shared, span):
     """The kernel that TPUs run, here by an interpreter, in float32.  shared: queries for each head of keys."""
     shape, segments = (1, 128, 4, width), documents(128, 1) if packed else None
     q, k, v, g = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
     k, v = k[:, :, ::shared], v[:, :, ::shared]
 
     def run(kernel):
-        return with_gradients(lambda q, k, v: kernel(q, k, v, segments, causal, None))(q, k, v, g)
+        spec = AttentionSpec(4, 4 // shared, causal, span=span)
+        return with_gradients(lambda q, k, v: kernel(q, k, v, segments, spec, None))(q, k, v, g)
 
     for a, b in zip(run(functools.partial(KERNELS["splash"], interpret=True)), run(KERNELS["xla"]), strict=True):
         assert relative(a, b) < 4e-6
@@ -181,8 +191,8 @@ def test_cudnn_is_the_xla_attention(width):
     q, k, v, g = (x.astype(jnp.bfloat16) for x in inputs(256, width=4 * width))
 
     def run(kernel):
-        spec = AttentionSpec(4, 4)
-        return with_gradients(lambda q, k, v: attention(q, k, v, spec, kernel))(q, k, v, g)
+        spec = AttentionSpec(4, 4, kernel=kernel)
+        return with_gradients(lambda q, k, v: attention(q, k, v, spec))(q, k, v, g)
 
     cudnn, xla = ([x.astype(np.float32) for x in run(kernel)] for kernel in ("cudnn", "xla"))
     check(cudnn, xla, 2**-6)

@@ -41,7 +41,7 @@ def model_fns(loop: LayersLoop, of_vectors=lambda params: params) -> ModelFns:
     def all_params(params):
         return params
 
-    return ModelFns(of_params(embed), of_params(block), of_params(head), all_params, all_params, loop)
+    return ModelFns(of_params(embed), (of_params(block),), of_params(head), all_params, all_params, loop)
 
 
 @pytest.mark.parametrize("scan", [True, False])

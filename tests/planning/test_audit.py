@@ -374,6 +374,28 @@ def test_a_frozen_parameter_sends_no_gradient(name, freeze, parallel):
     assert freeze != VECTORS_ALONE or not sum(row["bytes"] for row in matrices)
 
 
+PERIOD = [{"kind": "window", "span": 32}, {"kind": "block", "mlp_width": 1024}]
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("cpu:8", {"model": 2, "zero": 3, "sequence": True, "microbatches": 2}),
+        pytest.param("cpu:8", {"zero": 1}, marks=slow),
+        pytest.param("cpu:8", {"zero": 3, "prefetch": "on"}, marks=slow),
+        *(
+            pytest.param(name, parallel, marks=slow)
+            for name in ("h100:1x8", "v5p:2x2x2")
+            for parallel in ({"model": 2, "zero": 3, "sequence": True}, {"model": 2, "zero": 2, "microbatches": 2})
+        ),
+    ],
+)
+def test_layers_of_several_kinds_send_what_theory_says(name, parallel):
+    """Five layers in periods of two: a loop of two periods, and a layer after it."""
+    keys = {"tie_embeddings": False, "period": PERIOD}
+    exact(audited(name, layers=5, remat="full", model_keys=keys, **parallel))
+
+
 def test_gradients_cross_data_once_however_many_microbatches():
     result = audited("cpu:8", microbatches=4)
     assert result["ok"], render(result)

@@ -55,6 +55,17 @@ def test_figures_of_a_small_run():
     assert d["attention"]["kernel"] == "xla"
 
 
+def test_periods_of_layers_are_told_with_their_kernels():
+    window = {"kind": "window", "span": 4}
+    model = {"layers": 8, "kind": "bert", "attention_dropout": 0.0, "width": 64, "period": [window] * 5 + ["block"]}
+    config = make_config(
+        model=model, objective={"kind": "masked_lm"}, precision=FLOAT32 | {"compute": "bfloat16"}, parallel={"data": -1}
+    )
+    text = render(describe(config, topology=parse_topology("h100:1x8")))
+    assert "layers  8 in periods of 5 window and 1 block, the last one of 2 layers, unrolled" in text
+    assert "attention xla, cudnn (span=4 of model.period: cuDNN's windows are causal; fused kernel for gpu)" in text
+
+
 def test_a_simulated_run_is_planned_for_its_simulated_devices():
     config = make_config(run={"simulate_devices": 4}, parallel={"data": -1}, precision=FLOAT32)
     assert describe(config)["devices"] == 4

@@ -43,7 +43,7 @@ def test_deterministic_programs_take_xla_s_attention_and_the_option_whatever_els
     p, plain = gpu_program(compiler_options="none", deterministic=True), gpu_program()
     assert p.xla_options.deterministic == {"xla_gpu_deterministic_ops": True} and not plain.xla_options.deterministic
     assert p.xla_options.deterministic.items() <= p.xla_options.values.items()
-    assert p.model.kernel == "xla" and plain.model.kernel == "cudnn"
+    assert p.model.kernels == ("xla",) and plain.model.kernels == ("cudnn",)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ CONFIG = make_config(model=BERT, objective={"kind": "classification", "classes":
 
 
 def masks(patterns: str, config=CONFIG) -> dict[str, np.ndarray]:
-    model = LanguageModel(config.model, config.objective, "float32", "xla")
+    model = LanguageModel(config.model, config.objective, "float32", ("xla",))
     return leaves_by_path(frozen_mask(patterns.split(), model.names, model.shapes))
 
 
@@ -77,7 +77,7 @@ def test_shared_layers_are_layer_0():
 
 @pytest.mark.parametrize("patterns", ["embedding.*", "blocks.[0-6].*", "blocks.[024].* *norm2*", "*s.1.attention.key"])
 def test_what_is_left_to_train_is_counted(patterns):
-    model = LanguageModel(CONFIG.model, CONFIG.objective, "float32", "xla")
+    model = LanguageModel(CONFIG.model, CONFIG.objective, "float32", ("xla",))
     made = frozen_mask(patterns.split(), model.names, model.shapes)
     still = sum(
         int(np.broadcast_to(mask.reshape(mask.shape + (1,) * (len(leaf.shape) - mask.ndim)), leaf.shape).sum())
@@ -149,5 +149,5 @@ def test_what_is_frozen_is_not_computed(freeze, most):
 
 def model_trees():
     config = load("debug", ["model.tie_embeddings=false"])
-    model = LanguageModel(config.model, config.objective, "float32", "xla")
+    model = LanguageModel(config.model, config.objective, "float32", ("xla",))
     return model.names, model.shapes

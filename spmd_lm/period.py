@@ -1,0 +1,87 @@
+"""Layers that repeat in periods of several kinds.
+
+A stack of layers is a tree of arrays [layers, ...].  Where a period has several layers it is a dict of such trees, one
+for each place in the period; each has as many entries as there are layers with that place.  A loop runs it as a stack
+of periods; the layers of a last period that is cut short run after it."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+BlockFn = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+"""block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: for each stack, its entry of this layer, or of
+this period."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Period:
+    """keys: of the layers of a period, in order; none where it is a single layer.  count: of whole periods.  rest: how
+    many layers the last period has, if it is cut short."""
+
+    keys: tuple[str, ...] = ()
+    count: int = 1
+    rest: int = 0
+
+    @property
+    def layers(self) -> int:
+        return len(self.keys) or 1
+
+    @property
+    def cut_short(self) -> "Period":
+        """The last one, where that is cut short."""
+        return Period(self.keys[: self.rest])
+
+    def trees(self, tree: Any) -> tuple[Any, ...]:
+        """The trees of its layers, in order; {} of those that have no leaf in this tree.  Of None as many."""
+        return tuple(tree if tree is None else tree.get(key, {}) for key in self.keys) if self.keys else (tree,)
+
+    def join(self, trees: Iterable[Any]) -> Any:
+        """The inverse of `trees`."""
+        return dict(zip(self.keys, trees, strict=True)) if self.keys else next(iter(trees))
+
+    def full(self, stack: Any) -> Any:
+        """The stack without a last period that is cut short."""
+        if stack is None or not self.rest:
+            return stack
+        cut = self.cut_short.keys
+        return {key: _map(lambda x: x[:-1], tree) if key in cut else tree for key, tree in stack.items()}
+
+    def last(self, stack: Any) -> Any:
+        """The layers of `cut_short`."""
+        cut = self.cut_short.keys
+        return stack and {key: _map(lambda x: x[-1], tree) for key, tree in stack.items() if key in cut}
+
+    def in_order(self, blocks: tuple[BlockFn, ...]) -> BlockFn:
+        """block(*trees, x, microbatch, index) -> (x, losses) of a period, from such functions of its layers.
+        index: of the period in the stack."""
+        if not self.keys:
+            return blocks[0]
+
+        def run(*inputs):
+            *trees, x, microbatch, index = inputs
+            losses: dict[str, jax.Array] = {}
+            for block, *layer in zip(blocks, *map(self.trees, trees), strict=True):
+                x, of_layer = block(*layer, x, microbatch, index)
+                losses = sum_by_name(losses, of_layer)
+            return x, losses
+
+        return run
+
+
+def layer_path(path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    """The place in its period of the layer that has this parameter, and the parameter's path as if all layers were of
+    one kind: of blocks.1_window.mlp.up 1 and blocks.mlp.up."""
+    if len(path) > 1 and path[1][0].isdigit():
+        return int(path[1].partition("_")[0]), (path[0], *path[2:])
+    return 0, path
+
+
+def sum_by_name(a: dict[str, jax.Array], b: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return a | {name: a[name] + loss if name in a else loss for name, loss in b.items()}
+
+
+def _map(f: Callable, tree: Any) -> Any:
+    """f of each array, or of each list of the matrices of unrolled layers."""
+    return jax.tree.map(f, tree, is_leaf=lambda x: isinstance(x, list))
