@@ -13,6 +13,7 @@ from gpu_kernels import Kernel, summarize
 from gpu_sizes import load_size
 from jax.profiler import ProfileData, ProfileEvent
 
+from spmd_lm.cost_model.flops import Utilization
 from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.safetensors_io import write_json, write_tensors
 from spmd_lm.huggingface.transfer import gather_tensor
@@ -75,16 +76,17 @@ def main(size: str, directory: Path, steps: int, overrides: list[str]) -> None:
 
     def about() -> dict:
         memory, source = peak_memory(program)
+        utilization = Utilization.of(program.config, program.plan, program.device)
         return {
             "compile_seconds": compile_seconds,
-            "attention": program.model.kernel,
+            "attention": ", ".join(program.model.kernels),
             "memory_bytes": memory,
             "memory_source": source,
             "device": program.device.device_kind,
-            "flops": program.flops_per_step,
+            "flops": utilization.model_flops,
             "tokens": program.tokens_per_step,
-            "peak_flops": program.peak_flops,
-            "peak_source": program.peak and program.peak.source,
+            "peak_flops": utilization.peak_flops,
+            "peak_source": utilization.peak and utilization.peak.source,
         }
 
     workload.serve(step, {"profile": profile, "about": about})

@@ -32,7 +32,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.hardware import GIB, find_hardware
 from spmd_lm.errors import ConfigError
-from spmd_lm.step.program import abstract_plan
+from spmd_lm.resolve import abstract_plan
 
 TOPOLOGIES = (
     *("v5p:2x2x2", "v5p:4x4x4", "v5e:4x4", "v6e:4x4", "v4:2x2x4", "7x:2x2x2"),

@@ -20,7 +20,7 @@ from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.published_formulas import Sizes, microbatches_in_flight, state_bytes
 from spmd_lm.cost_model.step_time import StepTime, predict_step
 from spmd_lm.cost_model.systems import System, find_system
-from spmd_lm.step.program import abstract_plan
+from spmd_lm.resolve import abstract_plan
 
 ROOT = Path(__file__).parents[1]
 LARGEST_MICROBATCH = 16  # sequences

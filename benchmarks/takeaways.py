@@ -12,7 +12,7 @@ from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.published_formulas import Sizes
 from spmd_lm.cost_model.step_time import StepTime, predict_step
 from spmd_lm.cost_model.systems import find_system
-from spmd_lm.step.program import abstract_plan
+from spmd_lm.resolve import abstract_plan
 
 CONFIG = Path(__file__).parents[1] / "configs/ptd-p/39.1b.yaml"
 A100, SYSTEM = "NVIDIA A100-SXM4-80GB", "megatron-2021"

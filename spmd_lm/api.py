@@ -223,7 +223,7 @@ def make_model(config: RunConfig) -> "LanguageModel":
     import jax
 
     set_up_devices(config)
-    from spmd_lm.step.program import enable_float64, make_model
+    from spmd_lm.resolve import enable_float64, make_model
 
     enable_float64(config)
     return make_model(config, jax.default_backend())

@@ -17,7 +17,7 @@ LAYERS = (
     {"ops", "batch"},
     {"models", "parallel", "data", "runtime"},
     {"cost_model"},
-    {"analysis", "plots", "prepare"},
+    {"analysis", "plots", "prepare", "resolve"},
     {"step"},
     {"checkpoints"},
     {"generation", "planning"},

@@ -44,6 +44,11 @@ def heads_divide_width(model: Model) -> Problems:
         yield use(problem, nearest(f"{model.heads=}", even), "model.positions=learned")
 
 
+def layers_can_be_shared(model: Model) -> Problems:
+    if model.share_layers and len(model.kinds) > 1:
+        yield use("model.share_layers=true with several kinds in model.period", "model.share_layers=false")
+
+
 def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Objective) -> Problems:
     """A vocabulary file is checked when it is read."""
     least, more = 256, ""
@@ -239,6 +244,7 @@ def arrays_can_be_counted(model: Model, train: Train) -> Problems:
 
 CHECKS: tuple[Callable[..., Problems], ...] = (
     heads_divide_width,
+    layers_can_be_shared,
     *layout_checks.CHECKS,
     vocabulary_holds_tokens,
     model_suits_objective,

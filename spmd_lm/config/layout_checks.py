@@ -73,11 +73,6 @@ def shared_layers_are_on_one_stage(model: Model, parallel: Parallel) -> Problems
         yield use(problem, "parallel.pipe=1", "model.share_layers=false")
 
 
-def layers_can_be_shared(model: Model) -> Problems:
-    if model.share_layers and len(model.kinds) > 1:
-        yield use("model.share_layers=true with several kinds in model.period", "model.share_layers=false")
-
-
 def stages_divide_layers(model: Model, parallel: Parallel, run: Run) -> Problems:
     stages, chunks, period = parallel.pipe, parallel.chunks, len(model.kinds)
     if stages > 1 and period > 1 and model.layers % (stages * chunks * period):
@@ -244,7 +239,6 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     tensor_parallel_divides,
     tensor_parallel_divides_kv_heads,
     microbatches_divide_batch,
-    layers_can_be_shared,
     shared_layers_are_on_one_stage,
     stages_divide_layers,
     pipelines_are_manual,

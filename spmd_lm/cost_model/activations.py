@@ -39,6 +39,8 @@ def stream_bytes(config: RunConfig, plan: Plan) -> int:
 def layer_activations(config: RunConfig, plan: Plan, compiler: Compiler) -> "LayerActivations":
     """Of the run's layers.  Where they are of several kinds: means of what is saved, and the most of what is held."""
     each = [LayerActivations(of_kind, plan, compiler) for of_kind in config.of_each_kind]
+    if len(each) == 1:
+        return each[0]
     layers = [config.model.layers_like(place) for place in range(len(each))]
     layer, sizes = each[0], {name: [getattr(one, name) for one in each] for name in vars(each[0])}
     for name, values in sizes.items():

@@ -8,7 +8,7 @@ recomputation); in a window its width."""
 import functools
 import timeit
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +108,28 @@ def peak(device: jax.Device, dtype: str, simulated_devices: int = 1) -> Peak | N
     shown = "bfloat16" if device.platform == "tpu" else {"float32": "tf32"}.get(dtype, dtype)
     rate = hardware.peak(dtype)
     return Peak(rate, f"{hardware.device_kind}, published, {shown}") if rate else None
+
+
+class Utilization(NamedTuple):
+    """What a job's MFU is of.  model_flops: of a step of all devices; what is recomputed does not count.  peak: of one
+    device; None where no figure is published."""
+
+    model_flops: float
+    peak: Peak | None
+    devices: int
+
+    @classmethod
+    def of(cls, config: RunConfig, plan: Plan, device: jax.Device) -> Self:
+        devices = plan.layout.devices
+        return cls(train_step(config, plan), peak(device, config.precision.compute, devices), devices)
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Of all devices, in the compute dtype."""
+        return self.peak.flops * self.devices if self.peak else None
+
+    def mfu(self, step_seconds: float) -> float | None:
+        return self.model_flops / step_seconds / self.peak_flops if self.peak_flops else None
 
 
 @functools.cache

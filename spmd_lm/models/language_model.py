@@ -98,8 +98,8 @@ class LanguageModel:
         return Period(keys, *divmod(self.c.layers, len(kinds)))
 
     def _modules(self, rngs: nnx.Rngs) -> dict[str, Any]:
-        def make_stack(c: Model, layers: int) -> Block:
-            @nnx.split_rngs(splits=layers)
+        def make_stack(place: int, c: Model) -> Block:
+            @nnx.split_rngs(splits=min(self.c.unique_layers, self.c.layers_like(place)))
             @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
             def make_blocks(rngs: nnx.Rngs) -> Block:
                 return Block(ParamInit(c, rngs, self.dtype))
@@ -107,9 +107,8 @@ class LanguageModel:
             return make_blocks(rngs)
 
         init = ParamInit(self.c, rngs, self.dtype)
-        embedding, places = Embedding(init), enumerate(self.c.of_each_kind)
-        stacks = (make_stack(c, min(self.c.unique_layers, self.c.layers_like(place))) for place, c in places)
-        blocks = self.period.join(stacks)
+        embedding = Embedding(init)
+        blocks = self.period.join([make_stack(place, c) for place, c in enumerate(self.c.of_each_kind)])
         return {"embedding": embedding, "blocks": blocks, "head": make_head(init, self.objective, self.logits_policy)}
 
     @functools.cached_property

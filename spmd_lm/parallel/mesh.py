@@ -22,8 +22,6 @@ from spmd_lm.axes import (
     axes_named,
     devices_along,
 )
-from spmd_lm.config.layout_checks import check_devices
-from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import LayoutError
 
 
@@ -55,15 +53,6 @@ class Layout:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
-
-
-def resolve(config: RunConfig, devices: int) -> Layout:
-    """The layout that `config` asks for on `devices` devices.  LayoutError where something does not divide."""
-    if problems := check_devices(config, devices):
-        raise LayoutError(*problems)
-    degrees = config.parallel.degrees
-    others = math.prod(degree for degree in degrees.values() if degree != -1)
-    return Layout(**{axis: devices // others if degree == -1 else degree for axis, degree in degrees.items()})
 
 
 def abstract_mesh(layout: Layout) -> AbstractMesh:

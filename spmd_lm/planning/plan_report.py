@@ -24,9 +24,9 @@ from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.planning.capacity import capacity_of, describe_capacity
+from spmd_lm.resolve import abstract_plan, require_model_within_domain
 from spmd_lm.runtime.devices import devices_present
 from spmd_lm.runtime.formatting import format_bytes, format_table, pluralize
-from spmd_lm.step.program import abstract_plan, require_model_within_domain
 
 
 def plan_on(config: RunConfig, topology: Topology) -> Plan:

@@ -67,7 +67,7 @@ def _compiled(config: RunConfig, target: Target, step: AuditedStep) -> dict[str,
     best, worst = spans["step_seconds"]
     spans["step_seconds"] = [min(best, step_seconds), max(worst, step_seconds)]
     in_kernels = fused_attention_flops(config, plan)
-    model_flops, devices = program.flops_per_step, plan.layout.devices
+    model_flops, devices = flops.train_step(config, plan), plan.layout.devices
     tokens = program.tokens_per_step / step_seconds
     found = _memory(config, plan, target, audited["memory"])
     return {

@@ -6,6 +6,7 @@ one of `model`.  Each gets its memory (cost_model/memory.py), the bytes that the
 (cost_model/expected_collectives.py) and a time (cost_model/step_time.py)."""
 
 import dataclasses
+import inspect
 import itertools
 import time
 from collections import Counter
@@ -28,7 +29,7 @@ from spmd_lm.cost_model.systems import System, find_system
 from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.planning.capacity import Capacity, capacity_of
-from spmd_lm.step.program import abstract_plan
+from spmd_lm.resolve import abstract_plan
 
 ALIKE: tuple[tuple[Policy, ...], ...] = (("none", "selective", "residual"), ("full",))
 """Remat policies that one plan serves: on a GPU layers run in a loop with the last alone (config/layer_loop.py)."""
@@ -280,11 +281,14 @@ REASONS: dict[Callable[..., Any], str] = {
 }
 
 
+NEEDED = {check: tuple(inspect.signature(check).parameters) for check in REASONS}
+"""The sections that each of them reads."""
+
+
 def first_problem(sections: dict[str, Section]) -> str:
     """'' for a legal layout."""
     for check, reason in REASONS.items():
-        needed = check.__code__.co_varnames[: check.__code__.co_argcount]
-        if any(check(**{name: sections[name] for name in needed})):
+        if any(check(**{name: sections[name] for name in NEEDED[check]})):
             return reason
     return ""
 

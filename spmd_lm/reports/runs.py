@@ -32,10 +32,10 @@ from spmd_lm.reports.page import (
     preformatted,
     table,
 )
+from spmd_lm.resolve import abstract_plan
 from spmd_lm.runtime.directories import was_killed
 from spmd_lm.runtime.formatting import format_bytes, format_duration, format_quantity, pluralize, to_json
 from spmd_lm.runtime.metrics import Life, Record, Status, is_number, read_records
-from spmd_lm.step.program import abstract_plan
 
 METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "accuracy", "loss_scale")
 """Those that have a place on every page; others that a run recorded follow."""

@@ -11,89 +11,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import MODEL
 from spmd_lm.batch import Batch, abstract_batch
-from spmd_lm.config.attention_kernels import choose_kernel
-from spmd_lm.config.layer_loop import choose_loop
-from spmd_lm.config.overlap import branches_in_parts, prefetches
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.cost_model import flops
-from spmd_lm.cost_model.activations import tokens_per_device
-from spmd_lm.cost_model.expected_collectives import expected_collectives
-from spmd_lm.cost_model.memory import tokens_per_chunk
-from spmd_lm.errors import CompilerError, LayoutError
-from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.models.transformer import Block, LossDict
-from spmd_lm.ops.cross_entropy import LogitsPolicy
-from spmd_lm.parallel.mesh import Layout, abstract_mesh, domains_of_model, is_absent, make_mesh, resolve
+from spmd_lm.errors import CompilerError
+from spmd_lm.models.transformer import LossDict
+from spmd_lm.parallel.mesh import domains_of_model, is_absent, make_mesh
 from spmd_lm.parallel.padding import pad_or_crop
 from spmd_lm.parallel.pipeline.schedule import make_schedule
-from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ShardedModel
 from spmd_lm.parallel.trees import Tree, leaves_by_path, subset_of
-from spmd_lm.parallel.zero import ZeroPolicy
+from spmd_lm.resolve import abstract_plan, make_model, require_model_within_domain
 from spmd_lm.runtime.first_execution import alone_at_first
-from spmd_lm.runtime.formatting import format_bytes
 from spmd_lm.runtime.xla_options import options_for
 from spmd_lm.step.guard import init_loss_window
 from spmd_lm.step.loss_scale import init_loss_scale
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
 from spmd_lm.step.train_step import make_eval_step, make_train_step, model_fns
-
-
-def make_model(config: RunConfig, platform: str, plan: Plan | None = None) -> LanguageModel:
-    """The model of `config` as a step of `plan` runs it, or one of its user's own."""
-    kernels = tuple(choose_kernel(each, platform).kernel for each in config.of_each_kind)
-    m, p = config.model, config.precision
-    tokens = tokens_per_chunk(config, plan) if plan else None
-    logits = LogitsPolicy(p.reduce, p.logits == "compute", tokens)
-    scan = plan.scan if plan else choose_loop(config, platform).scan
-    in_parts = plan.collective_matmul if plan else ()
-    return LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, in_parts)
-
-
-def enable_float64(config: RunConfig) -> None:
-    """Switches float64 on, for the whole process, if the config asks for it."""
-    if "float64" in (config.precision.params, config.precision.compute, config.precision.reduce):
-        jax.config.update("jax_enable_x64", True)
-
-
-def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> Plan:
-    """The plan of `config` on a number of devices that need not exist; its mesh is abstract.  Raises LayoutError if
-    there is none.  Switches float64 on, for the whole process, if the config asks for it.  kind: of the devices, as jax
-    calls it, on which some of the defaults depend."""
-    layout, p = resolve(config, devices), config.parallel
-    enable_float64(config)
-    model, layers = make_model(config, platform), config.model.unique_layers
-    breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
-    stage = p.zero if layout.zero_shards > 1 else 0  # one device has every shard
-    zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
-    ahead = layout.zero_shards > 1 and prefetches(config, platform)
-    first_parts = (model.period.keys[:1] or Block.FIRST) if ahead and not breadth_first else ()
-    in_parts = branches_in_parts(config, platform, kind, tokens_per_device(config, layout))
-    return _abstract_plan(
-        model,
-        layout,
-        platform,
-        zero=zero,
-        partitioner=config.partitioner,
-        sequence=p.sequence,
-        chunks=config.chunks,
-        run_idle_stages=p.run_idle_stages,
-        prefetch=first_parts,
-        prefetch_chunks=ahead and breadth_first,
-        collective_matmul=in_parts,
-        scan=choose_loop(config, platform, prefetch=bool(first_parts), scatters=zero.scatters_in_backward).scan,
-        device_kind=kind,
-        freeze=tuple(config.optim.freeze.split()),
-    )
-
-
-@functools.lru_cache(maxsize=64)  # a search asks for one plan with many microbatches and schedules
-def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, **fields: Any) -> Plan:
-    """fields: of Plan.  Shapes depend on x64 too, which `enable_float64` has set by now where the model needs it."""
-    return Plan(layout, abstract_mesh(layout), platform, model.names, model.shapes, **fields)
 
 
 def _fit(tree: Tree, like: Tree) -> Tree:
@@ -111,26 +45,8 @@ def _shardings(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def require_model_within_domain(config: RunConfig, plan: Plan, domains: int) -> None:
-    """Raises LayoutError if `model` spans several domains, and parallel.model_across_hosts does not allow it."""
-    if domains > 1 and not config.parallel.model_across_hosts:
-        raise LayoutError(_cost_across_hosts(config, plan, domains))
-
-
-def _cost_across_hosts(config: RunConfig, plan: Plan, domains: int) -> str:
-    sent = sum(row.bytes for row in expected_collectives(config, plan) if MODEL in row.axes)
-    links, domain = ("ICI", "slices") if plan.platform == "tpu" else ("NVLink", "hosts")
-    return (
-        f"parallel.model={plan.layout.model} spans {domains} {domain}: of each step, every device would send "
-        f"{format_bytes(sent)} over their network, which is many times slower than {links}. Use "
-        f"parallel.model={plan.layout.model // domains}, or parallel.model_across_hosts=true."
-    )
-
-
 class Program:
-    """One config, bound to devices (default: all there are).  device: one of them, which are all alike.
-
-    flops_per_step: model FLOPs of one step of the whole job; recomputation does not count."""
+    """One config, bound to devices (default: all there are).  device: one of them, which are all alike."""
 
     def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None):
         devices = devices or jax.devices()
@@ -144,20 +60,9 @@ class Program:
         p = config.parallel
         self.schedule = make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)
         self.tokens_per_step = config.train.batch * config.model.context
-        self.flops_per_step = flops.train_step(config, plan)
         kind, absent = self.device.device_kind, is_absent(self.device)
         setting, deterministic = config.run.compiler_options, config.run.deterministic
         self.xla_options = options_for(setting, plan.platform, kind, absent=absent, deterministic=deterministic)
-
-    @functools.cached_property
-    def peak(self) -> flops.Peak | None:
-        """Peak rate of one device; None where none is published."""
-        return flops.peak(self.device, self.config.precision.compute, self.plan.layout.devices)
-
-    @property
-    def peak_flops(self) -> float | None:
-        """Peak FLOP/s of the whole job, in the compute dtype."""
-        return self.peak.flops * self.plan.layout.devices if self.peak else None
 
     def init(self) -> TrainState:
         """The initial state, created sharded.  The weights are the same under every layout."""

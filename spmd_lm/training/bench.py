@@ -9,6 +9,7 @@ import numpy as np
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.flops import Utilization
 from spmd_lm.step.program import Program
 
 
@@ -54,7 +55,7 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
         jax.block_until_ready((state, metrics))
         if step >= warmup:
             seconds.append(time.perf_counter() - start)
-    median, peak_flops = statistics.median(seconds), program.peak_flops
+    median, utilization = statistics.median(seconds), Utilization.of(config, program.plan, program.device)
     peak_bytes, source = peak_memory(program)
     return {
         "config": config.run.name,
@@ -65,9 +66,9 @@ def bench(config: RunConfig, steps: int = 10, warmup: int = 2) -> dict[str, Any]
         "steps": steps,
         "step_seconds": {"median": median, "min": min(seconds), "max": max(seconds)},
         "tokens_per_second": program.tokens_per_step / median,
-        "model_flops_per_second": program.flops_per_step / median,
-        "mfu": program.flops_per_step / median / peak_flops if peak_flops else None,
-        "mfu_basis": program.peak.source if program.peak else "a device without a published peak",
+        "model_flops_per_second": utilization.model_flops / median,
+        "mfu": utilization.mfu(median),
+        "mfu_basis": utilization.peak.source if utilization.peak else "a device without a published peak",
         "compile_seconds": compile_seconds,
         "compiler_options": program.xla_options.values,
         "compiler_advice": program.xla_options.advice,

@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import jax
 
 from spmd_lm.checkpoints.checkpointer import make_meta
 from spmd_lm.checkpoints.tiers import Tiers
+from spmd_lm.cost_model.flops import Utilization
 from spmd_lm.data.corpus import Dataset
 from spmd_lm.data.loader import Loader
 from spmd_lm.errors import CheckpointError, Exit, NonFiniteError, OutputError
@@ -65,6 +66,10 @@ class TrainingRun:
         self.overflows = 0  # steps in a row that overflowed at the smallest loss scale
         self.skips_in_a_row = 0  # steps that train.guard did not exclude
         self._measured = self.step, self.clock.seconds["step"] + self.clock.seconds["data"]  # by the last `speed`
+
+    @cached_property
+    def utilization(self) -> Utilization:
+        return Utilization.of(self.config, self.program.plan, self.program.device)
 
     @property
     def profile_directory(self) -> Path:
@@ -244,7 +249,7 @@ class TrainingRun:
         return {
             "tokens": self.step * program.tokens_per_step,
             "tokens_per_second": program.tokens_per_step / step_seconds,
-            "mfu": program.flops_per_step / step_seconds / program.peak_flops if program.peak_flops else None,
+            "mfu": self.utilization.mfu(step_seconds),
             "seconds": step_seconds,
         }
 

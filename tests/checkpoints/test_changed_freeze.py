@@ -15,7 +15,8 @@ from spmd_lm.checkpoints.storage import OrbaxStorage, ShardStorage
 from spmd_lm.cli import main
 from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.trees import exclude, leaves_by_path
-from spmd_lm.step.program import Program, enable_float64
+from spmd_lm.resolve import enable_float64
+from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 from tests import reference
 from tests.helpers import assert_close, assert_equal, canonical, device_batch, host_batch, make_config, program

@@ -7,7 +7,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.flops import forward_per_sequence, train_step
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.parallel.trees import merge
-from spmd_lm.step.program import abstract_plan
+from spmd_lm.resolve import abstract_plan
 from tests import reference
 from tests.helpers import make_config
 from tests.parameter_count import model_parameters, parameters_by_formula

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cost_model.logit_chunks import MOST_LOGIT_BYTES, MOST_PADDING, SHARE_OF_PEAK, TILE, tokens_per_chunk
 from spmd_lm.planning.plan_report import plan_on
-from spmd_lm.step.program import make_model
+from spmd_lm.resolve import make_model
 from tests.helpers import make_config
 
 GPT2 = 4 * 50_304  # bytes of a token's float32 logits

@@ -12,7 +12,7 @@ from spmd_lm.cost_model import memory
 from spmd_lm.cost_model.activations import LayerActivations
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.planning.audit import audit_step
-from spmd_lm.step.program import abstract_plan
+from spmd_lm.resolve import abstract_plan
 from tests.helpers import FLOAT32, device_batch, make_config, program, run_of, shard_bytes
 from tests.planning.test_audit import compilable
 

@@ -20,7 +20,8 @@ from spmd_lm.cost_model.step_time import predict_step
 from spmd_lm.cost_model.systems import System, all_systems, find_system
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE
 from spmd_lm.parallel.mesh import devices_within_domain
-from spmd_lm.step.program import Program, abstract_plan
+from spmd_lm.resolve import abstract_plan
+from spmd_lm.step.program import Program
 from tests.helpers import make_config
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -9,9 +9,10 @@ import pytest
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.errors import LayoutError
-from spmd_lm.parallel.mesh import Layout, _sizes_on_torus, abstract_mesh, domains_of_model, make_mesh, resolve
+from spmd_lm.parallel.mesh import Layout, _sizes_on_torus, abstract_mesh, domains_of_model, make_mesh
+from spmd_lm.resolve import abstract_plan, layout_on
 from spmd_lm.runtime.formatting import format_bytes
-from spmd_lm.step.program import Program, abstract_plan
+from spmd_lm.step.program import Program
 from tests.helpers import make_config
 
 
@@ -83,7 +84,7 @@ def test_a_mesh_that_would_leave_devices_idle_is_not_made():
 
 def test_data_takes_the_devices_that_are_left():
     config = make_config(parallel={"data": -1, "replica": 2, "model": 2})
-    layout = resolve(config, 8)
+    layout = layout_on(config, 8)
     assert layout == Layout(replica=2, data=2, model=2)
     assert (layout.devices, layout.batch_shards, str(layout)) == (8, 4, "pipe 1 x replica 2 x data 2 x model 2")
     assert abstract_mesh(layout).shape == layout.sizes
@@ -99,7 +100,7 @@ def test_data_takes_the_devices_that_are_left():
 )
 def test_what_does_not_divide_is_refused(parallel, said):
     with pytest.raises(LayoutError, match=said):
-        resolve(make_config(parallel=parallel), 8)
+        layout_on(make_config(parallel=parallel), 8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from spmd_lm.parallel.mesh import Layout, abstract_mesh
 from spmd_lm.parallel.padding import padded_vocab, padded_width
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.zero import ZeroPolicy
-from spmd_lm.step.program import abstract_plan
+from spmd_lm.resolve import abstract_plan
 from tests.helpers import assert_equal, make_config
 
 NAMES = {"table": ("vocab", "width"), "blocks": {"up": ("layers", "width", "mlp"), "bias": ("layers", "mlp")}}

@@ -21,7 +21,7 @@ from spmd_lm.ops.collectives import WINDOW_TILES, padded_columns, reduce_scatter
 from spmd_lm.parallel.mesh import Layout, make_mesh
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.planning.audit import _compare, _mark_narrowed, _mark_unscattered, _with_available_kernel, audit, render
-from spmd_lm.step.program import abstract_plan
+from spmd_lm.resolve import abstract_plan
 from tests.helpers import FILES, ORIGINAL_BERT, make_config
 
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}

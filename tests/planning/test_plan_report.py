@@ -7,8 +7,8 @@ import pytest
 from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.cost_model import flops
 from spmd_lm.planning.plan_report import describe, render, summary
+from spmd_lm.resolve import abstract_plan
 from spmd_lm.runtime.formatting import format_bytes
-from spmd_lm.step.program import abstract_plan
 from tests.helpers import FLOAT32, make_config, program, run_of, shard_bytes
 from tests.parameter_count import parameters_by_formula
 

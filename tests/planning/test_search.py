@@ -23,7 +23,7 @@ from spmd_lm.errors import CompilerError, ConfigError, LayoutError
 from spmd_lm.planning import search_report
 from spmd_lm.planning.plan_report import plan_on
 from spmd_lm.planning.search import POLICIES, REASONS, Search, candidates, make_target, make_targets, search
-from spmd_lm.step.program import abstract_plan
+from spmd_lm.resolve import abstract_plan
 from tests.deaths import fail, read_nowhere
 from tests.helpers import make_config
 

@@ -7,6 +7,7 @@ import pytest
 from spmd_lm.analysis.compiled_flops import compiled_flops
 from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.config.load import load
+from spmd_lm.cost_model.flops import train_step
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.parallel.freeze import frozen_mask, trained_count
@@ -126,7 +127,7 @@ def compiled(freeze: str) -> tuple[float, float, int]:
     overrides = ["model.tie_embeddings=false", "parallel.data=1", *([f"optim.freeze={freeze!r}"] if freeze else [])]
     p = program(load("debug", overrides))
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(p.abstract_state()))
-    return compiled_flops(HloModule(p.compiled.as_text())), p.flops_per_step, state
+    return compiled_flops(HloModule(p.compiled.as_text())), train_step(p.config, p.plan), state
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from spmd_lm.generation.generate import Generator
 from spmd_lm.generation.sampling import Sampling
-from spmd_lm.step.program import make_model
+from spmd_lm.resolve import make_model
 from tests import reference
 from tests.helpers import assert_states_close, make_config, program, trained, trained_reference
 

@@ -22,6 +22,7 @@ from spmd_lm.checkpoints import storage
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import Precision, RunConfig
+from spmd_lm.cost_model.flops import Peak, Utilization
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
 from spmd_lm.runtime import trackers
 from spmd_lm.runtime.xla_options import Option, XlaOptions
@@ -47,11 +48,14 @@ def make_config(directory, **changes):
     return RunConfig.model_validate(tree)
 
 
+UTILIZATION = Utilization(1e6, Peak(1e12, "published"), 1)
+
+
 class FakeProgram:
     """A state of one vector that remembers every batch it saw.  `at` maps a step to a function called during it."""
 
     at: dict = {}  # noqa: RUF012 (set by the tests)
-    tokens_per_step, flops_per_step, peak_flops = 32, 1e6, 1e12
+    tokens_per_step = 32
     plan, xla_options = None, XlaOptions([Option("xla_fast", True, "why")], [], {})
 
     def __init__(self, config):
@@ -94,6 +98,7 @@ PLAN_REPORT = SimpleNamespace(describe=lambda config, plan: {}, summary=lambda d
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
     monkeypatch.setattr(loop, "Program", FakeProgram)
+    monkeypatch.setattr(TrainingRun, "utilization", UTILIZATION)
     monkeypatch.setattr(loop, "plan_report", PLAN_REPORT)
     monkeypatch.setattr(FakeProgram, "at", {})
 
@@ -132,6 +137,7 @@ def reference(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "reference"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "Program", FakeProgram)
+        patch.setattr(TrainingRun, "utilization", UTILIZATION)
         patch.setattr(loop, "plan_report", PLAN_REPORT)
         assert loop.train(make_config(directory)) is Exit.DONE
     return directory
@@ -818,7 +824,7 @@ def test_a_full_disk_does_not_hide_the_error_that_ended_the_run(tmp_path, monkey
 
 
 def test_without_a_published_peak_there_is_no_mfu(tmp_path, monkeypatch):
-    monkeypatch.setattr(FakeProgram, "peak_flops", None)
+    monkeypatch.setattr(TrainingRun, "utilization", UTILIZATION._replace(peak=None))
     assert loop.train(make_config(tmp_path)) is Exit.DONE
     assert {record["mfu"] for record in records(tmp_path)} == {None}
 

@@ -1,0 +1,106 @@
+"""What a run leaves to `auto`, resolved: from a configuration to its layout, plan and model.
+
+Below this module models and parallelism take values, not configurations; above it a step takes what is made here."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+
+from spmd_lm.axes import MODEL
+from spmd_lm.config.attention_kernels import choose_kernel
+from spmd_lm.config.layer_loop import choose_loop
+from spmd_lm.config.layout_checks import check_devices
+from spmd_lm.config.overlap import branches_in_parts, prefetches
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.cost_model.activations import tokens_per_device
+from spmd_lm.cost_model.expected_collectives import expected_collectives
+from spmd_lm.cost_model.memory import tokens_per_chunk
+from spmd_lm.errors import LayoutError
+from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.models.transformer import Block
+from spmd_lm.ops.cross_entropy import LogitsPolicy
+from spmd_lm.parallel.mesh import Layout, abstract_mesh
+from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.zero import ZeroPolicy
+from spmd_lm.runtime.formatting import format_bytes
+
+
+def layout_on(config: RunConfig, devices: int) -> Layout:
+    """The layout that `config` asks for on so many devices.  LayoutError where something does not divide."""
+    if problems := check_devices(config, devices):
+        raise LayoutError(*problems)
+    degrees = config.parallel.degrees
+    others = math.prod(degree for degree in degrees.values() if degree != -1)
+    return Layout(**{axis: devices // others if degree == -1 else degree for axis, degree in degrees.items()})
+
+
+def make_model(config: RunConfig, platform: str, plan: Plan | None = None) -> LanguageModel:
+    """The model of `config` as a step of `plan` runs it, or one of its user's own."""
+    kernels = tuple(choose_kernel(each, platform).kernel for each in config.of_each_kind)
+    m, p = config.model, config.precision
+    tokens = tokens_per_chunk(config, plan) if plan else None
+    logits = LogitsPolicy(p.reduce, p.logits == "compute", tokens)
+    scan = plan.scan if plan else choose_loop(config, platform).scan
+    in_parts = plan.collective_matmul if plan else ()
+    return LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, in_parts)
+
+
+def enable_float64(config: RunConfig) -> None:
+    """Switches float64 on, for the whole process, if the config asks for it."""
+    if "float64" in (config.precision.params, config.precision.compute, config.precision.reduce):
+        jax.config.update("jax_enable_x64", True)
+
+
+def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> Plan:
+    """The plan of `config` on a number of devices that need not exist; its mesh is abstract.  Raises LayoutError if
+    there is none.  Switches float64 on, for the whole process, if the config asks for it.  kind: of the devices, as jax
+    calls it, on which some of the defaults depend."""
+    layout, p = layout_on(config, devices), config.parallel
+    enable_float64(config)
+    model, layers = make_model(config, platform), config.model.unique_layers
+    breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
+    stage = p.zero if layout.zero_shards > 1 else 0  # one device has every shard
+    zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
+    ahead = layout.zero_shards > 1 and prefetches(config, platform)
+    first_parts = (model.period.keys[:1] or Block.FIRST) if ahead and not breadth_first else ()
+    in_parts = branches_in_parts(config, platform, kind, tokens_per_device(config, layout))
+    return _abstract_plan(
+        model,
+        layout,
+        platform,
+        zero=zero,
+        partitioner=config.partitioner,
+        sequence=p.sequence,
+        chunks=config.chunks,
+        run_idle_stages=p.run_idle_stages,
+        prefetch=first_parts,
+        prefetch_chunks=ahead and breadth_first,
+        collective_matmul=in_parts,
+        scan=choose_loop(config, platform, prefetch=bool(first_parts), scatters=zero.scatters_in_backward).scan,
+        device_kind=kind,
+        freeze=tuple(config.optim.freeze.split()),
+    )
+
+
+@functools.lru_cache(maxsize=64)  # a search asks for one plan with many microbatches and schedules
+def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, **fields: Any) -> Plan:
+    """fields: of Plan.  Shapes depend on x64 too, which `enable_float64` has set by now where the model needs it."""
+    return Plan(layout, abstract_mesh(layout), platform, model.names, model.shapes, **fields)
+
+
+def require_model_within_domain(config: RunConfig, plan: Plan, domains: int) -> None:
+    """Raises LayoutError if `model` spans several domains, and parallel.model_across_hosts does not allow it."""
+    if domains > 1 and not config.parallel.model_across_hosts:
+        raise LayoutError(_cost_across_hosts(config, plan, domains))
+
+
+def _cost_across_hosts(config: RunConfig, plan: Plan, domains: int) -> str:
+    sent = sum(row.bytes for row in expected_collectives(config, plan) if MODEL in row.axes)
+    links, domain = ("ICI", "slices") if plan.platform == "tpu" else ("NVLink", "hosts")
+    return (
+        f"parallel.model={plan.layout.model} spans {domains} {domain}: of each step, every device would send "
+        f"{format_bytes(sent)} over their network, which is many times slower than {links}. Use "
+        f"parallel.model={plan.layout.model // domains}, or parallel.model_across_hosts=true."
+    )
