@@ -4,6 +4,9 @@
     python benchmarks/partitioners.py --only h100      those whose name has this in it
     python benchmarks/partitioners.py --partitioner manual
     python benchmarks/partitioners.py --steps          a step beside the manual one, on 8 simulated devices
+    python benchmarks/partitioners.py --choose v5p:2x2x2
+                                                       the rows of spmd_lm/config/partitioners.yaml, by which
+                                                       parallel.partitioner=auto goes; once for each jax
 
 The cases are drawn so that every two values of different choices (FACTORS) meet on every topology.  A case is exact if
 the collectives over `model` are those of theory in number, and all bytes within 0.1% of it.  The exit code is 1 where
@@ -15,12 +18,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "64")  # without it, collectives of simulated devices deadlock on two cores
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
+import yaml
 
 import spmd_lm
 from spmd_lm.analysis import topology
@@ -153,6 +158,47 @@ def time_steps() -> None:
         print(f"{name:14} {seconds:.3f} s of CPU time a step, {seconds / least['manual']:.3f} of manual's")
 
 
+CHOSEN_BY = {
+    "model": {"layers": 4, "width": 2048, "heads": 16, "context": 1024, "vocab": 32768, "dropout": 0.0},
+    "precision": {"reduce": "float32"},
+    "train": {"batch": 32},
+}
+"""What both are compiled with: large enough that arrays are not rounding, small enough for a minute."""
+SHARDED = {"neither": (1, False), "model": (2, False), "sequence too": (2, True)}
+TABLE = Path(spmd_lm.__file__).parent / "config" / "partitioners.yaml"
+HEADER = """# Steps of sharding types beside written-out ones, as compiled for hardware that was not there: what
+# parallel.partitioner=auto goes by.  Written by `python benchmarks/partitioners.py --choose TOPOLOGY`.
+# exposed, memory: of the step of types, as a share of the other's, by the version of jax that compiled both
+"""
+
+
+def choose(name: str) -> None:
+    """Compiles both for each row of this topology, and writes the figures of this jax into the table."""
+    rows = yaml.safe_load(TABLE.read_text()) if TABLE.exists() else []
+    for zero, (model, sequence) in itertools.product(FACTORS["zero"], SHARDED.values()):
+        case: Case = {"model": "gpt", "remat": "full", "zero": zero, "sequence": sequence, "replica": 1}
+        found = {}
+        for partitioner in ("manual", "types"):
+            config = config_of(case | {"microbatches": 1}, partitioner)
+            sections = {key: getattr(config, key).model_copy(update=values) for key, values in CHOSEN_BY.items()}
+            # Products in parts are written out alone.
+            parallel = config.parallel.model_copy(update={"model": model, "collective_matmul": "off"})
+            result = spmd_lm.audit(config.model_copy(update=sections | {"parallel": parallel}), name)
+            found[partitioner] = result["exposed"]["exposed_seconds"], result["memory"]["peak"]
+        exposed, memory = (types / manual for types, manual in zip(found["types"], found["manual"], strict=True))
+        platform = topology.parse_topology(name).platform
+        row = {"platform": platform, "zero": zero, "model": model > 1, "sequence": sequence, "topology": name}
+        known = next((each for each in rows if row.items() <= each.items()), None)
+        if known is None:
+            known = row | {"exposed": {}, "memory": {}}
+            rows.append(known)
+        known["exposed"][jax.__version__], known["memory"][jax.__version__] = round(exposed, 4), round(memory, 4)
+        TABLE.write_text(
+            HEADER + "".join(f"- {yaml.safe_dump(each, default_flow_style=True, width=1000)}" for each in rows)
+        )
+        print(f"{row}: exposed {exposed:.4f}, memory {memory:.4f}", flush=True)
+
+
 def cases(only: str) -> Iterator[tuple[str, str, Case]]:
     for topology_name, case in itertools.product(TOPOLOGIES, all_pairs()):
         name = f"{topology_name} " + " ".join(f"{key}={value}" for key, value in case.items())
@@ -165,7 +211,11 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--partitioner", default="types", choices=("types", "manual"))
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--choose", metavar="TOPOLOGY")
     args = parser.parse_args()
+    if args.choose:
+        choose(args.choose)
+        return 0
     if args.steps:
         time_steps()
         return 0

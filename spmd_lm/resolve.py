@@ -13,6 +13,7 @@ from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.overlap import branches_in_parts, prefetches
+from spmd_lm.config.partitioner import choose_partitioner
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.activations import tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
@@ -71,7 +72,7 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
         layout,
         platform,
         zero=zero,
-        partitioner=config.partitioner,
+        partitioner=choose_partitioner(config, platform, bool(in_parts)).partitioner,
         sequence=p.sequence,
         chunks=config.chunks,
         run_idle_stages=p.run_idle_stages,

@@ -22,7 +22,6 @@ from spmd_lm.config.types import (
     DropoutRate,
     Dtype,
     Fraction,
-    Partitioner,
     ValidPath,
     without_repeats,
 )
@@ -193,7 +192,8 @@ class Parallel(Section):
     data: Annotated[int, Field(ge=-1, le=MOST)] = -1  # -1: all devices that the other axes leave
     model: Count = 1  # degree of tensor parallelism
     replica: Count = 1  # copies of a ZeRO group, outside `data`
-    # who inserts the collectives: the step itself (manual), or XLA from sharding types (types; not in pipelines)
+    # who inserts the collectives: the step itself (manual), or XLA from sharding types (types; not in pipelines);
+    # auto: types where a compiled step is as good, config/partitioner.py
     partitioner: Literal["auto", "types", "manual"] = "auto"
     sequence: bool = False  # activations between layers are sharded over `model` along the sequence
     # 1 shards the optimizer's state over `data`, 2 gradients too, 3 parameters too
@@ -365,11 +365,6 @@ class RunConfig(Section):
     def layers_per_chunk(self) -> int:
         """Layers in one loop: those of a stage, or of one of its chunks."""
         return self.model.layers // (self.parallel.pipe * self.chunks)
-
-    @property
-    def partitioner(self) -> Partitioner:
-        """`parallel.partitioner`, resolved."""
-        return "manual" if self.parallel.partitioner == "auto" else self.parallel.partitioner
 
     @property
     def remat_policy(self) -> RematPolicy:

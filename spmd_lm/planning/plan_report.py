@@ -11,6 +11,7 @@ from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
+from spmd_lm.config.partitioner import choose_partitioner
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
 from spmd_lm.cost_model.activations import dtype_bytes, stream_bytes, tokens_per_device
@@ -73,6 +74,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
             "steps": config.train.steps,
         },
         "model_flops_per_step": flops.train_step(config, plan),
+        "partitioner": choose_partitioner(config, plan.platform, bool(plan.collective_matmul))._asdict(),
         "attention": _describe_attention(config, plan),
         "layers": _describe_layers(config, plan),
         "deterministic": config.run.deterministic,
@@ -230,6 +232,7 @@ def summary(description: dict[str, Any]) -> str:
         f"mesh    {mesh} = {devices}, {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
         f"layers  {how}",
+        *([f"sends   {d['partitioner']['partitioner']} ({d['partitioner']['why']})"] if d["devices"] > 1 else []),
         f"kernel  attention {attention['kernel']} ({attention['why']}), compute {compute}",
         f"batch   {batch['sequences']} sequences = {microbatches} x {shards} x "
         f"{batch['sequences_per_device_and_microbatch']}",
@@ -239,7 +242,7 @@ def summary(description: dict[str, Any]) -> str:
     if p := d["pipeline"]:
         stages = f"{p['stages']} stages x {pluralize(p['chunks'], 'chunk')} of"
         work = f"{p['ticks']} ticks, bubble {p['bubble']:.1%} of the work"
-        lines.insert(5, f"pipe    {p['schedule']}, {stages} {pluralize(p['layers_per_chunk'], 'layer')}; {work}")
+        lines.insert(-2, f"pipe    {p['schedule']}, {stages} {pluralize(p['layers_per_chunk'], 'layer')}; {work}")
     return "\n".join(lines)
 
 

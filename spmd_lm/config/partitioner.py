@@ -1,0 +1,47 @@
+"""Who inserts the collectives of a step: `parallel.partitioner`, resolved.
+
+`auto` leaves them to XLA where a compiled step of sharding types exposes no more time and holds no more memory than one
+whose collectives are written out.  `python benchmarks/partitioners.py --choose TOPOLOGY` compiles both and writes the
+table."""
+
+import functools
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import yaml
+
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.types import Partitioner
+
+TABLE_FILE = "partitioners.yaml"
+MOST = 1.01
+"""What of the manual step's exposed time and memory the step of types may have."""
+
+
+class PartitionerChoice(NamedTuple):
+    partitioner: Partitioner
+    why: str
+
+
+@functools.cache
+def table() -> tuple[dict[str, Any], ...]:
+    return tuple(yaml.safe_load(files("spmd_lm.config").joinpath(TABLE_FILE).read_text()) or ())
+
+
+def choose_partitioner(config: RunConfig, platform: str, in_parts: bool) -> PartitionerChoice:
+    """in_parts: whether products run in parts beside their collectives."""
+    p = config.parallel
+    if p.partitioner != "auto":
+        return PartitionerChoice(p.partitioner, "as configured")
+    if p.pipe > 1:
+        return PartitionerChoice("manual", "stages of a pipeline run different programs, which types cannot describe")
+    if in_parts:
+        return PartitionerChoice("manual", "products run in parts beside their collectives")
+    layout = {"platform": platform, "zero": p.zero, "model": p.model > 1, "sequence": p.sequence and p.model > 1}
+    row = next((row for row in table() if layout.items() <= row.items()), None)
+    if row is None:
+        return PartitionerChoice("manual", f"types were not compared on {platform}")
+    exposed, memory = (max(row[figure].values()) for figure in ("exposed", "memory"))
+    partitioner: Partitioner = "types" if max(exposed, memory) <= MOST else "manual"
+    compared = f"exposed time {exposed:.3f} and memory {memory:.3f} of the written-out step's on {row['topology']}"
+    return PartitionerChoice(partitioner, f"types: {compared}")
