@@ -85,7 +85,7 @@ def main(size: str, directory: Path, steps: int, overrides: list[str]) -> None:
             "device": program.device.device_kind,
             "flops": utilization.model_flops,
             "tokens": program.tokens_per_step,
-            "peak_flops": utilization.peak_flops,
+            "peak_flops": utilization.peak and utilization.peak.flops,
             "peak_source": utilization.peak and utilization.peak.source,
         }
 

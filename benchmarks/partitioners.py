@@ -174,7 +174,7 @@ HEADER = """# Steps of sharding types beside written-out ones, as compiled for h
 
 def choose(name: str) -> None:
     """Compiles both for each row of this topology, and writes the figures of this jax into the table."""
-    rows = yaml.safe_load(TABLE.read_text()) if TABLE.exists() else []
+    rows = yaml.safe_load(TABLE.read_text()) or []  # the file is a comment at first
     for zero, (model, sequence) in itertools.product(FACTORS["zero"], SHARDED.values()):
         case: Case = {"model": "gpt", "remat": "full", "zero": zero, "sequence": sequence, "replica": 1}
         found = {}

@@ -1,7 +1,7 @@
 """The names of mesh axes and of array dimensions, and what the axes divide.
 
-A new kind of parallelism is an axis here, and rows of the tables in parallel/rules.py.  Imports no jax: configurations
-are checked without it."""
+A new kind of parallelism is an axis here, rows of the tables in parallel/rules.py, and what docs/extending.md lists.
+Imports no jax: configurations are checked without it."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,8 @@ BATCH_AXES = (REPLICA, DATA)
 TOKEN_AXES = BATCH_AXES
 """Those that divide its tokens: losses, their weights and gradients are sums over them."""
 ZERO_AXES = (DATA,)
-"""Those over which ZeRO shards, between steps, what all devices along them use."""
+"""Those over which ZeRO shards parameters and moments between steps; in a step every device along them uses all of a
+parameter."""
 OUTERMOST_FIRST = (REPLICA, DATA, PIPE, MODEL)
 """The order in which a mesh counts its devices.  Neighbours are fastest: `model` is nearest, because its collectives
 are on the path of every layer."""

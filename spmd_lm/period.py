@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 BlockFn = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-"""block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: for each stack, its entry of this layer, or of
-this period."""
+"""block(*layer, x, microbatch, index) -> (x, auxiliary losses).  *layer: this layer's entry, or this period's, of each
+of the stacks that a loop runs over."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Period:
 
     @property
     def cut_short(self) -> "Period":
-        """The last one, where that is cut short."""
+        """The last one; only where there is one that is cut short."""
         return Period(self.keys[: self.rest])
 
     def trees(self, tree: Any) -> tuple[Any, ...]:
-        """The trees of its layers, in order; {} of those that have no leaf in this tree.  Of None as many."""
+        """The trees of its layers, in order; {} of those that have no leaf in this tree.  None gives one None each."""
         return tuple(tree if tree is None else tree.get(key, {}) for key in self.keys) if self.keys else (tree,)
 
     def join(self, trees: Iterable[Any]) -> Any:
@@ -71,8 +71,8 @@ class Period:
 
 
 def layer_path(path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """The place in its period of the layer that has this parameter, and the parameter's path as if all layers were of
-    one kind: of blocks.1_window.mlp.up 1 and blocks.mlp.up."""
+    """The place in its period of the layer that has this parameter, and the path without it: 1 and blocks.mlp.up for
+    blocks.1_window.mlp.up."""
     if len(path) > 1 and path[1][0].isdigit():
         return int(path[1].partition("_")[0]), (path[0], *path[2:])
     return 0, path

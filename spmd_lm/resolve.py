@@ -1,6 +1,7 @@
-"""What a run leaves to `auto`, resolved: from a configuration to its layout, plan and model.
+"""Resolves a configuration, with what it leaves to `auto`: its layout, plan and model.
 
-Below this module models and parallelism take values, not configurations; above it a step takes what is made here."""
+Below this module models and parallelism take sections of a configuration at most, never all of it; above it a step
+takes what is made here."""
 
 import functools
 import math

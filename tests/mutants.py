@@ -30,6 +30,7 @@ FILES = [
     "models/layers.py",
     "models/transformer.py",
     "models/heads.py",
+    "period.py",
     "parallel/rules.py",
     "parallel/zero.py",
     "parallel/plan.py",
@@ -96,6 +97,7 @@ WATCHERS = [
     "tests/step/test_loss_scale.py",
     "tests/step/test_train_step.py",
     "tests/test_own_loop.py",
+    "tests/step/test_layer_kinds.py",
     "tests/step/test_overlap.py",
     "tests/evaluation/test_scoring.py",
 ]  # those tests that are marked `mutants`
@@ -113,7 +115,6 @@ EQUIVALENT = {
     "-tokens * row_bytes": "chunks of another size: the same sums; tests/ops/test_cross_entropy.py sees the size",
     "drop a factor: 8 * tile": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
     "tile * shards": "another padding, exact as well; tests/parallel/test_plan.py sees how much",
-    "(~frozen).sum()) * leaf.size": "a printed count of parameters; tests/step/test_freeze.py sees it",
     "double psum: lax.psum((~local)": "a count, of which it matters only whether it is 0",
     "jnp.finfo(norm.dtype).tiny": "a norm of exactly 0 alone; tests/step/test_optimizer.py sees it",
     "optimization_barrier((d_sinks, d_x))": "memory alone: tests/planning/test_audit.py sees the peak",

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import spmd_lm
 from spmd_lm.errors import LayoutError
-from tests.helpers import FLOAT32, ORIGINAL_BERT, assert_close, host_batch, make_config
+from tests import reference
+from tests.helpers import FLOAT32, ORIGINAL_BERT, assert_close, host_batch, make_config, relative
 
 ROOT = Path(__file__).parents[1]
 TENSOR = {"heads": "model", "mlp": "model", "vocab": "model"}
@@ -26,6 +27,7 @@ BERT = {
     "model": SIZES | ORIGINAL_BERT | {"activation": "gelu"},
     "objective": {"kind": "masked_lm", "sentence_order": True},
 }
+PERIOD = {"layers": 3, "period": [{"kind": "window", "span": 4}, {"kind": "block", "heads": 4, "mlp_width": 40}]}
 slow = pytest.mark.slow
 
 
@@ -63,6 +65,7 @@ def computed(rules: dict, shape: tuple[int, int], sections: dict) -> tuple[jax.A
         pytest.param({"batch": "data"}, GPT, id="rows", marks=slow),
         pytest.param({"batch": ("data", "model")}, GPT, id="rows over both", marks=slow),
         pytest.param(TENSOR, GPT, id="weights", marks=slow),
+        pytest.param(RULES | {"sequence": "model"}, {"model": SIZES | PERIOD}, id="several kinds", marks=slow),
     ],
 )
 def test_what_is_computed_does_not_depend_on_the_mesh(rules, sections):
@@ -71,6 +74,20 @@ def test_what_is_computed_does_not_depend_on_the_mesh(rules, sections):
     assert loss == pytest.approx(loss_alone, rel=1e-12)
     assert_close(gradients, gradients_alone, 1e-11)
     assert_close(logits, logits_alone, 1e-11)
+
+
+def test_layers_of_several_kinds_have_the_loss_and_the_logits_of_the_reference(x64):
+    """The last period is cut short; each layer has dropout masks of its own."""
+    config = make_config(model=SIZES | PERIOD)
+    model = spmd_lm.make_model(config)
+    params, batch = model.init(0), host_batch(config, 0)
+    with jax.set_mesh(mesh_of((1, 1))), spmd_lm.axis_rules(**RULES):
+        loss = jax.jit(functools.partial(model.mean_loss, dropout=(3, 0)))(params, batch)
+        logits = jax.jit(model.forward)(params, batch)
+    dropout = reference.Dropout((3, 0), batch.sample_ids)
+    assert loss == pytest.approx(float(reference.loss(params, config, batch, dropout)), rel=1e-12)
+    want = reference.predictions(params, config, batch)["causal_lm"]
+    assert relative(logits["tokens"][..., : SIZES["vocab"]], want) < 1e-12
 
 
 def test_a_parameter_that_is_not_laid_out_is_named():

@@ -20,7 +20,7 @@ class FusedKernel:
 
     platform: the one on which it runs.  dtypes: of queries, keys and values.  A head's width must be a multiple of
     `head_multiple` and at most `max_head_width`; the context, a multiple of `context_multiple`.  packs_causal: whether
-    causal rows may hold several documents.  bidirectional_windows: whether a window may have no causal mask.
+    causal rows may hold several documents.  two_way_windows: whether a window may have no causal mask.
     deterministic: whether it runs where XLA's operations have to be."""
 
     name: str
@@ -30,7 +30,7 @@ class FusedKernel:
     max_head_width: int | None = None
     context_multiple: int = 1
     packs_causal: bool = True
-    bidirectional_windows: bool = True
+    two_way_windows: bool = True
     deterministic: bool = True
 
     def supports_head_width(self, width: int) -> bool:
@@ -40,14 +40,7 @@ class FusedKernel:
 FUSED_KERNELS = {
     # From Hopper on, cuDNN supports heads up to 256 wide; but a configuration does not know its device.
     "cudnn": FusedKernel(
-        "cuDNN",
-        "gpu",
-        ("bfloat16", "float16"),
-        8,
-        max_head_width=128,
-        packs_causal=False,
-        bidirectional_windows=False,
-        deterministic=False,
+        "cuDNN", "gpu", ("bfloat16", "float16"), 8, 128, packs_causal=False, two_way_windows=False, deterministic=False
     ),
     "splash": FusedKernel("splash", "tpu", context_multiple=128),
 }
@@ -57,8 +50,7 @@ def obstacles(
     kernel: FusedKernel, model: Model, compute: str, *, packs: bool = False, deterministic: bool = False
 ) -> Iterator[Obstacle]:
     """Whatever keeps a fused kernel from running this model, of layers of one kind, in the dtype `compute`, on any
-    device.  packs: whether rows
-    hold several documents.  deterministic: as run.deterministic."""
+    device.  packs: whether rows hold several documents.  deterministic: as run.deterministic."""
     if deterministic and not kernel.deterministic:
         # One H200: IndexError, absl raw_hash_map::at, from the step's execution; four of four runs.
         reason = (
@@ -78,7 +70,7 @@ def obstacles(
         yield Obstacle(f"{model.width=} and {model.heads=}", reason, nearest(f"{model.heads=}", heads))
     if packs and model.causal and not kernel.packs_causal:
         yield Obstacle("data.pack=true", f"{kernel.name} has no causal mask of documents", "data.pack=false")
-    if model.span and not model.causal and not kernel.bidirectional_windows:
+    if model.span and not model.causal and not kernel.two_way_windows:
         yield Obstacle(f"span={model.span} of model.period", f"{kernel.name}'s windows are causal", "model.kind=gpt")
     if model.context % kernel.context_multiple:
         reason = f"{kernel.name} takes multiples of {kernel.context_multiple} positions"

@@ -44,6 +44,11 @@ def heads_divide_width(model: Model) -> Problems:
         yield use(problem, nearest(f"{model.heads=}", even), "model.positions=learned")
 
 
+def rotary_keys_have_an_effect(model: Model) -> Problems:
+    if model.positions != "rotary" and any(kind.rope_theta for kind in model.period or ()):
+        yield use(f"rope_theta in model.period has no effect with {model.positions=!s}", "model.positions=rotary")
+
+
 def layers_can_be_shared(model: Model) -> Problems:
     if model.share_layers and len(model.kinds) > 1:
         yield use("model.share_layers=true with several kinds in model.period", "model.share_layers=false")
@@ -244,6 +249,7 @@ def arrays_can_be_counted(model: Model, train: Train) -> Problems:
 
 CHECKS: tuple[Callable[..., Problems], ...] = (
     heads_divide_width,
+    rotary_keys_have_an_effect,
     layers_can_be_shared,
     *layout_checks.CHECKS,
     vocabulary_holds_tokens,

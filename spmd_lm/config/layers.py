@@ -1,6 +1,7 @@
-"""The kinds of layers that a model is made of: each a section of its own, in `model.period`.
+"""The kinds of layers that a model is made of, each a section of its own, in `model.period`.
 
-A new kind is a section here and a module in models/transformer.py."""
+A new kind is a section here; one that is not a `Block` with other sizes also needs a module, which
+models/language_model.py makes."""
 
 import functools
 from typing import Annotated, Any, Literal
@@ -13,33 +14,37 @@ from spmd_lm.config.types import Count
 
 
 class LayerKind(Section):
-    """Keys that are left out are the model's."""
+    """One kind of layer; keys that are left out take the model's values."""
 
     kind: str
-    heads: Count | None = None  # of queries
-    kv_heads: Count | None = None  # key/value heads
-    mlp_width: Count | None = None  # hidden width of the MLP
-    rope_theta: PositiveFloat | None = None  # of rotary positions
+    heads: Count | None = None  # default: model.heads; of queries
+    kv_heads: Count | None = None  # default: model.kv_heads; key/value heads
+    mlp_width: Count | None = None  # default: model.mlp_width; hidden width of the MLP
+    rope_theta: PositiveFloat | None = None  # default: model.rope_theta; of rotary positions
+
+    @property
+    def as_written(self) -> str | dict[str, Any]:
+        """Its name, or a mapping of what it has of its own."""
+        keys = self.model_dump(exclude_none=True)
+        return keys if len(keys) > 1 else self.kind
 
     @property
     def own_sizes(self) -> dict[str, Any]:
-        """The keys of the model that this layer has otherwise."""
-        return {
-            key: value for key in LayerKind.model_fields if key != "kind" and (value := getattr(self, key)) is not None
-        }
+        """The model's keys that this kind overrides."""
+        return self.model_dump(include=LayerKind.model_fields.keys() - {"kind"}, exclude_none=True)
 
 
 class BlockLayer(LayerKind):
-    """Attention to the whole row, or to what of it comes before, and an MLP."""
+    """Full attention, causal in a GPT, and an MLP."""
 
     kind: Literal["block"] = "block"
 
 
 class WindowLayer(LayerKind):
-    """The same with attention within a window (Mistral 7B, arXiv:2310.06825)."""
+    """A block with attention within a window (Mistral 7B, arXiv:2310.06825)."""
 
     kind: Literal["window"]
-    span: Count  # tokens that one attends to: itself and those before it; without a causal mask, as many behind it
+    span: Count  # tokens that one attends to: itself and those before it; without a causal mask as many after it
 
 
 def _from_yaml(period: Any) -> Any:
@@ -60,7 +65,5 @@ LayerKinds = Annotated[
 @functools.lru_cache(maxsize=64)
 def shortest(period: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...]:
     """The shortest period that makes the same layers."""
-    kinds = [period[layer % len(period)] for layer in range(layers)]
-    sizes = range(1, len(kinds))
-    size = next((n for n in sizes if all(kind == kinds[i % n] for i, kind in enumerate(kinds))), len(kinds))
-    return tuple(kinds[:size])
+    kinds = tuple(period[layer % len(period)] for layer in range(layers))
+    return next(kinds[:n] for n in range(1, layers + 1) if kinds[n:] == kinds[:-n])

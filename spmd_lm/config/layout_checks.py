@@ -12,16 +12,17 @@ from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple
 
 
 def for_each_kind(check: Callable[..., Problems]) -> Callable[..., Problems]:
-    """A check of a model whose layers are all of one kind, as one of any model."""
+    """Runs a check of a model whose layers are all of one kind for each kind of model.period."""
 
     @functools.wraps(check)
     def check_each(*, model: Model, **sections: object) -> Problems:
         found: list[str] = []
         for kind, of_kind in zip(model.kinds, model.of_each_kind, strict=True):
-            own = "|".join(kind.own_sizes) or "(?!)"
-            place = f"model.period[{model.period.index(kind)}]" if model.period else "model"
             for problem in check(model=of_kind, **sections):
-                found.append(re.sub(rf"\bmodel\.(?=({own})\b)", f"{place}.", problem))
+                for key in kind.own_sizes:
+                    own = f"model.period[{(model.period or ()).index(kind)}].{key}"
+                    problem = re.sub(rf"\bmodel\.{key}\b", own, problem)
+                found.append(problem)
         yield from dict.fromkeys(found)
 
     return check_each
@@ -75,19 +76,18 @@ def shared_layers_are_on_one_stage(model: Model, parallel: Parallel) -> Problems
 
 def stages_divide_layers(model: Model, parallel: Parallel, run: Run) -> Problems:
     stages, chunks, period = parallel.pipe, parallel.chunks, len(model.kinds)
-    if stages > 1 and period > 1 and model.layers % (stages * chunks * period):
-        where = f"{parallel.pipe=}" + (f" x {parallel.chunks=}" if chunks > 1 else "")
-        problem = f"{model.layers=} is not divisible by {where} x the {period} layers of model.period: stages are alike"
-        yield use(problem, "parallel.pipe=1", nearest_multiple(f"{model.layers=}", stages * chunks * period))
-    elif stages > 1 and model.layers % (stages * chunks):
+    periods = 1 if model.layers % period else model.layers // period
+    if stages > 1 and periods % (stages * chunks):
         others = parallel.replica * parallel.model * max(parallel.data, 1)
-        fits = [n for n in divisors(model.layers) if n == 1 or run.simulate_devices % (n * others) == 0]
-        per_stage, rest = divmod(model.layers, stages)
+        fits = [n for n in divisors(periods) if n == 1 or run.simulate_devices % (n * others) == 0]
+        per_stage, rest = divmod(periods, stages)
+        where = f"{parallel.pipe=}" + (f" x {parallel.chunks=}" if chunks > 1 else "")
+        where += f" x the {period} layers of model.period: stages are alike" if period > 1 else ""
         yield use(
-            f"{model.layers=} is not divisible by {parallel.pipe=}" + (f" x {parallel.chunks=}" if chunks > 1 else ""),
+            f"{model.layers=} is not divisible by {where}",
             "" if rest else nearest(f"{parallel.chunks=}", divisors(per_stage)),
             nearest(f"{parallel.pipe=}", fits if chunks == 1 else [1]),
-            nearest_multiple(f"{model.layers=}", stages * chunks),
+            nearest_multiple(f"{model.layers=}", stages * chunks * period),
         )
 
 

@@ -14,8 +14,8 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.config.types import Partitioner
 
 TABLE_FILE = "partitioners.yaml"
-MOST = 1.01
-"""What of the manual step's exposed time and memory the step of types may have."""
+MOST_OF_MANUAL = 1.01
+"""Largest ratio of a types step's exposed time, and of its memory, to the manual step's."""
 
 
 class PartitionerChoice(NamedTuple):
@@ -29,7 +29,7 @@ def table() -> tuple[dict[str, Any], ...]:
 
 
 def choose_partitioner(config: RunConfig, platform: str, in_parts: bool) -> PartitionerChoice:
-    """in_parts: whether products run in parts beside their collectives."""
+    """Who inserts the collectives on `platform`, and why.  in_parts: whether products run in parts beside theirs."""
     p = config.parallel
     if p.partitioner != "auto":
         return PartitionerChoice(p.partitioner, "as configured")
@@ -42,6 +42,6 @@ def choose_partitioner(config: RunConfig, platform: str, in_parts: bool) -> Part
     if row is None:
         return PartitionerChoice("manual", f"types were not compared on {platform}")
     exposed, memory = (max(row[figure].values()) for figure in ("exposed", "memory"))
-    partitioner: Partitioner = "types" if max(exposed, memory) <= MOST else "manual"
+    partitioner: Partitioner = "types" if max(exposed, memory) <= MOST_OF_MANUAL else "manual"
     compared = f"exposed time {exposed:.3f} and memory {memory:.3f} of the written-out step's on {row['topology']}"
     return PartitionerChoice(partitioner, f"types: {compared}")

@@ -7,7 +7,7 @@ once."""
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast, get_args
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_serializer, field_validator
 from pydantic.types import NonNegativeFloat, PositiveFloat
 
 from spmd_lm.axes import MESH_AXES
@@ -88,14 +88,18 @@ class Model(Section):
     def unique_layers(self) -> int:
         return 1 if self.share_layers else self.layers
 
+    @field_serializer("period")
+    def _period_as_written(self, period: LayerKinds | None) -> list[str | dict[str, Any]] | None:
+        return None if period is None else [kind.as_written for kind in period]
+
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Of the layers of a period; the last period may be cut short."""
+        """The kinds of a period's layers, the shortest period that repeats; the last one may be cut short."""
         return shortest(self.period or (BlockLayer(),), self.layers)
 
     @property
     def of_each_kind(self) -> "tuple[Model, ...]":
-        """For each layer of a period, this model if all of its layers were of that kind."""
+        """One model for each layer of a period, as if all layers were of its kind."""
         if self.period is None:
             return (self,)
         return tuple(self.model_copy(update=kind.own_sizes | {"period": (kind,)}) for kind in self.kinds)
@@ -106,7 +110,7 @@ class Model(Section):
 
     @property
     def span(self) -> int | None:
-        """How many tokens one attends to in layers that are all of one kind; None for the whole row."""
+        """Tokens that one attends to, where all layers are of one kind; None for the whole row."""
         (kind,) = self.kinds
         return getattr(kind, "span", None)
 
@@ -351,7 +355,7 @@ class RunConfig(Section):
 
     @property
     def of_each_kind(self) -> "tuple[RunConfig, ...]":
-        """For each layer of a period, this run if all layers were of that kind."""
+        """One run for each layer of a period, as if all layers were of its kind."""
         if self.model.period is None:
             return (self,)
         return tuple(self.model_copy(update={"model": model}) for model in self.model.of_each_kind)
@@ -372,7 +376,7 @@ class RunConfig(Section):
 
         A pipeline saves only a chunk's input and runs the chunk again; where remat would save no more than that, the
         chunk would run a third time, and the policy is `none`."""
-        m, policy, size = self.model, self.remat.policy, 1
+        (m, *_), policy, size = self.model.of_each_kind, self.remat.policy, 1
         if policy == "block":
             # In units of the layer's input; as arXiv:2205.05198, section 4.1, counts them.
             activations = 17 + (2.5 * m.heads * m.context / m.width if m.attention_dropout else 0)

@@ -36,16 +36,18 @@ def stream_bytes(config: RunConfig, plan: Plan) -> int:
     return size // (plan.layout.model if plan.sequence else 1)
 
 
+def shares_of_kinds(config: RunConfig) -> list[float]:
+    """Share of the layers that each place of a period has."""
+    m = config.model
+    return [m.layers_like(place) / m.layers for place in range(len(m.kinds))]
+
+
 def layer_activations(config: RunConfig, plan: Plan, compiler: Compiler) -> "LayerActivations":
-    """Of the run's layers.  Where they are of several kinds: means of what is saved, and the most of what is held."""
-    each = [LayerActivations(of_kind, plan, compiler) for of_kind in config.of_each_kind]
-    if len(each) == 1:
-        return each[0]
-    layers = [config.model.layers_like(place) for place in range(len(each))]
-    layer, sizes = each[0], {name: [getattr(one, name) for one in each] for name in vars(each[0])}
-    for name, values in sizes.items():
-        mean = sum(map(operator.mul, values, layers)) / sum(layers)
-        setattr(layer, name, mean if name in ("outside", "core", "saved") else max(values))
+    """Activations of a layer; of several kinds the mean of what is saved, and the most of everything else."""
+    layers = [LayerActivations(of_kind, plan, compiler) for of_kind in config.of_each_kind]
+    layer, saved = layers[0], sum(map(operator.mul, (each.saved for each in layers), shares_of_kinds(config)))
+    if len(layers) > 1:
+        vars(layer).update({name: max(vars(each)[name] for each in layers) for name in vars(layer)}, saved=saved)
     return layer
 
 
@@ -75,7 +77,8 @@ class LayerActivations:
         self.outside = streams + attention + mlp
         # A fused kernel saves its output, in its own layout; XLA's attention the scores before and after softmax, and
         # after dropout, with its mask.
-        scores = m.heads * m.context / shards * computed_scores(m.context, m.causal, m.span)
+        computed = computed_scores(m.context, m.causal, m.span)
+        scores = m.heads * m.context / shards * computed
         masked = size + 1 if m.attention_dropout else 0
         self.core = m.width * padding / shards * size if fused else scores * (2 * size + masked)
         self.saved = self._saved(config)
@@ -94,7 +97,8 @@ class LayerActivations:
         if shards > 1 and not plan.sequence:
             self.workspace = max(self.workspace, compiler.least_streams * unsharded)
         if not fused:
-            self.workspace += compiler.scores * m.heads * m.context / shards * wide
+            seen = computed / computed_scores(m.context, m.causal, None)
+            self.workspace += compiler.scores * m.heads * m.context / shards * wide * seen
         self.attention_workspace = self.forward_workspace = 0.0
         # Forward alone: a branch's input, its norm's output and its sum, and the larger branch.
         core = self.core if fused else scores * (size + wide)

@@ -167,9 +167,11 @@ class _Step:
         """By branch, what backward through the first layer does without, as nothing below is trained.  A loop over
         layers, and a pipeline, compute it all the same."""
         plan = self.plan
-        if plan.layout.pipe > 1 or plan.trains("embedding") or not self.unrolled or not self.runs.layer_passes:
+        in_a_loop = plan.scan and not plan.prefetch
+        if plan.layout.pipe > 1 or plan.trains("embedding") or in_a_loop or not self.runs.layer_passes:
             return {}
-        pre, trains = self.config.model.norm == "pre", functools.partial(plan.trains, "blocks")
+        first = [key for key in plan.names["blocks"] if key.startswith("0_")]  # where layers are of several kinds
+        pre, trains = self.config.model.norm == "pre", functools.partial(plan.trains, "blocks", *first)
         before_attention = pre and trains("norm1")
         before_mlp = trains("attention") or trains("norm1") or (pre and trains("norm2"))
         unneeded = {}
@@ -177,7 +179,9 @@ class _Step:
             unneeded["attention"] = _Unneeded(reductions=1, gathers=1, weights=(*_COLUMN["attention"], "out"))
         elif not before_attention:
             unneeded["attention"] = _Unneeded(reductions=1, weights=_COLUMN["attention"])
-        if not before_mlp:
+        if not (before_mlp or trains("norm2") or trains("mlp")):
+            unneeded["mlp"] = _Unneeded(reductions=1, gathers=1, weights=(*_COLUMN["mlp"], "down"))
+        elif not before_mlp:
             unneeded["mlp"] = _Unneeded(reductions=1, weights=_COLUMN["mlp"])
         return unneeded
 
@@ -357,10 +361,11 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
                     continue
                 bytes_ = wire_bytes(kind, elements * share * dtype_bytes(dtype), plan.sizes[axis])
                 if (uses := uses_of[path]) == ("blocks",):
-                    layers = transfers.layers - transfers.unused.get(layer_path(path)[1], 0)
                     # A stack holds those layers alone that have its place in the period.
-                    count += transfers.per_stack * (shapes[path][0] / all_layers if transfers.per_stack > 1 else 1)
-                    sent += layers / step.layers * bytes_
+                    (place, of_layer), in_stack = layer_path(path), shapes[path][0]
+                    count += transfers.per_stack * (in_stack / all_layers if transfers.per_stack > 1 else 1)
+                    unused = transfers.unused.get(of_layer, 0) if place == 0 else 0
+                    sent += (transfers.layers / step.layers - unused / in_stack) * bytes_
                     repeated += transfers.repeated / step.layers * bytes_
                 else:
                     times = sum(transfers.rest[use] for use in uses) if transfers.rest else 1
@@ -386,7 +391,8 @@ def _weight_gathers(step: _Step) -> _Transfers:
                 ("blocks", branch, key): config.parallel.microbatches
                 for branch, unneeded in step.unneeded.items()
                 for key in unneeded.weights
-                if branch not in step.plan.prefetch or step.unrolled == 1  # a loop gathers them all the same
+                # A loop gathers what is prefetched all the same: all of a period's first layer.
+                if step.unrolled == 1 or (branch not in step.plan.prefetch and len(config.model.kinds) == 1)
             }
             formula, layers = f"{times}Pm of the layers, one by one", layers + again
             return _Transfers(formula, layers, layers, again * step.unrolled, unused=unused)

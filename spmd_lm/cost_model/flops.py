@@ -3,7 +3,7 @@ device's peak matrix FLOP/s, published by its vendor, or for a CPU measured.
 
 Model FLOPs are those of matrix products: 2 per multiply-add, and backward costs twice as much as forward.  Attention
 counts the full square of scores, causal or not, as papers do (arXiv:2104.04473, section 5.1, without its
-recomputation); in a window its width."""
+recomputation); in a window `span` keys a query, or 2 x span - 1 without a causal mask."""
 
 import functools
 import timeit
@@ -37,13 +37,13 @@ def _forward(config: RunConfig) -> _Forward:
     m = config.model
     per_token, per_row = _head_weights(config)
     matrices, scores = Counter[tuple[str, str]](), 0.0
-    for place, kind in enumerate(m.of_each_kind):
+    for place, c in enumerate(m.of_each_kind):
         each = 2.0 * m.context * m.layers_like(place) * m.width
-        attention = {"query": kind.width, "key": kind.kv_width, "value": kind.kv_width, "out": kind.width}
-        mlp = dict.fromkeys(("up", "gate", "down") if kind.activation == "swiglu" else ("up", "down"), kind.mlp_dim)
+        attention = {"query": c.width, "key": c.kv_width, "value": c.kv_width, "out": c.width}
+        mlp = dict.fromkeys(("up", "gate", "down") if c.activation == "swiglu" else ("up", "down"), c.mlp_dim)
         for name, branch in {"attention": attention, "mlp": mlp}.items():
             matrices.update({(name, key): each * size for key, size in branch.items()})
-        keys = m.context if kind.span is None else kind.span if kind.causal else 2 * kind.span - 1
+        keys = m.context if c.span is None else c.span if c.causal else 2 * c.span - 1
         scores += 2 * each * min(m.context, keys)
     return _Forward(
         matrices=dict(matrices),
@@ -111,25 +111,19 @@ def peak(device: jax.Device, dtype: str, simulated_devices: int = 1) -> Peak | N
 
 
 class Utilization(NamedTuple):
-    """What a job's MFU is of.  model_flops: of a step of all devices; what is recomputed does not count.  peak: of one
-    device; None where no figure is published."""
+    """Model FLOPs of a job's step, and the peak rate of all its devices; None where none is published."""
 
     model_flops: float
     peak: Peak | None
-    devices: int
 
     @classmethod
     def of(cls, config: RunConfig, plan: Plan, device: jax.Device) -> Self:
         devices = plan.layout.devices
-        return cls(train_step(config, plan), peak(device, config.precision.compute, devices), devices)
-
-    @property
-    def peak_flops(self) -> float | None:
-        """Of all devices, in the compute dtype."""
-        return self.peak.flops * self.devices if self.peak else None
+        one = peak(device, config.precision.compute, devices)
+        return cls(train_step(config, plan), one and one._replace(flops=devices * one.flops))
 
     def mfu(self, step_seconds: float) -> float | None:
-        return self.model_flops / step_seconds / self.peak_flops if self.peak_flops else None
+        return self.model_flops / step_seconds / self.peak.flops if self.peak else None
 
 
 @functools.cache

@@ -63,8 +63,8 @@ class _Sizes:
         self.layer = self.parts["blocks"] // self.layers  # the weights of one
         # What is gathered ahead, for one layer; its gradients are scattered as much later.
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True) for key in plan.prefetch)
-        period = len(self.config.model.kinds) if plan.prefetch else 1  # layers whose weights are gathered together
-        # Of what is gathered together, with what is gathered ahead.
+        self.period = period = len(self.config.model.kinds) if plan.prefetch else 1  # layers gathered at a time
+        # Weights gathered at a time, and those gathered ahead.
         self.in_use = period * (self.layer + ahead * self.itemsize // self.layers)
         # Gradients of one layer before they are scattered, and with what is scattered a layer later.
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True, trained=True) for key in plan.prefetch)
@@ -270,7 +270,9 @@ def _phases(config: RunConfig, plan: Plan, sizes: _Sizes) -> list[Phase]:
     # freed what the last one saved, and recomputes the first one ahead of its turn.
     layers_apart = sizes.compiler.sums_overlap and bool(plan.prefetch)
     workspace = sizes.workspace + (sizes.hidden if layers_apart and config.remat_policy.recomputes_layer else 0)
-    saved_in_loop = sizes.saved + sizes.unrolled - (sizes.saved // config.model.layers if layers_apart else 0)
+    saved_in_loop = (
+        sizes.saved + sizes.unrolled - (sizes.period * sizes.saved // config.model.layers if layers_apart else 0)
+    )
     forward_weights = weights + (sizes.in_use if plan.zero.gathers_on_use else 0)
     head_zeros = sizes.head_gradient if config.objective.predicts_tokens else 0  # there from the start
     phases = [

@@ -13,11 +13,11 @@ import jax
 
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, RunConfig
-from spmd_lm.cost_model.activations import tokens_per_device
+from spmd_lm.cost_model.activations import shares_of_kinds, tokens_per_device
 from spmd_lm.cost_model.kernels import Kernels, Product
 from spmd_lm.cost_model.systems import System
 from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
-from spmd_lm.ops.attention import computed_scores, seen_scores
+from spmd_lm.ops.attention import computed_scores, unmasked_scores
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.plan import Plan
 
@@ -102,9 +102,9 @@ class LayerWork(NamedTuple):
         return 1.0 if self.eager else computed_scores(*self._attended)
 
     @property
-    def seen(self) -> float:
+    def unmasked(self) -> float:
         """Share of the scores that no mask hides."""
-        return seen_scores(*self._attended)
+        return unmasked_scores(*self._attended)
 
     @property
     def _attended(self) -> tuple[int, bool, int | None]:
@@ -179,7 +179,7 @@ class LayerWork(NamedTuple):
         all but the averages of values; a compiled program leaves out a part of the hidden scores."""
         products = self.attention_products
         if self.fuses_attention:
-            flops = sum(product.flops for product in products) * self.seen
+            flops = sum(product.flops for product in products) * self.unmasked
             forward = kernels.attention(flops)
             return forward, kernels.attention(2.5 * flops), forward
         # Softmax, and dropout with its mask; scale and causal mask, where they are operations of their own.
@@ -211,9 +211,9 @@ class LayerWork(NamedTuple):
 
 
 def layer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> LayerSeconds:
-    """Of a layer; where layers are of several kinds, the mean over all."""
+    """Mean seconds of the run's layers."""
     each = [LayerWork.of(of_kind, plan, system).seconds(kernels) for of_kind in config.of_each_kind]
-    shares = [config.model.layers_like(place) / config.model.layers for place in range(len(each))]
+    shares = shares_of_kinds(config)
     return jax.tree.map(lambda *seconds: sum(map(operator.mul, seconds, shares)), *each)
 
 

@@ -143,9 +143,8 @@ def norm(param: str, module: str) -> tuple[WeightMapping, WeightMapping]:
     return WeightMapping(f"{param}.scale", f"{module}.weight"), WeightMapping(f"{param}.bias", f"{module}.bias")
 
 
-DECODER = {"kind": "gpt", "token_types": 0, "norm": "pre"}
-GPT2_BERT = {"kv_heads": None, "norm_type": "layer", "positions": "learned", "use_bias": True}
-GPT2_BERT |= {"share_layers": False, "period": None}
+DECODER = {"kind": "gpt", "token_types": 0, "norm": "pre", "period": None}
+GPT2_BERT = {"kv_heads": None, "norm_type": "layer", "positions": "learned", "use_bias": True, "share_layers": False}
 GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 GPT2_LAYER = "transformer.h.{layer}"
@@ -230,7 +229,7 @@ BERT = Architecture(
         ConfigKey("attention_probs_dropout_prob", "attention_dropout", 0.1),
         ConfigKey("layer_norm_eps", "norm_eps", 1e-12),
     ),
-    fixed={"kind": "bert", "norm": "post", "tie_embeddings": True} | GPT2_BERT,
+    fixed={"kind": "bert", "norm": "post", "tie_embeddings": True, "period": None} | GPT2_BERT,
     # An untied model has a second bias in place of cls.predictions.bias.
     required={"tie_word_embeddings": True, "position_embedding_type": "absolute", "is_decoder": False}
     | {"add_cross_attention": False, "quantization_config": None},
@@ -282,9 +281,7 @@ LLAMA = Architecture(
         ConfigKey("rope_theta", "rope_theta", 10_000.0),
         ConfigKey("tie_word_embeddings", "tie_embeddings", False),
     ),
-    fixed=DECODER
-    | {"norm_type": "rms", "positions": "rotary", "use_bias": False, "share_layers": False}
-    | {"period": None},
+    fixed=DECODER | {"norm_type": "rms", "positions": "rotary", "use_bias": False, "share_layers": False},
     required={"rope_type": "default", "partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False}
     | {"sliding_window": None, "quantization_config": None},
     buffers=(f"{LLAMA_LAYER}.self_attn.rotary_emb.inv_freq",),

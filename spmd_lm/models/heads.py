@@ -10,7 +10,7 @@ from flax import nnx
 from spmd_lm.active_rules import partition_spec
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, Objective
-from spmd_lm.models.layers import Linear, Norm, ParamInit, add_bias
+from spmd_lm.models.layers import HasMatrices, Norm, ParamInit, add_bias
 from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, GATED_ACTIVATIONS, LossDict, residual_dropout
 from spmd_lm.ops.collectives import (
     all_gather,
@@ -28,7 +28,7 @@ from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.ops.norm import widen
 
 
-class Head(Linear):
+class Head(HasMatrices):
     """pooled: whether it has BERT's pooler, a dense layer over a row's first token (arXiv:1810.04805)."""
 
     def __init__(self, init: ParamInit, *, pooled: bool = False):

@@ -1,6 +1,6 @@
 """A language model as pure functions of plain dicts of arrays; GPT, BERT and Llama are settings of it.
 
-nnx defines the modules and their parameter names; this module turns them into functions: `embed`, `block_fn` and
+nnx defines the modules and their parameter names; this module turns them into functions: `embed`, `block_fns` and
 `losses` (or `eval_sums`) for a train step or a pipeline, `extend` for generation.  Layers are stacked along a leading
 dimension, `layers`.  Nothing here asks for a device or a rank."""
 
@@ -34,6 +34,10 @@ from spmd_lm.period import BlockFn, Period, sum_by_name
 Params = dict  # nested dicts of arrays: embedding, blocks, head
 Gather = Callable[[Params], Params]  # makes the parameters of one layer, or of one period, of the stack whole
 KVCaches = tuple[Any, Any]
+
+
+def _identity(params: Params) -> Params:
+    return params
 
 
 class ModelInput(NamedTuple):
@@ -120,7 +124,7 @@ class LanguageModel:
 
     @functools.cached_property
     def _block_graphs(self) -> list[nnx.GraphDef]:
-        """For each place in the period."""
+        """Graph of the block at each place in the period."""
         return [self._graph(c, Block) for c in self.c.of_each_kind]
 
     def _graph(self, c: Model, make: Callable[[ParamInit], nnx.Module]) -> nnx.GraphDef:
@@ -153,7 +157,7 @@ class LanguageModel:
         return tuple(self._checkpoint(block, policy=save) for block in blocks)
 
     def last_block_fns(self) -> tuple[BlockFn, ...]:
-        """Those of a last period that is cut short, whose layers run outside of a loop."""
+        """`block_fns` of a last period that is cut short, which run outside of a loop."""
         return dataclasses.replace(self, scan_layers=False).block_fns()[: self.period.rest]
 
     @jax.named_scope("blocks")
@@ -242,8 +246,8 @@ class LanguageModel:
         batch = checked(batch, batch_names, "Write jax.device_put(batch, NamedSharding(mesh, P(axis of batch))).")
         rows, time = batch.tokens.shape
         for what, size, name in (
-            (f"model.heads={self.c.heads}", self.c.heads, "heads"),
-            (f"model.kv_heads={self.c.kv_heads}", self.c.kv_heads or self.c.heads, "heads"),
+            *((f"model.heads={c.heads}", c.heads, "heads") for c in self.c.of_each_kind),
+            *((f"model.kv_heads={c.kv_heads}", c.kv_heads or c.heads, "heads") for c in self.c.of_each_kind),
             (f"the batch's sequences, {time} tokens long,", time, SEQUENCE),
             (f"the number of examples in {rows} rows", rows // self.objective.rows_per_example, "batch"),
         ):
@@ -253,7 +257,7 @@ class LanguageModel:
             raise LayoutError("remat.policy=block is for spmd-lm train alone. Use remat.policy=full.")
         return params, batch
 
-    def forward(self, params: Params, batch: Batch, gather: Gather = lambda layer: layer) -> dict[str, jax.Array]:
+    def forward(self, params: Params, batch: Batch, gather: Gather = _identity) -> dict[str, jax.Array]:
         """Logits of a batch [batch, time], by what the head predicts.  On a mesh of jax.set_mesh as `mean_loss`."""
         if is_explicit():
             params, batch = self._checked(params, batch)
@@ -262,14 +266,9 @@ class LanguageModel:
         return self.logits(params, x, batch)
 
     def _run_layers(
-        self,
-        stack: Params,
-        x: jax.Array,
-        model_input: ModelInput,
-        gather: Gather = lambda layer: layer,
-        **options: bool,
+        self, stack: Params, x: jax.Array, model_input: ModelInput, gather: Gather = _identity, unroll: bool = False
     ) -> tuple[jax.Array, LossDict]:
-        """x through all layers, and the sums of their losses.  options: of lax.scan."""
+        """x through all layers, and the sums of their losses."""
         period = self.period
 
         def run(block: BlockFn, x: jax.Array, inputs: tuple[Params, jax.Array]) -> tuple[jax.Array, LossDict]:
@@ -278,7 +277,7 @@ class LanguageModel:
 
         indices = jnp.arange(period.count, dtype=jnp.int32)
         full = functools.partial(run, period.in_order(self.block_fns()))
-        x, losses = self._scan_periods(full, x, stack, indices, **options)
+        x, losses = self._scan_periods(full, x, stack, indices, unroll)
         losses = {name: each.sum(0) for name, each in losses.items()}
         if period.rest:
             last = period.cut_short.in_order(self.last_block_fns())
@@ -286,12 +285,12 @@ class LanguageModel:
             losses = sum_by_name(losses, more)
         return x, losses
 
-    def _scan_periods(self, run: Callable, x: jax.Array, stack: Params, per_period: Any, **options: bool) -> tuple:
+    def _scan_periods(self, run: Callable, x: jax.Array, stack: Params, per_period: Any, unroll: bool = False) -> tuple:
         """lax.scan of run(x, (params, entry of `per_period`)) over all whole periods; mostly each is a layer."""
         if not self.c.share_layers:
-            return jax.lax.scan(run, x, (self.period.full(stack), per_period), **options)
+            return jax.lax.scan(run, x, (self.period.full(stack), per_period), unroll=unroll)
         shared = jax.tree.map(lambda w: w[0], stack)
-        return jax.lax.scan(lambda x, entry: run(x, (shared, entry)), x, per_period, self.c.layers, **options)
+        return jax.lax.scan(lambda x, entry: run(x, (shared, entry)), x, per_period, self.c.layers, unroll=unroll)
 
     def empty_cache(self, rows: int, dtype: jnp.dtype) -> KVCaches:
         """Keys and values of `rows` sequences, [rows, context, local kv heads, head width] each: of each layer of a

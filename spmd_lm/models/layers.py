@@ -71,7 +71,7 @@ def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
 
 
 def column_parallel(x: jax.Array, weights: tuple[Matrix, ...], name: str, *, ordered: bool = True) -> list[jax.Array]:
-    """The residual stream x times each of `weights` [width, other], sharded along `name`; the sequence is whole."""
+    """The residual stream x times each of `weights` [width, other], sharded along `name`, for the whole sequence."""
     del ordered  # it always is
     x = copy_to_region(x, name)
     return [w.multiply(x) for w in weights]
@@ -83,14 +83,6 @@ def row_parallel(h: jax.Array, w: Matrix, name: str, *, ordered: bool = True) ->
     return reduce_from_region(w.multiply(h, transpose=True), name)
 
 
-def column_in_parts(x: jax.Array, weights: tuple[Matrix, ...], name: str, *, ordered: bool) -> list[jax.Array]:
-    return all_gather_matmul(x, tuple(w.entries for w in weights), name, ordered)
-
-
-def row_in_parts(h: jax.Array, w: Matrix, name: str, *, ordered: bool) -> jax.Array:
-    return matmul_reduce_scatter(h, w.entries, name, ordered)
-
-
 class BranchProducts(NamedTuple):
     """How a branch leaves the residual stream and comes back to it: products, each with a collective.  Both take
     `ordered`: whether tokens must be in order in between."""
@@ -99,8 +91,8 @@ class BranchProducts(NamedTuple):
     row: Callable[..., jax.Array] = row_parallel
 
     def checkpointed(self, checkpoint: Callable) -> Self:
-        """The same, where backward gathers the input again, of which each device saves its shard of the sequence
-        (arXiv:2205.05198, section 4.2.2)."""
+        """These products under remat: each device saves its shard of the input's sequence, and backward gathers it
+        again (arXiv:2205.05198, section 4.2.2)."""
 
         def column(x: jax.Array, weights: tuple[Matrix, ...], name: str, *, ordered: bool) -> list[jax.Array]:
             return checkpoint(lambda x, weights: self.column(x, weights, name, ordered=ordered))(x, weights)
@@ -108,7 +100,10 @@ class BranchProducts(NamedTuple):
         return self._replace(column=column)
 
 
-PRODUCTS_IN_PARTS = BranchProducts(column_in_parts, row_in_parts)
+PRODUCTS_IN_PARTS = BranchProducts(
+    lambda x, weights, name, *, ordered: all_gather_matmul(x, tuple(w.entries for w in weights), name, ordered),
+    lambda h, w, name, *, ordered: matmul_reduce_scatter(h, w.entries, name, ordered),
+)
 """The same, in parts whose communication runs beside other parts."""
 
 
@@ -119,11 +114,9 @@ class BlockProducts(NamedTuple):
     mlp: BranchProducts = BranchProducts()
 
 
-class Linear(nnx.Module):
-    """A layer with matrices."""
-
+class HasMatrices(nnx.Module):
     def matrix(self, name: str) -> Matrix:
-        """The matrix `name`, made of what is stored for it."""
+        """The matrix `name` as products use it, made of the arrays that are stored for it."""
         return Matrix(getattr(self, name)[...])
 
 

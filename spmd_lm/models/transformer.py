@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
-from spmd_lm.models.layers import INIT_STD, BlockProducts, Linear, Norm, ParamInit, add_bias
+from spmd_lm.models.layers import INIT_STD, BlockProducts, HasMatrices, Norm, ParamInit, add_bias
 from spmd_lm.ops.attention import AttentionSpec
 from spmd_lm.ops.collectives import residual_stream, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
@@ -32,9 +32,9 @@ training, through a cache in generation."""
 
 
 class BlockContext(NamedTuple):
-    """What surrounds a block, whatever its kind.  make_attention: its attention.  dropout_key: of this layer; None for
-    no dropout.  products: how its branches leave the residual stream.  checkpoint: jax.checkpoint, of what backward
-    always computes again."""
+    """A block's arguments besides x, whatever its kind.  make_attention: its attention, from its sizes.  dropout_key:
+    of this layer; None for no dropout.  products: how its branches leave the residual stream.  checkpoint:
+    jax.checkpoint, of what backward always computes again."""
 
     make_attention: Callable[[AttentionSpec], AttentionCore]
     dropout_key: DropoutKey | None = None
@@ -83,7 +83,7 @@ class Embedding(nnx.Module):
         return residual_dropout(x, self.dropout, key, AFTER_EMBEDDING)
 
 
-class Attention(Linear):
+class Attention(HasMatrices):
     """The projections of multi-head attention."""
 
     def __init__(self, init: ParamInit, out_std: float):
@@ -105,7 +105,7 @@ class Attention(Linear):
         return add_bias(y, self.out_bias)
 
 
-class MLP(Linear):
+class MLP(HasMatrices):
     def __init__(self, init: ParamInit, out_std: float):
         c = init.c
         self.up, self.up_bias = init.linear(c.mlp_dim, "mlp")

@@ -48,10 +48,12 @@ def global_indices(name: str, local_size: int) -> Array:
     return shard_index(name) * local_size + jnp.arange(local_size, dtype=jnp.int32)
 
 
-def row_positions(size: int, name: str = TIME) -> Array:
-    """Where in its row each of this device's `size` tokens is, int32 [size].  name: of their dimension, which in the
-    residual stream is `sequence`."""
-    return global_indices(name, size)
+def row_positions(size: int, name: str = TIME, part: slice = slice(None)) -> Array:
+    """Positions in their rows of this device's `size` tokens, or of a part of them, int32.  name: of their dimension,
+    which in the residual stream is `sequence`."""
+    if nontrivial_axes(name) or part == slice(None):
+        return global_indices(name, size)[part]
+    return jnp.arange(*part.indices(size)[:2], dtype=jnp.int32)  # no slice of an array
 
 
 def local_slice(x: Array, name: str, dim: int) -> Array:

@@ -16,7 +16,9 @@ class Matrix:
     multiplies.
 
     Each of the arrays is a parameter by itself, which the plan shards, pads, gathers and saves by the names of its
-    dimensions.  Here it is the matrix; one that is stored otherwise, as codes or as a sum, is another such type."""
+    dimensions.  Here there is one.  A quantized matrix, or one with low-rank terms, is another such type; products in
+    parts take `entries` alone.  Backward may save the input and these arrays themselves, the same objects, which
+    with_gathered_weights drops by identity and gathers again; what is computed from them it would save."""
 
     entries: jax.Array
 

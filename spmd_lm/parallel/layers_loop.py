@@ -37,7 +37,8 @@ class LayersLoop:
     def run(
         self, block: BlockFn, stacks: Stacks, x: Array, microbatch: Tree, first_layer: Array | int = 0
     ) -> tuple[Array, Losses]:
-        """x through all layers, and the sum of their losses.  first_layer: the model's index of the first layer."""
+        """x through all layers, and the sum of their losses.  first_layer: the index of the
+        first layer, or of its period, among all of the model's."""
         if self.layers_per_weight > 1:
             block, stacks = self._share_weights(block, stacks)
         if self.layers_per_remat_block > 1:

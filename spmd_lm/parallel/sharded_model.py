@@ -25,12 +25,15 @@ from spmd_lm.period import BlockFn, Period, sum_by_name
 class ModelFns:
     """A model as a step runs it.  `microbatch` may hold anything.
 
-    embed(params, microbatch) -> x; blocks: of each layer of a period block(layer_params, x, microbatch, index of the
-    period) -> (x, losses), and last_blocks of one that is cut short, outside of a loop; head(params, x, microbatch) ->
-    losses by name, in training each already divided by the total loss weight of the global batch: they
-    and gradients are summed over microbatches and BATCH_AXES, never averaged; LanguageModel.eval_sums in evaluation.
+    embed(params, microbatch) -> x.
+    blocks: for each layer of a period block(layer_params, x, microbatch, index of the period) -> (x, losses).
+    last_blocks: the same of a last period that is cut short, for use outside of a loop.
+    head(params, x, microbatch) -> losses by name, in training each already divided by the total loss weight of the
+    global batch: they and gradients are summed over microbatches and TOKEN_AXES, never averaged;
+    LanguageModel.eval_sums in evaluation.
     embed_params, head_params: the subtrees of a tree of parameters, or of some of them, that embed and head read; a
-    tied table is in both.  loop: how layers run."""
+    tied table is in both.
+    loop: how layers run."""
 
     embed: Callable[[Tree, Tree], Array]
     blocks: tuple[BlockFn, ...]
@@ -207,7 +210,7 @@ class ShardedModel:
         return self.plan.scatter(grads, names, self.reduce_dtype)
 
     def _stacks(self) -> Stacks:
-        """Of each of which `_block` takes one layer, or period; the first one is differentiated."""
+        """The stacks of which `_block` takes one entry each, a layer or a period; the first one is differentiated."""
         if self.scatters_in_backward:
             return self.grad_argument.blocks, self.shards.blocks, self.gathered.blocks
         trained, frozen = self.grad_argument.blocks, exclude(self.gathered.blocks, self.grad_argument.blocks)

@@ -123,9 +123,12 @@ def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
 
 
 def _describe_attention(config: RunConfig, plan: Plan) -> dict[str, str]:
-    """The kernel and why; both of each, where kinds of layers have several."""
+    """The attention kernels of all kinds of layers, and the reasons, each once."""
     choices = dict.fromkeys(choose_kernel(of_kind, plan.platform) for of_kind in config.of_each_kind)
-    return {"kernel": ", ".join(each.kernel for each in choices), "why": "; ".join(each.why for each in choices)}
+    return {
+        "kernel": ", ".join(dict.fromkeys(each.kernel for each in choices)),
+        "why": "; ".join(each.why for each in choices),
+    }
 
 
 def _describe_layers(config: RunConfig, plan: Plan) -> dict[str, Any]:
@@ -134,14 +137,15 @@ def _describe_layers(config: RunConfig, plan: Plan) -> dict[str, Any]:
     choice = choose_loop(config, plan.platform, prefetch=bool(plan.prefetch), scatters=scatters)
     copies = saved_traffic(config, plan) if plan.platform == "gpu" else None
     kinds = config.model.kinds
-    period = [kind.model_dump(exclude_none=True) for kind in kinds] if config.model.period else None
+    period = [kind.as_written for kind in kinds] if config.model.period else None
     return {"count": config.model.layers, "period": period} | choice._asdict() | {"loop_copies": copies}
 
 
 def _describe_period(layers: dict[str, Any]) -> str:
     if not layers["period"]:
         return ""
-    runs = [(kind, len(list(group))) for kind, group in itertools.groupby(each["kind"] for each in layers["period"])]
+    kinds = (each if isinstance(each, str) else each["kind"] for each in layers["period"])
+    runs = [(kind, len(list(group))) for kind, group in itertools.groupby(kinds)]
     last = layers["count"] % len(layers["period"])
     cut_short = f", the last one of {pluralize(last, 'layer')}" if last else ""
     return f" in periods of {' and '.join(f'{n} {kind}' for kind, n in runs)}{cut_short},"

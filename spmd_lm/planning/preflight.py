@@ -19,6 +19,7 @@ from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.load import dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
+from spmd_lm.cost_model.activations import shares_of_kinds
 from spmd_lm.cost_model.expected_collectives import layer_passes
 from spmd_lm.cost_model.step_time import predict_step, step_range
 from spmd_lm.cost_model.systems import find_system
@@ -170,11 +171,10 @@ def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
     """Of a device in a step, of attention in one kernel, which the program's text does not show: forward, and backward
     with what it computes again; of a causal model what its mask does not hide."""
     once = 0.0
-    for place, of_kind in enumerate(config.of_each_kind):
+    for of_kind, share in zip(config.of_each_kind, shares_of_kinds(config), strict=True):
         if choose_kernel(of_kind, plan.platform).kernel != "xla":
             layer = LayerWork.of(of_kind, plan, find_system("spmd_lm"))
-            share = layer.seen * config.model.layers_like(place) / config.model.layers
-            once += share * sum(product.flops for product in layer.attention_products)
+            once += share * layer.unmasked * sum(product.flops for product in layer.attention_products)
     ahead, passes = layer_passes(config, plan)
     again = config.remat_policy.policy in ("full", "residual", "selective", "block")
     return once * (ahead + passes * (1 + again + 2.5))

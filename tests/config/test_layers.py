@@ -49,9 +49,10 @@ def test_a_kind_that_cannot_be_is_told_where_it_is(period, problem):
         (
             [f"model.period=[{WINDOW}, block]", "model.layers=6", "parallel.pipe=2"],
             "model.layers=6 is not divisible by parallel.pipe=2 x the 2 layers of model.period: stages are alike. "
-            "Use parallel.pipe=1, or model.layers=4 or 8.",
+            "Use parallel.pipe=1 or 3, or model.layers=4 or 8.",
         ),
         ([f"model.period=[{WINDOW}, block]", "model.share_layers=true"], "model.share_layers=true with several kinds"),
+        (["model.period=[{kind: block, rope_theta: 5.0}]"], "rope_theta in model.period has no effect"),
         ([f"model.period=[{WINDOW}, block]", "remat.policy=block"], "remat.policy=block with several kinds"),
         (
             ["model.kind=bert", "objective.kind=masked_lm", f"model.period=[{WINDOW}, block]", "model.attention=cudnn"],
@@ -61,6 +62,13 @@ def test_a_kind_that_cannot_be_is_told_where_it_is(period, problem):
 )
 def test_what_a_kind_cannot_be_combined_with_is_refused(overrides, problem):
     assert any(problem in each for each in problems(*overrides)), problems(*overrides)
+
+
+def test_a_period_is_written_as_it_is_read():
+    period = [{"kind": "window", "span": 8, "heads": 2}, "block"]
+    config = make_config(model={"period": period})
+    assert config.model_dump()["model"]["period"] == config.model_dump(mode="json")["model"]["period"] == period
+    assert make_config(model=config.model.model_dump()).model == config.model
 
 
 def test_keys_of_a_kind_replace_the_model_s():

@@ -6,7 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_lm.ops.attention import KERNELS, AttentionSpec, attention, attention_with_cache
+from spmd_lm.ops.attention import (
+    KERNELS,
+    AttentionSpec,
+    attention,
+    attention_with_cache,
+    computed_scores,
+    query_blocks,
+    unmasked_scores,
+)
 from spmd_lm.ops.dropout import DropoutKey
 from tests import reference
 from tests.helpers import over_model, relative
@@ -186,13 +194,47 @@ def test_a_cache_takes_several_tokens_at_once(x64):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 128])
-def test_cudnn_is_the_xla_attention(width):
+@pytest.mark.parametrize(("width", "span"), [(64, None), (128, None), (64, 40)])
+def test_cudnn_is_the_xla_attention(width, span):
     q, k, v, g = (x.astype(jnp.bfloat16) for x in inputs(256, width=4 * width))
 
     def run(kernel):
-        spec = AttentionSpec(4, 4, kernel=kernel)
+        spec = AttentionSpec(4, 4, span=span, kernel=kernel)
         return with_gradients(lambda q, k, v: attention(q, k, v, spec))(q, k, v, g)
 
     cudnn, xla = ([x.astype(np.float32) for x in run(kernel)] for kernel in ("cudnn", "xla"))
     check(cudnn, xla, 2**-6)
+
+
+def test_cudnn_is_asked_for_the_same_window(monkeypatch, x64):
+    """By jax's name for it; on a CPU jax's own attention answers."""
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    )
+    ask, asked = jax.nn.dot_product_attention, []
+
+    def answer(*arrays, implementation, **options):
+        asked.append(implementation)
+        return ask(*arrays, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", answer)
+    q, k, v = (x.reshape(*x.shape[:2], HEADS, -1) for x in inputs(32)[:3])
+    spec = AttentionSpec(HEADS, HEADS, span=5)
+    assert relative(KERNELS["cudnn"](q, k, v, None, spec, None), KERNELS["xla"](q, k, v, None, spec, None)) < 1e-6
+    assert asked == ["cudnn"]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("span", [None, 3, 40, 100, 200])
+def test_shares_of_scores_are_those_of_masks_and_of_blocks(causal, span):
+    """And blocks leave out none that a mask shows, nor compute more for a window than without one."""
+    time = 128
+    row, column = np.arange(time)[:, None], np.arange(time)
+    mask = (column <= row if causal else True) & (abs(row - column) < (span or time))
+    cover = np.zeros((time, time), bool)
+    for queries, keys in query_blocks(time, causal, span):
+        cover[queries, keys] = True
+    assert (mask <= cover).all()
+    assert computed_scores(time, causal, span) == cover.mean() <= computed_scores(time, causal, None)
+    if span:
+        assert unmasked_scores(time, causal, span) == pytest.approx(np.broadcast_to(mask, cover.shape).mean())

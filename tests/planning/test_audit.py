@@ -382,7 +382,13 @@ PERIOD = [{"kind": "window", "span": 32}, {"kind": "block", "mlp_width": 1024}]
     [
         ("cpu:8", {"model": 2, "zero": 3, "sequence": True, "microbatches": 2}),
         pytest.param("cpu:8", {"zero": 1}, marks=slow),
-        pytest.param("cpu:8", {"zero": 3, "prefetch": "on"}, marks=slow),
+        pytest.param("cpu:8", {"zero": 3, "prefetch": "on", "freeze": "embedding.* blocks.0.* *norm*"}, marks=slow),
+        pytest.param("cpu:8", {"zero": 3, "scan": False, "freeze": "embedding.* *attention* *norm1*"}, marks=slow),
+        *(
+            pytest.param(name, {"pipe": 2, "layers": layers, "zero": 3, "microbatches": 4}, marks=slow)
+            for name in ("cpu:8", "h100:1x8")
+            for layers in (4, 8)
+        ),
         *(
             pytest.param(name, parallel, marks=slow)
             for name in ("h100:1x8", "v5p:2x2x2")
@@ -391,9 +397,19 @@ PERIOD = [{"kind": "window", "span": 32}, {"kind": "block", "mlp_width": 1024}]
     ],
 )
 def test_layers_of_several_kinds_send_what_theory_says(name, parallel):
-    """Five layers in periods of two: a loop of two periods, and a layer after it."""
-    keys = {"tie_embeddings": False, "period": PERIOD}
-    exact(audited(name, layers=5, remat="full", model_keys=keys, **parallel))
+    """Five layers in periods of two: a loop of two periods, and a layer after it; in pipelines one period, or two."""
+    own = {"layers": 5, "scan": True, "freeze": ""}
+    layers, scan, freeze = (parallel.get(key, default) for key, default in own.items())
+    parallel = {key: value for key, value in parallel.items() if key not in own}
+    model = SIZES | {"tie_embeddings": False, "period": PERIOD, "layers": layers, "scan": scan}
+    config = make_config(
+        model=model | {"dropout": 0.0, "attention_dropout": 0.0},
+        parallel={"data": -1} | parallel,
+        precision=BF16,
+        optim={"freeze": freeze},
+        train={"batch": 64},
+    )
+    exact(audit(config, compilable(name)))
 
 
 def test_gradients_cross_data_once_however_many_microbatches():

@@ -22,6 +22,7 @@ from spmd_lm.reports.runs import write_report
 from spmd_lm.runtime.directories import is_locked, lock_directory, was_killed
 from spmd_lm.sweeps.jobs import LocalJobs
 from spmd_lm.training import loop
+from spmd_lm.training.run import TrainingRun
 from tests.data.tokenizers.test_subwords import TINY, wordpiece
 from tests.training import test_loop
 from tests.training.test_loop import FakeProgram, make_config
@@ -172,6 +173,7 @@ def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "trained"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "Program", FakeProgram)
+        patch.setattr(TrainingRun, "utilization", test_loop.UTILIZATION)
         patch.setattr(loop, "plan_report", test_loop.PLAN_REPORT)
         loop.train(make_config(directory))
     return directory

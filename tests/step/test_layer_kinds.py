@@ -35,7 +35,10 @@ def run(name: str, scan: bool = True, remat: str = "none", **parallel):
 @pytest.mark.parametrize(
     ("name", "scan", "remat", "parallel"),
     [
-        ("1:1, cut short", True, "full", {"data": 2, "model": 2, "sequence": True, "zero": 3, "prefetch": "on"}),
+        pytest.param(
+            *("1:1, cut short", True, "full", {"data": 2, "model": 2, "sequence": True, "zero": 3, "prefetch": "on"}),
+            marks=pytest.mark.mutants,
+        ),
         pytest.param("1:1", False, "none", {"pipe": 2, "data": 2, "zero": 1, "microbatches": 2}, marks=SLOW),
         pytest.param("1:1, cut short", False, "none", {"data": 1}, marks=SLOW),
         pytest.param("1:1, cut short", True, "selective", {"data": 4, "model": 2, "microbatches": 2}, marks=SLOW),

@@ -48,7 +48,7 @@ def make_config(directory, **changes):
     return RunConfig.model_validate(tree)
 
 
-UTILIZATION = Utilization(1e6, Peak(1e12, "published"), 1)
+UTILIZATION = Utilization(1e6, Peak(1e12, "published"))
 
 
 class FakeProgram:

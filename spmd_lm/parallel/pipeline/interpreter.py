@@ -85,7 +85,7 @@ class Pipeline:
     def __init__(self, model: ShardedModel, schedule: Schedule, microbatches: Tree):
         self.model, self.plan, self.microbatches = model, model.plan, microbatches
         self.stages, self.table = schedule.stages, schedule_table(schedule)
-        self.layers_per_chunk = jax.tree.leaves(model.shards.blocks)[0].shape[0] // schedule.chunks
+        self.periods_per_chunk = jax.tree.leaves(model.shards.blocks)[0].shape[0] // schedule.chunks
         self.breadth_first = schedule.kind == "breadth_first"
         self.trains_embedding = bool(jax.tree.leaves(model.fns.embed_params(model.grad_argument.rest)))
         self.scatters_per_chunk = self.plan.zero.scatter_per == "chunk"
@@ -213,7 +213,8 @@ class Pipeline:
     def backward_task(self, task: StageTask, carry: Carry, so_far: TaskResult) -> TaskResult:
         x, d_y = carry.inputs[task.input_slot], carry.output_grads[task.output_grad_slot]
         microbatch, model = self.microbatch(task.microbatch), self.chunk_model(task, carry)
-        if self.layers_per_chunk == 1 and not self.scatters_per_chunk:  # its backward follows at once: saves one gather
+        # The backward of a single layer follows at once: saves one gather.
+        if self.periods_per_chunk == self.model.fns.period.layers == 1 and not self.scatters_per_chunk:
             model = model.with_gathered_blocks()
         y, layer_losses, accumulate_grads = model.vjp_layers(x, microbatch, self.first_layer(task))
         losses, grads, chunk_grads = so_far.losses, so_far.grads, so_far.chunk_grads
@@ -227,7 +228,7 @@ class Pipeline:
             if self.plan.platform == "tpu":  # whose compiler would copy whole stacks for the loop that scatters them
                 chunk_grads = jax.tree.map(as_row_major, chunk_grads)
         else:
-            blocks, d_x = accumulate_grads(d_y, grads.blocks, task.chunk * self.layers_per_chunk)
+            blocks, d_x = accumulate_grads(d_y, grads.blocks, task.chunk * self.periods_per_chunk)
             grads = Parts(blocks, grads.rest if self.breadth_first else self.embedding_vjp(task, d_x, rest))
         message, end_activation = self.transfer.pack(d_x), d_x if self.breadth_first else None
         return TaskResult(message, None, losses, grads, chunk_grads, end_activation)
@@ -266,16 +267,16 @@ class Pipeline:
     # ---- chunks
 
     def first_layer(self, task: StageTask) -> Array:
-        """The model's index of the chunk's first layer."""
-        return (task.chunk * self.stages + self.stage) * self.layers_per_chunk
+        """The index of the chunk's first layer, or period, among all of the model's."""
+        return (task.chunk * self.stages + self.stage) * self.periods_per_chunk
 
     def chunk_model(self, task: StageTask, carry: Carry) -> ShardedModel:
         if carry.chunk_params is not None:
             return self.model.with_unsharded_gradients(carry.chunk_params)
-        return self.model.chunk(task.chunk * self.layers_per_chunk, self.layers_per_chunk)
+        return self.model.chunk(task.chunk * self.periods_per_chunk, self.periods_per_chunk)
 
     def gather_chunk(self, chunk: Array) -> Tree:
-        return self.model.chunk(chunk * self.layers_per_chunk, self.layers_per_chunk).gather_blocks()
+        return self.model.chunk(chunk * self.periods_per_chunk, self.periods_per_chunk).gather_blocks()
 
     def run_task(
         self, half: str, task: StageTask, carry: Carry, run: RunTask, idle: TaskResult
@@ -309,7 +310,7 @@ class Pipeline:
         """`carry` with the gradients of a chunk scattered into `grads`, once they are summed over all microbatches."""
 
         def write_leaf(total: Array, shard: Array) -> Array:
-            shard, first = shard.astype(total.dtype), task.chunk * self.layers_per_chunk
+            shard, first = shard.astype(total.dtype), task.chunk * self.periods_per_chunk
             return lax.dynamic_update_slice_in_dim(total, shard, first, 0)
 
         def write(blocks: Tree) -> Tree:
