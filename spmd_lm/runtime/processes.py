@@ -46,6 +46,7 @@ agreements = itertools.count()  # a process may train twice: keys are written on
 LEAVE_SECONDS = 15  # for a process that leaves to say why
 TELL_SECONDS = 2  # for the coordinator to answer a process that leaves
 leaving = threading.Event()  # set when this process ends
+aborted = threading.Event()  # set when jax aborts it, after which no question to the coordinator returns
 LOST_PEER = ("Gloo", "NCCL", "UNAVAILABLE", "Connection closed", "Connection reset", "unhealthy")
 """In the messages of collectives that fail because a process is gone."""
 
@@ -113,6 +114,7 @@ def exit_on_abort() -> None:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def on_abort(_: int) -> None:
+        aborted.set()
         if leaving.is_set():  # another thread knows why, and is about to say so
             time.sleep(LEAVE_SECONDS)
         os.write(2, b"error: another process of the job is gone, or this one was aborted: see what stands above.\n")

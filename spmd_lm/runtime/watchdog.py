@@ -1,7 +1,8 @@
 """Notices a step, a save or an evaluation that does not end: a deadlock, a device or a file system that hangs, a
 process of the job that was stopped.
 
-Heartbeats do not: they come from another thread than the one that hangs.  The stacks of all threads go to standard
+Heartbeats do not: they come from another thread than the one that hangs.  Of a process that was stopped they end too,
+and end the job with 8 where train.watchdog is more patient than they are.  The stacks of all threads go to standard
 error, with the process that lags, and this process ends with exit code 7, at once: a thread that waits for a collective
 cannot be interrupted."""
 
@@ -21,7 +22,7 @@ from contextlib import suppress
 from spmd_lm.config.schema import Watchdog
 from spmd_lm.errors import Exit
 from spmd_lm.runtime.formatting import format_duration
-from spmd_lm.runtime.processes import in_a_job, leave_job, leaving, publish, published
+from spmd_lm.runtime.processes import aborted, in_a_job, leave_job, leaving, publish, published
 
 TICK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # for the coordinator, which may be the one that hangs
@@ -111,10 +112,11 @@ class StepWatch:
 
         threading.Thread(target=ask, daemon=True).start()
         deadline = time.monotonic() + ANSWER_SECONDS
-        while len(answers) < 2 and time.monotonic() < deadline:
+        while len(answers) < 2 and not aborted.is_set() and time.monotonic() < deadline:
             time.sleep(0.1)
         if len(answers) < 2:
-            return "process 0 does not answer"
+            other = ", or jax has lost another: see what stands above" if aborted.is_set() else ""
+            return f"process 0 does not answer{other}"
         first, second = answers
         silent = [process for process, (_, ticks) in second.items() if first.get(process, [0, -1])[1] == ticks]
         fewest = min(step for step, _ in second.values())

@@ -13,6 +13,11 @@ from spmd_lm.errors import Exit
 from tests.reliability.jobs import Job, child, losses
 
 WATCHFUL = ["train.watchdog.minimum=8", "train.watchdog.factor=3"]
+# jax calls a stopped process dead 7.5 to 15 s later, for it sends a heartbeat every half of HEARTBEAT_SECONDS; the
+# watchdog takes up to 11.5 s to name it.
+SLOW_HEARTBEATS = (
+    "import spmd_lm.cli, spmd_lm.runtime.processes as p, sys; p.HEARTBEAT_SECONDS = 60; sys.exit(spmd_lm.cli.main())"
+)
 
 
 @pytest.mark.slow
@@ -37,13 +42,24 @@ def test_a_killed_process_is_seen_by_the_other(tmp_path, victim, moment):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_process_is_named(tmp_path, victim):
-    with Job(tmp_path / "run", "train.steps=100000", *WATCHFUL) as job:
+    with Job(tmp_path / "run", "train.steps=100000", *WATCHFUL, program=SLOW_HEARTBEATS) as job:
         job.wait_for("step 12/")
         job.processes[victim].send_signal(signal.SIGSTOP)
         assert job.processes[1 - victim].wait(30) == Exit.HANG
         output = job.outputs[1 - victim].read_text()
         assert "Current thread" in output or "Thread 0x" in output  # the stacks
         assert ("process 0 does not answer" if victim == 0 else "process 1 (last step") in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_heartbeats_of_a_stopped_process_end_before_a_patient_watchdog(tmp_path, victim):
+    with Job(tmp_path / "run", "train.steps=100000") as job:
+        job.wait_for("step 12/")
+        job.processes[victim].send_signal(signal.SIGSTOP)
+        assert job.processes[1 - victim].wait(30) == Exit.PEER_LOST
+        output = job.outputs[1 - victim].read_text()
+        assert "another process of the job is gone" in output and "(train.watchdog)" not in output
 
 
 @pytest.mark.slow

@@ -2,10 +2,13 @@
 
 import sys
 import textwrap
+import threading
 
 import pytest
 
+from spmd_lm.config.schema import Watchdog
 from spmd_lm.errors import Exit
+from spmd_lm.runtime import watchdog
 from tests import processes
 
 PROGRAM = """
@@ -55,3 +58,15 @@ def test_a_step_or_a_save_that_hangs_ends_the_process(activity, what):
     hanging, said = ended.stdout.splitlines()
     assert hanging == "hanging" and said.startswith(f"{what} has not ended in ")
     assert 'File "<string>", line 36 in <module>' in ended.stderr  # the last line
+
+
+@pytest.mark.parametrize("is_aborted, said", [(False, ""), (True, ", or jax has lost another: see what stands above")])
+def test_the_first_process_is_not_blamed_where_jax_has_aborted_the_one_that_asks(monkeypatch, is_aborted, said):
+    """Its thread that takes answers is within the handler of SIGABRT then, and process 0 may be itself."""
+    aborted = threading.Event()
+    monkeypatch.setattr(watchdog, "published", lambda name: threading.Event().wait())  # it never answers
+    monkeypatch.setattr(watchdog, "aborted", aborted)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 60.0 if is_aborted else 0.2)  # it is not waited for
+    if is_aborted:
+        aborted.set()
+    assert watchdog.StepWatch(Watchdog(), lambda: "step", print)._lagging() == f"process 0 does not answer{said}"

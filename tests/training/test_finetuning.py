@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 PRETRAINING = """
 run: {name: first, dir: DIR/first}
-model: {kind: bert, layers: 2, width: 32, heads: 4, context: 32, vocab: 260, token_types: 2, norm: post}
+model: {kind: bert, layers: 2, width: 64, heads: 4, context: 32, vocab: 260, token_types: 2, norm: post}
 objective: {kind: masked_lm}
 data: {source: text, path: DIR/text.txt}
 parallel: {data: 4, model: 2}
