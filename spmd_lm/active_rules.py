@@ -7,7 +7,7 @@ mesh."""
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +25,13 @@ def is_spec(x: Any) -> bool:
 class AxisRules:
     """Which mesh axes shard each name of an activation's dimension, and how many devices lie along each axis.
 
-    `rules` lists every name that a model may use; a name that is not in it is a mistake, not a whole dimension."""
+    `rules` lists every name that a model may use; a name that is not in it is a mistake, not a whole dimension.
+    with_gathered: where parameters are sharded over more axes between their uses, what gathers them for a function of
+    the model, as parallel/own_mesh.py has it."""
 
     rules: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
+    with_gathered: Callable[..., Callable] | None = None
 
     def axes(self, name: str | None) -> tuple[str, ...]:
         return () if name is None else tuple(self.rules[name])

@@ -3,6 +3,7 @@
 A new kind of parallelism is an axis here, rows of the tables in parallel/rules.py, and what docs/extending.md lists.
 Imports no jax: configurations are checked without it."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,10 +28,20 @@ SEQUENCE, TIME = "sequence", "time"
 """Dimension 1 of the residual stream, [batch, sequence, width]; between the branches' products it is `time`, all of a
 row on every device."""
 
+SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
+"""The dimension that ZeRO shards, and its name where it is sharded."""
+
 
 def is_dim_names(x: Any) -> bool:
     """Whether a node of a tree is an array's dimension names (a leaf) rather than a container of more nodes."""
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
+
+
+@functools.cache
+def sharded_names(names: DimNames) -> DimNames:
+    """The dimension names of a parameter as ZeRO shards it.  A vector's are unchanged."""
+    matrix = len([name for name in names if name != "layers"]) > 1
+    return tuple(ZERO_WIDTH if name == SHARDED_DIM else name for name in names) if matrix else names
 
 
 def axis_of(name: str) -> str:

@@ -14,6 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd_lm
+from spmd_lm.analysis.compiled_collectives import collective_instructions
+from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.errors import LayoutError
 from tests import reference
 from tests.helpers import FLOAT32, ORIGINAL_BERT, assert_close, host_batch, make_config, relative
@@ -21,6 +23,7 @@ from tests.helpers import FLOAT32, ORIGINAL_BERT, assert_close, host_batch, make
 ROOT = Path(__file__).parents[1]
 TENSOR = {"heads": "model", "mlp": "model", "vocab": "model"}
 RULES = TENSOR | {"batch": "data"}
+ZERO = RULES | {"zero": "data"}
 SIZES = {"vocab": 62, "dropout": 0.2, "attention_dropout": 0.1}
 GPT = {"model": SIZES}
 BERT = {
@@ -66,6 +69,16 @@ def computed(rules: dict, shape: tuple[int, int], sections: dict) -> tuple[jax.A
         pytest.param({"batch": ("data", "model")}, GPT, id="rows over both", marks=slow),
         pytest.param(TENSOR, GPT, id="weights", marks=slow),
         pytest.param(RULES | {"sequence": "model"}, {"model": SIZES | PERIOD}, id="several kinds", marks=slow),
+        pytest.param(ZERO, GPT, id="zero"),
+        pytest.param(ZERO | {"sequence": "model"}, BERT, id="zero, bert", marks=slow),
+        pytest.param(ZERO | {"sequence": "model"}, {"model": SIZES | PERIOD}, id="zero, several kinds", marks=slow),
+        pytest.param(
+            ZERO, {"model": SIZES | {"scan": False, "tie_embeddings": False}}, id="zero, unrolled", marks=slow
+        ),
+        pytest.param(ZERO, GPT | {"remat": {"policy": "full"}}, id="zero, remat", marks=slow),
+        pytest.param(ZERO, {"model": SIZES | {"share_layers": True}}, id="zero, shared layers", marks=slow),
+        pytest.param({"batch": ("data", "model"), "zero": "model"}, GPT, id="zero, replicas", marks=slow),
+        pytest.param({"batch": ("data", "model"), "zero": ("data", "model")}, GPT, id="zero over both", marks=slow),
     ],
 )
 def test_what_is_computed_does_not_depend_on_the_mesh(rules, sections):
@@ -134,9 +147,9 @@ def test_a_step_outside_of_the_rules_is_refused():
         jax.eval_shape(model.mean_loss, model.init(0), host_batch(config, 0))
 
 
-def laid_out() -> tuple:
+def laid_out(sizes: dict | None = None, policy: str = "none") -> tuple:
     """A model, and its parameters and batch by the rules of this context."""
-    config = make_config(model=SIZES, precision=FLOAT32)
+    config = make_config(model=SIZES | (sizes or {}), precision=FLOAT32, remat={"policy": policy})
     model, mesh = spmd_lm.make_model(config), jax.sharding.get_mesh()
     params = jax.device_put(model.init(0), spmd_lm.param_shardings(model))
     return model, params, jax.device_put(host_batch(config, 0), NamedSharding(mesh, P("data")))
@@ -165,6 +178,51 @@ def test_gradients_of_reduced_parameters_wait_for_their_sum():
     assert sums and not any("[32,32]" in line for line in sums), "a matrix is 32 x 32"
 
 
+DEEP = {"layers": 12, "width": 64}
+
+
+def compiled_gradients(rules: dict, policy: str = "none") -> jax.stages.Compiled:
+    """Of a deep model on data 8."""
+    with jax.set_mesh(mesh_of((8, 1))), spmd_lm.axis_rules(batch="data", **rules):
+        model, params, batch = laid_out(DEEP, policy)
+        return jax.jit(jax.grad(model.mean_loss)).lower(params, batch).compile()
+
+
+@pytest.mark.parametrize("policy", ["none", pytest.param("full", marks=slow)])
+def test_under_zero_each_layer_gathers_forward_and_backward(policy):
+    """A layer has 6 matrices; outside of the loop are the table of tokens, twice, and that of positions."""
+    module = HloModule(compiled_gradients({"zero": "data"}, policy).as_text())
+    found = [i for i in collective_instructions(module, 8) if i.wire_bytes and i.full_bytes >= 4 * 16 * DEEP["width"]]
+
+    def arrays(kind: str, times: int) -> int:
+        return sum(i.num_arrays for i in found if (i.kind, i.count) == (kind, times))
+
+    assert (arrays("all-gather", DEEP["layers"]), arrays("reduce-scatter", DEEP["layers"])) == (2 * 6, 6)
+    assert (arrays("all-gather", 1), arrays("reduce-scatter", 1)) == (3, 3)
+    assert not [i for i in found if i.kind not in ("all-gather", "reduce-scatter")]
+
+
+@pytest.mark.parametrize("policy", ["none", pytest.param("full", marks=slow)])
+def test_under_zero_no_stack_of_gathered_weights_is_held(policy):
+    """A gathered stack would be 12 layers more than without ZeRO, and a copy of its shards 1.5 layers."""
+    layer = 12 * DEEP["width"] ** 2 * 4
+    without, with_zero = (compiled_gradients(rules, policy).memory_analysis() for rules in ({}, {"zero": "data"}))
+    assert with_zero.argument_size_in_bytes < without.argument_size_in_bytes / 6
+    assert with_zero.output_size_in_bytes < without.output_size_in_bytes / 6
+    assert with_zero.temp_size_in_bytes < without.temp_size_in_bytes + layer / 8
+
+
+def test_a_model_is_made_sharded_over_zero():
+    with jax.set_mesh(mesh_of((4, 2))), spmd_lm.axis_rules(**ZERO):
+        model, params, _ = laid_out()
+        shardings = spmd_lm.param_shardings(model)
+        made = jax.jit(lambda: model.init(0), out_shardings=shardings)()
+    assert_close(made, params, 1e-6)
+    assert shardings["blocks"]["mlp"]["up"].spec == P(None, ("data",), ("model",))
+    assert shardings["embedding"]["tokens"].spec == P(("model",), ("data",))
+    assert shardings["blocks"]["norm1"]["scale"].spec == P(None, None)
+
+
 def test_rules_of_another_mesh_are_refused():
     with jax.set_mesh(mesh_of((4, 2))):
         rules = spmd_lm.axis_rules(**RULES)
@@ -174,8 +232,11 @@ def test_rules_of_another_mesh_are_refused():
 
 
 @slow
-def test_the_example_trains_to_the_losses_of_train(tmp_path):
+@pytest.mark.parametrize("zero", ["", ', zero="data"'])
+def test_the_example_trains_to_the_losses_of_train(zero, tmp_path):
     """On data 4 x model 2, with dropout, in float64."""
+    example = tmp_path / "own_loop.py"
+    example.write_text((ROOT / "docs/examples/own_loop.py").read_text().replace('batch="data"', 'batch="data"' + zero))
     keys = {f"precision.{what}": "float64" for what in ("params", "compute", "reduce")}
     keys |= {"run.simulate_devices": 8, "parallel.model": 2, "train.steps": 10}
     keys |= {"model.dropout": 0.1, "model.attention_dropout": 0.1}
@@ -188,7 +249,7 @@ def test_the_example_trains_to_the_losses_of_train(tmp_path):
             [sys.executable, *command, *overrides], cwd=ROOT, env=env, check=True, capture_output=True, text=True
         ).stdout
 
-    losses = [float(line) for line in run("docs/examples/own_loop.py").split()]
+    losses = [float(line) for line in run(str(example)).split()]
     run("-m", "spmd_lm", "train", "configs/debug.yaml", f"run.dir={tmp_path}")
     records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert losses == pytest.approx([record["loss"] for record in records if "loss" in record], rel=1e-12)

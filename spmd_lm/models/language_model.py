@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd_lm.active_rules import num_shards, partition_spec
-from spmd_lm.axes import SEQUENCE
+from spmd_lm.active_rules import axis_rules, num_shards, partition_spec
+from spmd_lm.axes import SEQUENCE, is_dim_names, sharded_names
 from spmd_lm.batch import Batch
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
@@ -231,17 +231,19 @@ class LanguageModel:
         params, batch = self._checked(params, batch)
         key = None if dropout is None else DropoutKey(*dropout, batch.sample_ids)
         model_input = ModelInput(batch, key)
-        x = self.embed(params, model_input)
+        x = self._embed_gathered(params, model_input)
         x, auxiliary = self._run_layers(params["blocks"], x, model_input, unroll=not self.scan_layers)
         wide = widen(x).dtype
         weights = {name: w.astype(wide) for name, w in loss_weights(self.objective, batch).items()}
         totals = nonzero_totals({name: w.sum() for name, w in weights.items()})
-        losses = self.losses(params, x, model_input, {name: w / totals[name] for name, w in weights.items()})
+        weights = {name: w / totals[name] for name, w in weights.items()}
+        losses = self._run_gathered(self.losses, self.head_params, params, x, model_input, weights)
         return functools.reduce(operator.add, [*losses.values(), *auxiliary.values()])
 
     def _checked(self, params: Params, batch: Batch) -> tuple[Params, Batch]:
         """Both, of global arrays.  Raises LayoutError for those of which something else would be computed."""
-        params = checked(params, self.names, "Write jax.device_put(params, spmd_lm.param_shardings(model)).")
+        names = jax.tree.map(sharded_names, self.names, is_leaf=is_dim_names)
+        params = checked(params, names, "Write jax.device_put(params, spmd_lm.param_shardings(model)).")
         batch_names = jax.tree.map(lambda x: ("batch", None)[: x.ndim], batch)
         batch = checked(batch, batch_names, "Write jax.device_put(batch, NamedSharding(mesh, P(axis of batch))).")
         rows, time = batch.tokens.shape
@@ -261,9 +263,32 @@ class LanguageModel:
         """Logits of a batch [batch, time], by what the head predicts.  On a mesh of jax.set_mesh as `mean_loss`."""
         if is_explicit():
             params, batch = self._checked(params, batch)
-        x = self.embed(params, ModelInput(batch))
+        x = self._embed_gathered(params, ModelInput(batch))
         x, _ = self._run_layers(params["blocks"], x, ModelInput(batch), gather)
-        return self.logits(params, x, batch)
+        return self._run_gathered(self.logits, self.head_params, params, x, batch)
+
+    def _with_gathered(self, f: Callable, names: Params, **how: bool) -> Callable:
+        """f(params, x, *inputs), given parameters of these names as the rules shard them between uses."""
+        rules = axis_rules()
+        return f if rules is None or rules.with_gathered is None else rules.with_gathered(f, names, **how)
+
+    def _run_gathered(self, f: Callable, select: Callable[[Params], Params], params: Params, *inputs: Any) -> Any:
+        """f(params, x, *inputs) of what `select` takes of the parameters."""
+        return self._with_gathered(f, select(self.names), again=False)(select(params), *inputs)
+
+    def _embed_gathered(self, params: Params, model_input: ModelInput) -> jax.Array:
+        def embed(params: Params, _: None, model_input: ModelInput) -> jax.Array:
+            return self.embed(params, model_input)
+
+        return self._run_gathered(embed, self.embed_params, params, None, model_input)
+
+    def _gathering(self, blocks: tuple[BlockFn, ...], in_loop: bool) -> tuple[BlockFn, ...]:
+        """Blocks, each of which gathers its own parameters."""
+        names = jax.tree.map(lambda names: names[1:], self.names["blocks"], is_leaf=is_dim_names)
+        return tuple(
+            self._with_gathered(block, of_layer, again=True, prevent_cse=not in_loop)
+            for block, of_layer in zip(blocks, self.period.trees(names), strict=False)
+        )
 
     def _run_layers(
         self, stack: Params, x: jax.Array, model_input: ModelInput, gather: Gather = _identity, unroll: bool = False
@@ -276,11 +301,11 @@ class LanguageModel:
             return block(gather(layers), x, model_input, index)
 
         indices = jnp.arange(period.count, dtype=jnp.int32)
-        full = functools.partial(run, period.in_order(self.block_fns()))
+        full = functools.partial(run, period.in_order(self._gathering(self.block_fns(), in_loop=not unroll)))
         x, losses = self._scan_periods(full, x, stack, indices, unroll)
         losses = {name: each.sum(0) for name, each in losses.items()}
         if period.rest:
-            last = period.cut_short.in_order(self.last_block_fns())
+            last = period.cut_short.in_order(self._gathering(self.last_block_fns(), in_loop=False))
             x, more = run(last, x, (period.last(stack), jnp.int32(period.count)))
             losses = sum_by_name(losses, more)
         return x, losses

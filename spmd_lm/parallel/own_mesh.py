@@ -1,19 +1,24 @@
-"""Rules, and shardings of parameters, on a mesh of one's own: for models in a jax.jit outside of a Plan."""
+"""Rules, shardings of parameters, and ZeRO-3, on a mesh of one's own: for models in a jax.jit outside of a Plan."""
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from spmd_lm.active_rules import AxisRules, num_shards, partition_spec
-from spmd_lm.axes import DimNames, is_dim_names
+from spmd_lm.active_rules import AxisRules, nontrivial_axes, num_shards, partition_spec
+from spmd_lm.axes import SEQUENCE, ZERO_WIDTH, DimNames, is_dim_names, sharded_names
 from spmd_lm.errors import LayoutError
-from spmd_lm.ops.sharding_types import rules_of_mesh
+from spmd_lm.ops.sharding_types import TypeOf, as_gradient, manual_region, rules_of_mesh
+from spmd_lm.parallel import zero
 from spmd_lm.parallel.rules import REPLICATED, Table
 from spmd_lm.parallel.trees import Tree
 
-SHARDABLE = ("batch", "sequence", "heads", "mlp", "vocab")
-"""Names that rules of one's own may shard."""
+SHARDABLE = ("batch", "sequence", "heads", "mlp", "vocab", "zero")
+"""Names that rules of one's own may shard; `zero` is the width of matrices between their uses."""
 
 
 def rules_on_mesh(mesh: AbstractMesh, axes: Mapping[str, str | tuple[str, ...] | None]) -> AxisRules:
@@ -22,7 +27,9 @@ def rules_on_mesh(mesh: AbstractMesh, axes: Mapping[str, str | tuple[str, ...] |
     table = {name: (on,) if isinstance(on, str) else tuple(on or ()) for name, on in axes.items()}
     if problems := [*_mesh_problems(mesh), *_table_problems(mesh, table)]:
         raise LayoutError(*problems)
-    return AxisRules({**REPLICATED, **table}, dict(mesh.shape))
+    table[ZERO_WIDTH] = table.pop("zero", ())
+    gathers = any(mesh.shape[axis] > 1 for axis in table[ZERO_WIDTH])
+    return AxisRules({**REPLICATED, **table}, dict(mesh.shape), with_gathered if gathers else None)
 
 
 def _mesh_problems(mesh: AbstractMesh) -> Iterator[str]:
@@ -42,8 +49,10 @@ def _table_problems(mesh: AbstractMesh, table: Table) -> Iterator[str]:
         for axis in on:
             if not mesh.empty and axis not in mesh.axis_names:
                 yield f"{name}='{axis}' is no axis of the mesh; it has {', '.join(mesh.axis_names)}."
-        if name != "batch" and set(on) & set(table.get("batch", ())):
+        if name not in ("batch", "zero") and set(on) & set(table.get("batch", ())):
             yield f"{name} shares an axis of the mesh with batch: an axis shards rows or weights."
+    if others := [axis for axis in table.get("zero", ()) if axis not in table.get("batch", ())]:
+        yield f"zero names {', '.join(others)}, which is no axis of batch: ZeRO shards what batch's devices replicate."
     branches = {table.get(name, ()) for name in ("heads", "mlp", "vocab")}
     if table.get("sequence") and branches != {table["sequence"]}:
         yield "sequence is to be sharded over the same axes as heads, mlp and vocab."
@@ -56,15 +65,61 @@ def param_shardings(names: Tree, shapes: Tree) -> Tree:
     rules_of_mesh()
     mesh = jax.sharding.get_mesh()
     problems = {
-        f"dimension '{name}' of size {size} is not divisible by the {num_shards(name)} devices of its axes."
+        f"dimension '{name}' of size {size} is not divisible by the {num_shards(sharded)} devices of its axes."
         for dim_names, leaf in zip(jax.tree.leaves(names, is_leaf=is_dim_names), jax.tree.leaves(shapes), strict=True)
-        for name, size in zip(dim_names, leaf.shape, strict=True)
-        if name and size % num_shards(name)
+        for name, sharded, size in zip(dim_names, sharded_names(dim_names), leaf.shape, strict=True)
+        if sharded and size % num_shards(sharded)
     }
     if problems:
         raise LayoutError(*sorted(problems), "Only spmd-lm train pads: choose sizes that are divisible.")
 
     def sharding(dim_names: DimNames) -> NamedSharding:
-        return NamedSharding(mesh, partition_spec(*dim_names))
+        return NamedSharding(mesh, partition_spec(*sharded_names(dim_names)))
 
     return jax.tree.map(sharding, names, is_leaf=is_dim_names)
+
+
+def with_gathered(f: Callable, names: Tree, *, again: bool, prevent_cse: bool = False) -> Callable:
+    """run(params, x, *inputs) = f(params, x, *inputs), where params, of these names, are sharded by the rule `zero`.
+
+    Backward scatters their gradients; x has one too, and inputs have none.  again: backward gathers a second time, and
+    nothing gathered is held until then.  prevent_cse: as of zero.with_gathered_weights."""
+    names = jax.tree.map(sharded_names, names, is_leaf=is_dim_names)
+    token_axes = {*nontrivial_axes("batch"), *nontrivial_axes(SEQUENCE)}
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    in_order = device is not None and device.platform == "cpu"
+
+    def axes_of(names: DimNames) -> tuple[str, ...]:
+        return nontrivial_axes(ZERO_WIDTH) if ZERO_WIDTH in names else ()
+
+    def specs(tree: Tree, names: Tree, what: str) -> Tree:
+        """Of matrices `what`, reduced or unreduced, over axes along which devices have seen other tokens with the same
+        shard; vectors stay as they are."""
+
+        def spec(names: DimNames, x: Array) -> P:
+            if ZERO_WIDTH not in sharded_names(names):
+                return jax.typeof(x).sharding.spec
+            sharding = {axis for name in names if name for axis in nontrivial_axes(name)}
+            return partition_spec(*names).update(**{what: token_axes - sharding})
+
+        return jax.tree.map(spec, names, tree, is_leaf=is_dim_names)
+
+    def gather(params: Tree) -> Tree:
+        run = functools.partial(zero.gather, names=names, axes_of=axes_of, width=None)
+        gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
+        return manual_region(run, specs(params, gathered_names, "reduced"))(params)
+
+    def scatter(types: Tree, grads: Tree) -> Tree:
+        run = functools.partial(zero.scatter, names=names, axes_of=axes_of, padded_shape=lambda _, shape: shape)
+        run = functools.partial(run, dtype=jnp.result_type(*jax.tree.leaves(grads)), in_order=in_order)
+        grads = manual_region(run, specs(grads, names, "unreduced"))(grads)
+        return jax.tree.map(lambda g, x: as_gradient(g.astype(x.type.dtype), x), grads, types)
+
+    def run(params: Tree, x: Array | None, *inputs):
+        types = jax.tree.map(lambda p: TypeOf(jax.typeof(p)), params)
+        how = {"prevent_cse": prevent_cse, "scatter_first": not again}
+        gathering = zero.with_gathered_weights(f, gather, functools.partial(scatter, types), **how)
+        # Not stop_gradient(params) where a loop over layers saves them: it would save a copy of the stack.
+        return gathering(params, params, None if again else gather(lax.stop_gradient(params)), x, *inputs)
+
+    return run

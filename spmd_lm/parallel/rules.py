@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, SEQUENCE, TIME, ZERO_AXES, DimNames, axes_named
+from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, SEQUENCE, TIME, ZERO_AXES, ZERO_WIDTH, DimNames, axes_named
 from spmd_lm.errors import LayoutError
 
 Table = Mapping[str, tuple[str, ...]]
 """From the name of a dimension to mesh axes, outermost first."""
 
 PARAMETER_NAMES = ("layers", "position", "type", "width", "heads", "mlp", "vocab", "feature", "label")
-NAMES = ("batch", TIME, SEQUENCE, *PARAMETER_NAMES)
+NAMES = ("batch", TIME, SEQUENCE, ZERO_WIDTH, *PARAMETER_NAMES)
 REPLICATED: Table = dict.fromkeys(NAMES, ())
 
 TENSOR: Table = {"heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
@@ -28,7 +28,7 @@ SEQUENCE_PARALLEL: Table = {SEQUENCE: (MODEL,)}
 sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes.  Norms, dropout and
 saved activations are sharded too; what is saved as shards is gathered once more in backward."""
 
-ZERO: Table = {"zero_width": ZERO_AXES}
+ZERO: Table = {ZERO_WIDTH: ZERO_AXES}
 """ZeRO (arXiv:1910.02054): the name that `zero.sharded_names` gives to one dimension of every matrix."""
 
 PIPELINE: Table = {"layers": (PIPE,)}

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from spmd_lm.axes import SHARDED_DIM as SHARDED_DIM
+from spmd_lm.axes import ZERO_WIDTH as ZERO_WIDTH
 from spmd_lm.axes import DimNames, is_dim_names
+from spmd_lm.axes import sharded_names as sharded_names
 from spmd_lm.ops.collectives import as_row_major, reduce_scatter
 from spmd_lm.parallel.trees import Tree, drop_residuals, merge, subset_of
-
-SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
-"""The dimension that ZeRO shards, and its name where it is sharded."""
 
 Frequency = Literal["never", "step", "chunk", "layer"]
 AxesOf = Callable[[DimNames], tuple[str, ...]]
@@ -66,22 +66,15 @@ class ZeroPolicy:
         return self.scatter_per in ("chunk", "layer")
 
 
-@functools.cache
-def sharded_names(names: DimNames) -> DimNames:
-    """The dimension names of a parameter as ZeRO shards it.  A vector's are unchanged."""
-    matrix = len([name for name in names if name != "layers"]) > 1
-    return tuple(ZERO_WIDTH if name == SHARDED_DIM else name for name in names) if matrix else names
-
-
 def gathered_names(names: DimNames) -> DimNames:
     """The inverse of `sharded_names`."""
     return tuple(SHARDED_DIM if name == ZERO_WIDTH else name for name in names)
 
 
 @jax.named_scope("weights")
-def gather(tree: Tree, names: Tree, axes_of: AxesOf, width: int, *, row_major_stacks: bool = False) -> Tree:
+def gather(tree: Tree, names: Tree, axes_of: AxesOf, width: int | None, *, row_major_stacks: bool = False) -> Tree:
     """Shards to unsharded leaves, one axis after the other, innermost first.  names: the sharded dimension names of
-    each leaf.  width: unpadded size of the sharded dimension.
+    each leaf.  width: unpadded size of the sharded dimension; None where nothing is padded.
 
     row_major_stacks: those of layers as loops read them.  A GPU gathers with the sharded dimension outermost and copies
     the stack for the loop; without this it keeps both until backward, whose first layer it runs ahead of the loop."""

@@ -28,6 +28,8 @@ def test_rules_of_one_s_own_shard_what_they_name():
         (AxisType.Auto, {"heads": "model"}, "axes that are not Explicit: data, model. Make it with jax.make_mesh"),
         (AxisType.Explicit, TENSOR | {"sequence": "data"}, "the same axes as heads, mlp and vocab"),
         (AxisType.Explicit, TENSOR | {"heads": ("model", "model")}, "heads names an axis of the mesh twice"),
+        (AxisType.Explicit, {"batch": "data", "zero": "model"}, "zero names model, which is no axis of batch"),
+        (AxisType.Explicit, {"zero": "data"}, "zero names data, which is no axis of batch"),
     ],
     ids=str,
 )
@@ -62,6 +64,17 @@ def test_sizes_that_the_mesh_does_not_divide_are_refused():
     problem, advice = error.value.problems
     assert problem == "dimension 'vocab' of size 61 is not divisible by the 2 devices of its axes."
     assert advice.startswith("Only spmd-lm train pads")
+
+
+def test_a_width_that_zero_does_not_divide_is_refused():
+    devices = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    names = {"scale": ("layers", "width"), "table": ("vocab", "width")}
+    shapes = {"scale": jax.ShapeDtypeStruct((2, 30), "float32"), "table": jax.ShapeDtypeStruct((62, 30), "float32")}
+    rules = rules_on_mesh(mesh(AxisType.Explicit), {"batch": "data", "zero": "data"})
+    with jax.set_mesh(devices), use_axis_rules(rules), pytest.raises(LayoutError) as error:
+        param_shardings(names, shapes)
+    problem, _ = error.value.problems
+    assert problem == "dimension 'width' of size 30 is not divisible by the 4 devices of its axes."
 
 
 def test_other_rules_trace_a_function_again():
