@@ -3,6 +3,8 @@
 __version__ = "0.1.0"
 
 __all__ = [
+    "ModelModules",
+    "Program",
     "audit",
     "axis_rules",
     "evaluate",

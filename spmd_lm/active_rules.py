@@ -34,6 +34,9 @@ class AxisRules:
     with_gathered: Callable[..., Callable] | None = None
 
     def axes(self, name: str | None) -> tuple[str, ...]:
+        if name is not None and name not in self.rules:
+            way = f"rules = {{'{name}': None}}, or in a loop of your own spmd_lm.axis_rules({name}=None, ...)"
+            raise LayoutError(f"no rule places the dimension '{name}'. Give its module {way}.")
         return () if name is None else tuple(self.rules[name])
 
     def __hash__(self) -> int:

@@ -31,6 +31,19 @@ if TYPE_CHECKING:
     from spmd_lm.models.language_model import LanguageModel
 
 
+def __getattr__(name: str) -> Any:
+    """The classes that need jax, imported when they are first used."""
+    if name == "Program":
+        from spmd_lm.step.program import Program
+
+        return Program
+    if name == "ModelModules":
+        from spmd_lm.models.modules import ModelModules
+
+        return ModelModules
+    raise AttributeError(f"module 'spmd_lm.api' has no attribute '{name}'")
+
+
 class Report(dict):
     """A result as plain data, as --json writes it; str(report) is the text that the command prints."""
 
@@ -231,7 +244,8 @@ def make_model(config: RunConfig) -> "LanguageModel":
 
 def axis_rules(**axes: str | tuple[str, ...]) -> "AbstractContextManager[None]":
     """Inside of jax.set_mesh: in this context models are traced with their dimensions sharded over these axes of the
-    mesh, as in axis_rules(batch="data", heads="model", mlp="model", vocab="model").  Raises LayoutError."""
+    mesh, as in axis_rules(batch="data", heads="model", mlp="model", vocab="model").  zero: axes of batch, over which
+    the width of matrices is sharded between their uses (docs/own-loop.md).  Raises LayoutError."""
     import jax
 
     from spmd_lm.active_rules import use_axis_rules
@@ -246,7 +260,7 @@ def param_shardings(model: "LanguageModel") -> dict[str, Any]:
     Raises LayoutError without them, and for sizes that the mesh does not divide."""
     from spmd_lm.parallel import own_mesh
 
-    return own_mesh.param_shardings(model.names, model.shapes)
+    return own_mesh.param_shardings(model.names, model.shapes, dict(model.modules.rules))
 
 
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:

@@ -19,9 +19,9 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.activations import tokens_per_device
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.memory import tokens_per_chunk
-from spmd_lm.errors import LayoutError
+from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.language_model import LanguageModel
-from spmd_lm.models.transformer import Block
+from spmd_lm.models.modules import ModelModules, modules_of_model
 from spmd_lm.ops.cross_entropy import LogitsPolicy
 from spmd_lm.parallel.mesh import Layout, abstract_mesh
 from spmd_lm.parallel.plan import Plan
@@ -38,15 +38,24 @@ def layout_on(config: RunConfig, devices: int) -> Layout:
     return Layout(**{axis: devices // others if degree == -1 else degree for axis, degree in degrees.items()})
 
 
-def make_model(config: RunConfig, platform: str, plan: Plan | None = None) -> LanguageModel:
-    """The model of `config` as a step of `plan` runs it, or one of its user's own."""
+def make_model(
+    config: RunConfig, platform: str, plan: Plan | None = None, modules: ModelModules | None = None
+) -> LanguageModel:
+    """The model of `config` as a step of `plan` runs it, or one of its user's own.  modules: default those of
+    `modules_of_model`."""
+    modules = modules or modules_of_model(config.model, config.objective)
+    if config.train.eval_every and not modules.has_eval_sums:
+        head = getattr(modules.head, "__name__", modules.head)
+        raise ConfigError(
+            f"train.eval_every={config.train.eval_every}: {head} has no eval_sums. Use train.eval_every=0."
+        )
     kernels = tuple(choose_kernel(each, platform).kernel for each in config.of_each_kind)
     m, p = config.model, config.precision
     tokens = tokens_per_chunk(config, plan) if plan else None
     logits = LogitsPolicy(p.reduce, p.logits == "compute", tokens)
     scan = plan.scan if plan else choose_loop(config, platform).scan
     in_parts = plan.collective_matmul if plan else ()
-    return LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, in_parts)
+    return LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, in_parts, modules)
 
 
 def enable_float64(config: RunConfig) -> None:
@@ -55,19 +64,22 @@ def enable_float64(config: RunConfig) -> None:
         jax.config.update("jax_enable_x64", True)
 
 
-def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> Plan:
+def abstract_plan(
+    config: RunConfig, devices: int, platform: str, kind: str, modules: ModelModules | None = None
+) -> Plan:
     """The plan of `config` on a number of devices that need not exist; its mesh is abstract.  Raises LayoutError if
     there is none.  Switches float64 on, for the whole process, if the config asks for it.  kind: of the devices, as jax
-    calls it, on which some of the defaults depend."""
+    calls it, on which some of the defaults depend.  modules: as of `make_model`."""
     layout, p = layout_on(config, devices), config.parallel
     enable_float64(config)
-    model, layers = make_model(config, platform), config.model.unique_layers
+    model, layers = make_model(config, platform, modules=modules), config.model.unique_layers
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
     stage = p.zero if layout.zero_shards > 1 else 0  # one device has every shard
     zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
     ahead = layout.zero_shards > 1 and prefetches(config, platform)
-    first_parts = (model.period.keys[:1] or Block.FIRST) if ahead and not breadth_first else ()
-    in_parts = branches_in_parts(config, platform, kind, tokens_per_device(config, layout))
+    first_parts = (model.period.keys[:1] or model.first_parts) if ahead and not breadth_first else ()
+    tokens = tokens_per_device(config, layout)
+    in_parts = () if model.modules.own_block else branches_in_parts(config, platform, kind, tokens)
     return _abstract_plan(
         model,
         layout,
@@ -83,6 +95,7 @@ def abstract_plan(config: RunConfig, devices: int, platform: str, kind: str) -> 
         scan=choose_loop(config, platform, prefetch=bool(first_parts), scatters=zero.scatters_in_backward).scan,
         device_kind=kind,
         freeze=tuple(config.optim.freeze.split()),
+        own_rules=model.modules.rules,
     )
 
 

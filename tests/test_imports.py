@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "spmd_lm"
 LAYERS = (
     {"errors", "files", "axes"},
     {"active_rules", "config", "period"},
-    {"ops", "batch"},
-    {"models", "parallel", "data", "runtime"},
+    {"ops", "batch", "own_module"},
+    {"models", "parallel", "data", "runtime", "own_optimizer"},
     {"cost_model"},
     {"analysis", "plots", "prepare", "resolve"},
     {"step"},
@@ -38,6 +38,8 @@ KNOW = {
     "config": {"axes", "errors", "files"},
     "ops": {"active_rules", "axes", "errors"},
     "batch": {"config"},
+    "own_module": {"config", "errors"},
+    "own_optimizer": {"config", "errors", "own_module"},
 }  # these, no more than this
 
 

@@ -19,6 +19,7 @@ from spmd_lm.analysis.hlo import HloModule
 from spmd_lm.errors import LayoutError
 from tests import reference
 from tests.helpers import FLOAT32, ORIGINAL_BERT, assert_close, host_batch, make_config, relative
+from tests.own import MIXER, example, write_module
 
 ROOT = Path(__file__).parents[1]
 TENSOR = {"heads": "model", "mlp": "model", "vocab": "model"}
@@ -84,6 +85,22 @@ def computed(rules: dict, shape: tuple[int, int], sections: dict) -> tuple[jax.A
 def test_what_is_computed_does_not_depend_on_the_mesh(rules, sections):
     loss, gradients, logits = computed(rules, (4, 2), sections)
     loss_alone, gradients_alone, logits_alone = computed(RULES, (1, 1), sections)
+    assert loss == pytest.approx(loss_alone, rel=1e-12)
+    assert_close(gradients, gradients_alone, 1e-11)
+    assert_close(logits, logits_alone, 1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rules", "source"),
+    [(ZERO | {"sequence": "model"}, example("GPTJBlock")), (ZERO | {"state": "model"}, MIXER)],
+    ids=["GPTJBlock", "Mixer"],
+)
+def test_blocks_of_ones_own_compute_the_same_too(x64, tmp_path, rules, source):
+    name = "Mixer" if source == MIXER else "GPTJBlock"
+    sections = {"model": SIZES | {"module": write_module(tmp_path, name, source)}}
+    loss, gradients, logits = computed(rules, (4, 2), sections)
+    loss_alone, gradients_alone, logits_alone = computed(RULES | {"state": None}, (1, 1), sections)
     assert loss == pytest.approx(loss_alone, rel=1e-12)
     assert_close(gradients, gradients_alone, 1e-11)
     assert_close(logits, logits_alone, 1e-11)

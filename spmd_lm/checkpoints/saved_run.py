@@ -2,7 +2,7 @@
 config is compared with today's, key by key."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,7 @@ from spmd_lm.checkpoints.directories import say_damaged
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.config.data_sections import RULES, TRAINED_TOKENIZERS, Data
 from spmd_lm.config.load import TOKENIZER_DIR, data_of_run, saved_tokenizer
+from spmd_lm.config.own_modules import ModuleRef
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import Dataset, load_data
@@ -114,8 +115,9 @@ def check_compatible(saved: Config, config: Config, directory: Path) -> list[str
     """The differences between the saved config of the run in `directory` and today's that leave its state usable, a
     line each.
 
-    Raises CheckpointError if the model differs."""
+    Raises CheckpointError if the model differs, and ConfigError for a changed file of a module of one's own."""
     changes = _changes(saved, config)
+    _check_modules(saved, config, changes.keys(), directory)
     if config.get("data", {}).get("tokenizer") == str(saved_tokenizer(directory)):
         changes.pop("data.tokenizer", None)  # the run's own copy: check_vocabulary compares what is in it
     if other_model := _select(changes, MODEL_KEYS, COMPUTATION_KEYS):
@@ -123,6 +125,19 @@ def check_compatible(saved: Config, config: Config, directory: Path) -> list[str
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
         raise CheckpointError("\n".join([header, *other_model, advice]))
     return [line for key, line in changes.items() if not _is_under(key, ("run",)) or key in COMPILED_KEYS]
+
+
+def _check_modules(saved: Config, config: Config, changed: Collection[str], directory: Path) -> None:
+    may_change = {"data"} if config.get("data", {}).get("allow_change") else set()
+    for section in sorted(config.keys() - may_change):
+        old, new = (each.get(section, {}).get("module") for each in (saved, config))
+        if f"{section}.module" in changed and old and new:
+            copy, ref = (ModuleRef.parse(text) for text in (old, new))
+            raise ConfigError(
+                f"{section}.module={ref.path}:{ref.name} is not what {directory} was trained with: its hash is "
+                f"{ref.hash}, and that of {copy.name} in {directory / copy.path} is {copy.hash}. Bring that file back, "
+                "or choose another run.dir. Nothing was changed."
+            )
 
 
 def check_vocabulary(config: RunConfig, directory: Path, meta: Meta | None) -> None:
@@ -232,17 +247,19 @@ def _changes(saved: Config, config: Config) -> dict[str, str]:
     with suppress(ValidationError):  # keys newer than `saved` are at their defaults, unless today's schema refuses it
         saved = RunConfig.model_validate(saved).model_dump(by_alias=True)
     old, new = flatten_dict(saved, sep="."), flatten_dict(config, sep=".")
-    old_sizes, new_sizes = _derived_sizes(old), _derived_sizes(new)
+    old_values, new_values = _meant(old), _meant(new)
     return {
         key: f"  {key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not (key in old_sizes and old_sizes[key] == new_sizes[key])
+        if old.get(key) != new.get(key) and not (key in old_values and old_values[key] == new_values.get(key))
     }
 
 
-def _derived_sizes(config: Config) -> Config:
-    """Sizes that follow from others unless they are set, as an imported model's config.json sets them."""
-    return {
+def _meant(config: Config) -> Config:
+    """What some values stand for: sizes that follow from others unless they are set, as an imported model's config.json
+    sets them; and modules of one's own, wherever their files are."""
+    modules = {key: ModuleRef.parse(text)[1:] for key, text in config.items() if key.endswith(".module") and text}
+    return modules | {
         "model.mlp_width": config.get("model.mlp_width") or 4 * config.get("model.width", 0),
         "model.kv_heads": config.get("model.kv_heads") or config.get("model.heads"),
     }

@@ -14,7 +14,16 @@ from pydantic import BaseModel
 
 from spmd_lm.config import layout_checks
 from spmd_lm.config.attention_kernels import FUSED_KERNELS, obstacles
-from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data, Documents, Synthetic, Task, Tokens, packs_documents
+from spmd_lm.config.data_sections import (
+    TRAINED_TOKENIZERS,
+    CustomData,
+    Data,
+    Documents,
+    Synthetic,
+    Task,
+    Tokens,
+    packs_documents,
+)
 from spmd_lm.config.schema import MaskedLM, Model, Objective, OptimizerConfig, Precision, Run, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
@@ -59,6 +68,8 @@ def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Obj
     least, more = 256, ""
     if objective.kind != "causal_lm":
         least, more = 260, f", with the four special tokens of {objective.kind=!s}"
+    if isinstance(data, CustomData):
+        least = 0  # its ids need not be bytes
     if isinstance(data, Data) and data.tokenizer == "bytes" and model.vocab < least:
         problem = f"{model.vocab=} is less than the {least} tokens of data.tokenizer=bytes{more}"
         yield use(problem, f"model.vocab={least}")
@@ -101,10 +112,16 @@ def data_suits_objective(data: Data | Synthetic, objective: Objective) -> Proble
     if isinstance(data, Data) and data.bos is True and objective.kind != "causal_lm":
         problem = f"data.bos=true with {objective.kind=!s}, whose rows begin with a token of their own"
         yield use(problem, "data.bos=auto")
+    if isinstance(data, CustomData):
+        if objective.rows_per_example > 1:
+            yield use(f"{objective.kind=!s} with data.source=custom, of rows by themselves", "data.source=task")
+        elif not (objective.predicts_tokens or objective.module):
+            problem = f"{objective.kind=!s} with data.source=custom, whose labels only a head of one's own evaluates"
+            yield use(problem, "objective.module", "data.source=task")
+    elif not isinstance(data, Task) and not objective.predicts_tokens:
+        problem = f"{objective.kind=!s} with {data.source=!s}, which has no labels"
+        yield use(problem, "data.source=task, with data.task, data.path and data.validation_path")
     if not isinstance(data, Task):
-        if not objective.predicts_tokens:
-            problem = f"{objective.kind=!s} with {data.source=!s}, which has no labels"
-            yield use(problem, "data.source=task, with data.task, data.path and data.validation_path")
         return
     kind, sizes = TASKS[data.task]
     if objective.kind != kind:

@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic.types import PositiveFloat
 
 from spmd_lm.config.section import Section
-from spmd_lm.config.types import Count, ValidPath
+from spmd_lm.config.types import Count, OwnModule, ValidPath
 
 
 class Data(Section):
@@ -102,6 +102,15 @@ class Synthetic(Section):
     def entropy(self) -> float:
         """Nats per token: the lowest loss that a model can expect."""
         return math.log(self.branching)
+
+
+class CustomData(Data):
+    """A function of one's own."""
+
+    source: Literal["custom"]
+    # path.py:Name, a pure function: sample n as model.context + 1 token ids, or as fields of a row; docs/own-model.md
+    module: OwnModule
+    validation_samples: Count = 1024  # the first of them; training takes the others
 
 
 def packs_documents(data: Data | Synthetic) -> bool:

@@ -16,13 +16,13 @@ from typing import Annotated, Any, cast
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from spmd_lm.config import checks, suggest, syntax
+from spmd_lm.config import checks, own_modules, suggest, syntax
 from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data, Synthetic
 from spmd_lm.config.schema import DEFAULT_KINDS, RunConfig
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import valid_path
 from spmd_lm.errors import ConfigError
-from spmd_lm.files import elsewhere
+from spmd_lm.files import elsewhere, write_atomically
 
 COMMAND_LINE = "command line"
 FIELDS = RunConfig.model_fields
@@ -126,6 +126,12 @@ def dump(config: RunConfig) -> str:
     return syntax.write(config.model_dump(by_alias=True))
 
 
+def write_config(config: RunConfig, directory: Path) -> None:
+    """Writes the config.yaml of the run in `directory`, and its copies of modules of one's own."""
+    own_modules.keep_copies(config, directory)
+    write_atomically(directory / CONFIG_FILE, dump(own_modules.as_saved(config)))
+
+
 def _not_a_run(directory: Path) -> str:
     what = f"no {CONFIG_FILE} in this directory" if directory.is_dir() else "no such directory"
     runs = sorted(found.parent for cells in ("", "cells/") for found in directory.glob(f"{cells}*/{CONFIG_FILE}"))
@@ -207,6 +213,12 @@ def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str
         except ValidationError as error:
             for key, problem in suggest.wrong_values(name, error):
                 report(problem, name, key)
+            continue
+        if module := getattr(valid[name], "module", None):
+            try:
+                valid[name] = valid[name].model_copy(update={"module": own_modules.sealed(module)})
+            except ConfigError as error:
+                report(f"{name}.module: {error}", name, "module")
     for problem in checks.problems(valid):
         in_conflict = re.findall(r"\b([a-z]+)\.(\w+)=", problem.split(". ")[0])
         origins = dict.fromkeys(_origin(layers, *keys) for keys in in_conflict)
@@ -232,12 +244,12 @@ def _read_chain(path: str | Path, problems: list[str], extended_by: tuple[str, .
         return []
     base = tree.pop("base", None)
     if base is None:
-        return [Layer(name, tree)]
+        return [Layer(name, own_modules.located(tree, os.path.dirname(name)))]
     if not isinstance(base, str):
         problems.append(f"{name}: base: expected the name of one file, got {base!r}. Let each file name one base.")
         return []
     bases = _read_chain(locate(os.path.join(os.path.dirname(name), base), base), problems, chain)
-    return [*bases, Layer(name, tree)] if bases else []
+    return [*bases, Layer(name, own_modules.located(tree, os.path.dirname(name)))] if bases else []
 
 
 def locate(path: str | Path, name: str = "") -> Path:
@@ -330,7 +342,7 @@ def make_layer(origin: str, values: Iterable[tuple[str, Any]]) -> Layer:
         for key in reversed(path.split(".")):
             value = {key: value}
         tree = merge_trees(tree, value)
-    return Layer(origin, _sections(tree))
+    return Layer(origin, own_modules.located(_sections(tree), ""))
 
 
 def _sections(tree: dict) -> dict[str, Any]:

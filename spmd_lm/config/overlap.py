@@ -46,6 +46,8 @@ def collective_matmul_obstacles(model: Model, parallel: Parallel) -> Iterator[Ob
     """Whatever keeps a run from multiplying in parts."""
     if parallel.model == 1:
         yield Obstacle(f"{parallel.model=}", "no product needs another device's shards", "parallel.model=2")
+    if model.module:
+        yield Obstacle("model.module", "its products are not this package's", "model.module=null")
     if parallel.partitioner == "types":
         yield Obstacle("parallel.partitioner=types", "XLA inserts the collectives", "parallel.partitioner=manual")
     if parallel.pipe > 1 and not parallel.run_idle_stages:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_serializer, field_validator
 from pydantic.types import NonNegativeFloat, PositiveFloat
 
 from spmd_lm.axes import MESH_AXES
-from spmd_lm.config.data_sections import PythonStdlib, Synthetic, Task, Text, Tokens
+from spmd_lm.config.data_sections import CustomData, PythonStdlib, Synthetic, Task, Text, Tokens
 from spmd_lm.config.layers import BlockLayer, LayerKind, LayerKinds, shortest
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
 from spmd_lm.config.section import Section
@@ -22,6 +22,7 @@ from spmd_lm.config.types import (
     DropoutRate,
     Dtype,
     Fraction,
+    OwnModule,
     ValidPath,
     without_repeats,
 )
@@ -70,6 +71,8 @@ class Model(Section):
     share_layers: bool = False  # all layers share one set of weights (ALBERT, arXiv:1909.11942)
     scan: Literal["auto"] | bool = "auto"  # a loop over layers; auto: unrolled on GPUs where that pays
     attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"  # the kernel; auto: the fastest that fits
+    # a block, a head or all modules of one's own, path.py:Name, relative to this file; docs/own-model.md
+    module: OwnModule | None = None
 
     @property
     def mlp_dim(self) -> int:
@@ -122,6 +125,8 @@ class Model(Section):
 
 class Objective(Section):
     kind: str
+    # a head of one's own with its losses, path.py:Name, in place of the objective's; docs/own-model.md
+    module: OwnModule | None = None
     predicts_tokens: ClassVar[bool] = True  # whether it predicts tokens of the vocabulary
 
     @property
@@ -277,6 +282,14 @@ class Lion(OptimizerConfig):
     b2: Fraction = 0.99  # decay of the momentum
 
 
+class CustomOptimizer(OptimizerConfig):
+    """An optax rule of one's own.  Schedule, clipping, weight decay and frozen parameters are as of the others."""
+
+    moments = "optimizer state"
+    kind: Literal["custom"]
+    module: OwnModule  # path.py:Name, a function that returns the rule, elementwise; docs/own-model.md
+
+
 class Remat(Section):
     policy: Policy = "none"  # which activations backward computes again; config/remat.py
     block_size: Count | None = None  # layers per remat block of policy block; default: whichever saves least
@@ -340,10 +353,10 @@ class RunConfig(Section):
     objective: Annotated[
         CausalLM | MaskedLM | Classification | MultipleChoice | ExtractiveQA, Field(discriminator="kind")
     ] = CausalLM()
-    data: Annotated[PythonStdlib | Text | Tokens | Task | Synthetic, Field(discriminator="source")]
+    data: Annotated[PythonStdlib | Text | Tokens | Task | Synthetic | CustomData, Field(discriminator="source")]
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
-    optim: Annotated[AdamW | Lion, Field(discriminator="kind")]
+    optim: Annotated[AdamW | Lion | CustomOptimizer, Field(discriminator="kind")]
     remat: Remat = Remat()
     train: Train
     checkpoint: Checkpoint = Checkpoint()

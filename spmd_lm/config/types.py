@@ -1,5 +1,6 @@
 """The types of a configuration's values: numbers in their ranges, paths that can be."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -47,3 +48,13 @@ def without_repeats(names: list[str]) -> list[str]:
 
 
 ValidPath = Annotated[str, AfterValidator(valid_path)]
+
+
+def _valid_module(text: str) -> str:
+    if not re.fullmatch(r".+\.py:[A-Za-z_]\w*(@[0-9a-f]{16})?", text, re.DOTALL):
+        raise PydanticCustomError("module", "expected a Python file and a name in it, as in block.py:MyBlock")
+    return text
+
+
+OwnModule = Annotated[ValidPath, AfterValidator(_valid_module)]
+"""A class or function of one's own: config/own_modules.py."""

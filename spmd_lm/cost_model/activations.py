@@ -10,6 +10,7 @@ import jax
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.compilers import Compiler, Points
+from spmd_lm.cost_model.own_layer import has_own_block, trace_layer
 from spmd_lm.ops.attention import computed_scores
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.plan import Plan
@@ -44,7 +45,8 @@ def shares_of_kinds(config: RunConfig) -> list[float]:
 
 def layer_activations(config: RunConfig, plan: Plan, compiler: Compiler) -> "LayerActivations":
     """Activations of a layer; of several kinds the mean of what is saved, and the most of everything else."""
-    layers = [LayerActivations(of_kind, plan, compiler) for of_kind in config.of_each_kind]
+    kind = OwnLayerActivations if has_own_block(config) else LayerActivations
+    layers = [kind(of_kind, plan, compiler) for of_kind in config.of_each_kind]
     layer, saved = layers[0], sum(map(operator.mul, (each.saved for each in layers), shares_of_kinds(config)))
     if len(layers) > 1:
         vars(layer).update({name: max(vars(each)[name] for each in layers) for name in vars(layer)}, saved=saved)
@@ -149,3 +151,21 @@ class LayerActivations:
         if remat.recomputes_layer:
             return self.stream * remat.saved_streams
         return self.outside + (0 if remat.recomputes_attention else self.core)
+
+
+class OwnLayerActivations(LayerActivations):
+    """The same of a block of one's own, by its trace: what is as wide as the residual stream is sharded as it is,
+    everything else over `model`."""
+
+    def __init__(self, config: RunConfig, plan: Plan, compiler: Compiler):
+        del compiler
+        fused = choose_kernel(config, plan.platform).kernel != "xla"
+        m, shards, traced = config.model, plan.layout.model, trace_layer(config, fused=fused)
+        unsharded = m.width * dtype_bytes(config.precision.compute)
+        self.stream = unsharded / shards if plan.sequence else unsharded
+        self.hidden = self.core = self.attention_workspace = self.forward_workspace = 0.0
+        streams = traced.stream_bytes / (shards if plan.sequence else 1)
+        self.outside = (streams + traced.other_bytes / shards) / m.context
+        self.saved = self._saved(config)
+        self.workspace = 2 * unsharded + self.outside - (0 if config.remat_policy.recomputes_layer else self.saved)
+        self.forward_alone = 2 * self.stream + self.outside

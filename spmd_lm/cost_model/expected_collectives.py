@@ -13,13 +13,15 @@ device, even where the first or the last stage has no neighbour to send to."""
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from spmd_lm.axes import MESH_AXES, MODEL, PIPE, TOKEN_AXES
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
-from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, tokens_per_device
+from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, shares_of_kinds, tokens_per_device
+from spmd_lm.cost_model.own_layer import Sent, has_own_block, sent_by_layer
 from spmd_lm.cost_model.trained_head import trains_before_logits
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
@@ -167,6 +169,8 @@ class _Step:
         """By branch, what backward through the first layer does without, as nothing below is trained.  A loop over
         layers, and a pipeline, compute it all the same."""
         plan = self.plan
+        if has_own_block(self.config):
+            return {}
         in_a_loop = plan.scan and not plan.prefetch
         if plan.layout.pipe > 1 or plan.trains("embedding") or in_a_loop or not self.runs.layer_passes:
             return {}
@@ -265,7 +269,22 @@ def _runs_of_branches(step: _Step) -> dict[str, _BranchRuns]:
     }
 
 
+def _own_blocks(step: _Step) -> Iterator[ExpectedCollective]:
+    """What a block of one's own sends, by its trace."""
+    runs, rows = step.runs, step.tokens // step.config.model.context
+    counts = Counter[Sent]()
+    for of_kind, share in zip(step.config.of_each_kind, shares_of_kinds(step.config), strict=True):
+        for passes, backward in ((runs.layer_passes, True), (runs.forward_passes, False)):
+            sent = sent_by_layer(of_kind, step.plan, backward=backward) if passes else {}
+            counts.update({each: share * passes * count for each, count in sent.items()})
+    for (kind, axes, dtype, elements), count in counts.items():
+        yield step.row(kind, axes, "blocks", (dtype, elements * rows), count, "as the block's code sends it")
+
+
 def _blocks(step: _Step) -> Iterator[ExpectedCollective]:
+    if has_own_block(step.config):
+        yield from _own_blocks(step)
+        return
     branches, in_parts = _runs_of_branches(step), step.plan.collective_matmul
     for rows, chosen in (
         (_blocks_in_parts, [runs for branch, runs in branches.items() if branch in in_parts]),

@@ -7,7 +7,7 @@ recomputation); in a window `span` keys a query, or 2 x span - 1 without a causa
 
 import functools
 import timeit
-from collections import Counter
+from collections import defaultdict
 from typing import NamedTuple, Self
 
 import jax
@@ -15,15 +15,17 @@ import jax.numpy as jnp
 
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, RunConfig
 from spmd_lm.cost_model.hardware import find_hardware
+from spmd_lm.cost_model.own_layer import has_own_block, trace_layer
 from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
 from spmd_lm.parallel.plan import Plan
 
 
 class _Forward(NamedTuple):
-    """FLOPs of products, forward over one sequence: of a layer's matrices by their keys, all layers together; of
-    attention's scores and their averages; of the vocabulary's table; and of the head's other matrices."""
+    """FLOPs of products, forward over one sequence: of a layer's matrices by their keys, all layers together, of blocks
+    of one's own all products; of attention's scores and their averages; of the vocabulary's table; and of the head's
+    other matrices."""
 
-    matrices: dict[tuple[str, str], float]
+    matrices: dict[tuple[str, ...], float]
     scores: float
     table: float
     head: float
@@ -36,13 +38,18 @@ class _Forward(NamedTuple):
 def _forward(config: RunConfig) -> _Forward:
     m = config.model
     per_token, per_row = _head_weights(config)
-    matrices, scores = Counter[tuple[str, str]](), 0.0
-    for place, c in enumerate(m.of_each_kind):
+    matrices, scores = defaultdict[tuple[str, ...], float](float), 0.0
+    for place, of_kind in enumerate(config.of_each_kind):
+        c = of_kind.model
+        if has_own_block(config):
+            matrices[()] += m.layers_like(place) * trace_layer(of_kind, fused=False).flops
+            continue
         each = 2.0 * m.context * m.layers_like(place) * m.width
         attention = {"query": c.width, "key": c.kv_width, "value": c.kv_width, "out": c.width}
         mlp = dict.fromkeys(("up", "gate", "down") if c.activation == "swiglu" else ("up", "down"), c.mlp_dim)
         for name, branch in {"attention": attention, "mlp": mlp}.items():
-            matrices.update({(name, key): each * size for key, size in branch.items()})
+            for key, size in branch.items():
+                matrices[name, key] += each * size
         keys = m.context if c.span is None else c.span if c.causal else 2 * c.span - 1
         scores += 2 * each * min(m.context, keys)
     return _Forward(

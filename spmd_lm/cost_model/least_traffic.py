@@ -4,6 +4,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, layer_activations, tokens_per_device
 from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
 from spmd_lm.cost_model.expected_collectives import layer_passes
+from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.plan import Plan
 
@@ -22,7 +23,7 @@ def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
     logits = compute if p.logits == "compute" else wide
     weights = microbatches * used_elements(plan, gathered=True)
     gradients = microbatches * used_elements(plan, gathered=not plan.zero.scatters_in_backward, trained=True)
-    state = 2 * (1 + config.optim.num_moments) * dtype_bytes(p.params) + 2 * dtype_bytes(p.reduce) + compute
+    state = 2 * (1 + moments_per_parameter(config.optim)) * dtype_bytes(p.params) + 2 * dtype_bytes(p.reduce) + compute
     return {
         "saved values": saved_traffic(config, plan),
         "logits": 2 * (logits + compute) * tokens * vocab / layout.model / layout.pipe,

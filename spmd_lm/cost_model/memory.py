@@ -13,6 +13,7 @@ from spmd_lm.cost_model.expected_collectives import layer_passes
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.trained_head import trains_table
 from spmd_lm.ops import cross_entropy
+from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
@@ -28,7 +29,7 @@ def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     """The rows of `table` that outlive a step."""
     params = plan.elements_per_device() * dtype_bytes(config.precision.params)
     trained = plan.elements_per_device(trained=True) * dtype_bytes(config.precision.params)
-    return {"parameters": params, config.optim.moments: config.optim.num_moments * trained}
+    return {"parameters": params, config.optim.moments: moments_per_parameter(config.optim) * trained}
 
 
 STREAMS_ON_CHIP = 5

@@ -19,6 +19,7 @@ from spmd_lm.cost_model.kernels import Kernels
 from spmd_lm.cost_model.megatron_collectives import megatron_collectives
 from spmd_lm.cost_model.systems import System, Window
 from spmd_lm.cost_model.work import head_seconds, layer_seconds
+from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.mesh import devices_within_domain
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
@@ -162,6 +163,6 @@ def _optimizer_seconds(config: RunConfig, plan: Plan, system: System, kernels: K
     """Memory traffic of the update.  Ours reads and writes weights and moments, reads gradients for their norm and for
     the update, and writes the copy in the compute dtype."""
     p = config.precision
-    state = 2 * (1 + config.optim.num_moments) * dtype_bytes(p.params)
+    state = 2 * (1 + moments_per_parameter(config.optim)) * dtype_bytes(p.params)
     per_parameter = system.optimizer_bytes or state + 2 * dtype_bytes(p.reduce) + dtype_bytes(p.compute)
     return kernels.traffic(per_parameter * plan.elements_per_device(trained=True))

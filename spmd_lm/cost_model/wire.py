@@ -1,8 +1,8 @@
 """The kinds of collectives, and the bytes that each sends on a ring."""
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-COLLECTIVE_PERMUTE = "collective-permute"
-KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, "all-to-all", COLLECTIVE_PERMUTE, "collective-broadcast")
+COLLECTIVE_PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
+KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, COLLECTIVE_PERMUTE, "collective-broadcast")
 
 
 def wire_bytes(kind: str, full_bytes: float, devices: int) -> float:

@@ -15,6 +15,7 @@ from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, RunConfig
 from spmd_lm.cost_model.activations import shares_of_kinds, tokens_per_device
 from spmd_lm.cost_model.kernels import Kernels, Product
+from spmd_lm.cost_model.own_layer import has_own_block, trace_layer
 from spmd_lm.cost_model.systems import System
 from spmd_lm.cost_model.trained_head import trains_before_logits, trains_table
 from spmd_lm.ops.attention import computed_scores, unmasked_scores
@@ -212,9 +213,24 @@ class LayerWork(NamedTuple):
 
 def layer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> LayerSeconds:
     """Mean seconds of the run's layers."""
-    each = [LayerWork.of(of_kind, plan, system).seconds(kernels) for of_kind in config.of_each_kind]
+    if has_own_block(config):
+        each = [_own_layer_seconds(of_kind, plan, system, kernels) for of_kind in config.of_each_kind]
+    else:
+        each = [LayerWork.of(of_kind, plan, system).seconds(kernels) for of_kind in config.of_each_kind]
     shares = shares_of_kinds(config)
     return jax.tree.map(lambda *seconds: sum(map(operator.mul, seconds, shares)), *each)
+
+
+def _own_layer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> LayerSeconds:
+    """Seconds of a block of one's own: its products as one, and the traffic of what it saves."""
+    tokens, m = tokens_per_device(config, plan.layout), config.model
+    traced = trace_layer(config, fused=system.fuses_attention(config, plan.platform))
+    columns = traced.flops / m.context / (2 * m.width) / plan.layout.model
+    product = Product(tokens, m.width, columns)
+    bytes_ = (traced.stream_bytes + traced.other_bytes / plan.layout.model) / m.context * tokens
+    backward = sum(map(kernels.product, product.of_backward))
+    forward, traffic = kernels.product(product), kernels.traffic(2 * bytes_)
+    return LayerSeconds(forward + traffic, backward + 2 * traffic, 0.0, 0.0, (0.0, 0.0))
 
 
 def head_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> float:

@@ -13,11 +13,22 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from spmd_lm.config.data_sections import RULES, TRAINED_TOKENIZERS, Data, Documents, Synthetic, Task, Text, Tokens
+from spmd_lm.config.data_sections import (
+    RULES,
+    TRAINED_TOKENIZERS,
+    CustomData,
+    Data,
+    Documents,
+    Synthetic,
+    Task,
+    Text,
+    Tokens,
+)
 from spmd_lm.config.schema import MaskedLM, RunConfig
 from spmd_lm.data.held_out import SHARE_MARGIN, count_held_out, place_to_cut
 from spmd_lm.data.loader import CORPUS_STREAM, BlendLoader, CausalLMLoader, Loader, SplitName
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
+from spmd_lm.data.sample_loader import SampleDataset, SampleLoader
 from spmd_lm.data.shuffle import fold_in, permute
 from spmd_lm.data.tasks.dataset import Split, TaskDataset, load_task
 from spmd_lm.data.tasks.loader import TaskLoader
@@ -61,7 +72,7 @@ class Corpus:
         )
 
 
-Dataset = Corpus | TokenDataset | TaskDataset
+Dataset = Corpus | TokenDataset | TaskDataset | SampleDataset
 
 
 def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = RULES) -> Dataset:
@@ -76,6 +87,8 @@ def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = R
     tokenizer = _fitting_tokenizer(data, vocab_size, rules)
     if isinstance(data, Task):
         return load_task(data, tokenizer)
+    if isinstance(data, CustomData):
+        return SampleDataset(data, tokenizer)
     assert isinstance(data, Tokens)
     return open_dataset(data, tokenizer, vocab_size, rules)
 
@@ -130,6 +143,8 @@ def _train_tokenizer(data: Documents, documents: list[Document], vocab_size: int
 def make_loader(config: RunConfig, data: Dataset, split: SplitName) -> Loader:
     """Raises DataError for too little text or a label out of range, ConfigError if the vocabulary lacks the objective's
     special tokens."""
+    if isinstance(data, SampleDataset):
+        return SampleLoader(data, config, split)
     if isinstance(data, TokenDataset):
         splits = [corpus.train if split == "training" else corpus.validation for corpus in data.corpora]
         weights = [corpus.weight for corpus in data.corpora]

@@ -143,7 +143,7 @@ def norm(param: str, module: str) -> tuple[WeightMapping, WeightMapping]:
     return WeightMapping(f"{param}.scale", f"{module}.weight"), WeightMapping(f"{param}.bias", f"{module}.bias")
 
 
-DECODER = {"kind": "gpt", "token_types": 0, "norm": "pre", "period": None}
+DECODER = {"kind": "gpt", "token_types": 0, "norm": "pre", "period": None, "module": None}
 GPT2_BERT = {"kv_heads": None, "norm_type": "layer", "positions": "learned", "use_bias": True, "share_layers": False}
 GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -229,7 +229,7 @@ BERT = Architecture(
         ConfigKey("attention_probs_dropout_prob", "attention_dropout", 0.1),
         ConfigKey("layer_norm_eps", "norm_eps", 1e-12),
     ),
-    fixed={"kind": "bert", "norm": "post", "tie_embeddings": True, "period": None} | GPT2_BERT,
+    fixed={"kind": "bert", "norm": "post", "tie_embeddings": True, "period": None, "module": None} | GPT2_BERT,
     # An untied model has a second bias in place of cls.predictions.bias.
     required={"tie_word_embeddings": True, "position_embedding_type": "absolute", "is_decoder": False}
     | {"add_cross_attention": False, "quantization_config": None},

@@ -186,4 +186,6 @@ def _mismatches(architecture: Architecture, model: Model, objective: Objective) 
         mismatches.append(f"model.activation={model.activation}")
     if objective.kind not in {heads["kind"] for heads in architecture.classes.values()}:
         mismatches.append(f"objective.kind={objective.kind}")
+    if objective.module:
+        mismatches.append(f"objective.module={objective.module}")
     return mismatches

@@ -10,6 +10,7 @@ from flax import nnx
 from spmd_lm.active_rules import partition_spec
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, Objective
+from spmd_lm.errors import ConfigError
 from spmd_lm.models.layers import HasMatrices, Norm, ParamInit, add_bias
 from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, GATED_ACTIVATIONS, LossDict, residual_dropout
 from spmd_lm.ops.collectives import (
@@ -39,21 +40,24 @@ class Head(HasMatrices):
 
     def losses(self, h: jax.Array, batch: Batch, weights: LossDict, key: DropoutKey | None) -> LossDict:
         """Sums of weight x negative log-likelihood.  weights: by loss.  key: of dropout; None for none."""
-        raise NotImplementedError
+        raise self._lacks("losses")
 
     def eval_sums(self, h: jax.Array, batch: Batch, rows: int) -> dict:
         """The sums over microbatches and devices that metrics are computed from.  Of tokens, for each loss: (its sum,
         the weight of correct predictions, the weight of all).  Of labelled examples: logits of all `rows` of a step."""
-        raise NotImplementedError
+        raise self._lacks("eval_sums")
 
     def target_scores(self, h: jax.Array, batch: Batch, rows: int) -> dict[str, jax.Array]:
         """Of each target, whatever its weight, [rows, time] as of `place_rows`: `log_likelihood`, in nats, and
         `greedy`, 1 where argmax takes it, else 0.  Of heads that predict tokens."""
-        raise NotImplementedError
+        raise self._lacks("target_scores")
 
     def logits(self, h: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """By what they predict, float32 or wider."""
-        raise NotImplementedError
+        raise self._lacks("logits")
+
+    def _lacks(self, method: str) -> ConfigError:
+        return ConfigError(f"{type(self).__name__} has no {method}, which this needs. Define it: docs/own-model.md.")
 
     def row_logits(self, h: jax.Array, name: str, bias: nnx.Param | None, key: DropoutKey | None = None) -> jax.Array:
         """Logits [batch, shards, outputs], float32 or wider, of the pooled first token of each shard of the sequence,
@@ -101,6 +105,9 @@ class CausalLMHead(Head):
         return h, self.tokens[...], None
 
     def losses(self, h, batch, weights, key):
+        if self.loss_name not in weights:
+            what = f"{type(self).__name__}.loss_name={self.loss_name}, but loss_weights names {', '.join(weights)}"
+            raise ConfigError(f"{what}. Give both the same name.")
         weight = weights[self.loss_name]
         loss = cross_entropy(*self.unembedding(h), batch.targets, weight, self.vocab, self.policy)
         return {self.loss_name: loss}

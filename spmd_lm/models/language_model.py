@@ -19,10 +19,11 @@ from spmd_lm.axes import SEQUENCE, is_dim_names, sharded_names
 from spmd_lm.batch import Batch
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
-from spmd_lm.errors import LayoutError
-from spmd_lm.models.heads import Head, loss_weights, make_head, nonzero_totals
+from spmd_lm.errors import ConfigError, LayoutError
+from spmd_lm.models.heads import Head, nonzero_totals
 from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BlockProducts, BranchProducts, ParamInit
-from spmd_lm.models.transformer import RESIDUAL, AttentionCore, Block, BlockContext, Embedding, LossDict
+from spmd_lm.models.modules import ModelModules, checked_block, checked_losses, require_names
+from spmd_lm.models.transformer import RESIDUAL, AttentionCore, BlockContext, LossDict
 from spmd_lm.ops.attention import AttentionSpec, KVCache, attention, attention_with_cache
 from spmd_lm.ops.collectives import manual_region
 from spmd_lm.ops.cross_entropy import LogitsPolicy
@@ -45,6 +46,7 @@ class ModelInput(NamedTuple):
 
     batch: Batch
     dropout_key: DropoutKey | None = None  # None for no dropout
+    row_weight: jax.Array | float | None = None  # of BlockContext, for blocks of one's own
 
 
 def _abstract(make: Callable[[nnx.Rngs], Any]) -> tuple[nnx.GraphDef, nnx.State]:
@@ -52,7 +54,15 @@ def _abstract(make: Callable[[nnx.Rngs], Any]) -> tuple[nnx.GraphDef, nnx.State]
 
     nnx.eval_shape would look the dimension names up in the current mesh; this does not."""
     with nnx.use_eager_sharding(False):
-        return jax.eval_shape(lambda: nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)[:2])
+        graph, params, others = jax.eval_shape(lambda: nnx.split(make(nnx.Rngs(0)), nnx.Param, ...))
+    if kinds := sorted({type(each).__name__ for each in jax.tree.leaves(others, is_leaf=_is_variable)}):
+        problem = f"a module holds variables that are no nnx.Param: {', '.join(kinds)}"
+        raise ConfigError(f"{problem}. A step keeps parameters alone.")
+    return graph, params
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
 
 
 def _to_params(state: nnx.State, value: Callable[[nnx.Variable], Any] | None = None) -> Params:
@@ -65,7 +75,7 @@ class LanguageModel:
     each layer of a period.  logits_policy: how training holds logits.  scan_layers: whether layers run in a loop.
     collective_matmul: branches of a layer, by their keys, whose products run in parts, beside the collectives over
     `heads` and `mlp`; not in generation.  Only on one device's shards: where arrays are global, XLA inserts the
-    collectives."""
+    collectives.  modules: what it is made of."""
 
     c: Model
     objective: Objective
@@ -75,6 +85,7 @@ class LanguageModel:
     logits_policy: LogitsPolicy = LogitsPolicy()  # noqa: RUF009 - frozen
     scan_layers: bool = True
     collective_matmul: tuple[str, ...] = ()
+    modules: ModelModules = ModelModules()  # noqa: RUF009 - frozen
 
     @property
     def names(self) -> Params:
@@ -88,12 +99,18 @@ class LanguageModel:
 
     @functools.cached_property
     def _names_and_shapes(self) -> tuple[Params, Params]:
-        return _names_and_shapes(self.c, self.objective, self.dtype, jax.config.read("jax_enable_x64"))
+        x64 = jax.config.read("jax_enable_x64")
+        return _names_and_shapes(self.c, self.objective, self.dtype, self.modules, x64)
 
     def init(self, seed: int) -> Params:
         """Matrices N(0, 0.02), biases zero, norms one: a function of the seed alone."""
         with nnx.use_eager_sharding(False):
             return _to_params(nnx.state(self._modules(nnx.Rngs(jax.random.key(seed))), nnx.Param))
+
+    @property
+    def first_parts(self) -> tuple[str, ...]:
+        """The parts of a block, by their keys, whose weights parallel.prefetch gathers a layer ahead."""
+        return self.modules.first_parts or tuple(self.names["blocks"])
 
     @functools.cached_property
     def period(self) -> Period:
@@ -102,30 +119,32 @@ class LanguageModel:
         return Period(keys, *divmod(self.c.layers, len(kinds)))
 
     def _modules(self, rngs: nnx.Rngs) -> dict[str, Any]:
-        def make_stack(place: int, c: Model) -> Block:
+        def make_stack(place: int, c: Model) -> nnx.Module:
             @nnx.split_rngs(splits=min(self.c.unique_layers, self.c.layers_like(place)))
             @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
-            def make_blocks(rngs: nnx.Rngs) -> Block:
-                return Block(ParamInit(c, rngs, self.dtype))
+            def make_blocks(rngs: nnx.Rngs) -> nnx.Module:
+                return self.modules.block(ParamInit(c, rngs, self.dtype))
 
             return make_blocks(rngs)
 
         init = ParamInit(self.c, rngs, self.dtype)
-        embedding = Embedding(init)
+        embedding = self.modules.embedding(init)
         blocks = self.period.join([make_stack(place, c) for place, c in enumerate(self.c.of_each_kind)])
-        return {"embedding": embedding, "blocks": blocks, "head": make_head(init, self.objective, self.logits_policy)}
+        return {"embedding": embedding, "blocks": blocks, "head": self._make_head(init)}
+
+    def _make_head(self, init: ParamInit) -> Head:
+        return self.modules.make_head(init, self.objective, self.logits_policy)
 
     @functools.cached_property
     def _graphs(self) -> dict[str, nnx.GraphDef]:
         """A tied head has a table of its own, which is the embedding's: see `_head`."""
         untied = self.c.model_copy(update={"tie_embeddings": False})
-        head = self._graph(untied, lambda init: make_head(init, self.objective, self.logits_policy))
-        return {"embedding": self._graph(self.c, Embedding), "head": head}
+        return {"embedding": self._graph(self.c, self.modules.embedding), "head": self._graph(untied, self._make_head)}
 
     @functools.cached_property
     def _block_graphs(self) -> list[nnx.GraphDef]:
         """Graph of the block at each place in the period."""
-        return [self._graph(c, Block) for c in self.c.of_each_kind]
+        return [self._graph(c, self.modules.block) for c in self.c.of_each_kind]
 
     def _graph(self, c: Model, make: Callable[[ParamInit], nnx.Module]) -> nnx.GraphDef:
         return _abstract(lambda rngs: make(ParamInit(c, rngs, self.dtype)))[0]
@@ -145,7 +164,11 @@ class LanguageModel:
     @jax.named_scope("embedding")
     def embed(self, params: Params, microbatch: ModelInput) -> jax.Array:
         """The residual stream [batch, sequence, width] of a microbatch's tokens."""
-        return nnx.merge(self._graphs["embedding"], params["embedding"])(*microbatch)
+        return nnx.merge(self._graphs["embedding"], params["embedding"])(microbatch.batch, microbatch.dropout_key)
+
+    def loss_weights(self, batch: Batch) -> LossDict:
+        """The weights of the tokens or rows that each loss is a mean over."""
+        return self.modules.loss_weights(self.objective, batch)
 
     def block_fns(self) -> tuple[BlockFn, ...]:
         """`block` for each place in the period, as training runs it: the remat policy decides what backward computes
@@ -166,7 +189,7 @@ class LanguageModel:
     ) -> tuple[jax.Array, LossDict]:
         """One layer, given its parameters, the index of its period, and its place there: x and its auxiliary losses.
         Tokens attend within their row."""
-        batch, key = microbatch
+        batch, key, row_weight = microbatch
         layer = index * self.period.layers + place if self.period.keys else index
         key = None if key is None else key.at_layer(layer)
 
@@ -176,8 +199,10 @@ class LanguageModel:
             run = self._checkpoint(run) if self.remat.recomputes_attention else run
             return functools.partial(run, positions=batch.positions, segment_ids=batch.segments, key=key)
 
-        context = BlockContext(make_attention, key, self._products(), self._checkpoint)
-        return nnx.merge(self._block_graphs[place], params)(x, context)
+        weight = 1.0 if row_weight is None else row_weight
+        context = BlockContext(make_attention, key, self._products(), self._checkpoint, batch, weight)
+        result = nnx.merge(self._block_graphs[place], params)(x, context)
+        return checked_block(result, x, self.modules.block.__name__) if self.modules.own_block else result
 
     def _products(self) -> BlockProducts:
         saves_shards = num_shards(SEQUENCE) > 1 and not self.remat.recomputes_layer
@@ -203,7 +228,8 @@ class LanguageModel:
     def losses(self, params: Params, x: jax.Array, microbatch: ModelInput, weights: LossDict) -> LossDict:
         """Of each loss the sum of weight x negative log-likelihood.  x: the output of the last block."""
         head, h = self._head(params, x)
-        return head.losses(h, microbatch.batch, weights, microbatch.dropout_key)
+        losses = head.losses(h, microbatch.batch, weights, microbatch.dropout_key)
+        return checked_losses(losses, weights, type(head).__name__) if self.modules.head else losses
 
     @jax.named_scope("head")
     def eval_sums(self, params: Params, x: jax.Array, microbatch: ModelInput, rows: int) -> dict:
@@ -228,13 +254,16 @@ class LanguageModel:
         params: in the dtype that is to be computed in, laid out by their names.  batch: leaves [batch, ...].  dropout:
         a seed and the step, integers, of which the masks are a function; None for none.  Raises LayoutError where a
         parameter or the batch is laid out in another way than the rules say."""
-        params, batch = self._checked(params, batch)
+        return self.unchecked_mean_loss(*self._checked(params, batch), dropout)
+
+    def unchecked_mean_loss(self, params: Params, batch: Batch, dropout: tuple[Any, Any] | None) -> jax.Array:
+        """`mean_loss` of what is laid out as the rules say, in any context of rules."""
         key = None if dropout is None else DropoutKey(*dropout, batch.sample_ids)
-        model_input = ModelInput(batch, key)
+        model_input = ModelInput(batch, key, 1 / batch.tokens.shape[0] if self.modules.own_block else None)
         x = self._embed_gathered(params, model_input)
         x, auxiliary = self._run_layers(params["blocks"], x, model_input, unroll=not self.scan_layers)
         wide = widen(x).dtype
-        weights = {name: w.astype(wide) for name, w in loss_weights(self.objective, batch).items()}
+        weights = {name: w.astype(wide) for name, w in self.loss_weights(batch).items()}
         totals = nonzero_totals({name: w.sum() for name, w in weights.items()})
         weights = {name: w / totals[name] for name, w in weights.items()}
         losses = self._run_gathered(self.losses, self.head_params, params, x, model_input, weights)
@@ -274,7 +303,7 @@ class LanguageModel:
 
     def _run_gathered(self, f: Callable, select: Callable[[Params], Params], params: Params, *inputs: Any) -> Any:
         """f(params, x, *inputs) of what `select` takes of the parameters."""
-        return self._with_gathered(f, select(self.names), again=False)(select(params), *inputs)
+        return self._with_gathered(f, select(self.names), regather=False)(select(params), *inputs)
 
     def _embed_gathered(self, params: Params, model_input: ModelInput) -> jax.Array:
         def embed(params: Params, _: None, model_input: ModelInput) -> jax.Array:
@@ -286,7 +315,7 @@ class LanguageModel:
         """Blocks, each of which gathers its own parameters."""
         names = jax.tree.map(lambda names: names[1:], self.names["blocks"], is_leaf=is_dim_names)
         return tuple(
-            self._with_gathered(block, of_layer, again=True, prevent_cse=not in_loop)
+            self._with_gathered(block, of_layer, regather=True, prevent_cse=not in_loop)
             for block, of_layer in zip(blocks, self.period.trees(names), strict=False)
         )
 
@@ -319,7 +348,11 @@ class LanguageModel:
 
     def empty_cache(self, rows: int, dtype: jnp.dtype) -> KVCaches:
         """Keys and values of `rows` sequences, [rows, context, local kv heads, head width] each: of each layer of a
-        period, stacked over the periods; and of each layer of a last period that is cut short."""
+        period, stacked over the periods; and of each layer of a last period that is cut short.  Of blocks that keep
+        none the tokens themselves."""
+
+        if not self.modules.has_kv_cache:
+            return jnp.zeros((rows, self.c.context), jnp.int32), None
 
         def of_layer(c: Model, *periods: int) -> KVCache:
             heads = (c.kv_heads or c.heads) // num_shards("heads")
@@ -334,6 +367,8 @@ class LanguageModel:
     ) -> tuple[jax.Array, KVCaches]:
         """Adds `tokens` (int32 [batch, time], at `positions`) to the cache; returns logits [batch, padded vocab] after
         row b's token last[b]."""
+        if not self.modules.has_kv_cache:
+            return self._extend_tokens(params, gather, cache[0], tokens, positions, last)
         batch = Batch(tokens, None, None, positions, None, None)
 
         def run(period: Period, x: jax.Array, inputs: tuple[Params, Any]) -> tuple[jax.Array, Any]:
@@ -350,7 +385,11 @@ class LanguageModel:
 
                     return attend
 
-                x, _ = nnx.merge(graph, layer)(x, BlockContext(make_attention))
+                x, _ = nnx.merge(graph, layer)(x, BlockContext(make_attention, batch=batch))
+            if len(caches) != period.layers:
+                raise ConfigError(
+                    f"a block with `has_kv_cache = True` made {len(caches)} attentions in {period.layers} layers."
+                )
             return x, period.join(caches)
 
         period, (of_full, of_last) = self.period, cache
@@ -361,11 +400,29 @@ class LanguageModel:
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self.logits(params, x, batch)["tokens"][:, 0], (of_full, of_last)
 
+    def _extend_tokens(
+        self, params: Params, gather: Gather, read: jax.Array, tokens: jax.Array, positions: jax.Array, last: jax.Array
+    ) -> tuple[jax.Array, KVCaches]:
+        """`extend` of blocks that keep nothing: all layers run over all tokens again.  read: int32 [batch, context],
+        those so far; later ones, which no earlier one sees, are any."""
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        read = read.at[rows, positions].set(tokens)
+        every = jnp.broadcast_to(jnp.arange(read.shape[1], dtype=jnp.int32), read.shape)
+        batch = Batch(read, None, None, every, None, None)
+        x, _ = self._run_layers(params["blocks"], self.embed(params, ModelInput(batch)), ModelInput(batch), gather)
+        at = jnp.take_along_axis(positions, last[:, None], axis=1)
+        x = jnp.take_along_axis(x, at[:, :, None], axis=1)
+        return self.logits(params, x, batch)["tokens"][:, 0], (read, None)
+
 
 @functools.lru_cache(maxsize=64)
-def _names_and_shapes(c: Model, objective: Objective, dtype: str, x64: bool) -> tuple[Params, Params]:
+def _names_and_shapes(
+    c: Model, objective: Objective, dtype: str, modules: ModelModules, x64: bool
+) -> tuple[Params, Params]:
     """Traced once for all layouts of a model.  x64: whether jax knows float64, which what is traced depends on."""
-    model = LanguageModel(c, objective, dtype, kernels=())
+    model = LanguageModel(c, objective, dtype, kernels=(), modules=modules)
     _, state = _abstract(model._modules)
-    names = _to_params(state, lambda variable: variable.get_metadata("out_sharding"))
-    return names, jax.eval_shape(lambda: model.init(0))
+    names = _to_params(state, lambda variable: variable.get_metadata().get("out_sharding"))
+    shapes = jax.eval_shape(lambda: model.init(0))
+    require_names(names, shapes)
+    return names, shapes

@@ -34,12 +34,15 @@ training, through a cache in generation."""
 class BlockContext(NamedTuple):
     """A block's arguments besides x, whatever its kind.  make_attention: its attention, from its sizes.  dropout_key:
     of this layer; None for no dropout.  products: how its branches leave the residual stream.  checkpoint:
-    jax.checkpoint, of what backward always computes again."""
+    jax.checkpoint, of what backward always computes again.  batch: of the tokens that x stands for.  row_weight: what
+    an auxiliary loss of each row is multiplied by in training, for its mean over the global batch."""
 
     make_attention: Callable[[AttentionSpec], AttentionCore]
     dropout_key: DropoutKey | None = None
     products: BlockProducts = BlockProducts()
     checkpoint: Callable = jax.checkpoint
+    batch: Batch | None = None
+    row_weight: jax.Array | float = 1.0
 
 
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
@@ -129,7 +132,7 @@ class Block(nnx.Module):
 
     Both branches start small, so that depth does not add up (GPT-2)."""
 
-    FIRST = ("attention",)  # the part, by its key, whose weights parallel.prefetch gathers a layer ahead
+    prefetched = ("attention",)  # the part, by its key, whose weights parallel.prefetch gathers a layer ahead
 
     def __init__(self, init: ParamInit):
         c = init.c

@@ -20,6 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from spmd_lm.active_rules import nontrivial_axes, num_shards
 from spmd_lm.axes import SEQUENCE, TIME
+from spmd_lm.errors import LayoutError
 from spmd_lm.ops import sharding_types
 from spmd_lm.ops.sharding_types import TypeOf
 
@@ -38,7 +39,9 @@ def typed_as(typed: Callable) -> Callable[[Callable], Callable]:
 
 
 def shard_index(name: str) -> Array:
-    """Which shard of the dimension `name` this device holds, int32."""
+    """Which shard of the dimension `name` this device holds, int32.  LayoutError where arrays are global."""
+    if sharding_types.is_explicit():
+        raise LayoutError(f"a shard of '{name}' is of one device: use parallel.partitioner=manual, or global_indices.")
     return lax.axis_index(axes).astype(jnp.int32) if (axes := nontrivial_axes(name)) else jnp.zeros((), jnp.int32)
 
 

@@ -1,7 +1,7 @@
 """Rules, shardings of parameters, and ZeRO-3, on a mesh of one's own: for models in a jax.jit outside of a Plan."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ SHARDABLE = ("batch", "sequence", "heads", "mlp", "vocab", "zero")
 
 def rules_on_mesh(mesh: AbstractMesh, axes: Mapping[str, str | tuple[str, ...] | None]) -> AxisRules:
     """Rules of one's own, for a mesh of Explicit axes.  axes: the mesh axes that shard a name of SHARDABLE, outermost
-    first; a name that is missing is not sharded.  Raises LayoutError."""
+    first; a name of these that is missing is not sharded.  Raises LayoutError.
+
+    Modules of one's own may name other dimensions, of which each is to be given."""
     table = {name: (on,) if isinstance(on, str) else tuple(on or ()) for name, on in axes.items()}
     if problems := [*_mesh_problems(mesh), *_table_problems(mesh, table)]:
         raise LayoutError(*problems)
@@ -42,7 +44,7 @@ def _mesh_problems(mesh: AbstractMesh) -> Iterator[str]:
 
 def _table_problems(mesh: AbstractMesh, table: Table) -> Iterator[str]:
     for name, on in table.items():
-        if name not in SHARDABLE:
+        if name not in SHARDABLE and name in REPLICATED:
             yield f"'{name}' is no dimension that can be sharded; they are {', '.join(SHARDABLE)}."
         if len(set(on)) < len(on):
             yield f"{name} names an axis of the mesh twice."
@@ -58,11 +60,16 @@ def _table_problems(mesh: AbstractMesh, table: Table) -> Iterator[str]:
         yield "sequence is to be sharded over the same axes as heads, mlp and vocab."
 
 
-def param_shardings(names: Tree, shapes: Tree) -> Tree:
+def param_shardings(names: Tree, shapes: Tree, own_names: Collection[str] = ()) -> Tree:
     """NamedShardings of parameters with these names and shapes, on jax.set_mesh's mesh by the rules of this context.
+    own_names: of dimensions, beside SHARDABLE, that the model has.
 
-    Raises LayoutError without a mesh or rules, and for sizes that the mesh does not divide."""
-    rules_of_mesh()
+    Raises LayoutError without a mesh or rules, for rules of names that the model does not have, and for sizes that the
+    mesh does not divide."""
+    known = {*REPLICATED, ZERO_WIDTH, *own_names}
+    if unknown := [name for name in rules_of_mesh().rules if name not in known]:
+        what = f"spmd_lm.axis_rules({unknown[0]}=...) is of a dimension that this model does not have"
+        raise LayoutError(f"{what}; it has {', '.join([*SHARDABLE, *own_names])}.")
     mesh = jax.sharding.get_mesh()
     problems = {
         f"dimension '{name}' of size {size} is not divisible by the {num_shards(sharded)} devices of its axes."
@@ -79,11 +86,11 @@ def param_shardings(names: Tree, shapes: Tree) -> Tree:
     return jax.tree.map(sharding, names, is_leaf=is_dim_names)
 
 
-def with_gathered(f: Callable, names: Tree, *, again: bool, prevent_cse: bool = False) -> Callable:
+def with_gathered(f: Callable, names: Tree, *, regather: bool, prevent_cse: bool = False) -> Callable:
     """run(params, x, *inputs) = f(params, x, *inputs), where params, of these names, are sharded by the rule `zero`.
 
-    Backward scatters their gradients; x has one too, and inputs have none.  again: backward gathers a second time, and
-    nothing gathered is held until then.  prevent_cse: as of zero.with_gathered_weights."""
+    Backward scatters their gradients; x has one too, and inputs have none.  regather: backward gathers a second time,
+    and nothing gathered is held until then.  prevent_cse: as of zero.with_gathered_weights."""
     names = jax.tree.map(sharded_names, names, is_leaf=is_dim_names)
     token_axes = {*nontrivial_axes("batch"), *nontrivial_axes(SEQUENCE)}
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -117,9 +124,9 @@ def with_gathered(f: Callable, names: Tree, *, again: bool, prevent_cse: bool = 
 
     def run(params: Tree, x: Array | None, *inputs):
         types = jax.tree.map(lambda p: TypeOf(jax.typeof(p)), params)
-        how = {"prevent_cse": prevent_cse, "scatter_first": not again}
+        how = {"prevent_cse": prevent_cse, "scatter_first": not regather}
         gathering = zero.with_gathered_weights(f, gather, functools.partial(scatter, types), **how)
         # Not stop_gradient(params) where a loop over layers saves them: it would save a copy of the stack.
-        return gathering(params, params, None if again else gather(lax.stop_gradient(params)), x, *inputs)
+        return gathering(params, params, None if regather else gather(lax.stop_gradient(params)), x, *inputs)
 
     return run

@@ -16,7 +16,19 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard, u
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import AxisRules, is_spec, use_axis_rules
-from spmd_lm.axes import MODEL, PIPE, TIME, TOKEN_AXES, DimNames, axes_named, axes_of, is_dim_names
+from spmd_lm.axes import (
+    MODEL,
+    PIPE,
+    SHARDED_DIM,
+    TIME,
+    TOKEN_AXES,
+    ZERO_WIDTH,
+    DimNames,
+    axes_named,
+    axes_of,
+    is_dim_names,
+    sharded_names,
+)
 from spmd_lm.batch import PER_ROW, Batch
 from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
@@ -80,7 +92,8 @@ class Plan:
     while the layer before it runs.  prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one
     before it runs.  collective_matmul: keys of the branches of a layer whose products run in parts beside their
     collectives.  scan: whether layers run in a loop, in training.  device_kind: as jax calls it, where it is known.
-    freeze: patterns of the parameters that training leaves as they are; ConfigError where `frozen_mask` refuses one."""
+    freeze: patterns of the parameters that training leaves as they are; ConfigError where `frozen_mask` refuses one.
+    own_rules: mesh axes of dimension names that parallel/rules.py does not list."""
 
     layout: Layout
     mesh: Mesh | AbstractMesh
@@ -98,8 +111,10 @@ class Plan:
     scan: bool = True
     device_kind: str = ""
     freeze: tuple[str, ...] = ()
+    own_rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __post_init__(self):
+        self._require_rules()
         problems = []
         for parameter in self.parameters:
             for name, size in zip(parameter.sharded_names, parameter.shape, strict=True):
@@ -111,6 +126,25 @@ class Plan:
         if problems:
             raise LayoutError(*problems)
 
+    def _require_rules(self) -> None:
+        """LayoutError for names of dimensions that no rule places, and where `width` is not one size."""
+        table = self.param_rules.table
+        problems, widths = dict[str, str](), dict[int, str]()
+        leaves = jax.tree_util.tree_leaves_with_path(self.names, is_leaf=is_dim_names)
+        for (keys, names), leaf in zip(leaves, jax.tree.leaves(self.shapes), strict=True):
+            path = ".".join(key.key for key in keys)
+            for name, size in zip(names, leaf.shape, strict=True):
+                if name not in table and name is not None:
+                    rule = f"rules = {{'{name}': 'model'}}, or None for a dimension that is not sharded"
+                    problems[name] = f"{path}: no rule places the dimension '{name}'. Give its module {rule}."
+                elif name == SHARDED_DIM:
+                    widths.setdefault(size, path)
+        if len(widths) > 1:
+            sizes = ", ".join(f"{size} in {path}" for size, path in widths.items())
+            problems[SHARDED_DIM] = f"the dimension 'width' is of the residual stream, and has sizes {sizes}."
+        if problems:
+            raise LayoutError(*problems.values())
+
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Devices along each axis of the mesh; `data` and `model` may be several of them."""
@@ -118,7 +152,7 @@ class Plan:
 
     @functools.cached_property
     def param_rules(self) -> Rules:
-        return PARAMETERS.on_mesh(self.mesh.axis_names)
+        return PARAMETERS.with_own(self.own_rules).on_mesh(self.mesh.axis_names)
 
     @remembered
     def nontrivial_axes(self, *names: str) -> tuple[str, ...]:
@@ -137,7 +171,7 @@ class Plan:
         for (keys, names), leaf, frozen in zip(
             leaves, jax.tree.leaves(self.shapes), jax.tree.leaves(self.frozen), strict=True
         ):
-            sharded = zero.sharded_names(names) if self.zero.stage else names
+            sharded = sharded_names(names) if self.zero.stage else names
             shape = tuple(map(self._padded_size, sharded, leaf.shape))
             elements, gathered = (
                 math.prod(shape) // math.prod([self._shards[name] for name in by]) for by in (sharded, names)
@@ -207,7 +241,7 @@ class Plan:
     @functools.cached_property
     def sharded_names(self) -> Tree:
         """Dimension names of the parameters as ZeRO shards them between steps."""
-        return jax.tree.map(zero.sharded_names, self.names, is_leaf=is_dim_names) if self.zero.stage else self.names
+        return jax.tree.map(sharded_names, self.names, is_leaf=is_dim_names) if self.zero.stage else self.names
 
     @functools.cached_property
     def param_specs(self) -> Tree:
@@ -242,7 +276,7 @@ class Plan:
     def _padded_size(self, name: str | None, size: int) -> int:
         if name == "vocab":
             return padded_vocab(size, self.layout.model)
-        return padded_width(size, self._shards[name]) if name == zero.ZERO_WIDTH else size
+        return padded_width(size, self._shards[name]) if name == ZERO_WIDTH else size
 
     @functools.cached_property
     def row_spec(self) -> P:
@@ -294,7 +328,8 @@ class Plan:
         return self._axis_rules(self.sequence)
 
     def _axis_rules(self, sequence: bool) -> AxisRules:
-        return AxisRules(activation_rules(sequence).on_mesh(self.mesh.axis_names).table, self.sizes)
+        rules = activation_rules(sequence).with_own(self.own_rules)
+        return AxisRules(rules.on_mesh(self.mesh.axis_names).table, self.sizes)
 
     def shard_map(self, body: Callable, in_specs: Tree, out_specs: Tree, *, whole_sequence: bool = False) -> Callable:
         """`body` as a function of global arrays; every device runs it on its own shards, and it issues all collectives
@@ -341,7 +376,7 @@ class Plan:
     def _width(self) -> int:
         """Unpadded size of the dimension that ZeRO shards."""
         pairs = zip(jax.tree.leaves(self.names, is_leaf=is_dim_names), jax.tree.leaves(self.shapes), strict=True)
-        (width,) = {leaf.shape[names.index(zero.SHARDED_DIM)] for names, leaf in pairs if zero.SHARDED_DIM in names}
+        (width,) = {leaf.shape[names.index(SHARDED_DIM)] for names, leaf in pairs if SHARDED_DIM in names}
         return width
 
     # What follows takes the sharded names of a tree, or of one that has more leaves.
@@ -372,7 +407,7 @@ class Plan:
 
         In the branches of a pipeline on a TPU the last dimension is padded too: XLA would otherwise add permutes, for
         which other stages would wait."""
-        shape = (self._padded_size(zero.ZERO_WIDTH, self._width), *shape[1:])
+        shape = (self._padded_size(ZERO_WIDTH, self._width), *shape[1:])
         diverge = self.layout.pipe > 1 and self.zero.scatters_in_backward and not self.run_idle_stages
         if self.platform != "tpu" or not diverge:
             return shape
@@ -383,8 +418,8 @@ class Plan:
         names = parameter.names
         sizes = [size // self._shards[name] for name, size in zip(names, parameter.shape, strict=True)]
         layers = sizes[0] if names[0] == "layers" else 1
-        others = [size for name, size in zip(names, sizes, strict=True) if name not in ("layers", zero.SHARDED_DIM)]
-        shape = sizes[names.index(zero.SHARDED_DIM)], *others
+        others = [size for name, size in zip(names, sizes, strict=True) if name not in ("layers", SHARDED_DIM)]
+        shape = sizes[names.index(SHARDED_DIM)], *others
         return layers * math.prod(self._scattered_shape(parameter.sharded_names, shape))
 
     def as_weights(self, tree: Tree, names: Tree) -> Tree:

@@ -4,7 +4,7 @@ Each kind of parallelism is a few rows.  A table lists every name; a name that i
 dimension."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +29,7 @@ sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce:
 saved activations are sharded too; what is saved as shards is gathered once more in backward."""
 
 ZERO: Table = {ZERO_WIDTH: ZERO_AXES}
-"""ZeRO (arXiv:1910.02054): the name that `zero.sharded_names` gives to one dimension of every matrix."""
+"""ZeRO (arXiv:1910.02054): the name that `sharded_names` gives to one dimension of every matrix."""
 
 PIPELINE: Table = {"layers": (PIPE,)}
 
@@ -47,6 +47,12 @@ class Rules:
         if len(used) != len(set(used)):
             raise LayoutError(f"the dimensions {names} of one array land on the same mesh axis: {used}")
         return P(*(self.axes(name) or None for name in names))
+
+    def with_own(self, rules: Iterable[tuple[str, tuple[str, ...]]]) -> "Rules":
+        """With rows for names of a user's own.  LayoutError for a name that has one here."""
+        if taken := [name for name, axes in rules if name in self.table and self.table[name] != axes]:
+            raise LayoutError(f"the dimension '{taken[0]}' has a rule of its own here. Choose another name.")
+        return Rules({**self.table, **dict(rules)})
 
     def on_mesh(self, mesh_axes: Sequence[str]) -> "Rules":
         """The same table on a mesh where several axes together may be `data`, or `model`."""

@@ -180,7 +180,7 @@ class ShardedModel:
     def forward(self, microbatch: Tree) -> Losses:
         """All losses of one microbatch, where one stage has all layers."""
         x, losses = self.layers(self.embed(microbatch), microbatch, 0)
-        return losses | self.head(x, microbatch)
+        return sum_by_name(losses, self.head(x, microbatch))
 
     def zero_losses(self, batch: Tree) -> Losses:
         """Zeros like the losses of one microbatch of `batch`."""

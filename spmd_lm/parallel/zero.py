@@ -13,10 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spmd_lm.axes import SHARDED_DIM as SHARDED_DIM
-from spmd_lm.axes import ZERO_WIDTH as ZERO_WIDTH
-from spmd_lm.axes import DimNames, is_dim_names
-from spmd_lm.axes import sharded_names as sharded_names
+from spmd_lm.axes import SHARDED_DIM, ZERO_WIDTH, DimNames, is_dim_names
 from spmd_lm.ops.collectives import as_row_major, reduce_scatter
 from spmd_lm.parallel.trees import Tree, drop_residuals, merge, subset_of
 

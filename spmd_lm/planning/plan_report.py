@@ -11,6 +11,7 @@ from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
+from spmd_lm.config.own_modules import modules_of
 from spmd_lm.config.partitioner import choose_partitioner
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
@@ -18,6 +19,7 @@ from spmd_lm.cost_model.activations import dtype_bytes, stream_bytes, tokens_per
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.least_traffic import saved_traffic
+from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.freeze import trained_count
 from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
 from spmd_lm.parallel.padding import padded_vocab
@@ -81,6 +83,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "pipeline": _describe_pipeline(config, plan, parameters) if layout.pipe > 1 else None,
         "remat": config.remat_policy.policy,
         "precision": config.precision.model_dump(),
+        "own_modules": [f"{name}.module={ref.path}:{ref.name}" for name, ref in modules_of(config).items()],
     } | _describe_capacity(plan, topology, sum(table.values()))
 
 
@@ -104,11 +107,11 @@ def _plan_of_run(config: RunConfig) -> Plan:
 
 
 def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
-    parameters = []
+    parameters, rules = [], PARAMETERS.with_own(plan.own_rules)
     for each in plan.parameters:
         size = each.elements * dtype_bytes(config.precision.params)
         # `data` as one axis, which in the mesh may be several
-        spec = [list(PARAMETERS.axes(name)) for name in each.sharded_names]
+        spec = [list(rules.axes(name)) for name in each.sharded_names]
         parameter = {"name": ".".join(each.path), "shape": list(each.shape), "names": list(each.sharded_names)}
         parameters.append(parameter | {"spec": spec, "bytes_per_device": size})
     return parameters
@@ -118,7 +121,7 @@ def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
     """What frozen parameters save: bytes of moments on a device, and the share of the model FLOPs of training all."""
     everything = 3 * config.train.batch * flops.forward_per_sequence(config)
     frozen = plan.elements_per_device() - plan.elements_per_device(trained=True)
-    moments = config.optim.num_moments * frozen * dtype_bytes(config.precision.params)
+    moments = moments_per_parameter(config.optim) * frozen * dtype_bytes(config.precision.params)
     return {"moment_bytes": moments, "flops": 1 - flops.train_step(config, plan) / everything}
 
 
@@ -235,6 +238,7 @@ def summary(description: dict[str, Any]) -> str:
     lines = [
         f"mesh    {mesh} = {devices}, {', '.join(options)}",
         f"model   {parameters}, remat {d['remat']}",
+        *([f"own     {', '.join(d['own_modules'])}"] if d["own_modules"] else []),
         f"layers  {how}",
         *([f"sends   {d['partitioner']['partitioner']} ({d['partitioner']['why']})"] if d["devices"] > 1 else []),
         f"kernel  attention {attention['kernel']} ({attention['why']}), compute {compute}",

@@ -21,6 +21,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import flops, memory
 from spmd_lm.cost_model.activations import shares_of_kinds
 from spmd_lm.cost_model.expected_collectives import layer_passes
+from spmd_lm.cost_model.own_layer import has_own_block
 from spmd_lm.cost_model.step_time import predict_step, step_range
 from spmd_lm.cost_model.systems import find_system
 from spmd_lm.cost_model.work import LayerWork
@@ -171,6 +172,8 @@ def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
     """Of a device in a step, of attention in one kernel, which the program's text does not show: forward, and backward
     with what it computes again; of a causal model what its mask does not hide."""
     once = 0.0
+    if has_own_block(config):  # nobody knows which of its products are in a kernel
+        return once
     for of_kind, share in zip(config.of_each_kind, shares_of_kinds(config), strict=True):
         if choose_kernel(of_kind, plan.platform).kernel != "xla":
             layer = LayerWork.of(of_kind, plan, find_system("spmd_lm"))

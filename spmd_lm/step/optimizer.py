@@ -14,8 +14,9 @@ import numpy as np
 import optax
 
 from spmd_lm.axes import is_dim_names
-from spmd_lm.config.schema import AdamW, Lion, OptimizerConfig
+from spmd_lm.config.schema import AdamW, CustomOptimizer, Lion, OptimizerConfig
 from spmd_lm.ops.collectives import partial_sum, psum_axes
+from spmd_lm.own_optimizer import own_rule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.trees import Tree, subset_of
 from spmd_lm.step.state import TrainState
@@ -51,6 +52,17 @@ def decay_mask(names: Tree) -> Tree:
     return jax.tree.map(lambda n: len([d for d in n if d != "layers"]) > 1, names, is_leaf=is_dim_names)
 
 
+def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
+    match config:
+        case AdamW(b1=b1, b2=b2, eps=eps):
+            return optax.scale_by_adam(b1, b2, eps)
+        case Lion(b1=b1, b2=b2):
+            return optax.scale_by_lion(b1, b2)
+        case CustomOptimizer(module=module):
+            return own_rule(module)
+    raise AssertionError(config)
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """optax's rule, with decoupled weight decay (arXiv:1711.05101) and clipping by the global norm of the gradients.
@@ -60,14 +72,10 @@ class Optimizer:
     config: OptimizerConfig
     steps: int
 
-    @property
-    def rule(self) -> optax.GradientTransformation:
-        match self.config:
-            case AdamW(b1=b1, b2=b2, eps=eps):
-                return optax.scale_by_adam(b1, b2, eps)
-            case Lion(b1=b1, b2=b2):
-                return optax.scale_by_lion(b1, b2)
-        raise AssertionError(self.config)
+    rule: optax.GradientTransformation = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "rule", _rule(self.config))
 
     def scalars(self, state: TrainState, norm: jax.Array, is_applied: jax.Array) -> "UpdateScalars":
         """What an update needs to know of all leaves.  norm: of the gradients.  is_applied: bool, whether the update

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.batch import Batch, abstract_batch
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CompilerError
+from spmd_lm.models.modules import modules_of_model
 from spmd_lm.models.transformer import LossDict
 from spmd_lm.parallel.mesh import domains_of_model, is_absent, make_mesh
 from spmd_lm.parallel.padding import pad_or_crop
@@ -46,16 +47,18 @@ def _shardings(tree: Tree) -> Tree:
 
 
 class Program:
-    """One config, bound to devices (default: all there are).  device: one of them, which are all alike."""
+    """One config, bound to devices (default: all there are).  device: one of them, which are all alike.
 
-    def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None):
-        devices = devices or jax.devices()
-        plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind)
+    model: a block, a head or a ModelModules of one's own, in place of model.module."""
+
+    def __init__(self, config: RunConfig, devices: list[jax.Device] | None = None, model: Any = None):
+        devices, modules = devices or jax.devices(), modules_of_model(config.model, config.objective, model)
+        plan = abstract_plan(config, len(devices), devices[0].platform, devices[0].device_kind, modules)
         across_hosts = config.parallel.model_across_hosts
         mesh = make_mesh(plan.layout, devices, model_across_hosts=across_hosts)
         require_model_within_domain(config, plan, domains_of_model(mesh))
         self.config, self.plan, self.device = config, dataclasses.replace(plan, mesh=mesh), mesh.devices.flat[0]
-        self.model = make_model(config, plan.platform, plan)
+        self.model = make_model(config, plan.platform, plan, modules)
         self.optimizer = Optimizer(config.optim, config.train.steps)
         p = config.parallel
         self.schedule = make_schedule(p.schedule, plan.layout.pipe, p.microbatches, config.chunks)

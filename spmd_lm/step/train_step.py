@@ -3,6 +3,7 @@
 For each microbatch forward, loss and backward, in which ZeRO-2 and 3 scatter gradients; then what is left of the
 gradients' sums, once, and the optimizer's update of each device's own shards.  One body serves every layout."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.models.heads import loss_weights, nonzero_totals
+from spmd_lm.models.heads import nonzero_totals
 from spmd_lm.models.language_model import LanguageModel, ModelInput
 from spmd_lm.models.transformer import LossDict
 from spmd_lm.ops.collectives import partial_sum, zeros_like_gradient
@@ -26,6 +27,7 @@ from spmd_lm.parallel.pipeline.schedule import Schedule
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.sharded_model import ModelFns, Parts, ShardedModel
 from spmd_lm.parallel.trees import Tree, tree_add
+from spmd_lm.period import BlockFn
 from spmd_lm.step import guard, loss_scale
 from spmd_lm.step.optimizer import Optimizer
 from spmd_lm.step.state import TrainState
@@ -48,13 +50,14 @@ def make_train_step(
 
         def mean_losses(params: Tree, x: jax.Array, microbatch: ModelInput) -> LossDict:
             """A microbatch's share of the mean losses of the global batch."""
-            weights = loss_weights(model.objective, microbatch.batch)
+            weights = model.loss_weights(microbatch.batch)
             shares = {name: weights[name].astype(total.dtype) / total for name, total in loss_divisors.items()}
             return model.losses(params, x, microbatch, shares)
 
         fns = model_fns(model, mean_losses, scan=plan.scan, allocated=plan.platform == "gpu")
         sharded = ShardedModel.from_params(fns, plan, state.params, compute, reduce)
-        microbatches = ModelInput(batch, dropout_keys(model, config.train.seed, state.step, batch))
+        keys = dropout_keys(model, config.train.seed, state.step, batch)
+        microbatches = ModelInput(batch, keys, row_weights(model, config, state, batch))
 
         # forward, loss and backward of every microbatch
         zeros = sharded.zero_losses(microbatches), zero_gradients(sharded, state.params)
@@ -88,6 +91,8 @@ def make_eval_step(
     def eval_step(params: Tree, batch: Batch) -> LossDict:
         compute, reduce = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.reduce)
         fns = model_fns(model, functools.partial(head, rows=config.train.batch), scan=True)
+        blocks, last = (tuple(map(_alone, each)) for each in (fns.blocks, fns.last_blocks))
+        fns = dataclasses.replace(fns, blocks=blocks, last_blocks=last)
         sharded = ShardedModel.from_params(fns, plan, params, compute, reduce)
         microbatches = ModelInput(batch)
         zeros = sharded.zero_losses(microbatches)
@@ -99,6 +104,11 @@ def make_eval_step(
 
     step = plan.partition(eval_step, (plan.param_specs, plan.batch_specs), P())
     return jax.jit(step, out_shardings=plan.sharding(P()), compiler_options=options)
+
+
+def _alone(block: BlockFn) -> BlockFn:
+    """The block, which evaluates no auxiliary losses."""
+    return lambda *inputs: (block(*inputs)[0], {})
 
 
 def accumulate(model: ShardedModel, microbatches: Tree, zeros: tuple[LossDict, Parts]) -> tuple[LossDict, Parts]:
@@ -157,9 +167,18 @@ def dropout_keys(model: LanguageModel, seed: int, step: jax.Array, batch: Batch)
     return DropoutKey(seeds, steps, batch.sample_ids, jnp.zeros(microbatches, jnp.int32))
 
 
+def row_weights(model: LanguageModel, config: RunConfig, state: TrainState, batch: Batch) -> jax.Array | None:
+    """The weight of a row in auxiliary losses, times the loss scale, [microbatches]; None for this package's blocks,
+    which have none."""
+    if not model.modules.own_block:
+        return None
+    rows = jnp.asarray(config.train.batch, jnp.promote_types(config.precision.compute, jnp.float32))
+    return jnp.broadcast_to(1 / loss_scale.unscale(rows, state.loss_scale), batch.sample_ids.shape[:1])
+
+
 def psum_loss_weights(model: LanguageModel, plan: Plan, batch: Batch, compute: jnp.dtype) -> LossDict:
     """For each loss the weight of the whole global batch, over which it is a mean."""
     wide = jnp.promote_types(compute, jnp.float32)
-    weights = loss_weights(model.objective, batch)
+    weights = model.loss_weights(batch)
     totals = plan.psum_batch({name: partial_sum(w.astype(wide)) for name, w in weights.items()})
     return nonzero_totals(totals)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmd_lm.config.load import CONFIG_FILE, dump, load, make_layer
+from spmd_lm.config.load import CONFIG_FILE, load, make_layer, write_config
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError, ConfigError, Exit
 from spmd_lm.files import open_regular, parse_json, read_bytes, write_atomically
@@ -67,7 +67,7 @@ class Cell:
     def prepare(self) -> None:
         """Writes what its process starts from.  Its former end is forgotten."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.directory / CONFIG_FILE, dump(self.config))
+        write_config(self.config, self.directory)
         (self.directory / "exit.json").unlink(missing_ok=True)
 
     def after_exit(self, code: int) -> Outcome:

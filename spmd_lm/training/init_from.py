@@ -13,6 +13,7 @@ from spmd_lm.checkpoints.saved_run import (
     newest_readable,
     open_checkpoints,
 )
+from spmd_lm.config.own_modules import ModuleRef
 from spmd_lm.errors import CheckpointError
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
@@ -48,7 +49,9 @@ class PretrainedRun:
         check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
         check_vocabulary(config, self.directory, meta if step else None)
         self.step, self.shapes = step, self.checkpoints.param_shapes(step)  # of all its parameters, by path
-        self.same_objective = saved["objective"]["kind"] == config.objective.kind
+        modules = (saved["objective"].get("module"), config.objective.module)
+        same_module = len({text and ModuleRef.parse(text)[1:] for text in modules}) == 1
+        self.same_objective = saved["objective"]["kind"] == config.objective.kind and same_module
         own = leaves_by_path(program.abstract_canonical().params)
         reused = [name for name, leaf in own.items() if self._fits(name, leaf.shape)]
         self.new = [name for name in own if name not in reused]

@@ -30,6 +30,7 @@ from spmd_lm.runtime.progress import Progress, format_record
 from spmd_lm.runtime.signals import StopSignals
 from spmd_lm.runtime.trackers import require_packages
 from spmd_lm.runtime.watchdog import StepWatch
+from spmd_lm.step.own_check import check_own_modules
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 from spmd_lm.training.init_from import PretrainedRun
@@ -75,6 +76,8 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
         program = Program(config)
         progress.log(plan_report.summary(plan_report.describe(config, program.plan)))
         progress.log(*program.xla_options.lines)
+        if notice := check_own_modules(config, program.model.modules, program.plan):
+            progress.log(notice)
     with mark_failed(status, clock):
         with clock.time("init"):
             # The run to initialize from and the data may refuse the config, before any file is written.
@@ -207,6 +210,8 @@ def sample(run: TrainingRun) -> str:
     left_out = unreadable_prompts(run.config, run.corpus)
     prompts = [prompt for prompt in PROMPTS if prompt not in left_out]
     if isinstance(run.config.data, Synthetic) or not run.config.model.causal or not prompts:
+        return ""
+    if not run.program.model.modules.has_logits:
         return ""
     sampling, tokenizer = Sampling(temperature=0.8), run.corpus.tokenizer
     texts = generate_text(run.program, run.state.params, prompts, sampling, tokenizer)

@@ -17,6 +17,7 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import make_meta
 from spmd_lm.checkpoints.tiers import Tiers
+from spmd_lm.config.own_modules import as_saved
 from spmd_lm.cost_model.flops import Utilization
 from spmd_lm.data.corpus import Dataset
 from spmd_lm.data.loader import Loader
@@ -166,7 +167,7 @@ class TrainingRun:
         with self.clock.time("checkpoint"):
             self.wait_for_save()
             num_samples = self.step * self.config.train.batch
-            config = self.config.model_dump(by_alias=True)
+            config = as_saved(self.config).model_dump(by_alias=True)
             meta = make_meta(config, num_samples, self.corpus.fingerprint, self.vocabulary, self.rules)
             meta |= {"start": self.status.restarts, "devices": jax.device_count()}
             saved = self.step, self.program.canonical(self.state), meta

@@ -17,12 +17,13 @@ from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_vocabulary
 from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data
-from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer
+from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer, write_config
 from spmd_lm.config.load import load as load_config
+from spmd_lm.config.own_modules import MODULES_DIR, as_saved
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, keep_vocabulary
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, OutputError, UserError
-from spmd_lm.files import read_bytes, write_atomically
+from spmd_lm.files import read_bytes
 from spmd_lm.runtime.directories import lock_directory, lock_holder
 from spmd_lm.runtime.metrics import BUCKETS, MAX_LIVES, NONE_SAVED, Clock, Life, MetricsLog, Status
 from spmd_lm.runtime.outputs import writing
@@ -33,7 +34,7 @@ from spmd_lm.step.optimizer import lr_schedule, schedule_keys
 SHARED_SECONDS = 30.0  # until the last process sees what the first has written, on a network file system
 
 FILES = (CONFIG_FILE, "loss.png", "samples.txt", ".lock", ID_FILE)
-DIRECTORIES = ("tensorboard", "checkpoints")
+DIRECTORIES = ("tensorboard", "checkpoints", MODULES_DIR)
 
 
 class RunDir:
@@ -137,7 +138,7 @@ class RunDir:
 
     def _check_foreign_files(self) -> None:
         """ConfigError if the run would overwrite files that no run wrote."""
-        own = {CONFIG_FILE: dump(self.config), "metrics.jsonl": ""}
+        own = {CONFIG_FILE: dump(as_saved(self.config)), "metrics.jsonl": ""}
         foreign = [
             name for name, text in own.items() if (path := self.path / name).is_file() and not _reads(path, text)
         ]
@@ -211,7 +212,7 @@ class RunDir:
         if self.meta and (missing := metrics_log.missing_steps(self.meta["config"]["train"]["log_every"])):
             log(f"{metrics_log.path} lacks the records of steps {missing[0]} to {missing[1]}, which are lost.")
         with writing(self.path / CONFIG_FILE):
-            write_atomically(self.path / CONFIG_FILE, dump(self.config))
+            write_config(self.config, self.path)
         status.write()
         self._keep_vocabulary(tokenizer)  # once status.json says whose directory this is
         with closing(metrics_log), Trackers(self.config, log) as trackers:

@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd_lm.active_rules import AxisRules, num_shards, use_axis_rules
 from spmd_lm.axes import is_dim_names
+from spmd_lm.errors import LayoutError
 from spmd_lm.ops.collectives import (
     all_gather,
     copy_to_region,
@@ -40,7 +41,7 @@ def run(f, *args, ins=EVERYWHERE, outs=EVERYWHERE, **rules):
 
 
 def test_a_name_that_no_rule_knows_is_refused():
-    with pytest.raises(KeyError, match="haeds"):
+    with pytest.raises(LayoutError, match="no rule places the dimension 'haeds'"):
         run(lambda: jnp.int32(num_shards("haeds")))
 
 

@@ -22,7 +22,7 @@ def test_rules_of_one_s_own_shard_what_they_name():
 @pytest.mark.parametrize(
     ("kind", "axes", "message"),
     [
-        (AxisType.Explicit, {"haeds": "model"}, "'haeds' is no dimension that can be sharded; they are batch"),
+        (AxisType.Explicit, {"width": "model"}, "'width' is no dimension that can be sharded; they are batch"),
         (AxisType.Explicit, {"heads": "tensor"}, "heads='tensor' is no axis of the mesh; it has data, model."),
         (AxisType.Explicit, TENSOR | {"batch": ("data", "model")}, "heads shares an axis of the mesh with batch"),
         (AxisType.Auto, {"heads": "model"}, "axes that are not Explicit: data, model. Make it with jax.make_mesh"),
@@ -37,6 +37,16 @@ def test_rules_that_no_model_can_follow_are_refused(kind, axes, message):
     with pytest.raises(LayoutError) as error:
         rules_on_mesh(mesh(kind), axes)
     assert message in str(error.value)
+
+
+def test_a_rule_of_a_dimension_that_the_model_does_not_have_is_refused():
+    """Modules of one's own may have others."""
+    devices = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:1])
+    names, shapes = {"w": ("width", "state")}, {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
+    with jax.set_mesh(devices), use_axis_rules(rules_on_mesh(devices.abstract_mesh, {"state": "model"})):
+        assert param_shardings(names, shapes, {"state"})["w"].mesh == devices
+        with pytest.raises(LayoutError, match=r"axis_rules\(state=\.\.\.\) is of a dimension that this model does not"):
+            param_shardings(names, shapes)
 
 
 def test_every_axis_of_the_mesh_is_explicit():

@@ -119,7 +119,7 @@ def test_a_model_sees_names_and_the_mesh_axes_that_hold_them():
         ("model",),
     ]
     assert axis_rules.sizes == {"pipe": 1, "replica": 1, "data": 4, "model": 2}
-    with pytest.raises(KeyError, match="haeds"):
+    with pytest.raises(LayoutError, match="no rule places the dimension 'haeds'"):
         axis_rules.axes("haeds")
 
 

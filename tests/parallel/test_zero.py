@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from spmd_lm.axes import sharded_names
 from spmd_lm.parallel.mesh import Layout, abstract_mesh, make_mesh
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.parallel.zero import ZeroPolicy, sharded_names, with_gathered_weights
+from spmd_lm.parallel.zero import ZeroPolicy, with_gathered_weights
 from tests.helpers import assert_equal, program, run_of, shard_bytes
 
 NAMES = {"table": ("vocab", "width"), "up": ("layers", "width", "mlp"), "bias": ("layers", "mlp"), "norm": ("width",)}

@@ -24,6 +24,7 @@ from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import Precision, RunConfig
 from spmd_lm.cost_model.flops import Peak, Utilization
 from spmd_lm.errors import CheckpointError, ConfigError, DataError, Exit, LayoutError, NonFiniteError
+from spmd_lm.models.modules import ModelModules
 from spmd_lm.runtime import trackers
 from spmd_lm.runtime.xla_options import Option, XlaOptions
 from spmd_lm.step.state import TrainState
@@ -56,6 +57,7 @@ class FakeProgram:
 
     at: dict = {}  # noqa: RUF012 (set by the tests)
     tokens_per_step = 32
+    model = SimpleNamespace(modules=ModelModules())
     plan, xla_options = None, XlaOptions([Option("xla_fast", True, "why")], [], {})
 
     def __init__(self, config):

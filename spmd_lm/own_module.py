@@ -1,0 +1,44 @@
+"""Runs the Python file of a module of one's own, once."""
+
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
+from spmd_lm.config.own_modules import ModuleRef, sealed
+from spmd_lm.errors import ConfigError
+
+
+def load_object(text: str) -> Any:
+    """What `path.py:Name@hash` names.  Raises ConfigError for a file that was changed, that cannot be imported, or that
+    does not define it."""
+    ref = ModuleRef.parse(text)
+    ref = ref if ref.hash else ModuleRef.parse(sealed(text))
+    try:
+        return getattr(_run(ref), ref.name)
+    except AttributeError:
+        raise ConfigError(f"{ref.path} defines no {ref.name} once it is imported. Correct that file.") from None
+
+
+def _run(ref: ModuleRef) -> ModuleType:
+    """The module of this file, or of another one with the same bytes that ran before."""
+    name = f"spmd_lm_own_{ref.hash}"
+    if name in sys.modules:
+        return sys.modules[name]
+    code, module = compile(ref.read(), ref.path, "exec"), ModuleType(name)
+    module.__file__ = ref.path
+    sys.modules[name] = module  # what it defines may look its own module up, as dataclasses do
+    try:
+        exec(code, module.__dict__)
+    except Exception as error:
+        del sys.modules[name]
+        reason = f"cannot be imported: {type(error).__name__}: {error}"
+        advice = "It may import installed packages, and no file beside it. Correct that file"
+        raise ConfigError(f"{ref.path}{line_in(ref.path, error)}: {reason}. {advice}.") from error
+    return module
+
+
+def line_in(path: str, error: BaseException) -> str:
+    """`, line N`, the last one of this file that the traceback passes; '' if it passes none."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f", line {lines[-1]}" if lines else ""

@@ -1,0 +1,138 @@
+"""Planning and auditing of blocks of one's own."""
+
+import dataclasses
+import json
+
+import pytest
+
+from spmd_lm.analysis import topology
+from spmd_lm.config.load import load
+from spmd_lm.cost_model import flops
+from spmd_lm.cost_model.activations import layer_activations
+from spmd_lm.cost_model.compilers import COMPILER_OF_PLATFORM
+from spmd_lm.cost_model.expected_collectives import expected_collectives
+from spmd_lm.planning import audit as auditing
+from spmd_lm.planning.audit import audit, render
+from spmd_lm.planning.plan_report import plan_on
+from spmd_lm.planning.search import make_targets, search
+from tests.own import write_example, write_module
+from tests.planning.test_audit import compilable
+
+TWICE = """
+from flax import nnx
+from spmd_lm.models.layers import Norm
+from spmd_lm.models.transformer import MLP, Attention
+from spmd_lm.ops.collectives import residual_stream
+
+
+class Twice(nnx.Module):
+    '''Attention and MLP side by side, each of which gathers their input.'''
+
+    def __init__(self, init):
+        self.norm, self.attention, self.mlp = Norm(init), Attention(init, 0.01), MLP(init, 0.01)
+
+    def __call__(self, x, context):
+        x = residual_stream(x)
+        h = self.norm(x)
+        return residual_stream(x + self.attention(h, context) + self.mlp(h, context)), {}
+"""
+
+LIKE_OURS = """
+from spmd_lm.models.transformer import Block
+
+
+class LikeOurs(Block):
+    pass
+"""
+
+
+@pytest.fixture
+def gptj(tmp_path):
+    return write_example(tmp_path, "GPTJBlock")
+
+
+def run(module, *overrides):
+    sizes = ("model.dropout=0.0", "model.attention_dropout=0.0", "model.positions=rotary")
+    return load("configs/debug.yaml", [f"model.module={module}", *sizes, *overrides])
+
+
+SEQUENCE = ("parallel.model=2", "parallel.sequence=true", "parallel.zero=3")
+
+
+def per_layer(report):
+    return {row["kind"]: (row["code"], row["compiled"]) for row in report["per_layer"]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cpu:8", pytest.param("v5p:2x2x2", marks=pytest.mark.slow), pytest.param("h100:1x8", marks=pytest.mark.slow)],
+)
+def test_zero_and_gradients_are_those_of_theory_and_a_layer_s_collectives_are_shown(gptj, tmp_path, name):
+    where = compilable(name)
+    report = audit(run(gptj, *SEQUENCE, f"run.simulate_devices={where.simulated}"), where)
+    assert report["ok"] and report["not_judged"] == ["blocks"] and not report["differences"]
+    assert {row["part"] for row in report["theory"]} >= {"weights", "gradients", "scalars"}
+    twice = audit(
+        run(write_module(tmp_path, "Twice", TWICE), *SEQUENCE, f"run.simulate_devices={where.simulated}"), where
+    )
+    once, both = per_layer(report), per_layer(twice)
+    assert once["all-gather"][0] == 2 and once["reduce-scatter"][0] == 2
+    assert both["all-gather"][0] == 6 and both["reduce-scatter"][0] == 4
+    if name == "cpu:8":
+        assert all(code == compiled for code, compiled in [*once.values(), *both.values()])
+    if name == "v5p:2x2x2":  # a GPU's compiler merges them
+        assert both["all-gather"][1] > once["all-gather"][1]
+    text = render(twice)
+    assert "a layer of your block" in text and text.endswith(
+        "matches theory, apart from your modules, which it does not judge"
+    )
+
+
+def test_gradients_that_are_sent_twice_are_found_under_a_block_of_ones_own(gptj, monkeypatch):
+    """Parts that theory judges are judged."""
+
+    def doubled(*arguments):
+        found = expected_collectives(*arguments)
+        return [dataclasses.replace(row, bytes=row.bytes * 2) if row.part == "gradients" else row for row in found]
+
+    monkeypatch.setattr(auditing, "expected_collectives", doubled)
+    report = audit(run(gptj, *SEQUENCE, "run.simulate_devices=8"))
+    assert not report["ok"] and report["missing_bytes"] > 0
+
+
+@pytest.mark.parametrize("overrides", [SEQUENCE, ("parallel.model=4",), ("parallel.pipe=2", "parallel.microbatches=4")])
+def test_the_trace_of_our_block_is_what_its_formulas_say(tmp_path, overrides):
+    """FLOPs to the causal half of scores that is not computed; collectives exactly."""
+    own, ours = (
+        load("configs/debug.yaml", [*overrides, *each, "model.dropout=0.0", "model.attention_dropout=0.0"])
+        for each in ([f"model.module={write_module(tmp_path, 'LikeOurs', LIKE_OURS)}"], [])
+    )
+    plans = [plan_on(each, topology.parse_topology("h100:1x8")) for each in (own, ours)]
+    traced, formula = (flops.forward_per_sequence(each) for each in (own, ours))
+    assert 0.85 < traced / formula <= 1
+
+    def of_blocks(config, plan):
+        rows = expected_collectives(config, plan)
+        return {(row.kind, row.axes): pytest.approx(row.bytes) for row in rows if row.part == "blocks"}
+
+    assert of_blocks(own, plans[0]) == of_blocks(ours, plans[1])
+    saved = [
+        layer_activations(each, plan, COMPILER_OF_PLATFORM["gpu"]).saved
+        for each, plan in zip((own, ours), plans, strict=True)
+    ]
+    assert 0.8 < saved[0] / saved[1] < 2
+
+
+@pytest.mark.slow
+def test_layouts_are_searched_with_what_the_block_costs(gptj):
+    """It sends half of what ours does over `model`."""
+    targets = make_targets([topology.parse_topology("h100:1x8")], None)
+
+    def found(*overrides):
+        layouts = search(run(gptj, "train.batch=8", "remat.policy=none", *overrides), targets).layouts
+        return {json.dumps(each.overrides): each for each in layouts}
+
+    own, ours = found(), found("model.module=null")
+    assert own.keys() == ours.keys() and all(each.seconds > 0 and each.memory > 0 for each in own.values())
+    tensor = [key for key in own if '"model": 8' in key and '"zero": 0' in key]
+    assert tensor and all(0.4 < own[key].bytes / ours[key].bytes < 0.6 for key in tensor)
