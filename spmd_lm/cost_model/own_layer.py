@@ -57,11 +57,12 @@ class Sent(NamedTuple):
 
 
 def has_own_block(config: RunConfig) -> bool:
+    """Whether model.module names a block, and not a head alone."""
     return config.model.module is not None and modules_of_model(config.model, config.objective).own_block
 
 
 def trace_layer(config: RunConfig, *, fused: bool) -> LayerTrace:
-    """Traces a layer of a model whose layers are all of one kind.  fused: whether a kernel computes attention, which
+    """Costs of a layer of a model whose layers are all of one kind.  fused: whether a kernel computes attention, which
     saves no scores."""
     model = _model(config, RematPolicy("selective" if fused else "none"))
     return _trace_layer(model, config.precision.compute, _microbatch(config, 1), jax.config.read("jax_enable_x64"))

@@ -184,6 +184,7 @@ def _per_layer(
     return [
         {"kind": kind, "axes": list(axes), "code": count, "compiled": count * sent[kind, axes] / theory[kind, axes]}
         for (kind, axes), count in sorted(code.items())
+        if theory[kind, axes]  # with frozen layers nothing runs backward
     ]
 
 

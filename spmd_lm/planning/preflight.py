@@ -171,9 +171,9 @@ def _collective(row: dict[str, Any], plan: Plan, target: Target) -> dict[str, An
 def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
     """Of a device in a step, of attention in one kernel, which the program's text does not show: forward, and backward
     with what it computes again; of a causal model what its mask does not hide."""
-    once = 0.0
     if has_own_block(config):  # nobody knows which of its products are in a kernel
-        return once
+        return 0.0
+    once = 0.0
     for of_kind, share in zip(config.of_each_kind, shares_of_kinds(config), strict=True):
         if choose_kernel(of_kind, plan.platform).kernel != "xla":
             layer = LayerWork.of(of_kind, plan, find_system("spmd_lm"))
