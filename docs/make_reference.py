@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from spmd_lm import errors
 from spmd_lm.cli import POSITIONALS, VERBS, make_parser
-from spmd_lm.config import data_sections, layers, schema
+from spmd_lm.config import data_sections, layers, rope, schema
 from spmd_lm.config.schema import RunConfig, variants
 from spmd_lm.config.section import sections_within, yaml_fields
 from spmd_lm.prepare import schema as recipe_schema
@@ -56,7 +56,7 @@ def comments(path: str) -> dict[str, dict[str, str]]:
 
 COMMENTS = {
     name: fields
-    for each in (recipe_schema, data_sections, layers, schema)
+    for each in (recipe_schema, data_sections, layers, rope, schema)
     for name, fields in comments(each.__file__).items()
 }
 
@@ -102,6 +102,7 @@ def rows(section: type[BaseModel], prefix: str, within: bool) -> list[str]:
     for key, field in yaml_fields(section).items():
         name = next(name for name, each in section.model_fields.items() if each is field)
         about, inner = meaning(section, name), sections_within(field) if within else []
+        inner = [] if about.startswith("default: model.") else inner  # its keys are in the model's rows
         default = "required" if field.is_required() else value_name(field.default)
         default = "" if inner or about.startswith("default:") else default
         kind = type_name(properties[key])

@@ -41,7 +41,7 @@ STANDARD = {
     "words": "of a text",
     "scores": "of attention, before the softmax",
     "sources": "where each residual or text comes from",
-    "scaling": "whether the loss is scaled",
+    "scaling": "whether the loss is scaled; of rotary frequencies",
     "describe": "to describe in a line, or as plain data",
     "tensors": "of a safetensors file",
     "numbers": "of signals",

@@ -46,7 +46,7 @@ def heads_divide_width(model: Model) -> Problems:
     if model.width % model.heads:
         ways = nearest(f"{model.heads=}", divisors(model.width)), nearest_multiple(f"{model.width=}", model.heads)
         yield use(f"{model.width=} is not divisible by {model.heads=}", *ways)
-    elif model.positions == "rotary" and model.head_width % 2:
+    elif model.positions == "rotary" and model.rope_fraction == 1 and model.head_width % 2:
         even = [n for n in divisors(model.width) if model.width // n % 2 == 0]
         chosen = f"model.positions=rotary with {model.width=} and {model.heads=}"
         problem = f"{chosen}: heads are {model.head_width} wide, but features are rotated in pairs"
@@ -54,8 +54,39 @@ def heads_divide_width(model: Model) -> Problems:
 
 
 def rotary_keys_have_an_effect(model: Model) -> Problems:
-    if model.positions != "rotary" and any(kind.rope_theta for kind in model.period or ()):
-        yield use(f"rope_theta in model.period has no effect with {model.positions=!s}", "model.positions=rotary")
+    if model.positions == "rotary":
+        return
+    chosen = f"with {model.positions=!s}"
+    if model.rope_fraction != 1:
+        yield use(f"{model.rope_fraction=} has no effect {chosen}", "model.positions=rotary", "model.rope_fraction=1.0")
+    if model.rope_scaling:
+        problem = f"model.rope_scaling={model.rope_scaling.kind} has no effect {chosen}"
+        yield use(problem, "model.positions=rotary", "model.rope_scaling=null")
+    for key in ("rope_theta", "rope_scaling"):
+        if any(getattr(kind, key) for kind in model.period or ()):
+            yield use(f"{key} in model.period has no effect {chosen}", "model.positions=rotary")
+
+
+@layout_checks.for_each_kind
+def rotated_features_are_pairs(model: Model) -> Problems:
+    m, rotated = model, model.rotated_width
+    if m.positions != "rotary" or m.width % m.heads:
+        return
+    chosen = f"{model.rope_fraction=} rotates {rotated} of the {m.head_width} features of a head"
+    if m.rope_fraction < 1 and (rotated % 2 or not rotated):
+        even = [n for n in range(2, m.head_width, 2) if int(n / m.head_width * m.head_width) == n]
+        near = sorted(even, key=lambda n: abs(n - m.rope_fraction * m.head_width))[:2]
+        ways = " or ".join(f"{n / m.head_width}" for n in sorted(near)) or (m.head_width == 2 and "1.0")
+        way = f"model.rope_fraction={ways}" if ways else "model.positions=learned"
+        yield use(f"{chosen}, but features are rotated in pairs", way)
+    elif m.rope_scaling and m.rope_scaling.kind == "dynamic" and rotated < 4:
+        way = "model.rope_fraction=1.0" if m.head_width > 2 else f"model.heads={m.heads // 2 or 1}"
+        yield use(f"{chosen}, with model.rope_scaling=dynamic, which needs at least 4", way)
+    if m.rope_scaling and m.rope_scaling.kind == "yarn" and m.rope_theta <= 1:
+        problem = (
+            f"{model.rope_theta=} with {model.positions=!s} and model.rope_scaling=yarn, which takes its logarithm"
+        )
+        yield use(problem, "model.rope_theta=10000.0")
 
 
 def layers_can_be_shared(model: Model) -> Problems:
@@ -267,6 +298,7 @@ def arrays_can_be_counted(model: Model, train: Train) -> Problems:
 CHECKS: tuple[Callable[..., Problems], ...] = (
     heads_divide_width,
     rotary_keys_have_an_effect,
+    rotated_features_are_pairs,
     layers_can_be_shared,
     *layout_checks.CHECKS,
     vocabulary_holds_tokens,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic_core import PydanticCustomError
 
+from spmd_lm.config.rope import RopeScaling
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import Count
 
@@ -21,6 +22,7 @@ class LayerKind(Section):
     kv_heads: Count | None = None  # default: model.kv_heads; key/value heads
     mlp_width: Count | None = None  # default: model.mlp_width; hidden width of the MLP
     rope_theta: PositiveFloat | None = None  # default: model.rope_theta; of rotary positions
+    rope_scaling: RopeScaling | None = None  # default: model.rope_scaling
 
     @property
     def as_written(self) -> str | dict[str, Any]:
@@ -31,7 +33,8 @@ class LayerKind(Section):
     @property
     def own_sizes(self) -> dict[str, Any]:
         """The model's keys that this kind overrides."""
-        return self.model_dump(include=LayerKind.model_fields.keys() - {"kind"}, exclude_none=True)
+        keys = [key for key in LayerKind.model_fields if key != "kind"]
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
 
 class BlockLayer(LayerKind):

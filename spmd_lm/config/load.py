@@ -350,12 +350,16 @@ def _sections(tree: dict) -> dict[str, Any]:
     return {str(name): {} if section is None and name in FIELDS else section for name, section in tree.items()}
 
 
-def merge_trees(under: dict, over: dict) -> dict:
-    """`under` with the values of `over`; mappings are merged key by key."""
+def merge_trees(under: dict, over: dict, depth: int = 0) -> dict:
+    """`under` with the values of `over`; mappings are merged key by key, but for those within sections whose kinds
+    differ."""
     result = dict(under)
     for key, value in over.items():
         nested = isinstance(value, dict) and isinstance(under.get(key), dict)
-        result[key] = merge_trees(under[key], value) if nested else value
+        if nested and depth:
+            kinds = [each["kind"] for each in (under[key], value) if "kind" in each]
+            nested = kinds[1:] in ([], kinds[:1])
+        result[key] = merge_trees(under[key], value, depth + 1) if nested else value
     return result
 
 

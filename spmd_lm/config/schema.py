@@ -14,6 +14,7 @@ from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.data_sections import CustomData, PythonStdlib, Synthetic, Task, Text, Tokens
 from spmd_lm.config.layers import BlockLayer, LayerKind, LayerKinds, shortest
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
+from spmd_lm.config.rope import RopeScaling
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import (
     MOST,
@@ -63,6 +64,8 @@ class Model(Section):
     norm_eps: PositiveFloat = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: PositiveFloat = 10_000.0  # of rotary positions (arXiv:2104.09864)
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a head's features that are rotated, the first ones
+    rope_scaling: RopeScaling | None = None  # of rotary positions to longer rows, as {kind: linear, factor: 4}
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"  # GPT-2 uses the tanh approximation
     use_bias: bool = True  # in matrix products and norms
     tie_embeddings: bool = True  # the head reuses the token table
@@ -86,6 +89,11 @@ class Model(Section):
     def kv_width(self) -> int:
         """Width of all keys, and of all values."""
         return (self.kv_heads or self.heads) * self.head_width
+
+    @property
+    def rotated_width(self) -> int:
+        """Features of a head that rotary positions rotate."""
+        return int(self.head_width * self.rope_fraction)
 
     @property
     def unique_layers(self) -> int:

@@ -81,6 +81,7 @@ TYPES = {
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 EXAMPLES = {
     "data.blend": " Write data.blend='[{path: a, weight: 0.7}, {path: b, weight: 0.3}]'.",
+    "model.rope_scaling": " Write model.rope_scaling='{kind: yarn, factor: 4.0, original_context: 4096}'.",
     "model.period": " Write model.period='[{kind: window, span: 1024}, block]'.",
 }
 SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -211,7 +212,9 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
     example = EXAMPLES.get(f"{section}.{key.partition('[')[0]}", "")
     if error_type == "extra_forbidden":
         return f"{key}: unknown key. {_did_you_mean(did_you_mean(name, siblings), siblings)}"
-    if error_type in ("missing", "union_tag_not_found") and "[" in key:
+    if (error_type in ("missing", "union_tag_not_found") and "[" in key) or (
+        error_type == "union_tag_not_found" and example
+    ):
         return f"{key}: {'missing' if error_type == 'missing' else 'of no kind'}.{example}"
     if error_type == "missing":
         return f"{key}: missing. Set it in the file, or as {section}.{key}=... on the command line."
@@ -226,7 +229,7 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
     elif all(each["type"] in TYPES for each in errors):
         what = f"expected {_either(dict.fromkeys(TYPES[each['type']] for each in errors))}, got {_show(value)}"
     else:
-        what = f"{error['msg']}, got {_show(value)}"
+        what = error["msg"] if isinstance(value, dict) else f"{error['msg']}, got {_show(value)}"
     example = example if error_type in ("list_type", "tuple_type", "model_type") else ""
     return f"{key}: {what}.{_correction(error_type, value) or example or default}"
 

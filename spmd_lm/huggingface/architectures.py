@@ -278,11 +278,12 @@ LLAMA = Architecture(
         ConfigKey("hidden_act", "activation", "silu", {"silu": "swiglu"}),
         ConfigKey("attention_dropout", "attention_dropout", 0.0),
         ConfigKey("rms_norm_eps", "norm_eps", 1e-6),
-        ConfigKey("rope_theta", "rope_theta", 10_000.0),
         ConfigKey("tie_word_embeddings", "tie_embeddings", False),
     ),
-    fixed=DECODER | {"norm_type": "rms", "positions": "rotary", "use_bias": False, "share_layers": False},
-    required={"rope_type": "default", "partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False}
+    fixed=DECODER
+    | {"norm_type": "rms", "positions": "rotary", "use_bias": False, "share_layers": False}
+    | {"rope_fraction": 1.0},
+    required={"partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False}
     | {"sliding_window": None, "quantization_config": None},
     buffers=(f"{LLAMA_LAYER}.self_attn.rotary_emb.inv_freq",),
 )

@@ -10,6 +10,7 @@ from spmd_lm.data.tasks.files import MNLI_CLASSES
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface import architectures
 from spmd_lm.huggingface.architectures import ARCHITECTURES, CLASSES, LLAMA, MODEL_TYPES, Architecture, ConfigKey
+from spmd_lm.huggingface.rope import export_rope, flatten_rope, parse_rope, read_keys
 from spmd_lm.runtime.formatting import abbreviate
 
 EXPECTED = {bool: "true or false", float: "a number", int: "an integer"}
@@ -28,8 +29,9 @@ class ParsedConfig:
 def parse_config(hf_config: Mapping[str, Any]) -> ParsedConfig:
     """Raises ConfigError, one line per key, if we cannot compute exactly what this model computes."""
     architecture, class_name = _find_architecture(hf_config)
-    if architecture is LLAMA:
-        hf_config = _flatten_rope(hf_config)
+    is_rotary = architecture is LLAMA
+    if is_rotary:
+        hf_config = flatten_rope(hf_config)
     errors: list[str] = []
     model = {**architecture.fixed}
     for key in architecture.config_keys:
@@ -37,6 +39,8 @@ def parse_config(hf_config: Mapping[str, Any]) -> ParsedConfig:
         if model.setdefault(key.model_key, value) != value:
             hf_keys = [other.hf_key for other in architecture.config_keys if other.model_key == key.model_key]
             errors.append(f"{' and '.join(hf_keys)} differ, but here both are model.{key.model_key}. Make them equal.")
+    if is_rotary:
+        model |= parse_rope(hf_config, model["context"], errors)
     for name, supported in architecture.required.items():
         value = hf_config.get(name, supported)
         if value != supported and (supported or value is not None):  # null is as good as false
@@ -52,13 +56,14 @@ def parse_config(hf_config: Mapping[str, Any]) -> ParsedConfig:
         )
     if errors:
         raise ConfigError(*errors)
-    model = {"dropout": 0.0, "rope_theta": Model.model_fields["rope_theta"].default} | model
+    rope_defaults = {key: Model.model_fields[key].default for key in ("rope_theta", "rope_fraction", "rope_scaling")}
+    model = {"dropout": 0.0} | rope_defaults | model
     objective = {**architecture.classes[class_name]}
     if objective["kind"] == "classification":
         labels = hf_config.get("id2label")
         objective["classes"] = len(labels) if isinstance(labels, dict) else hf_config.get("num_labels", 2)
     known_keys = {*architectures.IGNORED_KEYS, *architecture.required, "head_dim"}
-    known_keys |= {key.hf_key for key in architecture.config_keys}
+    known_keys |= {key.hf_key for key in architecture.config_keys} | (read_keys(hf_config) if is_rotary else set())
     return ParsedConfig(architecture, model, objective, sorted(hf_config.keys() - known_keys))
 
 
@@ -82,18 +87,6 @@ def _find_architecture(hf_config: Mapping[str, Any]) -> tuple[Architecture, str]
         supported = ", ".join(MODEL_TYPES)
         raise ConfigError(f"model_type={json.dumps(model_type):.80} is not supported. Supported: {supported}.")
     return MODEL_TYPES[model_type], next(iter(MODEL_TYPES[model_type].classes))
-
-
-def _flatten_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys inside rope_parameters, or inside the older rope_scaling, moved to the top level."""
-    nested = ("rope_scaling", "rope_parameters")
-    flat = {key: value for key, value in hf_config.items() if key not in nested}
-    for name in nested:
-        rope = hf_config.get(name) or {}
-        if not isinstance(rope, dict):
-            raise ConfigError(f"{name}={json.dumps(rope):.80}: expected an object. Download config.json again.")
-        flat |= {"rope_type" if key == "type" else key: value for key, value in rope.items()}
-    return flat
 
 
 def _parse_value(key: ConfigKey, value: Any, errors: list[str]) -> Any:
@@ -140,7 +133,7 @@ def build_config(model: Model, objective: Objective) -> tuple[Architecture, dict
         hf_config |= _labels([f"LABEL_{label}" for label in range(objective.classes)])
     if architecture is LLAMA:
         hf_config["head_dim"] = model.head_width
-        hf_config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_theta}
+        hf_config |= export_rope(model)
     return architecture, hf_config
 
 

@@ -14,11 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
+from spmd_lm.config.schema import Model
 from spmd_lm.models.layers import INIT_STD, BlockProducts, HasMatrices, Norm, ParamInit, add_bias
 from spmd_lm.ops.attention import AttentionSpec
 from spmd_lm.ops.collectives import residual_stream, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.embedding import lookup
+from spmd_lm.ops.rotary import Rotary
 
 AFTER_ATTENTION, AFTER_MLP, AFTER_EMBEDDING, AFTER_POOLER = 1, 2, 3, 4  # dropout sites; 0: attention probabilities
 LossDict = dict[str, jax.Array]  # losses by name
@@ -86,13 +88,18 @@ class Embedding(nnx.Module):
         return residual_dropout(x, self.dropout, key, AFTER_EMBEDDING)
 
 
+def make_rotary(c: Model) -> Rotary | None:
+    """The rotary positions of a model's queries and keys; None where it has others."""
+    return Rotary(c.rope_theta, c.rope_fraction, c.rope_scaling, c.context) if c.positions == "rotary" else None
+
+
 class Attention(HasMatrices):
     """The projections of multi-head attention."""
 
     def __init__(self, init: ParamInit, out_std: float):
         c = init.c
-        theta = c.rope_theta if c.positions == "rotary" else None
-        self.spec = AttentionSpec(c.heads, c.kv_heads or c.heads, c.causal, theta, c.attention_dropout, c.span)
+        heads = c.heads, c.kv_heads or c.heads
+        self.spec = AttentionSpec(*heads, c.causal, make_rotary(c), c.attention_dropout, c.span)
         self.query, self.query_bias = init.linear(c.width, "heads")
         self.key, self.key_bias = init.linear(c.kv_width, "heads")
         self.value, self.value_bias = init.linear(c.kv_width, "heads")

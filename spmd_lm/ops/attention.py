@@ -17,26 +17,13 @@ from jax import Array
 from spmd_lm.active_rules import num_shards
 from spmd_lm.ops.collectives import global_indices, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
+from spmd_lm.ops.rotary import Rotary
 
 SITE = 0  # the dropout site of attention probabilities
 
 
 Dropout = Callable[..., Array] | None
 """drop(probabilities [B, H, T, S], row=, column=), with positions of queries, uint32 [T, 1], and keys, uint32 [S]."""
-
-
-def apply_rotary(x: Array, positions: Array, theta: float) -> Array:
-    """Rotary position embeddings (arXiv:2104.09864): feature i of x [B, T, H, K] is rotated with feature i + K/2, by
-    position x theta^(-2i/K), so that products of queries and keys depend on their distance.  positions: int32 [B, T].
-
-    Angles are float32 or wider: bfloat16 cannot tell position 257 from 256."""
-    pairs = x.shape[-1] // 2
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = theta ** (-jnp.arange(pairs, dtype=wide) / pairs)
-    angles = positions[..., None, None].astype(wide) * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    a, b = jnp.split(x.astype(wide), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def _softmax_attention(q, k, v, mask, drop: Dropout = None, row=None, column=None) -> Array:
@@ -137,15 +124,15 @@ KERNELS: dict[str, Callable] = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """heads, kv_heads: of all devices.  causal: whether a token attends only to itself and earlier ones.  rope_theta:
-    of rotary position embeddings; None for none.  dropout: rate, of the probabilities.  span: how many tokens one
-    attends to, itself and those before it, and without a causal mask as many after it; None for the whole row.
+    """heads, kv_heads: of all devices.  causal: whether a token attends only to itself and earlier ones.  rotary:
+    position embeddings of queries and keys; None for none.  dropout: rate, of the probabilities.  span: how many tokens
+    one attends to, itself and those before it, and without a causal mask as many after it; None for the whole row.
     kernel: a key of KERNELS."""
 
     heads: int
     kv_heads: int
     causal: bool = True
-    rope_theta: float | None = None
+    rotary: Rotary | None = None
     dropout: float = 0.0
     span: int | None = None
     kernel: str = "xla"
@@ -155,9 +142,9 @@ class AttentionSpec:
         shards = num_shards("heads")
         q = q.reshape(*q.shape[:-1], self.heads // shards, -1)
         k, v = (x.reshape(*x.shape[:-1], self.kv_heads // shards, -1) for x in (k, v))
-        if self.rope_theta is not None:
+        if self.rotary is not None:
             assert positions is not None
-            q, k = (apply_rotary(x, positions, self.rope_theta) for x in (q, k))
+            q, k = (self.rotary.apply(x, positions) for x in (q, k))
         return q, k, v
 
 

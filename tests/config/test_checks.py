@@ -13,6 +13,10 @@ from spmd_lm.config.types import MOST
 from spmd_lm.errors import ConfigError
 
 FLOAT16 = "precision.compute=float16 precision.loss_scale=dynamic"
+DYNAMIC, YARN = (
+    f"model.rope_scaling.kind={kind} model.rope_scaling.factor=2 model.rope_scaling.original_context=9"
+    for kind in ("dynamic", "yarn")
+)
 CUDNN = "model.attention=cudnn model.attention_dropout=0 precision.compute=bfloat16"
 MASKED = "objective.kind=masked_lm model.kind=bert model.vocab=260"
 TASK = "model.kind=bert model.vocab=260 data.source=task data.path=a data.validation_path=b"
@@ -52,6 +56,32 @@ def problems(*overrides: str) -> list[str]:
             "model.mlp_width=100 parallel.model=8",
             "model.mlp_width=100 is not divisible by parallel.model=8 (MLP, dim 'mlp')",
             "parallel.model=2 or 4, or model.mlp_width=96 or 104",
+        ),
+        (
+            "model.rope_fraction=0.5",
+            "model.rope_fraction=0.5 has no effect with model.positions=learned",
+            "model.positions=rotary, or model.rope_fraction=1.0",
+        ),
+        (
+            "model.rope_scaling.kind=linear model.rope_scaling.factor=2",
+            "model.rope_scaling=linear has no effect with model.positions=learned",
+            "model.positions=rotary, or model.rope_scaling=null",
+        ),
+        (
+            "model.positions=rotary model.rope_fraction=0.4",
+            "model.rope_fraction=0.4 rotates 3 of the 8 features of a head, but features are rotated in pairs",
+            "model.rope_fraction=0.25 or 0.5",
+        ),
+        (
+            f"model.positions=rotary model.rope_fraction=0.3 {DYNAMIC}",
+            "model.rope_fraction=0.3 rotates 2 of the 8 features of a head, with model.rope_scaling=dynamic, which "
+            "needs at least 4",
+            "model.rope_fraction=1.0",
+        ),
+        (
+            f"model.positions=rotary model.rope_theta=1.0 {YARN}",
+            "model.rope_theta=1.0 with model.positions=rotary and model.rope_scaling=yarn, which takes its logarithm",
+            "model.rope_theta=10000.0",
         ),
         (
             "parallel.prefetch=on",

@@ -4,10 +4,14 @@ import pytest
 
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.load import load
+from spmd_lm.config.rope import LinearRope
 from spmd_lm.errors import ConfigError
+from spmd_lm.models.transformer import make_rotary
+from spmd_lm.ops.rotary import Rotary
 from tests.helpers import FLOAT32, make_config
 
 WINDOW = "{kind: window, span: 8}"
+DYNAMIC = "{kind: dynamic, factor: 2, original_context: 8}"
 EXAMPLE = "Write model.period='[{kind: window, span: 1024}, block]'."
 
 
@@ -28,11 +32,22 @@ def problems(*overrides: str) -> tuple[str, ...]:
         ("[{kind: block, hedas: 2}]", "[0].hedas: unknown key. Did you mean 'heads'?"),
         ("[3]", "[0]: expected a mapping of keys, got 3."),
         ("[]", ": expected at least one kind of layer, got []."),
+        ("[{kind: block, rope_scaling: {factor: 2}}]", f"[0].rope_scaling: of no kind. {EXAMPLE}"),
+        ("[{kind: block, rope_scaling: {kind: linear}}]", f"[0].rope_scaling.factor: missing. {EXAMPLE}"),
         ("window", f": expected a list, got 'window'. {EXAMPLE}"),
     ],
 )
 def test_a_kind_that_cannot_be_is_told_where_it_is(period, problem):
     assert problems(f"model.period={period}") == (f"command line: model.period{problem}",)
+
+
+def test_a_scaling_of_no_kind_is_told_with_an_example():
+    what, example = "of no kind", "Write model.rope_scaling='{kind: yarn, factor: 4.0, original_context: 4096}'."
+    assert problems("model.rope_scaling={factor: 2}") == (f"command line: model.rope_scaling: {what}. {example}",)
+    ramp = "{kind: yarn, factor: 2, original_context: 64, beta_fast: 0.5}"
+    assert (
+        "model.rope_scaling: expected beta_fast to be at least beta_slow" in problems(f"model.rope_scaling={ramp}")[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,6 +68,14 @@ def test_a_kind_that_cannot_be_is_told_where_it_is(period, problem):
         ),
         ([f"model.period=[{WINDOW}, block]", "model.share_layers=true"], "model.share_layers=true with several kinds"),
         (["model.period=[{kind: block, rope_theta: 5.0}]"], "rope_theta in model.period has no effect"),
+        (
+            ["model.period=[{kind: block, rope_scaling: {kind: linear, factor: 2}}]"],
+            "rope_scaling in model.period has no effect",
+        ),
+        (
+            ["model.positions=rotary", f"model.period=[{{kind: block, heads: 32, rope_scaling: {DYNAMIC}}}]"],
+            "with model.period[0].rope_scaling=dynamic, which needs at least 4",
+        ),
         ([f"model.period=[{WINDOW}, block]", "remat.policy=block"], "remat.policy=block with several kinds"),
         (
             ["model.kind=bert", "objective.kind=masked_lm", f"model.period=[{WINDOW}, block]", "model.attention=cudnn"],
@@ -78,6 +101,19 @@ def test_keys_of_a_kind_replace_the_model_s():
     window, block = model.of_each_kind
     assert (window.heads, window.span, window.kv_width) == (2, 4, 32) and (block.heads, block.span) == (8, None)
     assert [model.layers_like(place) for place in (0, 1)] == [3, 2]
+
+
+def test_each_kind_has_its_own_rotary_positions():
+    scaling = {"kind": "linear", "factor": 8.0}
+    period = [{"kind": "window", "span": 4, "rope_theta": 100.0}, {"kind": "block", "rope_scaling": scaling}]
+    sizes = {"positions": "rotary", "rope_fraction": 0.5, "period": period}
+    config = make_config(model=sizes)
+    context = config.model.context
+    assert config.model_dump()["model"]["period"] == period
+    assert [make_rotary(model) for model in config.model.of_each_kind] == [
+        Rotary(100.0, 0.5, None, context),
+        Rotary(10_000.0, 0.5, LinearRope(**scaling), context),
+    ]
 
 
 def test_each_kind_has_its_own_kernel():

@@ -6,6 +6,7 @@ import yaml
 
 from spmd_lm.config.data_sections import PythonStdlib, Synthetic, Task, Text
 from spmd_lm.config.load import SHIPPED, dump, load, load_run, shipped
+from spmd_lm.config.rope import LinearRope, YarnRope
 from spmd_lm.config.schema import AdamW, Lion, RunConfig
 from spmd_lm.errors import ConfigError
 
@@ -126,6 +127,18 @@ def test_a_change_of_kind_drops_the_old_keys(write, overrides):
     assert load("b.yaml", ["data.source=synthetic"]).data == Synthetic(
         source="synthetic"
     )  # not the 8 of two files below
+
+
+def test_a_section_within_a_section_drops_them_too(write):
+    scaling = "{kind: yarn, factor: 4, original_context: 64, beta_slow: 2}"
+    write(a=TINY.replace("model: {", f"model: {{positions: rotary, rope_scaling: {scaling}, "))
+    assert load("a.yaml", ["model.rope_scaling.factor=8"]).model.rope_scaling == YarnRope(
+        kind="yarn", factor=8, original_context=64, beta_slow=2
+    )
+    for linear in (["={kind: linear, factor: 3}"], [".factor=3", ".kind=linear"]):
+        scaling = load("a.yaml", [f"model.rope_scaling{each}" for each in linear]).model.rope_scaling
+        assert scaling == LinearRope(kind="linear", factor=3)
+    assert load("a.yaml", ["model.rope_scaling=null"]).model.rope_scaling is None
 
 
 def test_the_same_kind_keeps_its_keys(write):

@@ -20,6 +20,10 @@ ODD |= {"activation_function": "gelu", "tie_word_embeddings": False, "layer_norm
 SIZES = {"vocab_size": 64, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 8, "intermediate_size": 48}
 GROUPED = SIZES | {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+ROPE = {"rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 8}
+LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 0.125, "high_freq_factor": 0.5}  # wavelengths 16 to 64
+YARN = ROPE | {"rope_type": "yarn", "beta_fast": 1.0, "beta_slow": 0.1}  # a ramp from the first pair to the last
+SCALED = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2}
 BYTES = SIZES | {"vocab_size": 264}  # bytes and special tokens
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
@@ -33,6 +37,8 @@ MODELS = {
     "bert-choices": ("BertForMultipleChoice", BYTES),
     "bert-spans": ("BertForQuestionAnswering", BYTES),
     "llama": ("LlamaForCausalLM", GROUPED),
+    "llama-llama3": ("LlamaForCausalLM", SCALED | {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("LlamaForCausalLM", SCALED | {"rope_parameters": YARN}),
     "llama-tied": ("LlamaForCausalLM", SIZES | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
 }
 FILES = ["data.source=task", "data.path=train", "data.validation_path=dev"]  # not opened

@@ -193,13 +193,7 @@ REFUSED = [
     ("LlamaForCausalLM", {"head_dim": 16}, "head_dim=16 is not hidden_size / num_attention_heads = 32 / 4"),
     ("LlamaForCausalLM", {"head_dim": {}}, "head_dim={} is not hidden_size / num_attention_heads"),
     ("LlamaForCausalLM", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported. Supported: silu'),
-    ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type="linear" is not supported'),
-    (
-        "LlamaForCausalLM",
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        'rope_type="llama3" is not supported',
-    ),
-    ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "yarn"}}, 'rope_type="yarn" is not supported'),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "longrope"}}, 'rope_type="longrope" is not supported'),
     (
         "LlamaForCausalLM",
         {"rope_parameters": {"partial_rotary_factor": 0.5}},

@@ -16,6 +16,7 @@ from spmd_lm.ops.attention import (
     unmasked_scores,
 )
 from spmd_lm.ops.dropout import DropoutKey
+from spmd_lm.ops.rotary import Rotary
 from tests import reference
 from tests.helpers import over_model, relative
 
@@ -72,7 +73,7 @@ def test_xla_attention_is_the_naive_one(time, packed, x64):
     [
         AttentionSpec(HEADS, HEADS, causal=False),
         AttentionSpec(HEADS, 2),
-        AttentionSpec(HEADS, 4, causal=False, rope_theta=100.0),
+        AttentionSpec(HEADS, 4, causal=False, rotary=Rotary(100.0)),
         AttentionSpec(HEADS, 2, span=3),
         AttentionSpec(HEADS, HEADS, causal=False, span=50),
     ],
@@ -82,7 +83,7 @@ def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
     q, k, v, g = inputs(time)
     k, v = (x[..., : of.kv_heads * WIDTH // HEADS] for x in (k, v))
     segments, positions = documents(time), np.random.default_rng(2).integers(0, 300, (2, time), dtype=np.int32)
-    rotary = (lambda x: reference.rotate(x, positions, of.rope_theta)) if of.rope_theta else lambda x: x
+    rotary = (lambda x: reference.rotate(x, positions, of.rotary.theta)) if of.rotary else lambda x: x
 
     def ours(q, k, v):
         return attention(q, k, v, of, positions=positions, segment_ids=segments)
