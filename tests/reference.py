@@ -236,8 +236,10 @@ def learning_rate(o: AdamW, steps: int, step: int) -> float:
     if step < o.warmup:
         return o.lr * (step + 1) / o.warmup
     end = o.decay_steps or steps
-    done = min(1.0, (step - o.warmup) / max(1, end - o.warmup))
-    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[o.decay]
+    start = o.warmup if o.decay_start is None else o.decay_start
+    done = max(0.0, min(1.0, (step - start) / max(1, end - start)))
+    falls = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "sqrt": 1 - math.sqrt(done)}
+    left = 1.0 if o.decay == "constant" else falls[o.decay]
     return o.lr if o.decay == "constant" else o.min_lr + (o.lr - o.min_lr) * left
 
 

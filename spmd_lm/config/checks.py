@@ -206,6 +206,14 @@ def learning_rate_decays_after_warmup(optim: OptimizerConfig, train: Train) -> P
         last = f"{optim.decay_steps=}" if optim.decay_steps else f"{train.steps=}"
         ways = f"optim.warmup={end // 10}", f"optim.decay_steps={optim.warmup * 10}"
         yield use(f"{optim.warmup=} is longer than {last}, where the decay ends", *ways)
+    elif optim.decay_start is not None:
+        if optim.decay == "constant":
+            ways = "optim.decay=linear", "optim.decay_start=null"
+            yield use(f"{optim.decay_start=} has no effect with optim.decay=constant", *ways)
+        elif not optim.warmup <= optim.decay_start < end:
+            last = f"{optim.decay_steps=}" if optim.decay_steps else f"{train.steps=}"
+            problem = f"{optim.decay_start=} is not between {optim.warmup=} and {last}, where the decay ends"
+            yield use(problem, f"optim.decay_start={max(optim.warmup, end - max(1, end // 5))}")
 
 
 def precisions_suit_each_other(precision: Precision) -> Problems:

@@ -35,7 +35,10 @@ TOKENIZER_DIR = "tokenizer"
 VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
 """The file names of a vocabulary; the first that a directory has is used."""
 
-SHARED_KEYS = {"data": ("tokenizer", "bos"), "optim": ("warmup", "decay", "decay_steps", "clip", "freeze")}
+SHARED_KEYS = {
+    "data": ("tokenizer", "bos"),
+    "optim": ("warmup", "decay", "decay_start", "decay_steps", "clip", "freeze"),
+}
 """Keys that stay when the kind of their section changes: a model's token ids mean the same words in any text,
 which begins as others do, and the shape of a learning rate schedule suits any optimizer.  Its lr does not."""
 

@@ -260,7 +260,8 @@ class OptimizerConfig(Section):
     lr: PositiveFloat  # the highest, after warmup
     min_lr: NonNegativeFloat = 0.0  # the lowest, after decay
     warmup: CountOrZero = 0  # steps
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay: Literal["cosine", "linear", "sqrt", "constant"] = "cosine"  # sqrt: 1 - sqrt, arXiv:2405.18392
+    decay_start: CountOrZero | None = None  # step from which the rate decays; lr until there; default warmup
     decay_steps: Count | None = None  # step at which min_lr is reached; default train.steps
     weight_decay: NonNegativeFloat = 0.1  # not applied to biases and norms
     clip: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping

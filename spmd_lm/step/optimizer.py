@@ -25,26 +25,35 @@ from spmd_lm.step.state import TrainState
 def schedule_keys(optim: OptimizerConfig, steps: int) -> dict[str, Any]:
     """What the learning rate of every step follows from, by key of `optim`; equal where the schedules are."""
     keys = {"lr": optim.lr, "warmup": optim.warmup, "decay": optim.decay}
-    return (
-        keys
-        if optim.decay == "constant"
-        else keys | {"min_lr": optim.min_lr, "decay_steps": optim.decay_steps or steps}
-    )
+    if optim.decay == "constant":
+        return keys
+    start = None if optim.decay_start == optim.warmup else optim.decay_start
+    return keys | {"min_lr": optim.min_lr, "decay_start": start, "decay_steps": optim.decay_steps or steps}
 
 
 def lr_schedule(optim: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:
-    """Learning rate after `step` updates: a linear warm-up that reaches lr at its end, then decay to min_lr."""
-    decay_steps = max(1, (optim.decay_steps or steps) - optim.warmup)
+    """Learning rate after `step` updates: a linear warm-up that reaches lr at its end, lr until decay_start, then decay
+    to min_lr."""
+    start = optim.warmup if optim.decay_start is None else optim.decay_start
+    decay_steps = max(1, (optim.decay_steps or steps) - start)
     decay = {
         "cosine": optax.cosine_decay_schedule(optim.lr, decay_steps, alpha=optim.min_lr / optim.lr),
         "linear": optax.linear_schedule(optim.lr, optim.min_lr, decay_steps),
+        "sqrt": functools.partial(_sqrt_decay, optim, decay_steps),
         "constant": optax.constant_schedule(optim.lr),
     }[optim.decay]
+    if start > optim.warmup:
+        decay = optax.join_schedules([optax.constant_schedule(optim.lr), decay], [start - optim.warmup])
     if not optim.warmup:
         return decay
     first = optim.lr / optim.warmup  # not zero: a step at rate zero is a step lost
     warmup = optax.linear_schedule(first, optim.lr, optim.warmup - 1 or 1)
     return optax.join_schedules([warmup, decay], [optim.warmup])
+
+
+def _sqrt_decay(optim: OptimizerConfig, decay_steps: int, step: jax.Array) -> jax.Array:
+    """From lr to min_lr as 1 - sqrt (arXiv:2405.18392, section 4)."""
+    return optim.lr - (optim.lr - optim.min_lr) * jnp.sqrt(jnp.clip(step / decay_steps, 0, 1))
 
 
 def decay_mask(names: Tree) -> Tree:

@@ -124,12 +124,15 @@ class RunDir:
         except ValidationError:  # of an older version
             return
         (old, new), step = (schedule_keys(each.optim, each.train.steps) for each in (then, now)), self.saved_step or 0
-        keep = [f"optim.{key}={value}" for key, value in old.items() if new.get(key) != value]
+        differ = {key: value for key, value in old.items() if new.get(key) != value}
+        keep = [f"optim.{key}={'null' if value is None else value}" for key, value in differ.items()]
         if step and keep:
             before, after = (
                 float(lr_schedule(each.optim, each.train.steps)(jax.numpy.float32(step))) for each in (then, now)
             )
             what = f"The learning rate of step {step + 1} was to be {before:.3g}, and is {after:.3g}"
+            if before == after:
+                what = f"The learning rate of step {step + 1} is {after:.3g}, as it was to be; later ones may differ"
             yield f"{what}. To keep the old schedule, set {' '.join(keep)}."
 
     @property

@@ -292,6 +292,21 @@ def problems(*overrides: str) -> list[str]:
             "optim.warmup=0, or optim.decay_steps=80",
         ),
         (
+            "optim.decay_start=30",
+            "optim.decay_start=30 is not between optim.warmup=5 and optim.decay_steps=20, where the decay ends",
+            "optim.decay_start=16",
+        ),
+        (
+            "optim.decay_start=1 optim.decay_steps=null",
+            "optim.decay_start=1 is not between optim.warmup=5 and train.steps=20, where the decay ends",
+            "optim.decay_start=16",
+        ),
+        (
+            "optim.decay_start=9 optim.decay=constant",
+            "optim.decay_start=9 has no effect with optim.decay=constant",
+            "optim.decay=linear, or optim.decay_start=null",
+        ),
+        (
             "precision.compute=float64",
             "precision.params=float32 is narrower than precision.compute=float64",
             "precision.params=float64, or precision.compute=float32",

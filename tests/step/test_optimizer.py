@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,18 +184,21 @@ def test_biases_and_norms_do_not_decay():
     assert decay_mask(NAMES) == {"table": True, "up": True, "up_bias": False, "scale": False}
 
 
-@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("decay", ["cosine", "linear", "sqrt", "constant"])
 def test_the_schedule_at_its_corners(decay):
     rate = lr_schedule(AdamW(lr=1.0, min_lr=0.1, warmup=10, decay=decay, decay_steps=110), 1000)
-    half, floor = {"cosine": (0.55, 0.1), "linear": (0.55, 0.1), "constant": (1.0, 1.0)}[decay]
+    half = {"cosine": 0.55, "linear": 0.55, "sqrt": 1 - 0.9 / math.sqrt(2), "constant": 1.0}[decay]
+    floor = 1.0 if decay == "constant" else 0.1
     points = {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 60: half, 110: floor, 111: floor, 10_000: floor}
     assert {step: pytest.approx(float(rate(jnp.int32(step))), rel=1e-6) for step in points} == points
 
 
+@pytest.mark.parametrize("start", [None, 7, 12, 19])
 @pytest.mark.parametrize("warmup", [0, 1, 2, 7, 20])
-@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
-def test_the_schedule_step_by_step(decay, warmup, x64):
-    """To the end of the run, where no other end is named, and past it."""
-    config = AdamW(lr=3e-4, min_lr=1e-5, warmup=warmup, decay=decay)
+@pytest.mark.parametrize("decay", ["cosine", "linear", "sqrt", "constant"])
+def test_the_schedule_step_by_step(decay, warmup, start, x64):
+    """To the end of the run, where no other end is named, and past it; lr until `start`, if that is named."""
+    start = None if warmup > (start or 0) or decay == "constant" else start
+    config = AdamW(lr=3e-4, min_lr=1e-5, warmup=warmup, decay=decay, decay_start=start)
     got = lr_schedule(config, 20)(jnp.arange(25.0))
     np.testing.assert_allclose(got, [reference.learning_rate(config, 20, step) for step in range(25)], rtol=1e-12)

@@ -567,6 +567,10 @@ def test_a_finished_run_continues_with_more_steps_and_says_what_changed(tmp_path
             {"train__steps": 14, "optim__warmup": 13, "optim__decay_steps": 100},
             "set optim.warmup=0 optim.decay_steps=12.",
         ),
+        (
+            {"train__steps": 14, "optim__decay_start": 13, "optim__decay_steps": 14},
+            "and is 0.1. To keep the old schedule, set optim.decay_start=null optim.decay_steps=12.",
+        ),
         ({"train__steps": 14, "optim__decay_steps": 12}, ""),
         ({"train__steps": 14, "optim__decay_steps": 12, "train__log_every": 3}, ""),
     ],
