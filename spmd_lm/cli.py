@@ -30,7 +30,7 @@ from spmd_lm.commands import (
 )
 from spmd_lm.commands.common import Arguments, write_text
 from spmd_lm.errors import ConfigError, Exit, UserError
-from spmd_lm.files import elsewhere, is_name
+from spmd_lm.files import HUB_SCHEME, elsewhere, is_name
 from spmd_lm.runtime.devices import hide_xla_warnings
 from spmd_lm.runtime.outputs import flush_streams, open_closed_streams, print_line, quiet_libraries, unfailing
 from spmd_lm.runtime.processes import PEER_IS_GONE, end_with_parent, in_a_job, leave_job, tells_of_lost_peer
@@ -95,7 +95,12 @@ VERBS = {
     "report": Verb(
         "makes an HTML page of runs, laid over each other", report.run, report.add_options, ("RUN",), takes_config=False
     ),
-    "import": Verb("makes a run of a Hugging Face directory", import_hf.run, import_hf.add_options, ("DIR", "RUN_DIR")),
+    "import": Verb(
+        "makes a run of a Hugging Face directory, or of hf://ORG/NAME[@REVISION]",
+        import_hf.run,
+        import_hf.add_options,
+        ("DIR", "RUN_DIR"),
+    ),
     "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
     "config": Verb("prints the resolved YAML", config.run),
 }
@@ -239,6 +244,8 @@ def parse(argv: Sequence[str]) -> tuple[str, Arguments]:
         if not given or (len(positionals) > 1 and "=" in given and not os.path.exists(given)):
             parser.error(f"no {positional} given: name {POSITIONALS[positional]}")
     for name_of, path in parser.paths_among(arguments):
+        if (name, name_of) == ("import", "DIR") and path.startswith(HUB_SCHEME):
+            continue
         if problem := elsewhere(path):
             raise ConfigError(f"{parser.prog}: {name_of} {path:.80}: {problem}.")
         if not is_name(path):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_MODEL_FILE = 2**26  # bytes of a model's JSON files and vocabulary; the largest in use has 33 MB
+HUB_SCHEME = "hf://"  # of a model that `spmd-lm import` downloads
 MAX_VALUES = 3_000_000  # of a JSON file; the largest tokenizer.json in use, of 33 MB, has 1.9 million
 
 
@@ -48,6 +49,8 @@ def elsewhere(path: str) -> str:
         return ""
     if scheme[0].lower() == "file:":
         return "file:// is not read: write the path alone"
+    if path.startswith(HUB_SCHEME):
+        return f"{HUB_SCHEME} is not read here: `spmd-lm import` makes a run of it, or a local directory"
     return f"{scheme[0]}// is not supported yet: copy it to this machine, or mount it there, and give that path"
 
 
@@ -172,9 +175,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def require_inside(path: Path) -> None:
     """OSError for a link that leads out of its directory; of a Hugging Face hub's cache, out of that model's.
 
-    There a snapshot's files are links, models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH."""
+    There a snapshot's files are links, models--ORG--NAME/snapshots/REVISION/FILE -> ../../blobs/HASH; and that may be
+    one to what all models of the cache share, ../../blobs/HA/HASH."""
     directory, target = (Path(os.path.realpath(each)) for each in (path.parent, path))
     hub = (each for each in directory.parents if each.name.startswith("models--"))
     root = next((each for each in hub if directory.is_relative_to(each / "snapshots")), directory)
-    if not target.is_relative_to(root):
+    shared = re.escape(f"{root.parent}/blobs/") + r"([0-9a-f]{2})/\1[0-9a-f]{62}" if root != directory else ""
+    if not target.is_relative_to(root) and not re.fullmatch(shared, str(target)):
         raise OSError(errno.EPERM, f"it is a link out of {root}, to {target}: copy the file there", str(path))

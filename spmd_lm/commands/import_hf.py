@@ -1,9 +1,10 @@
-"""`spmd-lm import`: makes a run of a Hugging Face directory."""
+"""`spmd-lm import`: makes a run of a Hugging Face directory, or of a model of the hub."""
 
 import argparse
 from pathlib import Path
 
 from spmd_lm.commands.common import Arguments, check_json, write_result
+from spmd_lm.files import HUB_SCHEME
 from spmd_lm.runtime.devices import set_up_devices
 from spmd_lm.runtime.directories import require_absent_or_empty
 
@@ -11,14 +12,16 @@ from spmd_lm.runtime.directories import require_absent_or_empty
 def run(arguments: Arguments) -> int:
     require_absent_or_empty(Path(arguments.RUN_DIR))
     from spmd_lm.huggingface.directory import make_run_config, open_directory
+    from spmd_lm.huggingface.hub import download
 
-    model_dir = open_directory(Path(arguments.DIR))
+    hub_model = download(arguments.DIR) if arguments.DIR.startswith(HUB_SCHEME) else None
+    model_dir = open_directory(hub_model.directory if hub_model else Path(arguments.DIR))
     config = make_run_config(model_dir, arguments.RUN_DIR, arguments.config, arguments.overrides)
     check_json(arguments)
     set_up_devices(config)
     from spmd_lm.huggingface.transfer import format_result, import_hf
 
-    result = import_hf(model_dir, config)
+    result = import_hf(model_dir, config, hub_model)
     return write_result(arguments, result, format_result(result))
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,9 @@ class SafetensorsReader:
         self.tensors: dict[str, Any] = {}
         self.files: list[Path] = []
         has_index = os.path.lexists(directory / INDEX_FILE)
-        files = self._read_index() if has_index else {self._find_single_file(): []}
+        files = (
+            self._read_index() if has_index else {directory / find_single_file(directory, os.listdir(directory)): []}
+        )
         problems = [problem for path, listed in files.items() if (problem := self._open(path, listed))]
         if problems:
             raise ConfigError(*problems)
@@ -100,26 +102,6 @@ class SafetensorsReader:
             raise ConfigError(f"{index} lists {abbreviate(missing)}, not found. Download the missing files.")
         return {self.directory / file: tensors for file, tensors in files.items()}
 
-    def _find_single_file(self) -> Path:
-        """The only file of a model without an index."""
-        files = sorted(self.directory.glob("*.safetensors"))
-        if self.directory / SINGLE_FILE in files:
-            return self.directory / SINGLE_FILE
-        if len(files) == 1:
-            return files[0]
-        if files:
-            raise ConfigError(
-                f"{self.directory} has {len(files)} .safetensors files, {abbreviate(path.name for path in files)}, and "
-                f"no {INDEX_FILE} that lists the model's. Download the index too, or leave one file."
-            )
-        if pickles := sorted(path.name for path in self.directory.iterdir() if path.suffix in PICKLE_SUFFIXES):
-            raise ConfigError(
-                f"{self.directory} has its weights only as pickles ({abbreviate(pickles)}). Loading a pickle runs the "
-                f"code in it, so pickles are not read. If you trust them, load them with their own library and save "
-                f"them again: model.save_pretrained(DIR, safe_serialization=True)."
-            )
-        raise ConfigError(f"{self.directory} has no weights: no {SINGLE_FILE}. Give a directory with one.")
-
     def _open(self, path: Path, listed: Sequence[str]) -> str | None:
         """Adds the tensors of a file; returns what is wrong with it.  listed: those that the index says are in it."""
         from safetensors import safe_open
@@ -143,6 +125,29 @@ class SafetensorsReader:
         self.files.append(path)
         self.tensors |= tensors
         return None
+
+
+def find_single_file(where: Path | str, names: Iterable[str]) -> str:
+    """The only file with tensors among these names, those of a model without an index.  Raises ConfigError, which
+    begins with `where`, if there is none."""
+    top = sorted(name for name in names if "/" not in name)
+    files = [name for name in top if name.endswith(".safetensors")]
+    if SINGLE_FILE in files:
+        return SINGLE_FILE
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise ConfigError(
+            f"{where} has {len(files)} .safetensors files, {abbreviate(files)}, and no {INDEX_FILE} that lists the "
+            f"model's. Download the index too, or leave one file."
+        )
+    if pickles := [name for name in top if Path(name).suffix in PICKLE_SUFFIXES]:
+        raise ConfigError(
+            f"{where} has its weights only as pickles ({abbreviate(pickles)}). Loading a pickle runs the code in it, "
+            f"so pickles are not read. If you trust them, load them with their own library and save them again: "
+            f"model.save_pretrained(DIR, safe_serialization=True)."
+        )
+    raise ConfigError(f"{where} has no weights: no {SINGLE_FILE}. Give a directory with one.")
 
 
 def _first_line(error: Exception) -> str:

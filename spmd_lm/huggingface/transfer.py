@@ -29,12 +29,14 @@ from spmd_lm.huggingface.architectures import (
 )
 from spmd_lm.huggingface.config_json import build_config, label_names
 from spmd_lm.huggingface.directory import ModelDirectory, copy_files, tokenizer_files
+from spmd_lm.huggingface.hub import HubModel
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, INDEX_FILE, read_json, write_json, write_tensors
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.step.program import Program
 
+SOURCE_FILE = "source.json"  # of a run: the commit of the hub that it was imported from, and its files' hashes
 ROWS = 4096  # of a table that are compared at a time
 STATE = "optimizer state"
 
@@ -52,6 +54,8 @@ def format_result(result: dict[str, Any]) -> str:
     """The result of an import or an export, as text."""
     model = f"{result['architecture']} of {result['parameters']:,} parameters, step {result['step']}"
     lines = [f"{result['directory']}: {model}", f"files: {', '.join(result['files'])}"]
+    if source := result.get("source"):
+        lines.append(f"source: {source['reference']}, commit {source['commit']} (hashes: {SOURCE_FILE})")
     for what in ("unread", "left_out"):
         if names := result.get(what):
             lines.append(f"{'not read' if what == 'unread' else 'left out'}: {', '.join(names)}")
@@ -60,7 +64,7 @@ def format_result(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
+def import_hf(model_dir: ModelDirectory, config: RunConfig, hub_model: HubModel | None = None) -> dict[str, Any]:
     """Creates run.dir, with this model as its checkpoint at step 0.
 
     Raises ConfigError if run.dir is not empty or cannot be written, or if the tensors are not the model's;
@@ -78,12 +82,19 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig) -> dict[str, Any]:
         (run_dir / TOKENIZER_DIR).mkdir()
         copy_files((model_dir.path / CONFIG_JSON, *model_dir.tokenizer_files), run_dir / TOKENIZER_DIR)
         (run_dir / "config.yaml").write_text(dump(config), "utf-8")
+        if hub_model:
+            write_json(run_dir / SOURCE_FILE, hub_model.record)
     architecture = model_dir.config.architecture
     unused = architecture.unused_head_names(model_dir.reader.tensors, shapes)
     read = {CONFIG_JSON, *(path.name for path in (*model_dir.reader.files, *model_dir.tokenizer_files)), INDEX_FILE}
-    others = sorted(name for name in os.listdir(model_dir.path) if name not in read and not name.startswith("."))
+    others = (
+        hub_model.others
+        if hub_model
+        else sorted(name for name in os.listdir(model_dir.path) if name not in read and not name.startswith("."))
+    )
     return {
         "directory": str(config.run.directory),
+        "source": hub_model.record if hub_model else None,
         "architecture": architecture.model_type,
         "step": 0,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),

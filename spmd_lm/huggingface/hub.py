@@ -1,0 +1,148 @@
+"""Models of the Hugging Face hub, `hf://ORG/NAME[@REVISION]`: what `import` reads of one commit, in its own cache.
+
+huggingface_hub makes the requests and reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.  It is loaded for such a
+reference alone: nothing else asks the network.  In its cache a file is a link to a blob, whose name is the hash that
+the hub gave: SHA-256 of what LFS stores, git's own hash of any other file."""
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmd_lm.config.load import VOCABULARY_FILES
+from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, CONFIG_JSON
+from spmd_lm.errors import ConfigError
+from spmd_lm.files import HUB_SCHEME
+from spmd_lm.huggingface.safetensors_io import INDEX_FILE, find_single_file, read_json
+
+SMALL_FILES = (CONFIG_JSON, INDEX_FILE, *VOCABULARY_FILES, *COMPANION_FILES)  # downloaded before the weights
+TIMEOUT = 10  # seconds for the first answer, which the library would wait for without end
+HUB_NAME = r"\w[\w.-]{0,95}"
+REFERENCE = re.compile(rf"(?a){HUB_SCHEME}({HUB_NAME}/{HUB_NAME})(?:@({HUB_NAME}(?:/{HUB_NAME}){{0,4}}))?")
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A downloaded model.  directory: in the cache.  record: what a run keeps of where it is from.  others: names of
+    files of the commit that were not downloaded."""
+
+    directory: Path
+    record: dict[str, Any]
+    others: list[str]
+
+
+def download(reference: str) -> HubModel:
+    """Downloads what the cache does not have.  Raises ConfigError if that fails, or if a file is not the hub's."""
+    match = REFERENCE.fullmatch(reference)
+    if not match:
+        raise ConfigError(f"{reference[:120]!r}: expected hf://ORG/NAME or hf://ORG/NAME@REVISION. Correct it.")
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError:
+        what = f"{reference}: huggingface_hub is not installed"
+        raise ConfigError(f"{what}. Run pip install 'spmd-lm[hub]', or download the model and name its DIR.") from None
+    try:
+        snapshot, wanted, names = _fetch(reference, *match.groups())
+    except ConfigError:
+        raise
+    except Exception as error:  # the library's, its HTTP client's and the system's errors have no other class in common
+        raise ConfigError(f"{reference}: {_explain(error)}") from error
+    hashes = {name: _checked_sha256(snapshot / name, reference) for name in wanted}
+    record = {"reference": reference, "commit": snapshot.name, "sha256": hashes}
+    return HubModel(snapshot, record, sorted(name for name in names if name not in hashes and not name.startswith(".")))
+
+
+def _fetch(reference: str, repo: str, revision: str | None) -> tuple[Path, list[str], list[str]]:
+    """The directory of the revision's commit in the cache, which files are wanted of it, and which it has.  Where the
+    hub cannot be reached, the cache must have them."""
+    from huggingface_hub import HfApi, get_cached_repo_tree
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api, unreachable = HfApi(), None
+    try:
+        api.model_info(repo, revision=revision, timeout=TIMEOUT)
+    except Exception as error:
+        if not _is_unreachable(error):
+            raise
+        unreachable = error
+    cached = unreachable is not None
+    try:
+        snapshot = Path(
+            api.snapshot_download(repo, revision=revision, allow_patterns=[*SMALL_FILES], local_files_only=cached)
+        )
+        names = [file.path for file in get_cached_repo_tree(repo, revision=snapshot.name)]
+        weights = [*_weight_files(reference, snapshot, names)]
+        for name in weights:
+            api.hf_hub_download(repo, name, revision=snapshot.name, local_files_only=cached)
+    except Exception as error:
+        if unreachable and not isinstance(error, ConfigError):
+            raise unreachable from None
+        raise
+    return snapshot, [*(name for name in names if name in SMALL_FILES), *weights], names
+
+
+def _weight_files(reference: str, snapshot: Path, names: Iterable[str]) -> Iterator[str]:
+    """The names of the files that have the tensors, as SafetensorsReader finds them."""
+    if INDEX_FILE not in names:
+        yield find_single_file(reference, names)
+        return
+    weight_map = read_json(snapshot / INDEX_FILE).get("weight_map")
+    listed = weight_map.values() if isinstance(weight_map, dict) else ()
+    yield from (name for name in names if name in listed and "/" not in name and name.endswith(".safetensors"))
+
+
+def _checked_sha256(path: Path, reference: str) -> str:
+    """The SHA-256 of a file of the cache, in hex.  Raises ConfigError if the file is not what its blob's name says."""
+    with open(path, "rb") as file:
+        found = sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    expected = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
+    if len(expected) == 40:  # git's, of a file of at most 10 MB
+        content = path.read_bytes()
+        found = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    if not expected:
+        what = "the cache has a copy, which does not tell the hash that the hub gave"
+        raise ConfigError(f"{reference}: {path.name}: {what}. Unset HF_HUB_DISABLE_SYMLINKS and name another HF_HOME.")
+    if found != expected:
+        what = f"its hash is {found}, but the hub has {expected}: it is damaged, or another file"
+        raise ConfigError(f"{reference}: {path.name}: {what}. Delete {path.resolve()} and import again.")
+    return sha256
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether no hub answered, or one that is down."""
+    from httpx2 import TransportError
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return isinstance(error, TransportError | OfflineModeIsEnabled) or status >= 500
+
+
+def _explain(error: BaseException) -> str:
+    """What is wrong, and how to mend it."""
+    from huggingface_hub import errors
+
+    causes = [error]
+    while cause := causes[-1].__cause__:
+        causes.append(cause)
+    sentences: dict[type, str] = {
+        errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set, and the cache does not have it. Unset it to download.",
+        errors.GatedRepoError: "access is restricted. Accept its terms on its page, and set HF_TOKEN.",
+        errors.RepositoryNotFoundError: "no such model, or a private one. Correct the name, or set HF_TOKEN.",
+        errors.RevisionNotFoundError: "no such revision. Name a branch, a tag or a commit of it.",
+    }
+    for kind, sentence in sentences.items():
+        if any(isinstance(each, kind) for each in causes):
+            return sentence
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    statuses = {getattr(getattr(each, "response", None), "status_code", 0) for each in causes}
+    if statuses & {401, 403}:
+        return f"access is refused: {reason:.200}. Correct the name, or set HF_TOKEN."
+    if any(map(_is_unreachable, causes)):
+        return f"the hub cannot be reached: {reason:.200}. Check the network and HF_ENDPOINT, and import again."
+    return f"cannot be downloaded: {reason:.200}. Mend that, and import again."
