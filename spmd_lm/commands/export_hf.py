@@ -21,7 +21,7 @@ def run(arguments: Arguments) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    types = ("float32", "bfloat16")
+    types = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=types, default=types[0], help=f"of the tensors (default {types[0]})")
     help = "largest size of one file (default 5GB)"
     parser.add_argument("--shard", type=size, default="5GB", metavar="SIZE", help=help)

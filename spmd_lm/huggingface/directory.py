@@ -16,6 +16,8 @@ from spmd_lm.huggingface.architectures import BERT
 from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_file, read_json
 
+CHAT_TEMPLATES = "additional_chat_templates"  # a directory: NAME.jinja each, beside the one of chat_template.jinja
+
 # Of an imported run, where neither --config nor the command line sets a key.
 DEFAULTS = {
     # Fine-tuning as Hugging Face's Trainer does it by default.
@@ -30,23 +32,29 @@ OVERRIDABLE = ("dropout", "attention_dropout", "scan", "attention")
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """tokenizer_files: those that the run and its exports keep, unchanged."""
+    """tokenizer_files: names of those that the run and its exports keep, unchanged."""
 
     path: Path
     config: ParsedConfig
     reader: SafetensorsReader
-    tokenizer_files: list[Path]
+    tokenizer_files: list[str]
 
 
-def tokenizer_files(directory: Path) -> list[Path]:
-    names = (*VOCABULARY_FILES, *COMPANION_FILES)
-    return [directory / name for name in names if os.path.lexists(directory / name)]
+def tokenizer_files(directory: Path) -> list[str]:
+    """The names of a model's files, in its directory, that belong to its tokenizer."""
+    names = [name for name in (*VOCABULARY_FILES, *COMPANION_FILES) if os.path.lexists(directory / name)]
+    templates = directory / CHAT_TEMPLATES
+    if templates.is_symlink():  # as if it were a file, which is then refused
+        return [*names, CHAT_TEMPLATES]
+    return [*names, *sorted(f"{CHAT_TEMPLATES}/{path.name}" for path in templates.glob("*.jinja"))]
 
 
-def copy_files(files: Iterable[Path], directory: Path) -> None:
-    """Copies files of a model's directory, small ones, under their names."""
-    for file in files:
-        write_atomically(directory / file.name, read_file(file))
+def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
+    """Copies files of a model's directory, small ones."""
+    for name in names:
+        content = read_file(source / name)
+        (target / name).parent.mkdir(exist_ok=True)
+        write_atomically(target / name, content)
 
 
 def open_directory(path: Path) -> ModelDirectory:
@@ -78,7 +86,7 @@ def open_directory(path: Path) -> ModelDirectory:
                 f"{config_file}: {key}={layers}, but the files have {num_tensors} tensors in all. Download both again."
             )
         problems += _vocabulary_errors(path, config.model["vocab"])
-        problems += _unreadable(tokenizer_files(path))
+        problems += _unreadable(path / name for name in tokenizer_files(path))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     # The original BERT checkpoints name BertForMaskedLM, although their files have the next-sentence head as well.
@@ -137,7 +145,7 @@ def make_run_config(
 
     Raises ConfigError, also if an override would change the model."""
     path, parsed, tokenizer_dir = model_dir.path / CONFIG_JSON, model_dir.config, str(Path(run_dir) / TOKENIZER_DIR)
-    has_tokenizer = any(file.name in VOCABULARY_FILES for file in model_dir.tokenizer_files)
+    has_tokenizer = any(name in VOCABULARY_FILES for name in model_dir.tokenizer_files)
     # Text, read by the model's own tokenizer.  Without one a GPT gets synthetic ids, and a BERT bytes.
     synthetic = not has_tokenizer and parsed.objective["kind"] == "causal_lm"
     data = {"source": "synthetic" if synthetic else "python-stdlib"}

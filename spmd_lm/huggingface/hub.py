@@ -4,6 +4,7 @@ huggingface_hub makes the requests and reads HF_ENDPOINT, HF_HOME, HF_TOKEN and 
 reference alone: nothing else asks the network.  In its cache a file is a link to a blob, whose name is the hash that
 the hub gave: SHA-256 of what LFS stores, git's own hash of any other file."""
 
+import fnmatch
 import hashlib
 import os
 import re
@@ -17,9 +18,11 @@ from spmd_lm.config.load import VOCABULARY_FILES
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, CONFIG_JSON
 from spmd_lm.errors import ConfigError
 from spmd_lm.files import HUB_SCHEME
+from spmd_lm.huggingface.directory import CHAT_TEMPLATES
 from spmd_lm.huggingface.safetensors_io import INDEX_FILE, find_single_file, read_json
 
-SMALL_FILES = (CONFIG_JSON, INDEX_FILE, *VOCABULARY_FILES, *COMPANION_FILES)  # downloaded before the weights
+# Patterns of what is downloaded before the weights.
+SMALL_FILES = [CONFIG_JSON, INDEX_FILE, *VOCABULARY_FILES, *COMPANION_FILES, f"{CHAT_TEMPLATES}/*.jinja"]
 TIMEOUT = 10  # seconds for the first answer, which the library would wait for without end
 HUB_NAME = r"\w[\w.-]{0,95}"
 REFERENCE = re.compile(rf"(?a){HUB_SCHEME}({HUB_NAME}/{HUB_NAME})(?:@({HUB_NAME}(?:/{HUB_NAME}){{0,4}}))?")
@@ -74,7 +77,7 @@ def _fetch(reference: str, repo: str, revision: str | None) -> tuple[Path, list[
     cached = unreachable is not None
     try:
         snapshot = Path(
-            api.snapshot_download(repo, revision=revision, allow_patterns=[*SMALL_FILES], local_files_only=cached)
+            api.snapshot_download(repo, revision=revision, allow_patterns=SMALL_FILES, local_files_only=cached)
         )
         names = [file.path for file in get_cached_repo_tree(repo, revision=snapshot.name)]
         weights = [*_weight_files(reference, snapshot, names)]
@@ -84,7 +87,8 @@ def _fetch(reference: str, repo: str, revision: str | None) -> tuple[Path, list[
         if unreachable and not isinstance(error, ConfigError):
             raise unreachable from None
         raise
-    return snapshot, [*(name for name in names if name in SMALL_FILES), *weights], names
+    wanted = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in SMALL_FILES)]
+    return snapshot, [*wanted, *weights], names
 
 
 def _weight_files(reference: str, snapshot: Path, names: Iterable[str]) -> Iterator[str]:

@@ -21,16 +21,16 @@ from spmd_lm.data.tokenizers.vocabulary import CONFIG_JSON
 from spmd_lm.errors import ConfigError, NonFiniteError
 from spmd_lm.huggingface.architectures import (
     OUTPUT_EMBEDDING,
-    SPECIAL_TOKEN_KEYS,
     HFTensor,
     Index,
     Shape,
     WeightMapping,
 )
-from spmd_lm.huggingface.config_json import build_config, label_names
+from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.directory import ModelDirectory, copy_files, tokenizer_files
 from spmd_lm.huggingface.hub import HubModel
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, INDEX_FILE, read_json, write_json, write_tensors
+from spmd_lm.huggingface.source_config import DTYPE_KEYS, restore_keys
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
@@ -80,26 +80,23 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig, hub_model: HubModel 
         with closing(Checkpointer(run_dir / "checkpoints", config.checkpoint, new_run_id())) as checkpointer:
             checkpointer.save(0, state, meta)
         (run_dir / TOKENIZER_DIR).mkdir()
-        copy_files((model_dir.path / CONFIG_JSON, *model_dir.tokenizer_files), run_dir / TOKENIZER_DIR)
+        copy_files(model_dir.path, (CONFIG_JSON, *model_dir.tokenizer_files), run_dir / TOKENIZER_DIR)
         (run_dir / "config.yaml").write_text(dump(config), "utf-8")
         if hub_model:
             write_json(run_dir / SOURCE_FILE, hub_model.record)
     architecture = model_dir.config.architecture
     unused = architecture.unused_head_names(model_dir.reader.tensors, shapes)
-    read = {CONFIG_JSON, *(path.name for path in (*model_dir.reader.files, *model_dir.tokenizer_files)), INDEX_FILE}
-    others = (
-        hub_model.others
-        if hub_model
-        else sorted(name for name in os.listdir(model_dir.path) if name not in read and not name.startswith("."))
-    )
+    files = [*(path.name for path in model_dir.reader.files), *model_dir.tokenizer_files]
+    read = {CONFIG_JSON, INDEX_FILE, *(name.partition("/")[0] for name in files)}
+    others = sorted(name for name in os.listdir(model_dir.path) if name not in read and not name.startswith("."))
     return {
         "directory": str(config.run.directory),
         "source": hub_model.record if hub_model else None,
         "architecture": architecture.model_type,
         "step": 0,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-        "files": [path.name for path in (*model_dir.reader.files, *model_dir.tokenizer_files)],
-        "unread": [*model_dir.config.unknown_keys, *sorted(unused), *others],
+        "files": files,
+        "unread": [*model_dir.config.unknown_keys, *sorted(unused), *(hub_model.others if hub_model else others)],
         "warning": other_head(model_dir, shapes, file_names),
     }
 
@@ -232,28 +229,36 @@ def export_hf(
     leaves = leaves_by_path(params)
     tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()})
     tokenizer_dir = config.run.directory / TOKENIZER_DIR
-    if os.path.lexists(tokenizer_dir / CONFIG_JSON):  # the run was imported
-        source = read_json(tokenizer_dir / CONFIG_JSON)
-        hf_config |= {key: value for key, value in source.items() if key in SPECIAL_TOKEN_KEYS}
-    else:
-        source = {}
-    hf_config |= label_names(config, source, is_trained=step > 0)
+    source_file = tokenizer_dir / CONFIG_JSON  # of a run that was imported
+    source = read_json(source_file) if os.path.lexists(source_file) else {}
+    hf_config = restore_keys(hf_config, source, config, step)
+    hf_config |= dict.fromkeys(DTYPE_KEYS & source.keys() or {"torch_dtype"}, dtype)
     copied = tokenizer_files(tokenizer_dir)
     with atomic_directory(target) as directory:
         shapes = {tensor.name: tensor.shape for tensor in tensors}
-        values = (gather_tensor(tensor, leaves).astype(dtype) for tensor in tensors)
+        values = (cast(tensor.name, gather_tensor(tensor, leaves), dtype) for tensor in tensors)
         written = write_tensors(directory, shapes, np.dtype(dtype), values, max_shard_bytes)
-        write_json(directory / CONFIG_JSON, hf_config | {"torch_dtype": dtype})
-        copy_files(copied, directory)
+        write_json(directory / CONFIG_JSON, hf_config)
+        copy_files(tokenizer_dir, copied, directory)
     return {
         "directory": str(target),
         "architecture": architecture.model_type,
         "step": step,
         "parameters": sum(leaf.size for leaf in leaves.values()),
-        "files": [path.name for path in (*written, *copied)],
+        "files": [*(path.name for path in written), *copied],
         "dtype": dtype,
-        "left_out": [*(f"{CONFIG_JSON}: {key}" for key in sorted(source.keys() - {*hf_config, "dtype"})), STATE],
+        "left_out": [*(f"{CONFIG_JSON}: {key}" for key in sorted(source.keys() - hf_config.keys())), STATE],
     }
+
+
+def cast(name: str, value: np.ndarray, dtype: str) -> np.ndarray:
+    """A tensor in `dtype`.  Raises NonFiniteError for values that this cannot hold."""
+    with np.errstate(over="ignore"):
+        result = value.astype(dtype)
+    if not np.isfinite(result).all():
+        what = f"{name} has values up to {float(np.abs(value).max()):.3g}, which are not finite in {dtype}"
+        raise NonFiniteError(f"{what}. Use --dtype bfloat16 or float32.")
+    return result
 
 
 def gather_tensor(tensor: HFTensor, params: Mapping[str, jax.Array]) -> np.ndarray:

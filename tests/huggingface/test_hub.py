@@ -33,6 +33,7 @@ FILES = {
     "tokenizer_config.json": '{"model_max_length": 16}',
     "generation_config.json": '{"eos_token_id": 3}',
     "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
 }
 NOT_READ = {"README.md": "# Tiny", "pytorch_model.bin": "a pickle", "modeling.py": "raise SystemExit", "a/b.json": "{}"}
 NOT_READ |= {".gitattributes": "", "consolidated.safetensors": "the same again", "onnx/model.safetensors": "other"}

@@ -17,7 +17,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.saved_run import open_run, restore_run
 from spmd_lm.cli import main
 from spmd_lm.config.load import load, load_run
-from spmd_lm.config.schema import Classification, RunConfig
+from spmd_lm.config.schema import Classification, Model, RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.data.tokenizers.tokenizer import NumberTokenizer, keep_vocabulary, open_tokenizer
 from spmd_lm.data.tokenizers.vocabulary import read_end_ids
@@ -25,15 +25,17 @@ from spmd_lm.errors import Exit
 from spmd_lm.evaluation.evaluate import evaluate_run
 from spmd_lm.generation.generate import Generator, end_token_ids
 from spmd_lm.generation.sampling import Sampling
-from spmd_lm.huggingface.config_json import label_names
+from spmd_lm.huggingface.config_json import build_config, label_names, parse_config
 from spmd_lm.huggingface.directory import make_run_config, open_directory
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader
+from spmd_lm.huggingface.source_config import restore_keys
 from spmd_lm.huggingface.transfer import export_hf, format_result, import_hf, make_sharded_array
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
 from spmd_lm.training.loop import train
 from tests.data.tokenizers.test_bos import save
 from tests.huggingface.small_models import (
+    BYTES,
     FLOAT32,
     FLOAT64,
     HF_CONFIG,
@@ -211,8 +213,12 @@ def test_each_slice_is_read_once_however_many_devices_hold_it():
 def test_export_returns_the_imported_tensors(hf, tmp_path, which, layout):
     directory, model = hf(which, "float32")
     config = import_directory(directory, tmp_path / "run", *LAYOUTS[layout])
-    export_hf(config, tmp_path / "back", "float32", 5 * 10**9)
+    result = export_hf(config, tmp_path / "back", "float32", 5 * 10**9)
     assert_same_tensors(directory, tmp_path / "back")
+    given, exported = (json.loads((each / "config.json").read_text()) for each in (directory, tmp_path / "back"))
+    if given.get("label2id", {}) is None:  # which ours says
+        given["label2id"] = {name: int(label) for label, name in given["id2label"].items()}
+    assert {key: exported.get(key, "absent") for key in given} == given and result["left_out"] == ["optimizer state"]
     loaded = type(model).from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
     assert (loaded.config.eos_token_id, str(loaded.dtype)) == (2, "torch.float32")  # 2: from config.json
     rows = some_rows(config)
@@ -350,22 +356,111 @@ def test_other_float_dtypes_are_cast(tmp_path, dtype):
     np.testing.assert_array_equal(table, tensors["transformer.wte.weight"].astype(np.float32))
 
 
-def test_tokenizer_files_are_imported_and_exported(directory, tmp_path):
-    files = {
-        "vocab.json": json.dumps({f"t{i}": i for i in range(64)}),
-        "merges.txt": "#version: 0.2\n",
-        "tokenizer_config.json": "{}",
-        "generation_config.json": '{"eos_token_id": 3}',
-        "chat_template.jinja": "{{ messages }}",
-    }
-    for name, text in files.items():
-        (directory / name).write_text(text)
-    (directory / "README.md").write_text("stays")
+TOKENIZER_FILES = {
+    "vocab.json": json.dumps({f"t{i}": i for i in range(64)}),
+    "merges.txt": "#version: 0.2\n",
+    "tokenizer_config.json": '{"chat_template": [{"name": "default", "template": "{{ messages }}"}], "other": [1]}',
+    "special_tokens_map.json": '{"eos_token": "t3"}',
+    "added_tokens.json": '{"t63": 63}',
+    "generation_config.json": '{"eos_token_id": 3, "temperature": 0.7, "_from_model_config": true}',
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "additional_chat_templates/rag.jinja": "{{ documents }}",
+}
+OTHER_KEYS = {"n_inner": None, "activation_function": "gelu_pytorch_tanh", "layer_norm_epsilon": 1e-05, "n_ctx": 16}
+OTHER_KEYS |= {
+    "initializer_range": 0.02,
+    "task_specific_params": {"text-generation": {"max_length": 50}},
+    "use_cache": True,
+}
+OTHER_KEYS |= {"summary_type": "cls_index", "scale_attn_weights": True, "quantization_config": None, "bos_token_id": 2}
+OTHER_KEYS |= {
+    "_name_or_path": "gpt2",
+    "transformers_version": "4.1",
+    "id2label": {"0": "a"},
+    "unknown": {"of": ["ours"]},
+}
+OTHER_KEYS |= {"problem_type": None, "eos_token_id": [3, 4]}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "key"), [(np.float32, "torch_dtype"), (np.float16, "dtype"), (ml_dtypes.bfloat16, "torch_dtype")]
+)
+def test_a_model_comes_back_with_every_file_key_and_bit(tmp_path, dtype, key):
+    name = np.dtype(dtype).name
+    hf_config = HF_CONFIG | OTHER_KEYS | {key: name}
+    directory = make_directory(tmp_path / "model", make_tensors(dtype=dtype), hf_config, most=64_000)
+    (directory / "additional_chat_templates").mkdir()
+    for file, text in TOKENIZER_FILES.items():
+        (directory / file).write_text(text)
+    for file in ("README.md", "additional_chat_templates/notes.txt"):
+        (directory / file).write_text("stays")
     config = import_directory(directory, tmp_path / "run")
-    assert {path.name for path in (tmp_path / "run" / "tokenizer").iterdir()} == files.keys() | {"config.json"}
-    export_hf(config, tmp_path / "back", "float32", 10**9)
-    assert all((tmp_path / "back" / name).read_text() == text for name, text in files.items())
-    assert not (tmp_path / "back" / "README.md").exists()
+    result = export_hf(config, tmp_path / "back", name, 64_000)
+
+    left = {"README.md", "additional_chat_templates/notes.txt"}
+    files = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
+    back = {str(path.relative_to(tmp_path / "back")) for path in (tmp_path / "back").rglob("*") if path.is_file()}
+    assert back == files.keys() - left == {*result["files"], "config.json"} and TOKENIZER_FILES.keys() < back
+    for file in TOKENIZER_FILES:
+        assert (tmp_path / "back" / file).read_bytes() == files[file].read_bytes(), file
+    assert_same_tensors(directory, tmp_path / "back")  # in another order
+    exported = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {key: exported.get(key, "absent") for key in hf_config} == hf_config
+    ours = {"embd_pdrop", "resid_pdrop", "attn_pdrop", "tie_word_embeddings"}  # defaults that the source leaves out
+    assert exported.keys() - hf_config.keys() == ours and result["left_out"] == ["optimizer state"]
+
+
+CLASSIFIER = {"architectures": ["BertForSequenceClassification"], "model_type": "bert", **BYTES}
+CLASSIFIER |= {"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}
+DROPOUTS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("source", "task", "step", "lost"),
+    [
+        ({"num_labels": 2, "problem_type": "single_label_classification", "finetuning_task": "x"}, "cola", 0, {}),
+        ({"num_labels": 2, "problem_type": "multi_label_classification", "finetuning_task": "x"}, "jsonl", 3,
+         {"num_labels": None, "problem_type": None, "finetuning_task": None}),
+        ({}, "cola", 3, {"id2label": {"0": "unacceptable", "1": "acceptable"}}),
+        ({"architectures": ["BertForMaskedLM"], "problem_type": "x"}, "jsonl", 0,
+         {"architectures": CLASSIFIER["architectures"], "problem_type": None}),
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "jsonl", 0, {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}),
+        ({"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0}, "jsonl", 0, DROPOUTS),
+        ({"auto_map": {"AutoModel": "org/name--modeling.Bert"}}, "jsonl", 0, {"auto_map": None}),
+        ({"dtype": "float16"}, "jsonl", 0, {"dtype": None}),
+        ({"position_embedding_type": "relative_key"}, "jsonl", 0, {"position_embedding_type": None, "other": None}),
+        ({"hidden_size": 64, "eos_token_id": 9}, "jsonl", 0, {"hidden_size": 32, "other": None}),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "jsonl", 0,
+         {"model_type": "bert", "architectures": CLASSIFIER["architectures"], "other": None}),
+    ],
+)  # fmt: skip
+def test_keys_that_the_model_or_its_training_made_false_do_not_come_back(source, task, step, lost):
+    """lost: what an export has in place of keys of the source, None for keys that it lacks."""
+    objective = Classification(kind="classification", classes=2)
+    config = SimpleNamespace(objective=objective, data=SimpleNamespace(task=task))
+    built = parse_and_build(CLASSIFIER, objective)
+    source = CLASSIFIER | {"other": [1], "eos_token_id": 7} | source
+    expected = source | lost
+    exported = restore_keys(built, source, config, step)
+    checked = source.keys() - {"label2id"}
+    assert {key: exported.get(key) for key in checked} == {key: expected[key] for key in checked}
+    assert exported["label2id"] == {name: int(label) for label, name in exported["id2label"].items()}
+
+
+def parse_and_build(hf_config: dict, objective) -> dict:
+    """The config.json that the configuration of an imported one makes."""
+    model = parse_config(hf_config).model
+    return build_config(Model.model_validate(model), objective)[1]
+
+
+def test_what_a_dtype_cannot_hold_is_not_exported(tmp_path, capsys):
+    tensors = make_tensors()
+    tensors["transformer.wte.weight"][3, 5] = 1e5
+    import_directory(make_directory(tmp_path / "model", tensors), tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "back"), "--dtype", "float16"]) == Exit.NON_FINITE
+    assert "transformer.wte.weight has values up to 1e+05, which are not finite in float16" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,20 @@ def test_a_model_with_a_file_that_is_none_is_refused(tmp_path, model, victim, na
     assert not_imported(model).startswith(f"{model}/{name}: cannot be read: ")
     if name not in ("model.safetensors", INDEX):  # what an export would publish of an imported run
         with pytest.raises(ConfigError, match=f"{name}: cannot be read"):
-            copy_files([model / name], tmp_path)
+            copy_files(model, [name], tmp_path)
         assert not (tmp_path / name).exists()
+
+
+def test_chat_templates_are_of_the_model(tmp_path, model, victim):
+    templates = model / "additional_chat_templates"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret.jinja").write_text("x")
+    templates.symlink_to(tmp_path / "elsewhere")
+    assert f"{templates}: cannot be read: it is a link out of" in not_imported(model)
+    templates.unlink()
+    templates.mkdir()
+    (templates / "tools.jinja").symlink_to(victim)
+    assert f"{templates}/tools.jinja: cannot be read: it is a link out of" in not_imported(model)
 
 
 def test_a_model_of_the_hubs_cache_is_imported(tmp_path, model):

@@ -1,0 +1,45 @@
+"""What an export keeps of the config.json that its run was imported with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmd_lm.config.schema import Classification, Model, RunConfig
+from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS
+from spmd_lm.huggingface.config_json import label_names, parse_config
+
+LABEL_KEYS = {"id2label", "label2id"}
+TASK_KEYS = {"finetuning_task", "num_labels", "problem_type"}  # a former task's, once a head is trained on another
+DTYPE_KEYS = {"dtype", "torch_dtype"}  # transformers 5 writes the first, older versions the second
+CODE_KEY = "auto_map"  # names Python files of the model's own, which are not copied
+CHANGEABLE = {"dropout", "attention_dropout", "context"}  # keys of section `model` that import lets one change
+
+
+def restore_keys(built: Mapping[str, Any], source: Mapping[str, Any], config: RunConfig, step: int) -> dict[str, Any]:
+    """The config.json of an export: `built`, of the run's model, with all keys of `source` that do not contradict it.
+
+    source: the config.json that the run keeps.  That of another model, whose tokenizer the run took over, is asked for
+    its special tokens alone.  step: of the checkpoint; from 1 on, the names of a task are no longer the source's."""
+    special = {key: value for key, value in source.items() if key in SPECIAL_TOKEN_KEYS}
+    names = label_names(config, source, is_trained=step > 0)
+    wanted, model = _parse(built), _parse(source)
+    if wanted is None or model is None or {key for key in model[0] if model[0][key] != wanted[0][key]} - CHANGEABLE:
+        return {**built, **special, **names}
+    dropped = {"architectures", CODE_KEY} | DTYPE_KEYS
+    if isinstance(config.objective, Classification):
+        dropped |= LABEL_KEYS | (TASK_KEYS if step or source.get("architectures") != built["architectures"] else set())
+    restored = {
+        key: value for key, value in source.items() if key not in dropped and _parse({**built, key: value}) == wanted
+    }
+    own = {key: value for key, value in built.items() if key not in SPECIAL_TOKEN_KEYS}  # no null where it has none
+    return {**own, **(restored if _parse({**own, **restored}) == wanted else {}), **special, **names}
+
+
+def _parse(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The sections `model` and `objective` that a config.json stands for; None if it is not a model of ours."""
+    try:
+        parsed = parse_config(hf_config)
+        model = Model.model_validate(parsed.model)
+    except ValueError:  # of ours or of pydantic's
+        return None
+    same_by_default = {"mlp_width": model.mlp_dim, "kv_heads": model.kv_heads or model.heads}
+    return model.model_dump() | same_by_default, parsed.objective
