@@ -70,14 +70,6 @@ class Period:
         return run
 
 
-def layer_path(path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """The place in its period of the layer that has this parameter, and the path without it: 1 and blocks.mlp.up for
-    blocks.1_window.mlp.up."""
-    if len(path) > 1 and path[1][0].isdigit():
-        return int(path[1].partition("_")[0]), (path[0], *path[2:])
-    return 0, path
-
-
 def sum_by_name(a: dict[str, jax.Array], b: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return a | {name: a[name] + loss if name in a else loss for name, loss in b.items()}
 

@@ -85,7 +85,7 @@ def abstract_plan(
         layout,
         platform,
         zero=zero,
-        partitioner=choose_partitioner(config, platform, bool(in_parts)).partitioner,
+        partitioner=choose_partitioner(config, platform, bool(in_parts), model.modules.own).partitioner,
         sequence=p.sequence,
         chunks=config.chunks,
         run_idle_stages=p.run_idle_stages,
@@ -96,6 +96,7 @@ def abstract_plan(
         device_kind=kind,
         freeze=tuple(config.optim.freeze.split()),
         own_rules=model.modules.rules,
+        unsharded=("kv_heads",) if any((c.kv_heads or c.heads) % p.model for c in config.model.of_each_kind) else (),
     )
 
 

@@ -12,11 +12,13 @@ def model_parameters(config: RunConfig) -> int:
 
 
 def parameters_by_formula(config: RunConfig) -> int:
-    m, objective, bias = config.model, config.objective, int(config.model.use_bias)
-    norm = m.width * (1 + (bias and m.norm_type == "layer"))
-    into_mlp = m.mlp_dim * (2 if m.activation == "swiglu" else 1)
-    matrices = m.width * (2 * m.width + 2 * m.kv_width + into_mlp + m.mlp_dim)
-    block = matrices + 2 * norm + bias * (3 * m.width + 2 * m.kv_width + into_mlp)
+    m, objective, bias = config.model, config.objective, int(bool(config.model.use_bias))
+    of_qkv, of_out, of_mlp, of_norm = (int(m.has_bias(where)) for where in ("qkv", "out", "mlp", "norm"))
+    norm = m.width * (1 + (of_norm and m.norm_type == "layer"))
+    qkv, into_mlp = m.query_width + 2 * m.kv_width, m.mlp_dim * (1 + m.gated)
+    matrices = m.width * (qkv + m.query_width + into_mlp + m.mlp_dim)
+    norms = (4 if m.norm == "sandwich" else 2) * norm + 2 * m.head_dim * m.qk_norm
+    block = matrices + norms + of_qkv * qkv + of_out * m.width + of_mlp * (into_mlp + m.width)
     untied = objective.predicts_tokens and not m.tie_embeddings
     tables = m.vocab * (1 + untied) + m.context * (m.positions == "learned") + m.token_types
     # The last norm is after the embedding, or before the head.

@@ -73,7 +73,9 @@ def rotate(x, positions, theta):
     return jnp.concatenate([z.real, z.imag], axis=-1)
 
 
-def attention(q, k, v, heads, segments=None, drop=lambda p: p, causal=True, rotary=lambda x: x, span=None):
+def attention(
+    q, k, v, heads, segments=None, drop=lambda p: p, causal=True, rotary=lambda x: x, span=None, scale=None, cap=None
+):
     """q: [B, T, H x K]; k, v: as many heads, or fewer that serve several queries each.  span: of a window."""
 
     def split(x):
@@ -81,7 +83,8 @@ def attention(q, k, v, heads, segments=None, drop=lambda p: p, causal=True, rota
 
     q_, k, v = rotary(split(q)), rotary(split(k)), split(v)
     k, v = (np.repeat(x, heads // x.shape[1], axis=1) if heads > x.shape[1] else x for x in (k, v))
-    scores = q_ @ k.swapaxes(-1, -2) / math.sqrt(q_.shape[-1])
+    scores = q_ @ k.swapaxes(-1, -2) * (scale or 1 / math.sqrt(q_.shape[-1]))
+    scores = cap * jnp.tanh(scores / cap) if cap else scores
     mask = np.tri(scores.shape[-1], dtype=bool) if causal else np.ones(scores.shape[-2:], bool)
     if span:
         place = np.arange(scores.shape[-1])

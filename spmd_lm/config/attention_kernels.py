@@ -21,7 +21,7 @@ class FusedKernel:
     platform: the one on which it runs.  dtypes: of queries, keys and values.  A head's width must be a multiple of
     `head_multiple` and at most `max_head_width`; the context, a multiple of `context_multiple`.  packs_causal: whether
     causal rows may hold several documents.  two_way_windows: whether a window may have no causal mask.
-    deterministic: whether it runs where XLA's operations have to be."""
+    soft_caps: whether scores may have one.  deterministic: whether it runs where XLA's operations have to be."""
 
     name: str
     platform: str
@@ -31,6 +31,7 @@ class FusedKernel:
     context_multiple: int = 1
     packs_causal: bool = True
     two_way_windows: bool = True
+    soft_caps: bool = True
     deterministic: bool = True
 
     def supports_head_width(self, width: int) -> bool:
@@ -40,7 +41,15 @@ class FusedKernel:
 FUSED_KERNELS = {
     # From Hopper on, cuDNN supports heads up to 256 wide; but a configuration does not know its device.
     "cudnn": FusedKernel(
-        "cuDNN", "gpu", ("bfloat16", "float16"), 8, 128, packs_causal=False, two_way_windows=False, deterministic=False
+        "cuDNN",
+        "gpu",
+        ("bfloat16", "float16"),
+        8,
+        128,
+        packs_causal=False,
+        two_way_windows=False,
+        soft_caps=False,
+        deterministic=False,
     ),
     "splash": FusedKernel("splash", "tpu", context_multiple=128),
 }
@@ -63,11 +72,17 @@ def obstacles(
     if compute not in kernel.dtypes:
         reason = f"{kernel.name} takes {' or '.join(kernel.dtypes)}"
         yield Obstacle(f"precision.compute={compute}", reason, f"precision.compute={kernel.dtypes[0]}")
-    if model.width % model.heads == 0 and not kernel.supports_head_width(model.head_width):
+    if model.attention_softcap and not kernel.soft_caps:
+        reason = f"{kernel.name} has no soft caps"
+        yield Obstacle(f"{model.attention_softcap=}", reason, "model.attention=xla")
+    if (model.head_width or model.width % model.heads == 0) and not kernel.supports_head_width(model.head_dim):
         supported = f"multiples of {kernel.head_multiple} up to {kernel.max_head_width}"
-        reason = f"heads are {model.head_width} wide, and {kernel.name} takes {supported}"
+        reason = f"heads are {model.head_dim} wide, and {kernel.name} takes {supported}"
         heads = [n for n in divisors(model.width) if kernel.supports_head_width(model.width // n)]
-        yield Obstacle(f"{model.width=} and {model.heads=}", reason, nearest(f"{model.heads=}", heads))
+        if model.head_width:
+            yield Obstacle(f"{model.head_width=}", reason, "model.attention=xla")
+        else:
+            yield Obstacle(f"{model.width=} and {model.heads=}", reason, nearest(f"{model.heads=}", heads))
     if packs and model.causal and not kernel.packs_causal:
         yield Obstacle("data.pack=true", f"{kernel.name} has no causal mask of documents", "data.pack=false")
     if model.span and not model.causal and not kernel.two_way_windows:

@@ -43,14 +43,19 @@ TASKS: dict[str, tuple[str, dict[str, int]]] = {
 
 @layout_checks.for_each_kind
 def heads_divide_width(model: Model) -> Problems:
-    if model.width % model.heads:
+    if not model.head_width and model.width % model.heads:
         ways = nearest(f"{model.heads=}", divisors(model.width)), nearest_multiple(f"{model.width=}", model.heads)
         yield use(f"{model.width=} is not divisible by {model.heads=}", *ways)
-    elif model.positions == "rotary" and model.rope_fraction == 1 and model.head_width % 2:
+    elif model.positions == "rotary" and model.rope_fraction == 1 and model.head_dim % 2:
         even = [n for n in divisors(model.width) if model.width // n % 2 == 0]
         chosen = f"model.positions=rotary with {model.width=} and {model.heads=}"
-        problem = f"{chosen}: heads are {model.head_width} wide, but features are rotated in pairs"
+        problem = f"{chosen}: heads are {model.head_dim} wide, but features are rotated in pairs"
         yield use(problem, nearest(f"{model.heads=}", even), "model.positions=learned")
+
+
+def parallel_branches_have_their_norms(model: Model) -> Problems:
+    if model.parallel_branches and model.norm != "pre":
+        yield use(f"{model.parallel_branches=} with {model.norm=!s}: both branches read one stream", "model.norm=pre")
 
 
 def rotary_keys_have_an_effect(model: Model) -> Problems:
@@ -70,17 +75,17 @@ def rotary_keys_have_an_effect(model: Model) -> Problems:
 @layout_checks.for_each_kind
 def rotated_features_are_pairs(model: Model) -> Problems:
     m, rotated = model, model.rotated_width
-    if m.positions != "rotary" or m.width % m.heads:
+    if m.positions != "rotary" or (not m.head_width and m.width % m.heads):
         return
-    chosen = f"{model.rope_fraction=} rotates {rotated} of the {m.head_width} features of a head"
+    chosen = f"{model.rope_fraction=} rotates {rotated} of the {m.head_dim} features of a head"
     if m.rope_fraction < 1 and (rotated % 2 or not rotated):
-        even = [n for n in range(2, m.head_width, 2) if int(n / m.head_width * m.head_width) == n]
-        near = sorted(even, key=lambda n: abs(n - m.rope_fraction * m.head_width))[:2]
-        ways = " or ".join(f"{n / m.head_width}" for n in sorted(near)) or (m.head_width == 2 and "1.0")
+        even = [n for n in range(2, m.head_dim, 2) if int(n / m.head_dim * m.head_dim) == n]
+        near = sorted(even, key=lambda n: abs(n - m.rope_fraction * m.head_dim))[:2]
+        ways = " or ".join(f"{n / m.head_dim}" for n in sorted(near)) or (m.head_dim == 2 and "1.0")
         way = f"model.rope_fraction={ways}" if ways else "model.positions=learned"
         yield use(f"{chosen}, but features are rotated in pairs", way)
     elif m.rope_scaling and m.rope_scaling.kind == "dynamic" and rotated < 4:
-        way = "model.rope_fraction=1.0" if m.head_width > 2 else f"model.heads={m.heads // 2 or 1}"
+        way = "model.rope_fraction=1.0" if m.head_dim > 2 else f"model.heads={m.heads // 2 or 1}"
         yield use(f"{chosen}, with model.rope_scaling=dynamic, which needs at least 4", way)
     if m.rope_scaling and m.rope_scaling.kind == "yarn" and m.rope_theta <= 1:
         problem = (
@@ -305,6 +310,7 @@ def arrays_can_be_counted(model: Model, train: Train) -> Problems:
 
 CHECKS: tuple[Callable[..., Problems], ...] = (
     heads_divide_width,
+    parallel_branches_have_their_norms,
     rotary_keys_have_an_effect,
     rotated_features_are_pairs,
     layers_can_be_shared,

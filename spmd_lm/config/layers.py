@@ -4,6 +4,7 @@ A new kind is a section here; one that is not a `Block` with other sizes also ne
 models/language_model.py makes."""
 
 import functools
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat
@@ -20,6 +21,7 @@ class LayerKind(Section):
     kind: str
     heads: Count | None = None  # default: model.heads; of queries
     kv_heads: Count | None = None  # default: model.kv_heads; key/value heads
+    head_width: Count | None = None  # default: model.head_width; of each head
     mlp_width: Count | None = None  # default: model.mlp_width; hidden width of the MLP
     rope_theta: PositiveFloat | None = None  # default: model.rope_theta; of rotary positions
     rope_scaling: RopeScaling | None = None  # default: model.rope_scaling
@@ -68,5 +70,17 @@ LayerKinds = Annotated[
 @functools.lru_cache(maxsize=64)
 def shortest(period: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...]:
     """The shortest period that makes the same layers."""
-    kinds = tuple(period[layer % len(period)] for layer in range(layers))
-    return next(kinds[:n] for n in range(1, layers + 1) if kinds[n:] == kinds[:-n])
+    return tuple(shortest_period([period[layer % len(period)] for layer in range(layers)]))
+
+
+def layer_path(path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    """The place in its period of the layer that has this parameter, and the path without it: 1 and blocks.mlp.up for
+    blocks.1_window.mlp.up."""
+    if len(path) > 1 and path[1][0].isdigit():
+        return int(path[1].partition("_")[0]), (path[0], *path[2:])
+    return 0, path
+
+
+def shortest_period(layers: Sequence[Any]) -> list[Any]:
+    """The shortest period that makes these layers; the last one may be cut short."""
+    return next(([*layers[:n]] for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n]), [])

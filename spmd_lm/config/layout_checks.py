@@ -58,13 +58,14 @@ def _fitting_degrees(size: int, parallel: Parallel, run: Run) -> str:
 
 @for_each_kind
 def tensor_parallel_divides_kv_heads(model: Model, parallel: Parallel) -> Problems:
-    """Each key/value head serves the same number of query heads, and is on the same device as they are."""
+    """Each key/value head serves the same number of query heads, and is on the same device as they are; of fewer heads
+    than devices, each device has the one that its queries need."""
     kv_heads = model.kv_heads or model.heads
     fits = nearest(f"model.{kv_heads=}", [n for n in divisors(model.heads) if n % parallel.model == 0])
     if model.heads % kv_heads:
         yield use(f"{model.kv_heads=} does not divide {model.heads=}", fits or "parallel.model=1")
-    elif model.kv_heads and kv_heads % parallel.model:
-        problem = f"{model.kv_heads=} is not divisible by {parallel.model=} (attention key, dim 'heads')"
+    elif model.kv_heads and kv_heads % parallel.model and parallel.model % kv_heads:
+        problem = f"{model.kv_heads=} neither divides {parallel.model=} nor is divisible by it (attention key)"
         yield use(problem, nearest(f"{parallel.model=}", divisors(kv_heads)), fits)
 
 

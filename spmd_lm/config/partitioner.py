@@ -28,8 +28,9 @@ def table() -> tuple[dict[str, Any], ...]:
     return tuple(yaml.safe_load(files("spmd_lm.config").joinpath(TABLE_FILE).read_text()) or ())
 
 
-def choose_partitioner(config: RunConfig, platform: str, in_parts: bool) -> PartitionerChoice:
-    """Who inserts the collectives on `platform`, and why.  in_parts: whether products run in parts beside theirs."""
+def choose_partitioner(config: RunConfig, platform: str, in_parts: bool, own: bool = False) -> PartitionerChoice:
+    """Who inserts the collectives on `platform`, and why.  in_parts: whether products run in parts beside theirs.  own:
+    whether the model has modules of one's own."""
     p = config.parallel
     if p.partitioner != "auto":
         return PartitionerChoice(p.partitioner, "as configured")
@@ -37,6 +38,8 @@ def choose_partitioner(config: RunConfig, platform: str, in_parts: bool) -> Part
         return PartitionerChoice("manual", "stages of a pipeline run different programs, which types cannot describe")
     if in_parts:
         return PartitionerChoice("manual", "products run in parts beside their collectives")
+    if own:
+        return PartitionerChoice("manual", "modules of one's own may do what types cannot describe")
     layout = {"platform": platform, "zero": p.zero, "model": p.model > 1, "sequence": p.sequence and p.model > 1}
     row = next((row for row in table() if layout.items() <= row.items()), None)
     if row is None:

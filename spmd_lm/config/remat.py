@@ -19,12 +19,13 @@ Policy = Literal["none", "selective", "residual", "block", "full"]
 class RematPolicy:
     """A policy, resolved for one model and layout.
 
-    layers_per_remat_block: layers per remat block; 1 but for policy `block`.  post_norm: whether norms follow the
-    branches."""
+    layers_per_remat_block: layers per remat block; 1 but for policy `block`.  needed_sums: how many of the sums that
+    end a layer's two branches its backward needs: both where a norm follows them, else attention's, which the MLP
+    reads, or none where the branches are parallel."""
 
     policy: Policy = "none"
     layers_per_remat_block: int = 1
-    post_norm: bool = False
+    needed_sums: int = 1
 
     @property
     def recomputes_attention(self) -> bool:
@@ -43,16 +44,16 @@ class RematPolicy:
     def saved_streams(self) -> int:
         """Residual streams saved per layer where each layer runs again: its input, and the sums that end its branches
         and that backward needs."""
-        return 1 + self.saves_branch_sums * (1 + self.post_norm)
+        return 1 + self.saves_branch_sums * self.needed_sums
 
     def repeated_reductions(self, *, scan: bool) -> float:
         """How many of a layer's forward reductions over `model` (Megatron's g) backward runs again.  scan: whether
         layers run in a loop."""
         if self.policy == "full":
-            return 1 + self.post_norm  # the MLP's only where a norm follows it
+            return self.needed_sums
         if self.policy == "block":
-            # Unrolled, all but the one that ends the last layer of a remat block.
-            return 2.0 if scan or self.post_norm else 2 - 1 / self.layers_per_remat_block
+            # Unrolled, all but those that end the last layer of a remat block.
+            return 2.0 if scan else 2 - (2 - self.needed_sums) / self.layers_per_remat_block
         return 0
 
     @property

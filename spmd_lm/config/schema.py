@@ -18,6 +18,8 @@ from spmd_lm.config.rope import RopeScaling
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import (
     MOST,
+    Bias,
+    Biases,
     Count,
     CountOrZero,
     DropoutRate,
@@ -54,20 +56,28 @@ class Model(Section):
     heads: Count  # of queries
     context: Count  # tokens per row
     vocab: Count  # tokens; padded where it is sharded
+    head_width: Count | None = None  # of each head; default width / heads
     mlp_width: Count | None = None  # hidden width of the MLP; default 4 x width
     kv_heads: Count | None = None  # grouped-query attention: one key/value head per heads / kv_heads; default heads
     token_types: CountOrZero = 0  # size of the token type (segment) embedding (BERT: 2); 0: none
     dropout: DropoutRate = 0.1  # after the embedding and at the end of each residual branch
     attention_dropout: DropoutRate = 0.1  # on attention probabilities; > 0 requires the XLA kernel
-    norm: Literal["pre", "post"] = "pre"  # before the residual branch, or after the sum (original BERT)
-    norm_type: Literal["layer", "rms"] = "layer"
+    # before the residual branch; after the sum (original BERT); or before and after the branch (Gemma 2)
+    norm: Literal["pre", "post", "sandwich"] = "pre"
+    norm_type: Literal["layer", "rms", "zero_centered_rms"] = "layer"  # zero_centered: scales are 1 + what is stored
     norm_eps: PositiveFloat = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: PositiveFloat = 10_000.0  # of rotary positions (arXiv:2104.09864)
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a head's features that are rotated, the first ones
     rope_scaling: RopeScaling | None = None  # of rotary positions to longer rows, as {kind: linear, factor: 4}
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"  # GPT-2 uses the tanh approximation
-    use_bias: bool = True  # in matrix products and norms
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh"] = "gelu_tanh"  # GPT-2 uses the tanh approximation
+    use_bias: bool | Biases = True  # in matrix products and norms; or a list of which: [qkv]
+    qk_norm: bool = False  # RMS norms of each head's queries and keys (Qwen3)
+    parallel_branches: bool = False  # attention and MLP read the same residual stream (GPT-J, GPT-NeoX)
+    query_pre_attn_scalar: Count | None = None  # queries are divided by its square root; default head_width
+    attention_softcap: PositiveFloat | None = None  # scores become cap x tanh(score / cap) (arXiv:2408.00118)
+    logit_softcap: PositiveFloat | None = None  # the same of the head's logits
+    scale_embeddings: bool = False  # by the square root of width (Gemma)
     tie_embeddings: bool = True  # the head reuses the token table
     # kinds of layers, repeated over all: [{kind: window, span: 4096}, block]; docs/models.md
     period: LayerKinds | None = None
@@ -82,22 +92,46 @@ class Model(Section):
         return self.mlp_width or 4 * self.width
 
     @property
-    def head_width(self) -> int:
-        return self.width // self.heads
+    def head_dim(self) -> int:
+        return self.head_width or self.width // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of all queries."""
+        return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
         """Width of all keys, and of all values."""
-        return (self.kv_heads or self.heads) * self.head_width
+        return (self.kv_heads or self.heads) * self.head_dim
+
+    def qkv_width(self, shards: int = 1) -> float:
+        """Width of one device's queries, keys and values, where `shards` devices share the heads.  Those with the same
+        key/value head have a copy each."""
+        kv_heads = max((self.kv_heads or self.heads) / shards, 1)
+        return self.query_width / shards + 2 * kv_heads * self.head_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether a second hidden layer of the MLP gates the first (arXiv:2002.05202)."""
+        return self.activation in ("swiglu", "geglu_tanh")
+
+    def has_bias(self, where: Bias | None = None) -> bool:
+        """Whether there are biases in such products or norms; None for those of blocks of one's own."""
+        return self.use_bias if isinstance(self.use_bias, bool) else where in self.use_bias
 
     @property
     def rotated_width(self) -> int:
         """Features of a head that rotary positions rotate."""
-        return int(self.head_width * self.rope_fraction)
+        return int(self.head_dim * self.rope_fraction)
 
     @property
     def unique_layers(self) -> int:
         return 1 if self.share_layers else self.layers
+
+    @field_serializer("use_bias")
+    def _biases_as_written(self, use_bias: bool | Biases) -> bool | list[str]:
+        return use_bias if isinstance(use_bias, bool) else [*use_bias]
 
     @field_serializer("period")
     def _period_as_written(self, period: LayerKinds | None) -> list[str | dict[str, Any]] | None:
@@ -406,7 +440,8 @@ class RunConfig(Section):
             policy = "full" if size == 1 else policy
         if self.parallel.pipe > 1 and policy in ("full", "block") and size == self.layers_per_chunk:
             policy = "none"
-        return RematPolicy(policy, size if policy == "block" else 1, m.norm == "post")
+        needed_sums = 2 if m.norm != "pre" else 0 if m.parallel_branches else 1
+        return RematPolicy(policy, size if policy == "block" else 1, needed_sums)
 
 
 def variants(name: str) -> dict[str, type[Section]]:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from spmd_lm.files import elsewhere
@@ -46,6 +46,13 @@ def without_repeats(names: list[str]) -> list[str]:
         raise PydanticCustomError("repeats", "expected each name once")
     return names
 
+
+Bias = Literal["qkv", "out", "mlp", "norm", "head"]
+Biases = Annotated[
+    tuple[Bias, ...],
+    BeforeValidator(lambda names: tuple(without_repeats(names)) if isinstance(names, list) else names),
+]
+"""Those of a model that has some: a tuple, because configurations are hashed."""
 
 ValidPath = Annotated[str, AfterValidator(valid_path)]
 

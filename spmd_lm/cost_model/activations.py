@@ -70,7 +70,7 @@ class LayerActivations:
 
         # Split into heads, but for queries, keys and values whose attention is recomputed.
         lanes = 1 if remat.recomputes_attention else compiler.lanes
-        padding = -(-m.head_width // lanes) * lanes / m.head_width
+        padding = -(-m.head_dim // lanes) * lanes / m.head_dim
 
         unsharded = m.width * size
         self.stream = unsharded / shards if plan.sequence else unsharded
@@ -82,7 +82,7 @@ class LayerActivations:
         computed = computed_scores(m.context, m.causal, m.span)
         scores = m.heads * m.context / shards * computed
         masked = size + 1 if m.attention_dropout else 0
-        self.core = m.width * padding / shards * size if fused else scores * (2 * size + masked)
+        self.core = m.query_width * padding / shards * size if fused else scores * (2 * size + masked)
         self.saved = self._saved(config)
 
         # The hidden layer's gradient before and after the activation; the gradient of a branch's output, and where the
@@ -111,8 +111,9 @@ class LayerActivations:
     def _outside(self, config: RunConfig, plan: Plan, padded: float, size: int) -> tuple[float, float, float]:
         """What is saved outside of the attention core: of the residual stream, of attention and of the MLP.
 
-        Both branches' inputs and both norms' outputs; queries, keys, values, and what attention's last matrix reads;
-        the MLP's hidden layer before and after the activation, and what gates it.  What a frozen matrix alone would
+        Both branches' inputs and both norms' outputs, and where norms follow the branches their outputs; queries, keys
+        and values, before their norms too, and what attention's last matrix reads; the MLP's hidden layer before and
+        after the activation, and what gates it.  What a frozen matrix alone would
         read, for its gradient, is not saved.  padded: bytes of an entry that is split into heads; size: of others."""
         m, shards = config.model, plan.layout.model
         trains = functools.partial(plan.trains, "blocks")
@@ -121,19 +122,21 @@ class LayerActivations:
             for branch, keys in (("attention", ("query", "key", "value")), ("mlp", ("up", "gate")))
         ]
         masks = 2 * self.stream / size if m.dropout else 0  # one byte per element
-        attention = ((m.width + 2 * m.kv_width) * padded + m.width * trains("attention", "out") * size) / shards
-        mlp = ((2 if m.activation == "swiglu" else 1) + trains("mlp", "down")) * self.hidden
-        return (2 + sum(norms)) * self.stream + masks, attention, mlp
+        between = 2 * (m.norm == "sandwich") - m.parallel_branches
+        attention = m.qkv_width(shards) * padded + m.query_width / shards * trains("attention", "out") * size
+        mlp = ((2 if m.gated else 1) + trains("mlp", "down")) * self.hidden
+        attention += (m.qk_norm and m.qkv_width(shards) - m.kv_width / shards) * padded
+        return (2 + between + sum(norms)) * self.stream + masks, attention, mlp
 
     def _around_kernel(self, config: RunConfig, plan: Plan, compiler: Compiler) -> None:
         """Sets what a layer holds around a fused attention kernel."""
         m, policy, shards = config.model, config.remat_policy.policy, plan.layout.model
         size = dtype_bytes(config.precision.compute)
-        head = -(-m.head_width // compiler.lanes) * compiler.lanes * size / shards
-        queries, keys = m.heads * head, m.kv_width // m.head_width * head
+        head = -(-m.head_dim // compiler.lanes) * compiler.lanes * size
+        queries, keys = m.heads / shards * head, max((m.kv_heads or m.heads) / shards, 1) * head
         logsumexps = m.heads * compiler.lanes * dtype_bytes("float32") / shards
         unsharded = 2 * m.width * size if plan.sequence else 0
-        hidden = self.hidden * (2 if m.activation == "swiglu" else 1)
+        hidden = self.hidden * (2 if m.gated else 1)
 
         def most(points: Points, rotary: Points) -> float:
             sizes = hidden, queries, keys, logsumexps, self.stream

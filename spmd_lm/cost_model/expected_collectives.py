@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from spmd_lm.axes import MESH_AXES, MODEL, PIPE, TOKEN_AXES
+from spmd_lm.config.layers import layer_path
 from spmd_lm.config.schema import ExtractiveQA, RunConfig
 from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, shares_of_kinds, tokens_per_device
 from spmd_lm.cost_model.own_layer import Sent, has_own_block, sent_by_layer
@@ -26,7 +27,6 @@ from spmd_lm.cost_model.trained_head import trains_before_logits
 from spmd_lm.cost_model.wire import ALL_GATHER, ALL_REDUCE, COLLECTIVE_PERMUTE, REDUCE_SCATTER, wire_bytes
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
 from spmd_lm.parallel.plan import Plan
-from spmd_lm.period import layer_path
 
 Axes = tuple[str, ...]
 Array = tuple[str, float]
@@ -175,9 +175,11 @@ class _Step:
         if plan.layout.pipe > 1 or plan.trains("embedding") or in_a_loop or not self.runs.layer_passes:
             return {}
         first = [key for key in plan.names["blocks"] if key.startswith("0_")]  # where layers are of several kinds
-        pre, trains = self.config.model.norm == "pre", functools.partial(plan.trains, "blocks", *first)
-        before_attention = pre and trains("norm1")
-        before_mlp = trains("attention") or trains("norm1") or (pre and trains("norm2"))
+        m, trains = self.config.model, functools.partial(plan.trains, "blocks", *first)
+        norm_first = m.norm != "post"
+        before_attention = norm_first and trains("norm1")
+        first_branch = any(map(trains, ("attention", "norm1", "post_norm1"))) and not m.parallel_branches
+        before_mlp = first_branch or (norm_first and trains("norm2"))
         unneeded = {}
         if not (before_attention or trains("attention")):
             unneeded["attention"] = _Unneeded(reductions=1, gathers=1, weights=(*_COLUMN["attention"], "out"))

@@ -44,14 +44,14 @@ def _forward(config: RunConfig) -> _Forward:
         if has_own_block(config):
             matrices[()] += m.layers_like(place) * trace_layer(of_kind, fused=False).flops
             continue
-        each = 2.0 * m.context * m.layers_like(place) * m.width
-        attention = {"query": c.width, "key": c.kv_width, "value": c.kv_width, "out": c.width}
-        mlp = dict.fromkeys(("up", "gate", "down") if c.activation == "swiglu" else ("up", "down"), c.mlp_dim)
+        per_layers = 2.0 * m.context * m.layers_like(place)
+        attention = {"query": c.query_width, "key": c.kv_width, "value": c.kv_width, "out": c.query_width}
+        mlp = dict.fromkeys(("up", "gate", "down") if c.gated else ("up", "down"), c.mlp_dim)
         for name, branch in {"attention": attention, "mlp": mlp}.items():
             for key, size in branch.items():
-                matrices[name, key] += each * size
+                matrices[name, key] += per_layers * m.width * size
         keys = m.context if c.span is None else c.span if c.causal else 2 * c.span - 1
-        scores += 2 * each * min(m.context, keys)
+        scores += 2 * per_layers * c.query_width * min(m.context, keys)
     return _Forward(
         matrices=dict(matrices),
         scores=scores,

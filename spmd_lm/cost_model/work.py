@@ -46,8 +46,8 @@ class LayerSeconds(NamedTuple):
                 return self.attention if eager else self.scores
             case "residual" if not eager:
                 return self.forward - sum(self.branch_ends)
-            case "full" if not eager and not remat.post_norm:
-                return self.forward - self.branch_ends[1]
+            case "full" if not eager:
+                return self.forward - sum(self.branch_ends[remat.needed_sums :])
         return self.forward
 
 
@@ -126,11 +126,11 @@ class LayerWork(NamedTuple):
 
     @property
     def qkv(self) -> float:
-        return self.tokens * (self.model.width + 2 * self.model.kv_width) / self.shards
+        return self.tokens * self.model.qkv_width(self.shards)
 
     @property
     def gated(self) -> bool:
-        return self.model.activation == "swiglu"
+        return self.model.gated
 
     @property
     def separate(self) -> bool:
@@ -142,8 +142,8 @@ class LayerWork(NamedTuple):
         """With the layer's weights."""
         m, n, tokens = self.model, self.shards, self.tokens
         return [
-            Product(tokens, m.width, (m.width + 2 * m.kv_width) / n),
-            Product(tokens, m.width / n, m.width),
+            Product(tokens, m.width, m.qkv_width(n)),
+            Product(tokens, m.query_width / n, m.width),
             Product(tokens, m.width, (1 + self.gated) * m.mlp_dim / n),
             Product(tokens, m.mlp_dim / n, m.width),
         ]
@@ -151,7 +151,7 @@ class LayerWork(NamedTuple):
     @property
     def attention_products(self) -> list[Product]:
         """Scores, and their averages of values."""
-        context, head = self.model.context, self.model.head_width
+        context, head = self.model.context, self.model.head_dim
         return [
             Product(context, head, context, self.attention_heads),
             Product(context, context, head, self.attention_heads),
@@ -197,18 +197,18 @@ class LayerWork(NamedTuple):
         """(elements, operations) of all but attention and products: two norms; two sums of a branch and the residual,
         with bias and dropout; the activation of one operand or two; and the layout of queries, keys and values, and of
         the context.  Biases and dropout may be operations of their own."""
-        bias, dropout = self.separate * self.model.use_bias, self.model.dropout > 0
+        bias, dropout = self.separate * bool(self.model.use_bias), self.model.dropout > 0
         stream = 2 * 2 + 2 * (3 + DROPOUT_MASK * dropout + 2 * bias + 2 * dropout * self.separate)
-        context = self.tokens * self.model.width / self.shards
+        context = self.tokens * self.model.query_width / self.shards
         sharded = self.hidden * (2 + self.gated + 2 * bias) + self.qkv * (2 + 2 * bias) + 2 * context
         return self.stream * stream + sharded, 8 + 4 * bias + 2 * dropout * self.separate
 
     def _backward_elements(self) -> tuple[float, float]:
         """The same; and the sum of the gradients where a branch begins."""
         stream = 2 * 3 + 2 * (2 + DROPOUT_MASK * (self.model.dropout > 0)) + 2 * 2
-        context = self.tokens * self.model.width / self.shards
+        context = self.tokens * self.model.query_width / self.shards
         sharded = self.hidden * (3 + 2 * self.gated) + 2 * self.qkv + 2 * context
-        return self.stream * stream + sharded, 10 + 4 * self.separate * self.model.use_bias
+        return self.stream * stream + sharded, 10 + 4 * self.separate * bool(self.model.use_bias)
 
 
 def layer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> LayerSeconds:

@@ -1,20 +1,27 @@
-"""GPT-2, BERT and Llama as tables: where Hugging Face stores each of our parameters, and what each key of config.json
-means here.
+"""Hugging Face's architectures as values: where they store each of our parameters, and what each key of config.json
+means here.  families/ has their tables.
 
-Our matrices are [width, other], whichever of the two is the input, with all layers stacked in front.  Hugging Face has
-one tensor per layer: torch's Linear is [out, in], GPT-2's Conv1D is [in, out].  Nothing here reads a file or touches an
-array.  Names follow transformers 5.23: modeling_gpt2.py, modeling_bert.py, modeling_llama.py and configuration_*.py."""
+Our matrices are [width, other], whichever of the two is the input, with all layers of a kind stacked in front.  Hugging
+Face has one tensor per layer: torch's Linear is [out, in], GPT-2's Conv1D is [in, out].  Nothing here reads a file or
+touches an array."""
 
 import itertools
+import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+
+from spmd_lm.config.layers import layer_path
+from spmd_lm.config.schema import Model
 
 Shape = tuple[int, ...]
 Index = tuple[tuple[int, int], ...]  # [start, stop) along each dimension
 
 LAYER = "{layer}"  # stands for the layer's number in the names of tensors
+EXPECTED = {bool: "true or false", float: "a number", int: "an integer"}
 OUTPUT_EMBEDDING = "head.tokens"  # a model with tied embeddings does not have it, although its files may
 
 
@@ -22,57 +29,128 @@ OUTPUT_EMBEDDING = "head.tokens"  # a model with tied embeddings does not have i
 class WeightMapping:
     """Where Hugging Face stores one parameter of ours.
 
-    param: path in our parameter tree.  tensor: name of the tensor, with LAYER if there is one per layer.  transposed:
-    the tensor has the parameter's two dimensions swapped.  fused_index, fused_count: the tensor concatenates so many
-    parameters of equal shape along its last dimension, and this is one of them (GPT-2's c_attn)."""
+    param: path in our parameter tree, without the place in a period.  tensor: name of the tensor, with LAYER if there
+    is one per layer; where several parameters name one, it concatenates them along their last dimension, in the order
+    of the table.  transposed: the tensor has the parameter's two dimensions swapped.  by_head: it concatenates head by
+    head."""
 
     param: str
     tensor: str
     transposed: bool = False
-    fused_index: int = 0
-    fused_count: int = 1
+    by_head: bool = False
 
-    @property
-    def stacked(self) -> bool:
-        """Whether the parameter stacks all layers, one tensor each."""
-        return LAYER in self.tensor
 
-    def layer_shape(self, param_shape: Shape) -> Shape:
-        """The shape of what one tensor stores: one layer of a stacked parameter, all of any other."""
-        return param_shape[1:] if self.stacked else param_shape
+@dataclass(frozen=True)
+class TensorPart:
+    """One parameter's part of a tensor.  param: its path.  layer: its entry of the parameter's stack; None where it is
+    no stack.  shape: of the part, as the parameter has it.  start: where in the tensor it begins, along its last
+    dimension, counted in one group."""
 
-    def tensor_shape(self, layer_shape: Shape) -> Shape:
-        *leading, last = layer_shape[::-1] if self.transposed else layer_shape
-        return (*leading, self.fused_count * last)
-
-    def tensor_index(self, index: Index, layer_shape: Shape) -> Index:
-        """The slice of the tensor that stores the slice `index` of one layer of the parameter."""
-        *leading, (start, stop) = index[::-1] if self.transposed else index
-        offset = self.fused_index * layer_shape[0 if self.transposed else -1]
-        return (*leading, (offset + start, offset + stop))
+    param: str
+    layer: int | None
+    shape: Shape
+    start: int = 0
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor, and the parameters that it concatenates; only their layer `layer` if they stack all layers."""
+    """A tensor, and the parts that it concatenates, once in each of `groups`."""
 
     name: str
-    shape: Shape
-    mappings: tuple[WeightMapping, ...]
-    layer: int | None
+    parts: tuple[TensorPart, ...]
+    transposed: bool = False
+    groups: int = 1
+
+    @property
+    def shape(self) -> Shape:
+        *leading, _ = self.parts[0].shape
+        shape = (*leading, sum(part.shape[-1] for part in self.parts))
+        return shape[::-1] if self.transposed else shape
+
+    def index(self, part: TensorPart, index: Index) -> Index:
+        """The slice of the tensor that has the slice `index` of a part; of several groups, all of each one that has
+        some of it."""
+        *leading, bounds = index
+        if self.groups == 1:
+            along = part.start + bounds[0], part.start + bounds[1]
+        else:
+            first, end = self._groups(part, bounds)
+            size = self._group_size
+            along = first * size, end * size
+        found = (*leading, along)
+        return found[::-1] if self.transposed else found
+
+    def pick(self, part: TensorPart, index: Index, read: np.ndarray) -> np.ndarray:
+        """The slice `index` of a part, of what `self.index` reads."""
+        value = read.T if self.transposed else read
+        if self.groups == 1:
+            return value
+        (start, stop), size = index[-1], part.shape[-1] // self.groups
+        first, _ = self._groups(part, (start, stop))
+        grouped = value.reshape(*value.shape[:-1], -1, self._group_size)[..., part.start : part.start + size]
+        return grouped.reshape(*value.shape[:-1], -1)[..., start - first * size : stop - first * size]
+
+    def join(self, values: Iterable[np.ndarray]) -> np.ndarray:
+        """The tensor, of the values of all parts."""
+        grouped = [value.reshape(*value.shape[:-1], self.groups, -1) for value in values]
+        joined = np.concatenate(grouped, axis=-1) if len(grouped) > 1 else grouped[0]
+        value = joined.reshape(*joined.shape[:-2], -1)
+        return value.T if self.transposed else value
+
+    @property
+    def _group_size(self) -> int:
+        return sum(part.shape[-1] for part in self.parts) // self.groups
+
+    def _groups(self, part: TensorPart, bounds: tuple[int, int]) -> tuple[int, int]:
+        """The first group that has some of [start, stop), and the one after the last."""
+        size = part.shape[-1] // self.groups
+        return bounds[0] // size, -(-bounds[1] // size)
 
 
 @dataclass(frozen=True)
 class ConfigKey:
     """A key of config.json and the key of our section `model` that means the same.
 
-    default: what a config.json without the key means; its type is the key's, and None stands for an integer.  choices:
-    for keys with named values, each of Hugging Face's names and ours."""
+    default: what a config.json without the key means.  choices: for keys with named values, each of Hugging Face's
+    names and ours.  kind: of the value; by default the default's, and an integer where that is None."""
 
     hf_key: str
     model_key: str
     default: Any
     choices: Mapping[str, str] = field(default_factory=dict)
+    kind: type | None = None
+
+    def read(self, hf_config: Mapping[str, Any], errors: list[str]) -> Any:
+        """The value as our `model` has it; adds to `errors` if it is not of the key's type."""
+        value = hf_config.get(self.hf_key, self.default)
+        if self.choices:
+            if isinstance(value, str) and value in self.choices:
+                return self.choices[value]
+            supported = ", ".join(self.choices)
+            errors.append(f"{self.hf_key}={json.dumps(value):.40} is not supported. Supported: {supported}.")
+            return None
+        if value is None and (self.default is None or self.kind):
+            return None
+        kind = self.kind or (int if self.default is None else type(self.default))
+        types = (int, float) if kind is float else (kind,)
+        if type(value) in types and abs(value) < 2**31:
+            return kind(value)
+        errors.append(f"{self.hf_key}: expected {EXPECTED[kind]}, got {json.dumps(value):.40}.")
+        return value
+
+
+@dataclass(frozen=True)
+class ConfigKeys:
+    """Keys of config.json that mean something together.
+
+    names: of the keys that are read.  read(config.json, sizes, errors): keys of our section `model`; sizes has those
+    that ConfigKeys say, and what is wrong is added to errors.  write(model): keys of config.json.  unread(config.json):
+    names inside of these keys that say nothing, if there may be some."""
+
+    names: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], dict[str, Any]]
+    write: Callable[[Model], dict[str, Any]]
+    unread: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,16 +159,17 @@ class Architecture:
 
     model_type: as in config.json.  classes: most common first, each with the objective whose heads it has.  weights:
     the embedding's, then the layers', then the head's.  fixed: keys of our section `model` that are the same for all
-    such models.  required: keys of config.json that change what they compute, each with the only value that we support,
-    which is also the default.  legacy_names: parts of tensor names, each with an older spelling that is read too.
-    buffers: tensors that are not parameters, or duplicate one."""
+    such models, where that is not our default.  required: keys of config.json that change what they compute, each with
+    the only value that we support, which is also the default.  legacy_names: parts of tensor names, each with an older
+    spelling that is read too.  buffers: tensors that are not parameters, or duplicate one."""
 
     model_type: str
     classes: Mapping[str, Mapping[str, Any]]
     weights: tuple[WeightMapping, ...]
     config_keys: tuple[ConfigKey, ...]
-    fixed: Mapping[str, Any]
-    required: Mapping[str, Any]
+    key_groups: tuple[ConfigKeys, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, Any] = field(default_factory=dict)
     legacy_names: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
 
@@ -98,22 +177,28 @@ class Architecture:
         """A tensor's name, then its older spellings."""
         return [name, *(name.replace(new, old) for new, old in self.legacy_names.items() if new in name)]
 
-    def tensors(self, param_shapes: Mapping[str, Shape]) -> list[HFTensor]:
-        """The tensors of a model with these canonical parameters: embeddings, then layer by layer, then the head."""
-        by_name: dict[str, list[WeightMapping]] = {}
-        for mapping in self.weights:
-            if mapping.param in param_shapes:
-                by_name.setdefault(mapping.tensor, []).append(mapping)
-        covered = {mapping.param for mappings in by_name.values() for mapping in mappings}
-        assert covered == param_shapes.keys(), covered ^ param_shapes.keys()
-        num_layers = next(shape[0] for param, shape in param_shapes.items() if param.startswith("blocks."))
+    def tensor_of(self, param: str) -> str | None:
+        """The tensor that stores a parameter which is no stack."""
+        return next((mapping.tensor for mapping in self.weights if mapping.param == param), None)
+
+    def tensors(self, param_shapes: Mapping[str, Shape], heads: int = 1) -> list[HFTensor]:
+        """The tensors of a model with these canonical parameters: embeddings, then layer by layer, then the head.
+        heads: the model's."""
+        tensors: dict[str, list[WeightMapping]] = {}
+        for mapping in self._present(param_shapes):
+            tensors.setdefault(mapping.tensor, []).append(mapping)
         result = []
-        for stacked, names in itertools.groupby(by_name, lambda name: LAYER in name):
-            for layer, name in itertools.product(range(num_layers) if stacked else [None], names):
-                first = by_name[name][0]
-                shape = first.tensor_shape(first.layer_shape(param_shapes[first.param]))
-                result.append(HFTensor(name.format(layer=layer), shape, tuple(by_name[name]), layer))
+        for stacked, names in itertools.groupby(tensors, lambda name: LAYER in name):
+            for layer, name in itertools.product(range(_layers(param_shapes)) if stacked else [None], names):
+                result.append(_tensor(name, tensors[name], layer, param_shapes, heads))
         return result
+
+    def _present(self, param_shapes: Mapping[str, Shape]) -> list[WeightMapping]:
+        """The mappings of these parameters, which have to have one each."""
+        known = {_place(param)[1] for param in param_shapes}
+        present = [mapping for mapping in self.weights if mapping.param in known]
+        assert {mapping.param for mapping in present} == known, known ^ {mapping.param for mapping in present}
+        return present
 
     def buffer_names(self, names: Iterable[str], param_shapes: Mapping[str, Shape]) -> set[str]:
         """Those of these tensor names that hold no parameter, or one that another tensor holds as well."""
@@ -129,11 +214,39 @@ class Architecture:
         return {mapping.tensor for mapping in self.weights if mapping.param not in present}.intersection(names)
 
 
-# --- the tables -------------------------------------------------------------------------------------------------------
+def _layers(param_shapes: Mapping[str, Shape]) -> int:
+    """How many layers these parameters are of: all that are stacked at the places of a period."""
+    stacks = {_place(path)[0]: shape[0] for path, shape in param_shapes.items() if path.startswith("blocks.")}
+    return sum(stacks.values())
+
+
+def _place(param: str) -> tuple[int, str]:
+    """The place in a period of a parameter, and its path without it."""
+    place, path = layer_path(tuple(param.split(".")))
+    return place, ".".join(path)
+
+
+def _tensor(
+    name: str, mappings: Iterable[WeightMapping], layer: int | None, param_shapes: Mapping[str, Shape], heads: int
+) -> HFTensor:
+    """The tensor of this layer, which is an entry of the stacks at its place in the period."""
+    paths = {_place(path): path for path in param_shapes}
+    period = 1 + max(place for place, _ in paths)
+    parts: list[TensorPart] = []
+    for mapping in mappings:
+        groups = heads if mapping.by_head else 1
+        path = paths[0 if layer is None else layer % period, mapping.param]
+        shape = param_shapes[path] if layer is None else param_shapes[path][1:]
+        start = sum(part.shape[-1] for part in parts) // groups
+        parts.append(TensorPart(path, None if layer is None else layer // period, shape, start))
+    return HFTensor(name.format(layer=layer), tuple(parts), mapping.transposed and len(shape) > 1, groups)
+
+
+# --- what several tables have
 
 
 def linear(param: str, module: str, **storage: Any) -> tuple[WeightMapping, WeightMapping]:
-    """A matrix and its bias.  storage: how the tensors store them; transposing a bias does nothing."""
+    """A matrix and its bias.  storage: how the tensors store them."""
     matrix = WeightMapping(param, f"{module}.weight", **storage)
     return matrix, WeightMapping(f"{param}_bias", f"{module}.bias", **storage)
 
@@ -143,154 +256,7 @@ def norm(param: str, module: str) -> tuple[WeightMapping, WeightMapping]:
     return WeightMapping(f"{param}.scale", f"{module}.weight"), WeightMapping(f"{param}.bias", f"{module}.bias")
 
 
-DECODER = {"kind": "gpt", "token_types": 0, "norm": "pre", "period": None, "module": None}
-GPT2_BERT = {"kv_heads": None, "norm_type": "layer", "positions": "learned", "use_bias": True, "share_layers": False}
 GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-
-GPT2_LAYER = "transformer.h.{layer}"
-GPT2 = Architecture(
-    model_type="gpt2",
-    classes={"GPT2LMHeadModel": {"kind": "causal_lm"}},
-    weights=(
-        WeightMapping("embedding.tokens", "transformer.wte.weight"),
-        WeightMapping("embedding.positions", "transformer.wpe.weight"),
-        *norm("blocks.norm1", f"{GPT2_LAYER}.ln_1"),
-        *linear("blocks.attention.query", f"{GPT2_LAYER}.attn.c_attn", fused_index=0, fused_count=3),
-        *linear("blocks.attention.key", f"{GPT2_LAYER}.attn.c_attn", fused_index=1, fused_count=3),
-        *linear("blocks.attention.value", f"{GPT2_LAYER}.attn.c_attn", fused_index=2, fused_count=3),
-        *linear("blocks.attention.out", f"{GPT2_LAYER}.attn.c_proj", transposed=True),
-        *norm("blocks.norm2", f"{GPT2_LAYER}.ln_2"),
-        *linear("blocks.mlp.up", f"{GPT2_LAYER}.mlp.c_fc"),
-        *linear("blocks.mlp.down", f"{GPT2_LAYER}.mlp.c_proj", transposed=True),
-        *norm("head.norm", "transformer.ln_f"),
-        WeightMapping("head.tokens", "lm_head.weight"),
-    ),
-    config_keys=(
-        ConfigKey("vocab_size", "vocab", 50257),
-        ConfigKey("n_positions", "context", 1024),
-        ConfigKey("n_embd", "width", 768),
-        ConfigKey("n_layer", "layers", 12),
-        ConfigKey("n_head", "heads", 12),
-        ConfigKey("n_inner", "mlp_width", None),
-        ConfigKey("activation_function", "activation", "gelu_new", GELU_NAMES),
-        ConfigKey("embd_pdrop", "dropout", 0.1),
-        ConfigKey("resid_pdrop", "dropout", 0.1),
-        ConfigKey("attn_pdrop", "attention_dropout", 0.1),
-        ConfigKey("layer_norm_epsilon", "norm_eps", 1e-5),
-        ConfigKey("tie_word_embeddings", "tie_embeddings", True),
-    ),
-    fixed=DECODER | GPT2_BERT,
-    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False}
-    | {"add_cross_attention": False, "quantization_config": None},
-    legacy_names={"transformer.": ""},
-    buffers=(f"{GPT2_LAYER}.attn.bias", f"{GPT2_LAYER}.attn.masked_bias"),
-)
-
-BERT_LAYER = "bert.encoder.layer.{layer}"
-BERT_ENCODER = (
-    WeightMapping("embedding.tokens", "bert.embeddings.word_embeddings.weight"),
-    WeightMapping("embedding.positions", "bert.embeddings.position_embeddings.weight"),
-    WeightMapping("embedding.types", "bert.embeddings.token_type_embeddings.weight"),
-    *norm("embedding.norm", "bert.embeddings.LayerNorm"),
-    *linear("blocks.attention.query", f"{BERT_LAYER}.attention.self.query", transposed=True),
-    *linear("blocks.attention.key", f"{BERT_LAYER}.attention.self.key", transposed=True),
-    *linear("blocks.attention.value", f"{BERT_LAYER}.attention.self.value", transposed=True),
-    *linear("blocks.attention.out", f"{BERT_LAYER}.attention.output.dense"),
-    *norm("blocks.norm1", f"{BERT_LAYER}.attention.output.LayerNorm"),
-    *linear("blocks.mlp.up", f"{BERT_LAYER}.intermediate.dense", transposed=True),
-    *linear("blocks.mlp.down", f"{BERT_LAYER}.output.dense"),
-    *norm("blocks.norm2", f"{BERT_LAYER}.output.LayerNorm"),
-)
-BERT_POOLER = linear("head.pooler", "bert.pooler.dense", transposed=True)
-BERT = Architecture(
-    model_type="bert",
-    classes={
-        "BertForPreTraining": {"kind": "masked_lm", "sentence_order": True},
-        "BertForMaskedLM": {"kind": "masked_lm", "sentence_order": False},
-    },
-    weights=(
-        *BERT_ENCODER,
-        *BERT_POOLER,
-        *linear("head.transform", "cls.predictions.transform.dense", transposed=True),
-        *norm("head.transform_norm", "cls.predictions.transform.LayerNorm"),
-        WeightMapping("head.output_bias", "cls.predictions.bias"),
-        *linear("head.binary", "cls.seq_relationship", transposed=True),
-    ),
-    config_keys=(
-        ConfigKey("vocab_size", "vocab", 30522),
-        ConfigKey("max_position_embeddings", "context", 512),
-        ConfigKey("hidden_size", "width", 768),
-        ConfigKey("num_hidden_layers", "layers", 12),
-        ConfigKey("num_attention_heads", "heads", 12),
-        ConfigKey("intermediate_size", "mlp_width", 3072),
-        ConfigKey("type_vocab_size", "token_types", 2),
-        ConfigKey("hidden_act", "activation", "gelu", GELU_NAMES),
-        ConfigKey("hidden_dropout_prob", "dropout", 0.1),
-        ConfigKey("attention_probs_dropout_prob", "attention_dropout", 0.1),
-        ConfigKey("layer_norm_eps", "norm_eps", 1e-12),
-    ),
-    fixed={"kind": "bert", "norm": "post", "tie_embeddings": True, "period": None, "module": None} | GPT2_BERT,
-    # An untied model has a second bias in place of cls.predictions.bias.
-    required={"tie_word_embeddings": True, "position_embedding_type": "absolute", "is_decoder": False}
-    | {"add_cross_attention": False, "quantization_config": None},
-    legacy_names={"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    | {"cls.predictions.bias": "cls.predictions.decoder.bias"},
-    buffers=("bert.embeddings.position_ids", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
-)
-BERT_POOLED = replace(
-    BERT,
-    classes={"BertForSequenceClassification": {"kind": "classification"}}
-    | {"BertForMultipleChoice": {"kind": "multiple_choice"}},
-    weights=(*BERT_ENCODER, *BERT_POOLER, *linear("head.output", "classifier", transposed=True)),
-)
-BERT_SPAN = replace(
-    BERT,
-    classes={"BertForQuestionAnswering": {"kind": "span"}},
-    weights=(*BERT_ENCODER, *linear("head.output", "qa_outputs", transposed=True)),
-)
-
-LLAMA_LAYER = "model.layers.{layer}"
-LLAMA = Architecture(
-    model_type="llama",
-    classes={"LlamaForCausalLM": {"kind": "causal_lm"}},
-    weights=(
-        WeightMapping("embedding.tokens", "model.embed_tokens.weight"),
-        WeightMapping("blocks.norm1.scale", f"{LLAMA_LAYER}.input_layernorm.weight"),
-        WeightMapping("blocks.attention.query", f"{LLAMA_LAYER}.self_attn.q_proj.weight", transposed=True),
-        WeightMapping("blocks.attention.key", f"{LLAMA_LAYER}.self_attn.k_proj.weight", transposed=True),
-        WeightMapping("blocks.attention.value", f"{LLAMA_LAYER}.self_attn.v_proj.weight", transposed=True),
-        WeightMapping("blocks.attention.out", f"{LLAMA_LAYER}.self_attn.o_proj.weight"),
-        WeightMapping("blocks.norm2.scale", f"{LLAMA_LAYER}.post_attention_layernorm.weight"),
-        WeightMapping("blocks.mlp.gate", f"{LLAMA_LAYER}.mlp.gate_proj.weight", transposed=True),
-        WeightMapping("blocks.mlp.up", f"{LLAMA_LAYER}.mlp.up_proj.weight", transposed=True),
-        WeightMapping("blocks.mlp.down", f"{LLAMA_LAYER}.mlp.down_proj.weight"),
-        WeightMapping("head.norm.scale", "model.norm.weight"),
-        WeightMapping("head.tokens", "lm_head.weight"),
-    ),
-    config_keys=(
-        ConfigKey("vocab_size", "vocab", 32000),
-        ConfigKey("max_position_embeddings", "context", 2048),
-        ConfigKey("hidden_size", "width", 4096),
-        ConfigKey("num_hidden_layers", "layers", 32),
-        ConfigKey("num_attention_heads", "heads", 32),
-        ConfigKey("num_key_value_heads", "kv_heads", None),
-        ConfigKey("intermediate_size", "mlp_width", 11008),
-        ConfigKey("hidden_act", "activation", "silu", {"silu": "swiglu"}),
-        ConfigKey("attention_dropout", "attention_dropout", 0.0),
-        ConfigKey("rms_norm_eps", "norm_eps", 1e-6),
-        ConfigKey("tie_word_embeddings", "tie_embeddings", False),
-    ),
-    fixed=DECODER
-    | {"norm_type": "rms", "positions": "rotary", "use_bias": False, "share_layers": False}
-    | {"rope_fraction": 1.0},
-    required={"partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False}
-    | {"sliding_window": None, "quantization_config": None},
-    buffers=(f"{LLAMA_LAYER}.self_attn.rotary_emb.inv_freq",),
-)
-
-ARCHITECTURES = (GPT2, BERT, BERT_POOLED, BERT_SPAN, LLAMA)
-MODEL_TYPES = {architecture.model_type: architecture for architecture in (GPT2, BERT, LLAMA)}
-CLASSES = {name: architecture for architecture in ARCHITECTURES for name in architecture.classes}
 
 # Keys of config.json that generation needs.
 SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -1,19 +1,19 @@
 """config.json to the sections `model` and `objective` of our configuration, and back."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spmd_lm.config.layers import shortest_period
 from spmd_lm.config.schema import Classification, Model, Objective, RunConfig
+from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.data.tasks.files import MNLI_CLASSES
 from spmd_lm.errors import ConfigError
-from spmd_lm.huggingface import architectures
-from spmd_lm.huggingface.architectures import ARCHITECTURES, CLASSES, LLAMA, MODEL_TYPES, Architecture, ConfigKey
-from spmd_lm.huggingface.rope import export_rope, flatten_rope, parse_rope, read_keys
+from spmd_lm.huggingface.architectures import IGNORED_KEYS, SPECIAL_TOKEN_KEYS, Architecture, HFTensor, Shape
+from spmd_lm.huggingface.families import ARCHITECTURES, CLASSES, MODEL_TYPES
+from spmd_lm.huggingface.rope import as_exported
 from spmd_lm.runtime.formatting import abbreviate
-
-EXPECTED = {bool: "true or false", float: "a number", int: "an integer"}
 
 
 @dataclass(frozen=True)
@@ -25,46 +25,60 @@ class ParsedConfig:
     objective: dict[str, Any]
     unknown_keys: list[str]
 
+    def tensors(self, shapes: Mapping[str, Shape]) -> list[HFTensor]:
+        """The tensors of a model with parameters of these canonical shapes."""
+        return self.architecture.tensors(shapes, self.model["heads"])
+
 
 def parse_config(hf_config: Mapping[str, Any]) -> ParsedConfig:
     """Raises ConfigError, one line per key, if we cannot compute exactly what this model computes."""
     architecture, class_name = _find_architecture(hf_config)
-    is_rotary = architecture is LLAMA
-    if is_rotary:
-        hf_config = flatten_rope(hf_config)
     errors: list[str] = []
-    model = {**architecture.fixed}
-    for key in architecture.config_keys:
-        value = _parse_value(key, hf_config.get(key.hf_key, key.default), errors)
-        if model.setdefault(key.model_key, value) != value:
-            hf_keys = [other.hf_key for other in architecture.config_keys if other.model_key == key.model_key]
-            errors.append(f"{' and '.join(hf_keys)} differ, but here both are model.{key.model_key}. Make them equal.")
-    if is_rotary:
-        model |= parse_rope(hf_config, model["context"], errors)
-    for name, supported in architecture.required.items():
+    model = _read_model(architecture, hf_config, errors)
+    for name, supported in {"quantization_config": None, **architecture.required}.items():
         value = hf_config.get(name, supported)
         if value != supported and (supported or value is not None):  # null is as good as false
             errors.append(
                 f"{name}={json.dumps(value):.80} is not supported for {architecture.model_type}, only "
                 f"{json.dumps(supported)}. Such a model cannot be imported."
             )
-    head_dim = hf_config.get("head_dim")
-    if not errors and head_dim not in (None, model["width"] / max(model["heads"], 1)):
-        errors.append(
-            f"head_dim={json.dumps(head_dim):.80} is not hidden_size / num_attention_heads = {model['width']} / "
-            f"{model['heads']}. Such a model cannot be imported."
-        )
     if errors:
         raise ConfigError(*errors)
-    rope_defaults = {key: Model.model_fields[key].default for key in ("rope_theta", "rope_fraction", "rope_scaling")}
-    model = {"dropout": 0.0} | rope_defaults | model
     objective = {**architecture.classes[class_name]}
     if objective["kind"] == "classification":
         labels = hf_config.get("id2label")
         objective["classes"] = len(labels) if isinstance(labels, dict) else hf_config.get("num_labels", 2)
-    known_keys = {*architectures.IGNORED_KEYS, *architecture.required, "head_dim"}
-    known_keys |= {key.hf_key for key in architecture.config_keys} | (read_keys(hf_config) if is_rotary else set())
-    return ParsedConfig(architecture, model, objective, sorted(hf_config.keys() - known_keys))
+    known_keys = {*IGNORED_KEYS, "quantization_config", *architecture.required}
+    known_keys |= {key.hf_key for key in architecture.config_keys}
+    known_keys |= {name for group in architecture.key_groups for name in group.names}
+    unknown = hf_config.keys() - known_keys
+    unknown |= {key for group in architecture.key_groups if group.unread for key in group.unread(hf_config)}
+    return ParsedConfig(architecture, model, objective, sorted(unknown))
+
+
+MOST_LAYERS = 10_000
+"""Of what is read layer by layer before the files are known to have as many."""
+HOW_COMPUTED = ("scan", "attention")
+"""Keys of section `model` that no import sets."""
+DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
+MODEL_DEFAULTS = {name: each.default for name, each in Model.model_fields.items() if not each.is_required()} | DROPOUT
+
+
+def _read_model(architecture: Architecture, hf_config: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
+    """Our section `model`; adds to `errors` what no such model has."""
+    given: dict[str, Any] = {}
+    for key in architecture.config_keys:
+        value = key.read(hf_config, errors)
+        if given.setdefault(key.model_key, value) != value:
+            hf_keys = [other.hf_key for other in architecture.config_keys if other.model_key == key.model_key]
+            errors.append(f"{' and '.join(hf_keys)} differ, but here both are model.{key.model_key}. Make them equal.")
+    if architecture.key_groups and not errors and given["layers"] > MOST_LAYERS:
+        errors.append(f"{given['layers']:,} layers are more than {MOST_LAYERS:,}. Download config.json again.")
+    if not errors:
+        for group in architecture.key_groups:
+            given |= group.read(hf_config, given, errors)
+    model = MODEL_DEFAULTS | dict(architecture.fixed) | given
+    return {name: model[name] for name in Model.model_fields if name not in HOW_COMPUTED}
 
 
 def _find_architecture(hf_config: Mapping[str, Any]) -> tuple[Architecture, str]:
@@ -82,6 +96,8 @@ def _find_architecture(hf_config: Mapping[str, Any]) -> tuple[Architecture, str]
                 )
             return CLASSES[name], name
     if names:
+        nearest = did_you_mean(names[0], CLASSES)
+        supported = f"The nearest is {nearest}. {supported}" if nearest else supported
         raise ConfigError(f"architectures: {abbreviate(names):.200} is not supported. {supported}")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         supported = ", ".join(MODEL_TYPES)
@@ -89,52 +105,74 @@ def _find_architecture(hf_config: Mapping[str, Any]) -> tuple[Architecture, str]
     return MODEL_TYPES[model_type], next(iter(MODEL_TYPES[model_type].classes))
 
 
-def _parse_value(key: ConfigKey, value: Any, errors: list[str]) -> Any:
-    """A value of config.json as our `model` has it; adds to `errors` if it is not of the key's type."""
-    if key.choices:
-        if isinstance(value, str) and value in key.choices:
-            return key.choices[value]
-        supported = ", ".join(key.choices)
-        errors.append(f"{key.hf_key}={json.dumps(value):.40} is not supported. Supported: {supported}.")
-        return None
-    if value is None and key.default is None:
-        return None
-    kind = int if key.default is None else type(key.default)
-    types = (int, float) if kind is float else (kind,)
-    if type(value) in types and abs(value) < 2**31:
-        return kind(value)
-    errors.append(f"{key.hf_key}: expected {EXPECTED[kind]}, got {json.dumps(value):.40}.")
-    return value
-
-
-def build_config(model: Model, objective: Objective) -> tuple[Architecture, dict[str, Any]]:
-    """The architecture of a model, and its config.json.
+def build_config(model: Model, objective: Objective, model_type: str = "") -> tuple[Architecture, dict[str, Any]]:
+    """The architecture of a model, and its config.json.  model_type: of the one to prefer where several match.
 
     Raises ConfigError if Hugging Face has none like it, with what differs from the nearest one."""
-
-    def distance(architecture: Architecture) -> tuple[bool, int]:
-        return architecture.fixed["kind"] != model.kind, len(_mismatches(architecture, model, objective))
-
-    architecture = min(ARCHITECTURES, key=distance)
-    if mismatches := _mismatches(architecture, model, objective):
+    candidates = [(each, [*_differences(each, model, objective)]) for each in ARCHITECTURES]
+    architecture, found = min(candidates, key=lambda each: (len(each[1]), each[0].model_type != model_type))
+    if found:
         raise ConfigError(
             f"no Hugging Face architecture matches this model. The nearest is {architecture.model_type}, except for "
-            f"{', '.join(mismatches)}. Supported: {', '.join(CLASSES)}."
+            f"{', '.join(found)}. Supported: {', '.join(CLASSES)}."
         )
     settings = objective.model_dump().items()
     (class_name,) = (name for name, heads in architecture.classes.items() if heads.items() <= settings)
     hf_config: dict[str, Any] = {"architectures": [class_name], "model_type": architecture.model_type}
+    hf_config |= _write_model(architecture, model) | dict.fromkeys(SPECIAL_TOKEN_KEYS)
+    if isinstance(objective, Classification):
+        hf_config |= _labels([f"LABEL_{label}" for label in range(objective.classes)])
+    return architecture, hf_config
+
+
+def _write_model(architecture: Architecture, model: Model) -> dict[str, Any]:
+    """The keys of config.json that say what a model is, so far as the architecture has them."""
+    hf_config: dict[str, Any] = {}
     values = model.model_dump() | {"mlp_width": model.mlp_dim, "kv_heads": model.kv_heads or model.heads}
+    values |= {"query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim}
     for key in architecture.config_keys:
         value = values[key.model_key]
         hf_config[key.hf_key] = next((theirs for theirs, ours in key.choices.items() if ours == value), value)
-    hf_config |= dict.fromkeys(architectures.SPECIAL_TOKEN_KEYS)
-    if isinstance(objective, Classification):
-        hf_config |= _labels([f"LABEL_{label}" for label in range(objective.classes)])
-    if architecture is LLAMA:
-        hf_config["head_dim"] = model.head_width
-        hf_config |= export_rope(model)
-    return architecture, hf_config
+    for group in architecture.key_groups:
+        hf_config |= group.write(model)
+    return hf_config
+
+
+def _differences(architecture: Architecture, model: Model, objective: Objective) -> Iterator[str]:
+    """The settings that this architecture does not have: those that config.json would give back as others."""
+    if architecture.fixed.get("kind", "gpt") != model.kind:
+        yield f"model.kind={model.kind}"
+    errors: list[str] = []
+    found = False
+    written = comparable(_read_model(architecture, _write_model(architecture, model), errors))
+    for name, value in comparable(as_exported(model).model_dump()).items():
+        if written[name] != value and name != "kind":
+            found = True
+            yield f"model.{name}={model.model_dump()[name]}"
+    if errors and not found:
+        yield f"what its config.json is refused for ({errors[0].rstrip('.')})"
+    if model.kind == "bert" and not model.token_types:
+        yield "model.token_types=0"
+    if objective.kind not in {heads["kind"] for heads in architecture.classes.values()}:
+        yield f"objective.kind={objective.kind}"
+    if objective.module:
+        yield f"objective.module={objective.module}"
+
+
+def comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A section `model`, without keys that do not change what a model's parameters mean, and with what defaults stand
+    for."""
+    m = {name: value for name, value in settings.items() if name not in (*HOW_COMPUTED, *DROPOUT)}
+    m["kv_heads"] = m["kv_heads"] or m["heads"]
+    m["head_width"] = m["head_width"] or m["width"] / m["heads"]
+    m["mlp_width"] = m["mlp_width"] or 4 * m["width"]
+    m["query_pre_attn_scalar"] = m["query_pre_attn_scalar"] or m["head_width"]
+    with_bias = ["qkv", "out", "mlp", *(["norm"] if m["norm_type"] == "layer" else [])]
+    with_bias += ["head"] if m["kind"] == "bert" else []
+    m["use_bias"] = [name for name in with_bias if m["use_bias"] is True or (m["use_bias"] and name in m["use_bias"])]
+    period = [{"kind": each} if isinstance(each, str) else each for each in m["period"] or ["block"]]
+    m["period"] = shortest_period([period[layer % len(period)] for layer in range(m["layers"])])
+    return m
 
 
 CLASS_NAMES = {  # of the tasks' classes, in order
@@ -164,21 +202,3 @@ def _labels(names: Sequence[str]) -> dict[str, Any]:
         return {}
     numbers = {name: label for label, name in enumerate(names)}
     return {"id2label": {str(label): name for name, label in numbers.items()}, "label2id": numbers}
-
-
-def _mismatches(architecture: Architecture, model: Model, objective: Objective) -> list[str]:
-    """The settings that no model of this architecture has."""
-    settings = model.model_dump()
-    if model.kv_heads == model.heads:
-        settings["kv_heads"] = None  # which means the same
-    mismatches = [f"model.{key}={settings[key]}" for key, value in architecture.fixed.items() if settings[key] != value]
-    if architecture.fixed["kind"] == "bert" and not model.token_types:
-        mismatches.append("model.token_types=0")
-    (activations,) = (key.choices for key in architecture.config_keys if key.model_key == "activation")
-    if model.activation not in activations.values():
-        mismatches.append(f"model.activation={model.activation}")
-    if objective.kind not in {heads["kind"] for heads in architecture.classes.values()}:
-        mismatches.append(f"objective.kind={objective.kind}")
-    if objective.module:
-        mismatches.append(f"objective.module={objective.module}")
-    return mismatches

@@ -12,8 +12,8 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, CONFIG_JSON, read_end_ids
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.files import write_atomically
-from spmd_lm.huggingface.architectures import BERT
 from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
+from spmd_lm.huggingface.families.bert import BERT
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_file, read_json
 
 CHAT_TEMPLATES = "additional_chat_templates"  # a directory: NAME.jinja each, beside the one of chat_template.jinja

@@ -11,6 +11,7 @@ from spmd_lm.config.schema import Model
 from spmd_lm.config.section import Section, kind_of
 from spmd_lm.errors import ConfigError
 
+NESTED = ("rope_scaling", "rope_parameters")
 CONTEXT_KEY = "original_max_position_embeddings"
 SCALINGS: dict[str, type[Section]] = {kind_of(section): section for section in get_args(get_args(RopeScaling)[0])}
 """By rope_type, which is also our `kind`."""
@@ -27,9 +28,8 @@ def flatten_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the keys inside rope_parameters, or the older rope_scaling, moved to the top level.
 
     Raises ConfigError where they are no object, or contradict each other."""
-    nested = ("rope_scaling", "rope_parameters")
-    flat = {key: value for key, value in hf_config.items() if key not in nested}
-    given = {name: hf_config[name] for name in nested if hf_config.get(name)}
+    flat = {key: value for key, value in hf_config.items() if key not in NESTED}
+    given = {name: hf_config[name] for name in NESTED if hf_config.get(name)}
     for name, rope in given.items():
         if not isinstance(rope, dict):
             raise ConfigError(f"{name}={json.dumps(rope):.80}: expected an object. Download config.json again.")
@@ -73,25 +73,34 @@ def rope_parameters(model: Model) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_fraction != 1:
         rope["partial_rotary_factor"] = model.rope_fraction
-    scaling = model.rope_scaling
-    if isinstance(scaling, DynamicRope) and model.context > scaling.original_context:
-        # That of all its rows; transformers would have it for the longest alone.
-        return rope | {"rope_theta": scaling.grown_theta(model.rope_theta, model.context, model.rotated_width)}
-    if scaling:
+    if scaling := model.rope_scaling:
         hf_keys = _hf_keys(type(scaling))
         own = scaling.model_dump(exclude_defaults=True, exclude={"kind"})
         rope |= {"rope_type": scaling.kind} | {hf_keys[key]: value for key, value in own.items() if key in hf_keys}
     return rope
 
 
+def as_exported(model: Model) -> Model:
+    """The model whose positions are exported.  Of `dynamic` scaling on longer rows the theta that all rows had, which
+    transformers would have for the longest alone; on shorter ones the original context."""
+    scaling = model.rope_scaling
+    if not isinstance(scaling, DynamicRope):
+        return model
+    if model.context <= scaling.original_context:
+        return model.model_copy(update={"context": scaling.original_context})
+    theta = scaling.grown_theta(model.rope_theta, model.context, model.rotated_width)
+    return model.model_copy(update={"rope_theta": theta, "rope_scaling": None})
+
+
 def export_rope(model: Model) -> dict[str, Any]:
     """The keys of config.json that say how positions are rotated, as transformers 4 reads them too."""
+    model = as_exported(model)
     rope, scaling = rope_parameters(model), model.rope_scaling
     keys: dict[str, Any] = {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
     if rope["rope_type"] != "default":
         keys["rope_scaling"] = rope
     if isinstance(scaling, DynamicRope):  # whose original context this is
-        keys["max_position_embeddings"] = max(model.context, scaling.original_context)
+        keys["max_position_embeddings"] = model.context
     return keys
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from spmd_lm.config.schema import Classification, Model, RunConfig
 from spmd_lm.huggingface.architectures import SPECIAL_TOKEN_KEYS
-from spmd_lm.huggingface.config_json import label_names, parse_config
+from spmd_lm.huggingface.config_json import comparable, label_names, parse_config
 
 LABEL_KEYS = {"id2label", "label2id"}
 TASK_KEYS = {"finetuning_task", "num_labels", "problem_type"}  # a former task's, once a head is trained on another
@@ -41,5 +41,4 @@ def _parse(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         model = Model.model_validate(parsed.model)
     except ValueError:  # of ours or of pydantic's
         return None
-    same_by_default = {"mlp_width": model.mlp_dim, "kv_heads": model.kv_heads or model.heads}
-    return model.model_dump() | same_by_default, parsed.objective
+    return model.model_dump() | comparable(model.model_dump()), parsed.objective

@@ -24,7 +24,7 @@ from spmd_lm.huggingface.architectures import (
     HFTensor,
     Index,
     Shape,
-    WeightMapping,
+    TensorPart,
 )
 from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.directory import ModelDirectory, copy_files, tokenizer_files
@@ -103,12 +103,11 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig, hub_model: HubModel 
 
 def other_head(model_dir: ModelDirectory, shapes: Mapping[str, Shape], file_names: Mapping[str, str]) -> str:
     """What is lost where the embeddings are tied, and the files have a head that is not the token table; '' if none."""
-    mappings = {mapping.param: mapping for mapping in model_dir.config.architecture.weights}
-    head, table = mappings.get(OUTPUT_EMBEDDING), mappings["embedding.tokens"]
-    stored = model_dir.reader.tensors
-    if head is None or OUTPUT_EMBEDDING in shapes or head.tensor not in stored or table.tensor not in file_names:
+    tensor_of, stored = model_dir.config.architecture.tensor_of, model_dir.reader.tensors
+    head, table = tensor_of(OUTPUT_EMBEDDING), file_names.get(tensor_of("embedding.tokens") or "")
+    if OUTPUT_EMBEDDING in shapes or head not in stored or table is None:
         return ""
-    what, names = f"{head.tensor} is not the token table", (head.tensor, file_names[table.tensor])
+    what, names = f"{head} is not the token table", (head, table)
     rows, *others = (tuple(stored[name].get_shape()) for name in names)
     if others != [rows]:
         size = f", but {[*rows]}"
@@ -139,7 +138,7 @@ def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dic
     architecture, stored = model_dir.config.architecture, model_dir.reader.tensors
     file_names: dict[str, str] = {}
     expected: dict[str, Shape] = {}
-    for tensor in architecture.tensors(shapes):
+    for tensor in model_dir.config.tensors(shapes):
         spelling = next((name for name in architecture.spellings(tensor.name) if name in stored), tensor.name)
         file_names[tensor.name] = spelling
         expected[spelling] = tensor.shape
@@ -168,32 +167,39 @@ def match_tensors(model_dir: ModelDirectory, shapes: Mapping[str, Shape]) -> dic
 
 def read_params(model_dir: ModelDirectory, file_names: Mapping[str, str], abstract: Tree) -> Tree:
     """The canonical parameters, in the dtypes and shardings of `abstract`."""
-    mappings = {mapping.param: mapping for mapping in model_dir.config.architecture.weights}
-    leaves = leaves_by_path(abstract).items()
-    params = [read_param(model_dir, file_names, mappings[path], leaf) for path, leaf in leaves]
+    leaves = leaves_by_path(abstract)
+    stored: dict[str, dict[int | None, tuple[HFTensor, TensorPart]]] = {}
+    for tensor in model_dir.config.tensors({path: leaf.shape for path, leaf in leaves.items()}):
+        for part in tensor.parts:
+            stored.setdefault(part.param, {})[part.layer] = tensor, part
+    params = [read_param(model_dir, file_names, stored[path], leaf) for path, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(abstract), params)
 
 
 def read_param(
-    model_dir: ModelDirectory, file_names: Mapping[str, str], mapping: WeightMapping, abstract: jax.ShapeDtypeStruct
+    model_dir: ModelDirectory,
+    file_names: Mapping[str, str],
+    stored: Mapping[int | None, tuple[HFTensor, TensorPart]],
+    abstract: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """A parameter, from the slices of tensors that store it."""
+    """A parameter, from the slices of tensors that store it.  stored: where each layer of a stack is, or at None
+    everything."""
 
-    def read_tensor(tensor: str, index: Index) -> np.ndarray:
-        name = file_names[tensor]
-        stored = model_dir.reader.read(name, mapping.tensor_index(index, mapping.layer_shape(abstract.shape)))
-        value = (stored.T if mapping.transposed else stored).astype(abstract.dtype)
+    def read_part(layer: int | None, index: Index) -> np.ndarray:
+        tensor, part = stored[layer]
+        name = file_names[tensor.name]
+        value = tensor.pick(part, index, model_dir.reader.read(name, tensor.index(part, index))).astype(abstract.dtype)
         if not np.isfinite(value).all():
             raise NonFiniteError(f"{model_dir.path}: {name} has values that are not finite in {abstract.dtype}.")
         return value
 
     def read_slice(index: Index) -> np.ndarray:
-        if not mapping.stacked:
-            return read_tensor(mapping.tensor, index)
+        if None in stored:
+            return read_part(None, index)
         (first, end), *layer_index = index
         layers = np.empty([stop - start for start, stop in index], abstract.dtype)
         for layer in range(first, end):
-            layers[layer - first] = read_tensor(mapping.tensor.format(layer=layer), tuple(layer_index))
+            layers[layer - first] = read_part(layer, tuple(layer_index))
         return layers
 
     return make_sharded_array(abstract, read_slice)
@@ -224,13 +230,13 @@ def export_hf(
     model; CheckpointError if there is no checkpoint, or one of another model."""
     require_single_process("export")
     require_absent_or_empty(target)
-    architecture, hf_config = build_config(config.model, config.objective)
+    tokenizer_dir = config.run.directory / TOKENIZER_DIR
+    imported = os.path.lexists(tokenizer_dir / CONFIG_JSON)
+    source = read_json(tokenizer_dir / CONFIG_JSON) if imported else {}
+    architecture, hf_config = build_config(config.model, config.objective, str(source.get("model_type")))
     _, params, step = restore_run(config, fallback)
     leaves = leaves_by_path(params)
-    tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()})
-    tokenizer_dir = config.run.directory / TOKENIZER_DIR
-    source_file = tokenizer_dir / CONFIG_JSON  # of a run that was imported
-    source = read_json(source_file) if os.path.lexists(source_file) else {}
+    tensors = architecture.tensors({path: leaf.shape for path, leaf in leaves.items()}, config.model.heads)
     hf_config = restore_keys(hf_config, source, config, step)
     hf_config |= dict.fromkeys(DTYPE_KEYS & source.keys() or {"torch_dtype"}, dtype)
     copied = tokenizer_files(tokenizer_dir)
@@ -263,9 +269,7 @@ def cast(name: str, value: np.ndarray, dtype: str) -> np.ndarray:
 
 def gather_tensor(tensor: HFTensor, params: Mapping[str, jax.Array]) -> np.ndarray:
     """A tensor on the host, from the parameters that it concatenates."""
-    gathered = ((gather_param(params[each.param], tensor.layer), each.transposed) for each in tensor.mappings)
-    values = [value.T if transposed else value for value, transposed in gathered]
-    return values[0] if len(values) == 1 else np.concatenate(values, axis=-1)
+    return tensor.join(gather_param(params[part.param], part.layer) for part in tensor.parts)
 
 
 def gather_param(param: jax.Array, layer: int | None) -> np.ndarray:

@@ -12,7 +12,7 @@ from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, Objective
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.layers import HasMatrices, Norm, ParamInit, add_bias
-from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, GATED_ACTIVATIONS, LossDict, residual_dropout
+from spmd_lm.models.transformer import ACTIVATIONS, AFTER_POOLER, LossDict, residual_dropout
 from spmd_lm.ops.collectives import (
     all_gather,
     first_tokens,
@@ -27,15 +27,16 @@ from spmd_lm.ops.collectives import (
 from spmd_lm.ops.cross_entropy import LogitsPolicy, cross_entropy, evaluate_cross_entropy, score_targets
 from spmd_lm.ops.dropout import DropoutKey
 from spmd_lm.ops.norm import widen
+from spmd_lm.ops.softcap import softcap
 
 
 class Head(HasMatrices):
     """pooled: whether it has BERT's pooler, a dense layer over a row's first token (arXiv:1810.04805)."""
 
     def __init__(self, init: ParamInit, *, pooled: bool = False):
-        self.norm = Norm(init) if init.c.norm == "pre" else None
+        self.norm = Norm(init) if init.c.norm != "post" else None
         if pooled:
-            self.pooler, self.pooler_bias = init.linear(init.c.width, "feature")
+            self.pooler, self.pooler_bias = init.linear(init.c.width, "feature", "head")
         self.dropout = init.c.dropout
 
     def losses(self, h: jax.Array, batch: Batch, weights: LossDict, key: DropoutKey | None) -> LossDict:
@@ -97,7 +98,7 @@ class CausalLMHead(Head):
         super().__init__(init, pooled=pooled)
         if not init.c.tie_embeddings:  # where they are tied, LanguageModel adds the embedding's table
             self.tokens = init.table(init.c.vocab, "vocab")
-        self.vocab, self.policy = init.c.vocab, policy
+        self.vocab, self.policy = init.c.vocab, policy._replace(softcap=init.c.logit_softcap)
 
     def unembedding(self, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Factors of the token logits, [batch, sequence, width] and [local vocab, width], and their bias [local vocab];
@@ -114,11 +115,15 @@ class CausalLMHead(Head):
 
     def eval_sums(self, h, batch, rows):
         weight = batch.loss_weights
-        loss, correct = evaluate_cross_entropy(*self.unembedding(h), batch.targets, weight, self.vocab)
+        loss, correct = evaluate_cross_entropy(
+            *self.unembedding(h), batch.targets, weight, self.vocab, self.policy.softcap
+        )
         return {self.loss_name: (loss, correct, weight.sum(dtype=loss.dtype))}
 
     def target_scores(self, h, batch, rows):
-        log_likelihood, is_likeliest = score_targets(*self.unembedding(h), batch.targets, self.vocab)
+        log_likelihood, is_likeliest = score_targets(
+            *self.unembedding(h), batch.targets, self.vocab, self.policy.softcap
+        )
         scores = {"log_likelihood": log_likelihood, "greedy": is_likeliest.astype(log_likelihood.dtype)}
         return {name: place_rows(z, batch.sample_ids, rows) for name, z in scores.items()}
 
@@ -127,7 +132,7 @@ class CausalLMHead(Head):
         h, table, bias = self.unembedding(h)
         h = gather_sequence(h)
         z = jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.promote_types(h.dtype, jnp.float32))
-        z = z if bias is None else z + bias.astype(z.dtype)
+        z = softcap(z if bias is None else z + bias.astype(z.dtype), self.policy.softcap)
         z = jnp.where(global_indices("vocab", z.shape[-1]) < self.vocab, z, -jnp.inf)
         return {"tokens": all_gather(z, "vocab", 2)}
 
@@ -141,13 +146,13 @@ class MaskedLMHead(CausalLMHead):
     def __init__(self, init: ParamInit, policy: LogitsPolicy, *, sentence_order: bool):
         super().__init__(init, policy, pooled=sentence_order)
         c = init.c
-        self.transform, self.transform_bias = init.linear(c.width, "feature")
+        self.transform, self.transform_bias = init.linear(c.width, "feature", "head")
         self.transform_norm = Norm(init)
-        self.output_bias = init.bias(c.vocab, "vocab")
-        self.activation = "gelu" if c.activation in GATED_ACTIVATIONS else c.activation
+        self.output_bias = init.bias(c.vocab, "vocab", "head")
+        self.activation = "gelu" if c.gated else c.activation
         self.sentence_order = sentence_order
         if sentence_order:
-            self.binary, self.binary_bias = init.linear(2, "label")
+            self.binary, self.binary_bias = init.linear(2, "label", "head")
 
     def unembedding(self, h):
         h = add_bias(self.matrix("transform").multiply(h), self.transform_bias)
@@ -187,7 +192,7 @@ class LabelHead(Head):
 
     def __init__(self, init: ParamInit, size: int, *, pooled: bool = True):
         super().__init__(init, pooled=pooled)
-        self.output, self.output_bias = init.linear(size, "label")
+        self.output, self.output_bias = init.linear(size, "label", "head")
 
     def label_logits(self, h: jax.Array, key: DropoutKey | None = None) -> jax.Array:
         return self.row_logits(h, "output", self.output_bias, key)

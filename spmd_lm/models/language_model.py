@@ -355,8 +355,8 @@ class LanguageModel:
             return jnp.zeros((rows, self.c.context), jnp.int32), None
 
         def of_layer(c: Model, *periods: int) -> KVCache:
-            heads = (c.kv_heads or c.heads) // num_shards("heads")
-            return (jnp.zeros((*periods, rows, c.context, heads, c.head_width), dtype),) * 2
+            heads = max((c.kv_heads or c.heads) // num_shards("heads"), 1)
+            return (jnp.zeros((*periods, rows, c.context, heads, c.head_dim), dtype),) * 2
 
         period, layers = self.period, self.c.of_each_kind
         full = period.join([of_layer(c, period.count) for c in layers])

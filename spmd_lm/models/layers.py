@@ -9,8 +9,16 @@ from flax import nnx
 
 from spmd_lm.axes import DimNames
 from spmd_lm.config.schema import Model
+from spmd_lm.config.types import Bias
 from spmd_lm.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from spmd_lm.ops.collectives import broadcast_like, copy_to_region, partial_sum, reduce_from_region
+from spmd_lm.ops.collectives import (
+    broadcast_like,
+    copy_to_region,
+    join_heads,
+    partial_sum,
+    reduce_from_region,
+    split_heads,
+)
 from spmd_lm.ops.dense import Matrix
 from spmd_lm.ops.norm import layer_norm, widen
 
@@ -37,13 +45,13 @@ class ParamInit(NamedTuple):
     def vector(self, value: float, size: int, name: str) -> nnx.Param:
         return nnx.Param(jnp.full((size,), value, self.dtype), out_sharding=(name,))
 
-    def bias(self, size: int, name: str) -> nnx.Param | None:
-        """Zeros, if the model has biases."""
-        return self.vector(0, size, name) if self.c.use_bias else None
+    def bias(self, size: int, name: str, where: Bias | None = None) -> nnx.Param | None:
+        """Zeros, if the model has biases there."""
+        return self.vector(0, size, name) if self.c.has_bias(where) else None
 
-    def linear(self, size: int, name: str) -> tuple[nnx.Param, nnx.Param | None]:
+    def linear(self, size: int, name: str, where: Bias | None = None) -> tuple[nnx.Param, nnx.Param | None]:
         """A matrix [width, size] and its bias."""
-        return self.matrix(size, name), self.bias(size, name)
+        return self.matrix(size, name), self.bias(size, name, where)
 
 
 @jax.custom_vjp
@@ -65,7 +73,7 @@ def _broadcast_backward(vector, g):
 broadcast_over_tokens.defvjp(_broadcast_forward, _broadcast_backward)
 
 
-def add_bias(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
+def add_bias(y: jax.Array, bias: nnx.Param | jax.Array | None) -> jax.Array:
     """y [..., width] plus bias [width], if there is one."""
     return y if bias is None else y + broadcast_over_tokens(bias[...], y)
 
@@ -125,10 +133,34 @@ class Norm(nnx.Module):
 
     def __init__(self, init: ParamInit):
         c = init.c
-        self.scale = init.vector(1, c.width, "width")
-        self.bias = init.bias(c.width, "width") if c.norm_type == "layer" else None
-        self.norm_type, self.eps = c.norm_type, c.norm_eps
+        self.zero_centered, self.center, self.eps = (
+            c.norm_type == "zero_centered_rms",
+            c.norm_type == "layer",
+            c.norm_eps,
+        )
+        self.scale = init.vector(1 - self.zero_centered, c.width, "width")
+        self.bias = init.bias(c.width, "width", "norm") if self.center else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = None if self.bias is None else self.bias[...]
-        return layer_norm(x, self.scale[...], bias, self.eps, self.norm_type == "layer")
+        return layer_norm(x, _scale_of(self), bias, self.eps, self.center)
+
+
+class HeadNorm(nnx.Module):
+    """An RMS norm over the features of each head; all heads share its scale."""
+
+    def __init__(self, init: ParamInit):
+        c = init.c
+        self.zero_centered, self.eps = c.norm_type == "zero_centered_rms", c.norm_eps
+        self.scale = init.vector(1 - self.zero_centered, c.head_dim, "head_width")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x: [batch, time, heads x head width], of any number of heads."""
+        scale = _scale_of(self)
+        return join_heads(layer_norm(split_heads(x, scale.size), scale, None, self.eps, False))
+
+
+def _scale_of(norm: Norm | HeadNorm) -> jax.Array:
+    """What a norm's result is multiplied by."""
+    scale = norm.scale[...]
+    return 1 + widen(scale) if norm.zero_centered else scale

@@ -32,6 +32,11 @@ class ModelModules(NamedTuple):
         return self.block is not Block
 
     @property
+    def own(self) -> bool:
+        """Whether any of them is one's own."""
+        return self != ModelModules()
+
+    @property
     def first_parts(self) -> tuple[str, ...]:
         """The parts of a block, by their keys, whose weights parallel.prefetch gathers a layer ahead; () for all."""
         return getattr(self.block, "prefetched", ())

@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd_lm.axes import SEQUENCE
 from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Model
-from spmd_lm.models.layers import INIT_STD, BlockProducts, HasMatrices, Norm, ParamInit, add_bias
+from spmd_lm.models.layers import INIT_STD, BlockProducts, HasMatrices, HeadNorm, Norm, ParamInit, add_bias
 from spmd_lm.ops.attention import AttentionSpec
-from spmd_lm.ops.collectives import residual_stream, row_positions
+from spmd_lm.ops.collectives import kv_head_of_shard, residual_stream, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.embedding import lookup
 from spmd_lm.ops.rotary import Rotary
@@ -51,8 +51,8 @@ ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "swiglu": lambda x, gate: jax.nn.silu(gate) * x,
+    "geglu_tanh": lambda x, gate: jax.nn.gelu(gate, approximate=True) * x,
 }
-GATED_ACTIVATIONS = ("swiglu",)  # of a hidden layer and a second one that gates it (arXiv:2002.05202)
 
 
 def residual_dropout(x: jax.Array, rate: float, key: DropoutKey | None, site: int) -> jax.Array:
@@ -74,11 +74,12 @@ class Embedding(nnx.Module):
         self.positions = init.table(c.context, "position") if c.positions == "learned" else None
         self.types = init.table(c.token_types, "type") if c.token_types else None
         self.norm = Norm(init) if c.norm == "post" else None
-        self.dropout = c.dropout
+        self.dropout, self.scale = c.dropout, math.sqrt(c.width) if c.scale_embeddings else None
 
     def __call__(self, batch: Batch, key: DropoutKey | None) -> jax.Array:
         """Tokens, positions and types, int32 [batch, time] -> [batch, sequence, width]."""
         x = lookup(self.tokens[...], batch.tokens, "vocab")
+        x = x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
         if self.positions is not None:
             x = x + lookup(self.positions[...], batch.positions, "position")
         if self.types is not None:
@@ -98,19 +99,33 @@ class Attention(HasMatrices):
 
     def __init__(self, init: ParamInit, out_std: float):
         c = init.c
-        heads = c.heads, c.kv_heads or c.heads
-        self.spec = AttentionSpec(*heads, c.causal, make_rotary(c), c.attention_dropout, c.span)
-        self.query, self.query_bias = init.linear(c.width, "heads")
-        self.key, self.key_bias = init.linear(c.kv_width, "heads")
-        self.value, self.value_bias = init.linear(c.kv_width, "heads")
-        self.out, self.out_bias = init.matrix(c.width, "heads", out_std), init.bias(c.width, "width")
+        self.spec = AttentionSpec(
+            c.heads,
+            c.kv_heads or c.heads,
+            c.causal,
+            make_rotary(c),
+            c.attention_dropout,
+            c.span,
+            scale=c.query_pre_attn_scalar and c.query_pre_attn_scalar**-0.5,
+            softcap=c.attention_softcap,
+        )
+        self.query, self.query_bias = init.linear(c.query_width, "heads", "qkv")
+        self.key, self.key_bias = init.linear(c.kv_width, "kv_heads", "qkv")
+        self.value, self.value_bias = init.linear(c.kv_width, "kv_heads", "qkv")
+        self.out, self.out_bias = init.matrix(c.query_width, "heads", out_std), init.bias(c.width, "width", "out")
+        self.query_norm = HeadNorm(init) if c.qk_norm else None
+        self.key_norm = HeadNorm(init) if c.qk_norm else None
+        self.head_dim = c.head_dim
 
     def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
         products, attend = context.products.attention, context.make_attention(self.spec)
-        matrices = self.matrix("query"), self.matrix("key"), self.matrix("value")
-        q, k, v = products.column(x, matrices, "heads", ordered=True)
-        q, k, v = add_bias(q, self.query_bias), add_bias(k, self.key_bias), add_bias(v, self.value_bias)
+        own = functools.partial(kv_head_of_shard, width=self.head_dim)
+        matrices = self.matrix("query"), self.matrix("key").map(own), self.matrix("value").map(own)
+        kv_biases = (None if bias is None else own(bias[...]) for bias in (self.key_bias, self.value_bias))
+        q, k, v = map(add_bias, products.column(x, matrices, "heads", ordered=True), (self.query_bias, *kv_biases))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         y = products.row(attend(q, k, v), self.matrix("out"), "heads", ordered=True)
         return add_bias(y, self.out_bias)
 
@@ -118,11 +133,10 @@ class Attention(HasMatrices):
 class MLP(HasMatrices):
     def __init__(self, init: ParamInit, out_std: float):
         c = init.c
-        self.up, self.up_bias = init.linear(c.mlp_dim, "mlp")
-        self.down, self.down_bias = init.matrix(c.mlp_dim, "mlp", out_std), init.bias(c.width, "width")
-        gated = c.activation in GATED_ACTIVATIONS
-        self.gate = init.matrix(c.mlp_dim, "mlp") if gated else None
-        self.gate_bias = init.bias(c.mlp_dim, "mlp") if gated else None
+        self.up, self.up_bias = init.linear(c.mlp_dim, "mlp", "mlp")
+        self.down, self.down_bias = init.matrix(c.mlp_dim, "mlp", out_std), init.bias(c.width, "width", "mlp")
+        self.gate = init.matrix(c.mlp_dim, "mlp") if c.gated else None
+        self.gate_bias = init.bias(c.mlp_dim, "mlp", "mlp") if c.gated else None
         self.activation = c.activation
 
     def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
@@ -135,7 +149,8 @@ class MLP(HasMatrices):
 
 
 class Block(nnx.Module):
-    """x + f(norm(x)) for attention and MLP; or norm(x + f(x)), where norms come after the branches.
+    """x + f(norm(x)) for attention and MLP; norm(x + f(x)), where norms come after the sums; or x + norm(f(norm(x))),
+    where each branch is between two norms.
 
     Both branches start small, so that depth does not add up (GPT-2)."""
 
@@ -146,7 +161,9 @@ class Block(nnx.Module):
         out_std = INIT_STD / math.sqrt(2 * c.layers)
         self.norm1, self.attention = Norm(init), Attention(init, out_std)
         self.norm2, self.mlp = Norm(init), MLP(init, out_std)
-        self.dropout, self.post_norm = c.dropout, c.norm == "post"
+        self.post_norm1 = Norm(init) if c.norm == "sandwich" else None
+        self.post_norm2 = Norm(init) if c.norm == "sandwich" else None
+        self.dropout, self.post_norm, self.parallel = c.dropout, c.norm == "post", c.parallel_branches
 
     def __call__(self, x: jax.Array, context: BlockContext) -> tuple[jax.Array, LossDict]:
         """x: [batch, sequence, width].  Returns x and auxiliary losses; a dense block has none."""
@@ -158,6 +175,13 @@ class Block(nnx.Module):
             y = self.mlp(x, context)
             return residual_stream(self.norm2(checkpoint_name(x + drop(y, site=AFTER_MLP), RESIDUAL))), {}
         y = self.attention(self.norm1(x), context)
+        if self.parallel:
+            z = self.mlp(self.norm2(x), context)
+            return residual_stream(x + drop(y, site=AFTER_ATTENTION) + drop(z, site=AFTER_MLP)), {}
+        if self.post_norm1 is not None and self.post_norm2 is not None:
+            x = x + drop(self.post_norm1(checkpoint_name(y, RESIDUAL)), site=AFTER_ATTENTION)
+            y = self.mlp(self.norm2(x), context)
+            return residual_stream(x + drop(self.post_norm2(checkpoint_name(y, RESIDUAL)), site=AFTER_MLP)), {}
         x = checkpoint_name(x + drop(y, site=AFTER_ATTENTION), RESIDUAL)
         y = self.mlp(self.norm2(x), context)
         return residual_stream(x + drop(y, site=AFTER_MLP)), {}

@@ -18,6 +18,7 @@ from spmd_lm.active_rules import num_shards
 from spmd_lm.ops.collectives import global_indices, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.rotary import Rotary
+from spmd_lm.ops.softcap import softcap
 
 SITE = 0  # the dropout site of attention probabilities
 
@@ -26,15 +27,16 @@ Dropout = Callable[..., Array] | None
 """drop(probabilities [B, H, T, S], row=, column=), with positions of queries, uint32 [T, 1], and keys, uint32 [S]."""
 
 
-def _softmax_attention(q, k, v, mask, drop: Dropout = None, row=None, column=None) -> Array:
-    """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; row, column: as Dropout's."""
+def _softmax_attention(q, k, v, mask, spec: "AttentionSpec", drop: Callable[[Array], Array] | None = None) -> Array:
+    """q: [B, T, H, K]; k, v: [B, S, G, K]; mask: broadcastable to [B, H, T, S], or None; drop: of probabilities."""
     k, v = (x if x.shape[2] == q.shape[2] else jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bthk,bshk->bhts", q * q.shape[-1] ** -0.5, k, preferred_element_type=wide)
+    scores = jnp.einsum("bthk,bshk->bhts", q * spec.scale_of(q), k, preferred_element_type=wide)
+    scores = softcap(scores, spec.softcap)
     scores = scores if mask is None else jnp.where(mask, scores, -1e30)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     if drop:
-        probabilities = drop(probabilities, row=row.astype(jnp.uint32), column=column.astype(jnp.uint32))
+        probabilities = drop(probabilities)
     return jnp.einsum("bhts,bshk->bthk", probabilities, v)
 
 
@@ -84,16 +86,20 @@ def _xla(q, k, v, segment_ids, spec: "AttentionSpec", drop: Dropout) -> Array:
         if segment_ids is not None:
             masks.append(segment_ids[:, None, queries, None] == segment_ids[:, None, None, keys])
         mask = functools.reduce(operator.and_, masks) if masks else None
-        out.append(_softmax_attention(q[:, queries], k[:, keys], v[:, keys], mask, drop, row, column))
+        at = row.astype(jnp.uint32), column.astype(jnp.uint32)
+        of_block = functools.partial(drop, row=at[0], column=at[1]) if drop else None
+        out.append(_softmax_attention(q[:, queries], k[:, keys], v[:, keys], mask, spec, of_block))
     return jnp.concatenate(out, axis=1)
 
 
 def _cudnn(q, k, v, segment_ids, spec: "AttentionSpec", drop: None) -> Array:
     """segment_ids, of bidirectional rows: 1 for the tokens of a row, 0 for the padding after them."""
     assert not drop and not (spec.causal and segment_ids is not None) and (spec.causal or not spec.span)
+    assert not spec.softcap
     n = None if segment_ids is None else segment_ids.sum(1, dtype=jnp.int32)
     options: dict = {"query_seq_lengths": n, "key_value_seq_lengths": n}
     options["local_window_size"] = (spec.span - 1, 0) if spec.span else None
+    options["scale"] = spec.scale
     return jax.nn.dot_product_attention(q, k, v, is_causal=spec.causal, implementation="cudnn", **options)
 
 
@@ -109,9 +115,10 @@ def _splash(q, k, v, segment_ids, spec: "AttentionSpec", drop: None, interpret: 
     mask = masks.LocalMask(square, (around, 0 if spec.causal else around), 0) if spec.span else mask
     masks_of_heads = masks.MultiHeadMask([mask] * (heads // kv_heads if grouped else heads))
     make_kernel = splash.make_splash_mqa if grouped else splash.make_splash_mha
-    kernel = make_kernel(masks_of_heads, head_shards=1, q_seq_shards=1, interpret=interpret)
+    options: dict = {"attn_logits_soft_cap": spec.softcap, "interpret": interpret}
+    kernel = make_kernel(masks_of_heads, head_shards=1, q_seq_shards=1, **options)
     ids = None if segment_ids is None else splash.SegmentIds(segment_ids, segment_ids)
-    q, k, v = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
+    q, k, v = (x.swapaxes(1, 2) for x in (q * spec.scale_of(q), k, v))
     if grouped:
         kernel = jax.vmap(kernel, in_axes=(0, 0, 0, None))
         q = q.reshape(q.shape[0], kv_heads, heads // kv_heads, *q.shape[2:])
@@ -127,7 +134,7 @@ class AttentionSpec:
     """heads, kv_heads: of all devices.  causal: whether a token attends only to itself and earlier ones.  rotary:
     position embeddings of queries and keys; None for none.  dropout: rate, of the probabilities.  span: how many tokens
     one attends to, itself and those before it, and without a causal mask as many after it; None for the whole row.
-    kernel: a key of KERNELS."""
+    kernel: a key of KERNELS.  scale: of scores; default K^-1/2.  softcap: of scores; None for none."""
 
     heads: int
     kv_heads: int
@@ -136,12 +143,17 @@ class AttentionSpec:
     dropout: float = 0.0
     span: int | None = None
     kernel: str = "xla"
+    scale: float | None = None
+    softcap: float | None = None
+
+    def scale_of(self, q: Array) -> float:
+        return self.scale or q.shape[-1] ** -0.5
 
     def split_heads(self, q: Array, k: Array, v: Array, positions: Array | None):
         """This device's heads of each, [B, T, H or G, K], with rotary embeddings applied."""
         shards = num_shards("heads")
         q = q.reshape(*q.shape[:-1], self.heads // shards, -1)
-        k, v = (x.reshape(*x.shape[:-1], self.kv_heads // shards, -1) for x in (k, v))
+        k, v = (x.reshape(*x.shape[:-1], max(self.kv_heads // shards, 1), -1) for x in (k, v))
         if self.rotary is not None:
             assert positions is not None
             q, k = (self.rotary.apply(x, positions) for x in (q, k))
@@ -180,4 +192,4 @@ def attention_with_cache(
     k, v = (old.at[rows, positions].set(new) for old, new in zip(cache, (k, v), strict=True))
     column, row = jnp.arange(k.shape[1], dtype=jnp.int32), positions[:, None, :, None]
     mask = (column <= row) if spec.span is None else (column <= row) & (row - column < spec.span)
-    return _softmax_attention(q, k, v, mask).reshape(shape), (k, v)
+    return _softmax_attention(q, k, v, mask, spec).reshape(shape), (k, v)

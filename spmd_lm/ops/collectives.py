@@ -67,6 +67,23 @@ def local_slice(x: Array, name: str, dim: int) -> Array:
     return lax.dynamic_slice_in_dim(x, shard_index(name) * size, size, dim)
 
 
+def kv_head_of_shard(w: Array, width: int) -> Array:
+    """Of w [..., key/value heads x width], which every device holds, the heads that its queries attend with, where
+    some layer has fewer of these heads than there are shards of `heads`; all of w elsewhere.
+
+    Several devices use one head, each for its own queries: gradients are still to be summed over the shards."""
+    if num_shards("heads") == num_shards("kv_heads"):
+        return w
+    typed = sharding_types.spec_with_last(w, nontrivial_axes("heads")) if sharding_types.is_explicit() else None
+    return manual_region(functools.partial(_kv_head_of_shard, width=width), typed)(w)
+
+
+def _kv_head_of_shard(w: Array, width: int) -> Array:
+    heads, shards = w.shape[-1] // width, num_shards("heads")
+    first, size = shard_index("heads") * heads // shards, max(heads // shards, 1)
+    return lax.dynamic_slice_in_dim(w, first * width, size * width, w.ndim - 1)
+
+
 def psum(x: Any, name: str) -> Any:
     """The sum of `x` over the shards of `name`."""
     return lax.psum(x, axes) if (axes := nontrivial_axes(name)) else x
@@ -296,6 +313,18 @@ def as_gradient(g: Array, x: Array) -> Array:
 def group_rows(x: Array, size: int) -> Array:
     """x [batch, ...] as [batch / size, size, ...]."""
     return x.reshape(-1, size, *x.shape[1:])
+
+
+@typed_as(sharding_types.split_heads)
+def split_heads(x: Array, width: int) -> Array:
+    """x [batch, time, heads x width] as [batch, time, heads, width]."""
+    return x.reshape(*x.shape[:-1], -1, width)
+
+
+@typed_as(sharding_types.join_heads)
+def join_heads(x: Array) -> Array:
+    """The inverse of `split_heads`."""
+    return x.reshape(*x.shape[:-2], -1)
 
 
 @typed_as(sharding_types.scale)

@@ -29,6 +29,7 @@ from spmd_lm.ops.collectives import (
     scale,
 )
 from spmd_lm.ops.embedding import local_rows
+from spmd_lm.ops.softcap import softcap
 
 CHUNK_BYTES = 2**27
 """Most bytes of logits that one device holds at a time, unless it is told of how many tokens.  Below about 32 MiB a CPU
@@ -39,11 +40,12 @@ class LogitsPolicy(NamedTuple):
     """How a step holds logits.  accum_dtype: dtype in which the chunks' gradients of table and bias are summed, or the
     table's if that is wider.  compute: whether products write them in the compute dtype, rather than in float32 or
     wider, in which everything else is computed.  tokens: whose logits are held at a time; None for as many as
-    CHUNK_BYTES holds."""
+    CHUNK_BYTES holds.  softcap: of the logits; None for none."""
 
     accum_dtype: str = "float32"
     compute: bool = False
     tokens: int | None = None
+    softcap: float | None = None
 
 
 DEFAULT = LogitsPolicy()
@@ -79,6 +81,7 @@ def _forward_chunk(
     logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=x.dtype if policy.compute else wide).astype(wide)
     if bias is not None:
         logits = logits + bias.astype(wide)
+    logits = softcap(logits, policy.softcap)
     if vocab < rows * num_shards("vocab"):
         logits = jnp.where(global_indices("vocab", rows) < vocab, logits, -jnp.inf)
     local_largest, local_normalizer = _largest_and_normalizer(logits)
@@ -141,17 +144,20 @@ def _in_chunks(h: Array, targets: Array, weights: Array, vocab: int, each: int |
     return split(h), split(targets), split(weights.astype(wide))
 
 
-def evaluate_cross_entropy(h, table, bias, targets, weights, vocab: int) -> tuple[Array, Array]:
+def evaluate_cross_entropy(
+    h, table, bias, targets, weights, vocab: int, softcap: float | None = None
+) -> tuple[Array, Array]:
     """As `cross_entropy`, and the sum of the weights of tokens whose target is the likeliest; not differentiable."""
     total = partition_spec(unreduced=("batch",))
-    evaluate = manual_region(functools.partial(_evaluate, vocab=vocab), (total, total))
+    policy = LogitsPolicy(softcap=softcap)
+    evaluate = manual_region(functools.partial(_evaluate, vocab=vocab, policy=policy), (total, total))
     return psum_unreduced(evaluate(h, table, bias, targets, weights))
 
 
-def _evaluate(h, table, bias, targets, weights, *, vocab: int) -> tuple[Array, Array]:
+def _evaluate(h, table, bias, targets, weights, *, vocab: int, policy: LogitsPolicy) -> tuple[Array, Array]:
     def add_chunk(total, part):
         x, targets, weights = part
-        chunk = _forward_chunk(x, targets, table, bias, vocab)
+        chunk = _forward_chunk(x, targets, table, bias, vocab, policy)
         correct = jnp.where(_is_likeliest(chunk, targets), weights, 0)
         return (total[0] + (chunk.nll * weights).sum(), total[1] + correct.sum()), None
 
@@ -160,19 +166,19 @@ def _evaluate(h, table, bias, targets, weights, *, vocab: int) -> tuple[Array, A
     return lax.scan(add_chunk, (jnp.zeros((), _wide(h)),) * 2, parts)[0]
 
 
-def score_targets(h, table, bias, targets, vocab: int) -> tuple[Array, Array]:
+def score_targets(h, table, bias, targets, vocab: int, softcap: float | None = None) -> tuple[Array, Array]:
     """Of each target, [batch, time]: its log-likelihood in nats, float32 or wider, and whether argmax takes it.
 
     Arguments as of `cross_entropy`; not differentiable."""
-    spec = partition_spec("batch", None)
-    score = manual_region(functools.partial(_score_targets, vocab=vocab), (spec, spec))
+    spec, policy = partition_spec("batch", None), LogitsPolicy(softcap=softcap)
+    score = manual_region(functools.partial(_score_targets, vocab=vocab, policy=policy), (spec, spec))
     return score(h, table, bias, targets)
 
 
-def _score_targets(h, table, bias, targets, *, vocab: int) -> tuple[Array, Array]:
+def _score_targets(h, table, bias, targets, *, vocab: int, policy: LogitsPolicy) -> tuple[Array, Array]:
     def score_chunk(_, part):
         x, targets, _ = part
-        chunk = _forward_chunk(x, targets, table, bias, vocab)
+        chunk = _forward_chunk(x, targets, table, bias, vocab, policy)
         return None, (-chunk.nll, _is_likeliest(chunk, targets))
 
     h = gather_sequence(h)
@@ -196,7 +202,7 @@ def cross_entropy(
 
     h: [batch, sequence, width]; table: [local rows of the padded vocabulary, width]; bias: [local rows]; targets: int32
     [batch, time]; weights: float [batch, time]."""
-    return evaluate_cross_entropy(h, table, bias, targets, weights, vocab)[0]
+    return evaluate_cross_entropy(h, table, bias, targets, weights, vocab, policy.softcap)[0]
 
 
 def _forward(h, table, bias, targets, weights, vocab, policy):
@@ -232,6 +238,8 @@ def _loss_and_gradients(
         is_target = global_indices("vocab", table.shape[0]) == targets[:, None]
         probabilities = jnp.exp(logits - largest[:, None]) / normalizer[:, None]
         d_logits = (probabilities - is_target) * weights[:, None]
+        if policy.softcap is not None:  # of padding, whose logits are -inf, the gradient is 0
+            d_logits = d_logits * jnp.where(jnp.isfinite(logits), 1 - jnp.square(logits / policy.softcap), 0)
         g = d_logits.astype(x.dtype)
         if of_table:
             d_table = d_table + jnp.einsum("nv,nd->vd", g, x, preferred_element_type=d_table.dtype)

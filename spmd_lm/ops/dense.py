@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 
@@ -21,6 +22,10 @@ class Matrix:
     with_gathered_weights drops by identity and gathers again; what is computed from them it would save."""
 
     entries: jax.Array
+
+    def map(self, columns: Callable[[jax.Array], jax.Array]) -> "Matrix":
+        """The matrix of some of these columns."""
+        return Matrix(columns(self.entries))
 
     def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
         """x [..., width] times the matrix: [..., other]; with `transpose`, x [..., other] times it transposed."""

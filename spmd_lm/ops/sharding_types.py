@@ -167,6 +167,22 @@ def group_rows(x: Array, size: int) -> Array:
     return lax.reshape(x, (x.shape[0] // size, size, *x.shape[1:]), out_sharding=P(batch, None, *rest))
 
 
+def split_heads(x: Array, width: int) -> Array:
+    *outer, size = x.shape
+    return lax.reshape(x, (*outer, size // width, width), out_sharding=P(*partitions(x), None))
+
+
+def join_heads(x: Array) -> Array:
+    *outer, heads, width = x.shape
+    return lax.reshape(x, (*outer, heads * width), out_sharding=P(*partitions(x)[:-1]))
+
+
+def spec_with_last(x: Array, axes: tuple[str, ...]) -> P:
+    """How x is laid out once these axes shard its last dimension."""
+    spec = jax.typeof(x).sharding.spec
+    return P(*spec.partitions[:-1], axes, reduced=set(spec.reduced) - set(axes))
+
+
 def zeros_like_gradient(x: Array, dtype: jnp.dtype) -> Array:
     return reshard(jnp.zeros(x.shape, dtype), gradient_spec(x))
 

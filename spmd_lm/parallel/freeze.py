@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from spmd_lm.axes import DimNames, is_dim_names
+from spmd_lm.config.layers import layer_path
 from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.errors import ConfigError
 from spmd_lm.parallel.trees import Tree
-from spmd_lm.period import layer_path
 
 MAX_UNMATCHED = 3
 """Patterns that match nothing which get a sentence: looking for the nearest of 60,000 names takes a second."""

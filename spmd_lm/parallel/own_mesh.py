@@ -29,7 +29,7 @@ def rules_on_mesh(mesh: AbstractMesh, axes: Mapping[str, str | tuple[str, ...] |
     table = {name: (on,) if isinstance(on, str) else tuple(on or ()) for name, on in axes.items()}
     if problems := [*_mesh_problems(mesh), *_table_problems(mesh, table)]:
         raise LayoutError(*problems)
-    table[ZERO_WIDTH] = table.pop("zero", ())
+    table[ZERO_WIDTH], table["kv_heads"] = table.pop("zero", ()), table.get("heads", ())
     gathers = any(mesh.shape[axis] > 1 for axis in table[ZERO_WIDTH])
     return AxisRules({**REPLICATED, **table}, dict(mesh.shape), with_gathered if gathers else None)
 

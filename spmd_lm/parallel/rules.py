@@ -14,11 +14,23 @@ from spmd_lm.errors import LayoutError
 Table = Mapping[str, tuple[str, ...]]
 """From the name of a dimension to mesh axes, outermost first."""
 
-PARAMETER_NAMES = ("layers", "position", "type", "width", "heads", "mlp", "vocab", "feature", "label")
+PARAMETER_NAMES = (
+    "layers",
+    "position",
+    "type",
+    "width",
+    "heads",
+    "kv_heads",
+    "head_width",
+    "mlp",
+    "vocab",
+    "feature",
+    "label",
+)
 NAMES = ("batch", TIME, SEQUENCE, ZERO_WIDTH, *PARAMETER_NAMES)
 REPLICATED: Table = dict.fromkeys(NAMES, ())
 
-TENSOR: Table = {"heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
+TENSOR: Table = {"heads": (MODEL,), "kv_heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
 """Tensor parallelism (Megatron-LM, arXiv:1909.08053): the first matrix of each branch becomes column-parallel and the
 second row-parallel.  The paper's f and g are `copy_to_region` and `reduce_from_region` of ops/collectives.py: one
 all-reduce per branch forward, one backward."""
@@ -27,6 +39,9 @@ SEQUENCE_PARALLEL: Table = {SEQUENCE: (MODEL,)}
 """Sequence parallelism (arXiv:2205.05198, section 4.2.2): between the branches the residual stream is sharded along the
 sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes.  Norms, dropout and
 saved activations are sharded too; what is saved as shards is gathered once more in backward."""
+
+PER_HEAD = ("kv_heads", "head_width")
+"""Names of parameters that a device uses for its own heads alone, even where it holds all of them."""
 
 ZERO: Table = {ZERO_WIDTH: ZERO_AXES}
 """ZeRO (arXiv:1910.02054): the name that `sharded_names` gives to one dimension of every matrix."""
@@ -53,6 +68,10 @@ class Rules:
         if taken := [name for name, axes in rules if name in self.table and self.table[name] != axes]:
             raise LayoutError(f"the dimension '{taken[0]}' has a rule of its own here. Choose another name.")
         return Rules({**self.table, **dict(rules)})
+
+    def keeping(self, names: Iterable[str]) -> "Rules":
+        """The same table, in which dimensions of these names are not sharded."""
+        return Rules({**self.table, **dict.fromkeys(names, ())})
 
     def on_mesh(self, mesh_axes: Sequence[str]) -> "Rules":
         """The same table on a mesh where several axes together may be `data`, or `model`."""

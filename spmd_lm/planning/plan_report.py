@@ -76,7 +76,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
             "steps": config.train.steps,
         },
         "model_flops_per_step": flops.train_step(config, plan),
-        "partitioner": choose_partitioner(config, plan.platform, bool(plan.collective_matmul))._asdict(),
+        "partitioner": _describe_partitioner(config, plan),
         "attention": _describe_attention(config, plan),
         "layers": _describe_layers(config, plan),
         "deterministic": config.run.deterministic,
@@ -123,6 +123,11 @@ def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
     frozen = plan.elements_per_device() - plan.elements_per_device(trained=True)
     moments = moments_per_parameter(config.optim) * frozen * dtype_bytes(config.precision.params)
     return {"moment_bytes": moments, "flops": 1 - flops.train_step(config, plan) / everything}
+
+
+def _describe_partitioner(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    own = bool(config.model.module or config.objective.module)
+    return choose_partitioner(config, plan.platform, bool(plan.collective_matmul), own)._asdict()
 
 
 def _describe_attention(config: RunConfig, plan: Plan) -> dict[str, str]:

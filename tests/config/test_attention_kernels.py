@@ -74,6 +74,18 @@ def test_auto_falls_back_to_xla_where_heads_are_too_wide_or_odd(head_width, kern
     assert choose_kernel(config("auto", "bfloat16", head_width=head_width), "gpu").kernel == kernel
 
 
+def test_soft_caps_and_heads_of_another_width():
+    """splash takes both; cuDNN takes no cap."""
+    for sizes, of_gpu in (
+        ({"attention_softcap": 50.0}, "xla"),
+        ({"head_width": 128}, "cudnn"),
+        ({"head_width": 256}, "xla"),
+    ):
+        c = config("auto", "bfloat16")
+        c = c.model_copy(update={"model": c.model.model_copy(update=sizes)})
+        assert (choose_kernel(c, "gpu").kernel, choose_kernel(c, "tpu").kernel) == (of_gpu, "splash")
+
+
 @pytest.mark.parametrize("name", FUSED_KERNELS)
 def test_all_obstacles_are_reported(name):
     c = config(name, "float32", dropout=0.1, context=100, head_width=100)

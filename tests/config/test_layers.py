@@ -58,8 +58,13 @@ def test_a_scaling_of_no_kind_is_told_with_an_example():
             "is not divisible by model.period[1].heads=3",
         ),
         (
-            ["model.period=[block, {kind: block, kv_heads: 1}]", "parallel.model=2"],
-            "model.period[1].kv_heads=1 is not divisible by parallel.model=2",
+            [
+                "model.heads=12",
+                "model.width=48",
+                "model.period=[block, {kind: block, kv_heads: 3}]",
+                "parallel.model=2",
+            ],
+            "model.period[1].kv_heads=3 neither divides parallel.model=2 nor is divisible by it",
         ),
         (
             [f"model.period=[{WINDOW}, block]", "model.layers=6", "parallel.pipe=2"],

@@ -35,6 +35,16 @@ def test_auto_takes_types_where_a_compiled_step_is_as_good(parallel, platform, i
     assert choice.partitioner == chosen and why in choice.why
 
 
+def test_modules_of_ones_own_are_manual(monkeypatch):
+    monkeypatch.setattr(partitioner, "table", lambda: ROWS)
+    config = make_config(parallel={"model": 2, "zero": 1})
+    assert choose_partitioner(config, "tpu", False).partitioner == "types"
+    assert choose_partitioner(config, "tpu", False, own=True) == (
+        "manual",
+        "modules of one's own may do what types cannot describe",
+    )
+
+
 def test_the_table_has_one_row_for_each_layout():
     layouts = [tuple(row[key] for key in ("platform", "zero", "model", "sequence")) for row in table()]
     assert len(set(layouts)) == len(layouts)

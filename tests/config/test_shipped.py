@@ -1,10 +1,12 @@
 """Every file under configs/ is a run that can be planned: as it stands, and laid out over 8 devices."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from spmd_lm.analysis.topology import parse_topology
 from spmd_lm.config.checks import TASKS
 from spmd_lm.config.load import load
 from spmd_lm.config.schema import RunConfig
@@ -24,6 +26,20 @@ PARAMETERS = {  # of the released weights; BERT's with the two heads of its pre-
     "gpt2/1.5b": 1_557_611_200,
     "bert/bert-base": 110_106_428,
     "bert/bert-large": 336_226_108,
+    "llama/3.2-1b": 1_235_814_400,
+    "llama/3.1-8b": 8_030_261_248,
+    "llama/3.1-70b": 70_553_706_496,
+    "mistral/7b": 7_241_732_096,
+    "qwen/2.5-0.5b": 494_032_768,
+    "qwen/2.5-7b": 7_615_616_512,
+    "qwen/3-0.6b": 596_049_920,
+    "qwen/3-8b": 8_190_735_360,
+    "gemma/2-2b": 2_614_341_888,
+    "gemma/2-9b": 9_241_705_984,
+    "gemma/3-1b": 999_885_952,
+    "pythia/160m": 162_322_944,
+    "pythia/1.4b": 1_414_647_808,
+    "pythia/6.9b": 6_857_302_016,
 }
 FINETUNED = {  # as transformers counts its BertFor..., of 512 positions
     "finetune/mnli": BERT_BASE + 3 * (768 + 1),
@@ -49,6 +65,7 @@ ROUNDED = {  # as the papers print them, in billions
     "gpt_22b": "22",
     "ptd-p/1t": "1008.0",  # arXiv:2104.04473, table 1
 } | {f"ptd-p/{b}b": b for b in ("1.7", "3.6", "7.5", "18.4", "39.1", "76.1", "145.6", "310.1", "529.6")}
+FAMILIES = {"llama", "mistral", "qwen", "gemma", "pythia"}
 TRIALS = {"debug", "pipeline", "quickstart", "tinyshakespeare", "bert/quickstart"}  # nobody's but ours
 
 
@@ -110,6 +127,16 @@ def test_it_is_planned_over_eight_devices(path):
     layout = f"parallel.data={8 // model}", f"parallel.model={model}"
     _, plan = planned(path, "run.simulate_devices=8", *layout, *one_stage)
     assert (plan["devices"], plan["mesh"]) == (8, {"pipe": 1, "replica": 1, "data": 8 // model, "model": model})
+
+
+@pytest.mark.parametrize("path", [each for each in SHIPPED if each.parent.name in FAMILIES], ids=name_of)
+def test_its_header_has_its_parameters_and_hardware_that_it_fits(path):
+    header = " ".join(line.removeprefix("# ") for line in path.read_text().partition("\n\n")[0].splitlines())
+    (hardware,) = re.findall(r"Hardware: (.+)\.$", header)
+    plan = describe(load(path), topology=parse_topology(hardware))
+    assert plan["parameter_count"] == PARAMETERS[name_of(path)]
+    assert f"{plan['parameter_count']:,} parameters" in header
+    assert sum(plan["memory"].values()) < 0.92 * plan["capacity"], "as predictions are not exact"
 
 
 @shipped

@@ -9,8 +9,10 @@ import pytest
 
 from spmd_lm.config.schema import MaskedLM, Model, Objective, variants
 from spmd_lm.errors import ConfigError
-from spmd_lm.huggingface.architectures import ARCHITECTURES, BERT, CLASSES, GPT2, LLAMA
 from spmd_lm.huggingface.config_json import build_config, parse_config
+from spmd_lm.huggingface.families import ARCHITECTURES, CLASSES
+from spmd_lm.huggingface.families.bert import BERT
+from spmd_lm.huggingface.families.gpt2 import GPT2
 
 SIZES = {"vocab_size": 64, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "intermediate_size": 48}
@@ -22,6 +24,13 @@ CONFIGS = {
     "BertForMultipleChoice": SIZES | {"type_vocab_size": 2},
     "BertForQuestionAnswering": SIZES | {"type_vocab_size": 2},
     "LlamaForCausalLM": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
+    "MistralForCausalLM": SIZES | {"num_key_value_heads": 2, "sliding_window": 8},
+    "Qwen2ForCausalLM": SIZES | {"num_key_value_heads": 2},
+    "Qwen3ForCausalLM": SIZES | {"num_key_value_heads": 2, "head_dim": 10},
+    "Gemma2ForCausalLM": SIZES | {"num_key_value_heads": 2, "head_dim": 10},
+    "Gemma3ForCausalLM": SIZES | {"num_key_value_heads": 2, "head_dim": 10, "num_hidden_layers": 7},
+    "GPTNeoXForCausalLM": SIZES,
+    "Phi3ForCausalLM": SIZES | {"num_key_value_heads": 2, "sliding_window": 8, "pad_token_id": 0},
 }
 
 
@@ -39,42 +48,55 @@ OUTPUTS = {"multiple_choice": 1, "span": 2}
 
 def leaves(m: Model, objective: Objective) -> dict[str, tuple[int, ...]]:
     """The canonical shapes of a model's parameters, by path."""
-    keys = (m.kv_heads or m.heads) * m.head_width
-    block = {"attention.query": m.width, "attention.key": keys, "attention.value": keys, "attention.out": m.width}
-    block |= {"mlp.up": m.mlp_dim, "mlp.down": m.mlp_dim}
-    ends = {"attention.out", "mlp.down"}
     found = {"embedding.tokens": (m.vocab, m.width)}
     if m.positions == "learned":
         found["embedding.positions"] = (m.context, m.width)
     if m.token_types:
         found["embedding.types"] = (m.token_types, m.width)
-    found |= {f"blocks.{name}": (m.layers, m.width, other) for name, other in block.items()}
-    if m.activation == "swiglu":
-        found["blocks.mlp.gate"] = (m.layers, m.width, m.mlp_dim)
-    if m.use_bias:
-        found |= {f"blocks.{n}_bias": (m.layers, m.width if n in ends else other) for n, other in block.items()}
-    norms = {"blocks.norm1": (m.layers, m.width), "blocks.norm2": (m.layers, m.width)}
-    norms |= {"head.norm": (m.width,)} if m.norm == "pre" else {"embedding.norm": (m.width,)}
+    kinds = m.kinds
+    for place, kind in enumerate(kinds):
+        stack = f"blocks.{place}_{kind.kind}" if len(kinds) > 1 else "blocks"
+        layers = len(range(place, m.layers, len(kinds)))
+        found |= {f"{stack}.{name}": (layers, *shape) for name, shape in of_layer(m).items()}
+    found |= norm(m, "embedding.norm" if m.norm == "post" else "head.norm")
     if objective.kind == "masked_lm":
-        norms["head.transform_norm"] = (m.width,)
-        found |= {
-            "head.transform": (m.width, m.width),
-            "head.transform_bias": (m.width,),
-            "head.output_bias": (m.vocab,),
-        }
+        found |= norm(m, "head.transform_norm") | linear(m, "head.transform", m.width)
+        found["head.output_bias"] = (m.vocab,)
         if objective.sentence_order:
-            found |= {"head.pooler": (m.width, m.width), "head.pooler_bias": (m.width,)}
-            found |= {"head.binary": (m.width, 2), "head.binary_bias": (2,)}
+            found |= linear(m, "head.pooler", m.width) | linear(m, "head.binary", 2)
     if not objective.predicts_tokens:
-        outputs = OUTPUTS.get(objective.kind) or objective.classes
-        found |= {"head.output": (m.width, outputs), "head.output_bias": (outputs,)}
+        found |= linear(m, "head.output", OUTPUTS.get(objective.kind) or objective.classes)
         if objective.kind != "span":
-            found |= {"head.pooler": (m.width, m.width), "head.pooler_bias": (m.width,)}
-    found |= {f"{name}.scale": shape for name, shape in norms.items()}
-    if m.use_bias and m.norm_type == "layer":
-        found |= {f"{name}.bias": shape for name, shape in norms.items()}
+            found |= linear(m, "head.pooler", m.width)
     if not m.tie_embeddings:
         found["head.tokens"] = (m.vocab, m.width)
+    return found
+
+
+def linear(m: Model, name: str, size: int) -> dict[str, tuple[int, ...]]:
+    return {name: (m.width, size), f"{name}_bias": (size,)}
+
+
+def norm(m: Model, name: str) -> dict[str, tuple[int, ...]]:
+    scale = {f"{name}.scale": (m.width,)}
+    return scale | ({f"{name}.bias": (m.width,)} if m.norm_type == "layer" and m.has_bias("norm") else {})
+
+
+def of_layer(m: Model) -> dict[str, tuple[int, ...]]:
+    head = m.head_width or m.width // m.heads
+    queries, keys = m.heads * head, (m.kv_heads or m.heads) * head
+    matrices = {"attention.query": (queries, "qkv"), "attention.key": (keys, "qkv"), "attention.value": (keys, "qkv")}
+    matrices |= {"attention.out": (queries, "out"), "mlp.up": (m.mlp_dim, "mlp"), "mlp.down": (m.mlp_dim, "mlp")}
+    matrices |= {"mlp.gate": (m.mlp_dim, "mlp")} if m.activation in ("swiglu", "geglu_tanh") else {}
+    found = {}
+    for name, (size, where) in matrices.items():
+        found[name] = (m.width, size)
+        if m.has_bias(where):
+            found[f"{name}_bias"] = (m.width if name in ("attention.out", "mlp.down") else size,)
+    for name in ("norm1", "norm2", *(("post_norm1", "post_norm2") if m.norm == "sandwich" else ())):
+        found |= norm(m, name)
+    if m.qk_norm:
+        found |= {f"attention.{name}_norm.scale": (head,) for name in ("query", "key")}
     return found
 
 
@@ -83,27 +105,22 @@ EVERY = [(name, tied) for name in CLASSES for tied in (True, False) if tied or C
 
 @pytest.mark.parametrize(("name", "tied"), EVERY)
 def test_every_tensor_entry_is_one_parameter_entry(name, tied):
-    """Tensors filled from parameters, half by half along every dimension."""
+    """Tensors filled from parameters, part by part along every dimension; and joined of them."""
     m, objective = ours(name, tie_word_embeddings=tied)
     shapes, r = leaves(m, objective), np.random.default_rng(0)
     values = {path: r.normal(size=shape) for path, shape in shapes.items()}
-    tensors = CLASSES[name].tensors(shapes)
+    tensors = CLASSES[name].tensors(shapes, m.heads)
     assert len({tensor.name for tensor in tensors}) == len(tensors)
     assert sum(math.prod(tensor.shape) for tensor in tensors) == sum(math.prod(shape) for shape in shapes.values())
     for tensor in tensors:
-        file, seen = np.full(tensor.shape, np.nan), np.zeros(tensor.shape, int)
-        for mapping in tensor.mappings:
-            value = values[mapping.param] if tensor.layer is None else values[mapping.param][tensor.layer]
-            halves = [[(0, n // 2), (n // 2, n)] for n in value.shape]
-            for part in itertools.product(*halves):
-                at = tuple(slice(*span) for span in mapping.tensor_index(part, value.shape))
-                mine = value[tuple(slice(*span) for span in part)]
-                file[at] = mine.T if mapping.transposed else mine
-                seen[at] += 1
-        assert (seen == 1).all() and np.isfinite(file).all()
-        first = tensor.mappings[0]
-        whole = values[first.param] if tensor.layer is None else values[first.param][tensor.layer]
-        np.testing.assert_array_equal(np.split(file, first.fused_count, -1)[0], whole.T if first.transposed else whole)
+        whole = [values[part.param] if part.layer is None else values[part.param][part.layer] for part in tensor.parts]
+        file = tensor.join(whole)
+        assert file.shape == tensor.shape
+        for part, value in zip(tensor.parts, whole, strict=True):
+            thirds = [[(0, n // 3), (n // 3, n)] for n in value.shape]
+            for index in itertools.product(*thirds):
+                stored = file[tuple(slice(*span) for span in tensor.index(part, index))]
+                np.testing.assert_array_equal(tensor.pick(part, index, stored), value[tuple(slice(*s) for s in index)])
 
 
 @pytest.mark.parametrize(("name", "tied"), EVERY)
@@ -114,9 +131,13 @@ def test_names_and_shapes_are_those_of_transformers(name, tied):
     with torch.device("meta"):
         model = getattr(transformers, name)(kind)
     stored = {n: tuple(p.shape) for n, p in model.named_parameters()}  # once each, tied or not
+    names = {*model.state_dict()}
+    if name == "GPTNeoXForCausalLM" and not tied:  # which has another name in its files
+        stored["embed_out.weight"] = stored.pop("lm_head.weight")
+        names.remove("lm_head.weight")
     shapes = leaves(*ours(name, tie_word_embeddings=tied))
-    assert {tensor.name: tensor.shape for tensor in CLASSES[name].tensors(shapes)} == stored
-    assert CLASSES[name].buffer_names(model.state_dict(), shapes) >= model.state_dict().keys() - stored.keys()
+    assert {tensor.name: tensor.shape for tensor in CLASSES[name].tensors(shapes, 4)} == stored
+    assert CLASSES[name].buffer_names(model.state_dict(), shapes) >= names - stored.keys()
 
 
 @pytest.mark.parametrize(("name", "tied"), EVERY)
@@ -124,12 +145,13 @@ def test_a_config_round_trips(name, tied):
     parsed = parse_config(theirs(name, tie_word_embeddings=tied))
     assert parsed.unknown_keys == []
     assert parsed.model.keys() == Model.model_fields.keys() - {"scan", "attention"}  # how it is computed is free
-    architecture, hf_config = build_config(*ours(name, tie_word_embeddings=tied))
+    architecture, hf_config = build_config(*ours(name, tie_word_embeddings=tied), CLASSES[name].model_type)
     assert architecture is CLASSES[name] and hf_config["architectures"] == [name]
     again = parse_config(hf_config)
     m, _ = ours(name, tie_word_embeddings=tied)
     assert (again.architecture, Model(**again.model).mlp_dim) == (architecture, m.mlp_dim)
-    assert {**again.model, "mlp_width": 0, "kv_heads": 0} == {**parsed.model, "mlp_width": 0, "kv_heads": 0}
+    free = {"mlp_width": 0, "kv_heads": 0}
+    assert again.model | free == parsed.model | free
     assert again.objective == parsed.objective
 
 
@@ -170,7 +192,7 @@ REFUSED = [
     (
         "GPT2LMHeadModel",
         {"architectures": ["GPTJForCausalLM"]},
-        "GPTJForCausalLM is not supported. Supported: GPT2LMHeadModel, Bert",
+        "GPTJForCausalLM is not supported. The nearest is GPTNeoXForCausalLM. Supported: GPT2LMHeadModel, Bert",
     ),
     (
         "GPT2LMHeadModel",
@@ -187,11 +209,14 @@ REFUSED = [
     ),
     ("BertForPreTraining", {"is_decoder": True}, "is_decoder=true is not supported for bert, only false"),
     ("BertForPreTraining", {"hidden_act": "silu"}, 'hidden_act="silu" is not supported'),
-    ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias=true is not supported for llama, only false"),
-    ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias=true is not supported"),
     ("LlamaForCausalLM", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
-    ("LlamaForCausalLM", {"head_dim": 16}, "head_dim=16 is not hidden_size / num_attention_heads = 32 / 4"),
-    ("LlamaForCausalLM", {"head_dim": {}}, "head_dim={} is not hidden_size / num_attention_heads"),
+    ("LlamaForCausalLM", {"head_dim": {}}, "head_dim: expected an integer, got {}"),
+    ("LlamaForCausalLM", {"attention_bias": "yes"}, 'attention_bias: expected true or false, got "yes"'),
+    ("MistralForCausalLM", {"sliding_window": "all"}, 'sliding_window: expected an integer, got "all"'),
+    ("Qwen2ForCausalLM", {"layer_types": ["full_attention"]}, "for each of 2 layers"),
+    ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported"),
+    ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern: expected an integer"),
+    ("Gemma3ForCausalLM", {"final_logit_softcapping": "x"}, "final_logit_softcapping: expected a number"),
     ("LlamaForCausalLM", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported. Supported: silu'),
     ("LlamaForCausalLM", {"rope_scaling": {"type": "longrope"}}, 'rope_type="longrope" is not supported'),
     (
@@ -199,6 +224,10 @@ REFUSED = [
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
         "partial_rotary_factor=0.5 is not supported",
     ),
+    ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, 'rope_type="longrope" is not supported'),
+    ("Phi3ForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear is not supported here"),
+    ("Phi3ForCausalLM", {"layer_types": ["full_attention"] * 2}, "layer_types="),
+    ("Phi3ForCausalLM", {"resid_pdrop": 0.1}, "resid_pdrop and embd_pdrop differ"),
 ]
 
 
@@ -263,7 +292,5 @@ def test_every_config_is_valid_json():
     for name in CLASSES:
         json.dumps(build_config(*ours(name))[1], allow_nan=False)
     assert {architecture.model_type for architecture in ARCHITECTURES} == {
-        "gpt2",
-        "bert",
-        "llama",
-    } and LLAMA.model_type == "llama"
+        *("gpt2", "bert", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "phi3"),
+    }

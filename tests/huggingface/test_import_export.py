@@ -177,19 +177,17 @@ def test_each_layout_reads_only_its_shards_and_computes_the_same(hf, tmp_path, m
     assert distance(program, params, model) < 1e-5
 
     model_dir, p = open_directory(directory), config.parallel
-    mappings = {mapping.param: mapping for mapping in model_dir.config.architecture.weights}
-    for path, leaf in leaves_by_path(program.abstract_canonical().params).items():
-        mapping, shard = mappings[path], leaf.sharding.shard_shape(leaf.shape)
-        name = mapping.tensor.format(layer=0)
-        tensor_size = math.prod(model_dir.reader.tensors[name].get_shape())
-        shard_size = math.prod(mapping.layer_shape(shard))
-        assert shard_size in parts[name] and max(parts[name]) <= tensor_size // mapping.fused_count, path
-        if (mapping.stacked and len(shard) == 3) or path.endswith(
-            ".tokens"
-        ):  # no device holds all of it, and no read reads all
-            split = p.model * (program.plan.layout.data if p.zero else 1)
-            assert shard_size * split * mapping.fused_count == tensor_size and max(parts[name]) == shard_size, path
-            assert shard[0] * (p.pipe if mapping.stacked else p.model) == leaf.shape[0], path
+    leaves = leaves_by_path(program.abstract_canonical().params)
+    for tensor in model_dir.config.tensors({path: leaf.shape for path, leaf in leaves.items()}):
+        size, read_sizes, count = math.prod(tensor.shape), parts[tensor.name], len(tensor.parts)
+        for path, leaf in ((part.param, leaves[part.param]) for part in tensor.parts):
+            shard, stacked = leaf.sharding.shard_shape(leaf.shape), tensor.parts[0].layer is not None
+            shard_size = math.prod(shard[1:] if stacked else shard)
+            assert shard_size in read_sizes and max(read_sizes) <= size // count, path
+            if (stacked and len(shard) == 3) or path.endswith(".tokens"):  # no device holds all, and no read reads all
+                split = p.model * (program.plan.layout.data if p.zero else 1)
+                assert shard_size * split * count == size and max(read_sizes) == shard_size, path
+                assert shard[0] * (p.pipe if stacked else p.model) == leaf.shape[0], path
 
 
 def test_each_slice_is_read_once_however_many_devices_hold_it():

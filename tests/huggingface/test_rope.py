@@ -9,7 +9,7 @@ import pytest
 from spmd_lm.config.schema import CausalLM, Model
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.config_json import build_config, parse_config
-from spmd_lm.huggingface.rope import flatten_rope, parse_rope, rope_parameters
+from spmd_lm.huggingface.rope import export_rope, flatten_rope, parse_rope, rope_parameters
 from spmd_lm.models.transformer import make_rotary
 
 ORIGINAL = "original_max_position_embeddings"
@@ -100,7 +100,7 @@ def test_transformers_reads_what_is_exported():
 def test_a_theta_that_grew_is_exported_as_it_is():
     """A run of ours may be longer than its original context; transformers would have that theta for no shorter row."""
     model = our_model(SCALED["dynamic"], context=1024).model_copy(update={"context": 4096})
-    rope = rope_parameters(model)
+    rope = export_rope(model)["rope_parameters"]
     assert rope["rope_type"] == "default" and rope["rope_theta"] == pytest.approx(1e4 * 7 ** (64 / 62))
     plain = Model(**parse_config(build_config(model, CausalLM())[1]).model)
     want = make_rotary(model).frequencies(64, jnp.float32)

@@ -17,12 +17,12 @@ NAMED = {
     "embedding.tokens": ((V, D), ("vocab", "width")),
     "embedding.positions": ((T, D), ("position", "width")),
     "blocks.attention.query": ((L, D, D), ("layers", "width", "heads")),
-    "blocks.attention.key": ((L, D, D), ("layers", "width", "heads")),
-    "blocks.attention.value": ((L, D, D), ("layers", "width", "heads")),
+    "blocks.attention.key": ((L, D, D), ("layers", "width", "kv_heads")),
+    "blocks.attention.value": ((L, D, D), ("layers", "width", "kv_heads")),
     "blocks.attention.out": ((L, D, D), ("layers", "width", "heads")),
     "blocks.attention.query_bias": ((L, D), ("layers", "heads")),
-    "blocks.attention.key_bias": ((L, D), ("layers", "heads")),
-    "blocks.attention.value_bias": ((L, D), ("layers", "heads")),
+    "blocks.attention.key_bias": ((L, D), ("layers", "kv_heads")),
+    "blocks.attention.value_bias": ((L, D), ("layers", "kv_heads")),
     "blocks.attention.out_bias": ((L, D), ("layers", "width")),
     "blocks.mlp.up": ((L, D, M), ("layers", "width", "mlp")),
     "blocks.mlp.up_bias": ((L, M), ("layers", "mlp")),
@@ -102,7 +102,7 @@ def test_a_llama_s_parameters():
     c = model(**LLAMA).c
     names, shapes = flat(model(**LLAMA).names, is_leaf=is_dim_names), flat(model(**LLAMA).shapes)
     assert not [name for name in shapes if "bias" in name or "positions" in name]
-    assert shapes["blocks.attention.key"].shape == shapes["blocks.attention.value"].shape == (L, D, 2 * c.head_width)
+    assert shapes["blocks.attention.key"].shape == shapes["blocks.attention.value"].shape == (L, D, 2 * c.head_dim)
     assert shapes["blocks.mlp.gate"].shape == (L, D, 40) and names["blocks.mlp.gate"] == ("layers", "width", "mlp")
 
 

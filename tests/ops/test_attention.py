@@ -76,8 +76,9 @@ def test_xla_attention_is_the_naive_one(time, packed, x64):
         AttentionSpec(HEADS, 4, causal=False, rotary=Rotary(100.0)),
         AttentionSpec(HEADS, 2, span=3),
         AttentionSpec(HEADS, HEADS, causal=False, span=50),
+        AttentionSpec(HEADS, 4, span=40, scale=0.7, softcap=1.5),
     ],
-    ids=["both ways", "grouped", "grouped and turned", "grouped, in a window", "both ways, in a window"],
+    ids=["both ways", "grouped", "grouped and turned", "grouped, in a window", "both ways, in a window", "capped"],
 )
 def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
     q, k, v, g = inputs(time)
@@ -89,7 +90,8 @@ def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
         return attention(q, k, v, of, positions=positions, segment_ids=segments)
 
     def naive(q, k, v):
-        return reference.attention(q, k, v, HEADS, segments, causal=of.causal, rotary=rotary, span=of.span)
+        how = {"causal": of.causal, "rotary": rotary, "span": of.span, "scale": of.scale, "cap": of.softcap}
+        return reference.attention(q, k, v, HEADS, segments, **how)
 
     split = (None, None, "heads")
     got = over_model(with_gradients(ours), model, (split,) * 4, (split,) * 4)(q, k, v, g)
@@ -136,24 +138,24 @@ def test_softmax_of_bfloat16_is_float32():
 
 
 @pytest.mark.parametrize(
-    ("width", "packed", "causal", "shared", "span"),
+    ("width", "packed", "causal", "shared", "own"),
     [
-        (64, False, True, 1, None),
-        (128, True, True, 1, 40),
-        (64, True, False, 1, None),
-        (64, True, True, 2, None),
-        (64, False, False, 4, None),
-        pytest.param(64, False, False, 4, 17, marks=pytest.mark.slow),
+        (64, False, True, 1, {}),
+        (128, True, True, 1, {"span": 40, "softcap": 1.5, "scale": 0.3}),
+        (64, True, False, 1, {}),
+        (64, True, True, 2, {}),
+        (64, False, False, 4, {}),
+        pytest.param(64, False, False, 4, {"span": 17}, marks=pytest.mark.slow),
     ],
 )
-def test_splash_is_the_xla_attention(width, packed, causal, shared, span):
+def test_splash_is_the_xla_attention(width, packed, causal, shared, own):
     """The kernel that TPUs run, here by an interpreter, in float32.  shared: queries for each head of keys."""
     shape, segments = (1, 128, 4, width), documents(128, 1) if packed else None
     q, k, v, g = np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32)
     k, v = k[:, :, ::shared], v[:, :, ::shared]
 
     def run(kernel):
-        spec = AttentionSpec(4, 4 // shared, causal, span=span)
+        spec = AttentionSpec(4, 4 // shared, causal, **own)
         return with_gradients(lambda q, k, v: kernel(q, k, v, segments, spec, None))(q, k, v, g)
 
     for a, b in zip(run(functools.partial(KERNELS["splash"], interpret=True)), run(KERNELS["xla"]), strict=True):

@@ -54,6 +54,26 @@ def test_value_and_gradients(model, chunk_rows, want, monkeypatch):
     assert not np.asarray(got[1][1])[VOCAB:].any()
 
 
+@pytest.mark.parametrize("model", [1, 4])
+def test_capped_logits(model, x64, monkeypatch):
+    """3 tanh(logits / 3), of which padding has none; the loss, its gradients, and the scores of evaluation."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 7 * PADDED // model * 8)
+
+    def capped(h, table, bias, targets, weights):
+        every = jax.nn.log_softmax(3 * jnp.tanh((h @ table[:VOCAB].T + bias[:VOCAB]) / 3))
+        return -(weights * jnp.take_along_axis(every, targets[..., None], -1)[..., 0]).sum()
+
+    def ours(*args):
+        return cross_entropy(*args, VOCAB, module.LogitsPolicy(softcap=3.0))
+
+    args = H, TABLE, BIAS, TARGETS, WEIGHTS
+    check(over_model(gradients(ours), model, INS, OUTS)(*args), gradients(capped)(*args))
+    evaluate = over_model(lambda *args: module.evaluate_cross_entropy(*args, VOCAB, 3.0), model, INS, ((), ()))
+    assert float(evaluate(*args)[0]) == pytest.approx(float(capped(*args)), rel=1e-13)
+    score = over_model(lambda *args: module.score_targets(*args, VOCAB, 3.0), model, INS[:4], ((), ()))
+    assert float(-(score(*args[:4])[0] * WEIGHTS).sum()) == pytest.approx(float(capped(*args)), rel=1e-13)
+
+
 @pytest.mark.parametrize("model", [1, 8])
 def test_padding_takes_no_probability(model, x64):
     """Whatever stands in it."""

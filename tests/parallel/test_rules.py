@@ -23,7 +23,7 @@ def test_a_name_that_is_in_no_table_is_refused():
 
 
 def test_tensor_parallelism_splits_heads_mlp_and_vocabulary_and_nothing_else():
-    assert {name for name, on in PARAMETERS.table.items() if "model" in on} == {"heads", "mlp", "vocab"}
+    assert {name for name, on in PARAMETERS.table.items() if "model" in on} == {"heads", "kv_heads", "mlp", "vocab"}
     assert PARAMETERS.table.keys() == activation_rules(False).table.keys() | {"zero_width"}
     tables = [rules.table for rules in (PARAMETERS, activation_rules(False), activation_rules(True))]
     assert {axis for table in tables for on in table.values() for axis in on} <= set(MESH_AXES)
@@ -39,7 +39,7 @@ def test_data_and_model_may_be_several_rings_of_a_mesh():
     on_mesh = PARAMETERS.on_mesh(("pipe", "replica", "data0", "data1", "model0", "model1")).table
     assert on_mesh["zero_width"] == ("data0", "data1") and on_mesh["heads"] == ("model0", "model1")
     assert {name for name, on in on_mesh.items() if on != PARAMETERS.table[name]} == {
-        *("zero_width", "heads", "mlp", "vocab")
+        *("zero_width", "heads", "kv_heads", "mlp", "vocab")
     }
     stream = activation_rules(True).on_mesh(("pipe", "replica", "data0", "data1", "model")).table
     assert stream["batch"] == ("replica", "data0", "data1") and stream["sequence"] == ("model",)

@@ -30,6 +30,7 @@ def measured(directory) -> dict[int, tuple[float, float]]:
     return {line["step"]: (line["loss"], line["lr"]) for line in lines}
 
 
+@pytest.mark.slow
 def test_a_decay_begins_at_any_checkpoint(tmp_path, capsys):
     """The run that decays from the start's configuration on, and one that is branched off a longer stable one: the
     same bits."""

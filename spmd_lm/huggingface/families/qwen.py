@@ -1,0 +1,45 @@
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671), with biases of queries, keys and values; Qwen3 (arXiv:2505.09388), with norms
+of queries and keys."""
+
+from spmd_lm.huggingface.architectures import Architecture
+from spmd_lm.huggingface.families import decoder
+from spmd_lm.huggingface.families.decoder import FULL, SLIDING, layer_types_of
+
+
+def _last_layers(hf_config, layers):
+    """The layers from max_window_layers on attend within a window, if any does."""
+    first = hf_config.get("max_window_layers", 28) if hf_config.get("use_sliding_window") else layers
+    return [SLIDING if layer >= first else FULL for layer in range(layers)]
+
+
+def _write_windows(model):
+    keys = layer_types_of(model)
+    types, slides = keys["layer_types"], keys["sliding_window"] is not None
+    return keys | {"use_sliding_window": slides, "max_window_layers": types.index(SLIDING) if slides else len(types)}
+
+
+QWEN_KEYS = (
+    *decoder.config_keys(
+        vocab_size=151936, max_position_embeddings=32768, num_key_value_heads=32, intermediate_size=22016
+    ),
+    decoder.SILU,
+)
+WINDOWS = decoder.windows(_last_layers, "use_sliding_window", "max_window_layers", write=_write_windows)
+QWEN2 = Architecture(
+    model_type="qwen2",
+    classes={"Qwen2ForCausalLM": {"kind": "causal_lm"}},
+    weights=decoder.weights(),
+    config_keys=QWEN_KEYS,
+    key_groups=(decoder.rope(), decoder.head_dim(), WINDOWS),
+    fixed=decoder.DECODER | {"use_bias": ["qkv"]},
+    buffers=decoder.BUFFERS,
+)
+QWEN3 = Architecture(
+    model_type="qwen3",
+    classes={"Qwen3ForCausalLM": {"kind": "causal_lm"}},
+    weights=decoder.weights(*decoder.HEAD_NORMS),
+    config_keys=QWEN_KEYS,
+    key_groups=(decoder.rope(), decoder.head_dim(128), decoder.ATTENTION_BIAS, WINDOWS),
+    fixed=decoder.DECODER | {"qk_norm": True},
+    buffers=decoder.BUFFERS,
+)
