@@ -164,7 +164,9 @@ CHOSEN_BY = {
     "train": {"batch": 32},
 }
 """What both are compiled with: large enough that arrays are not rounding, small enough for a minute."""
-SHARDED = {"neither": (1, False), "model": (2, False), "sequence too": (2, True)}
+SHARDED = {"neither": ((1,), False), "model": ((2, 8), False), "sequence too": ((2, 8), True)}
+"""Degrees of `model`, and whether the sequence is sharded over it.  Over all devices of a torus a compiler does without
+some of the collectives that it inserts along one line of them."""
 TABLE = Path(spmd_lm.__file__).parent / "config" / "partitioners.yaml"
 HEADER = """# Steps of sharding types beside written-out ones, as compiled for hardware that was not there: what
 # parallel.partitioner=auto goes by.  Written by `python benchmarks/partitioners.py --choose TOPOLOGY`.
@@ -175,19 +177,12 @@ HEADER = """# Steps of sharding types beside written-out ones, as compiled for h
 def choose(name: str) -> None:
     """Compiles both for each row of this topology, and writes the figures of this jax into the table."""
     rows = yaml.safe_load(TABLE.read_text()) or []  # the file is a comment at first
-    for zero, (model, sequence) in itertools.product(FACTORS["zero"], SHARDED.values()):
+    for zero, (degrees, sequence) in itertools.product(FACTORS["zero"], SHARDED.values()):
         case: Case = {"model": "gpt", "remat": "full", "zero": zero, "sequence": sequence, "replica": 1}
-        found = {}
-        for partitioner in ("manual", "types"):
-            config = config_of(case | {"microbatches": 1}, partitioner)
-            sections = {key: getattr(config, key).model_copy(update=values) for key, values in CHOSEN_BY.items()}
-            # Products in parts are written out alone.
-            parallel = config.parallel.model_copy(update={"model": model, "collective_matmul": "off"})
-            result = spmd_lm.audit(config.model_copy(update=sections | {"parallel": parallel}), name)
-            found[partitioner] = result["exposed"]["exposed_seconds"], result["memory"]["peak"]
-        exposed, memory = (types / manual for types, manual in zip(found["types"], found["manual"], strict=True))
+        shares = [_shares_of_manual(case, degree, name) for degree in degrees]
+        exposed, memory = map(max, zip(*shares, strict=True))
         platform = topology.parse_topology(name).platform
-        row = {"platform": platform, "zero": zero, "model": model > 1, "sequence": sequence, "topology": name}
+        row = {"platform": platform, "zero": zero, "model": max(degrees) > 1, "sequence": sequence, "topology": name}
         known = next((each for each in rows if row.items() <= each.items()), None)
         if known is None:
             known = row | {"exposed": {}, "memory": {}}
@@ -197,6 +192,20 @@ def choose(name: str) -> None:
             HEADER + "".join(f"- {yaml.safe_dump(each, default_flow_style=True, width=1000)}" for each in rows)
         )
         print(f"{row}: exposed {exposed:.4f}, memory {memory:.4f}", flush=True)
+
+
+def _shares_of_manual(case: Case, degree: int, name: str) -> tuple[float, float]:
+    """Exposed time and memory of a step of types, with so many devices along `model`, by those of the manual one."""
+    found = {}
+    for partitioner in ("manual", "types"):
+        config = config_of(case | {"microbatches": 1}, partitioner)
+        sections = {key: getattr(config, key).model_copy(update=values) for key, values in CHOSEN_BY.items()}
+        # Products in parts are written out alone.
+        parallel = config.parallel.model_copy(update={"model": degree, "collective_matmul": "off"})
+        result = spmd_lm.audit(config.model_copy(update=sections | {"parallel": parallel}), name)
+        found[partitioner] = result["exposed"]["exposed_seconds"], result["memory"]["peak"]
+    exposed, memory = (types / manual for types, manual in zip(found["types"], found["manual"], strict=True))
+    return exposed, memory
 
 
 def cases(only: str) -> Iterator[tuple[str, str, Case]]:
