@@ -3,6 +3,8 @@
 import ctypes
 import os
 import signal
+import time
+from pathlib import Path
 
 
 def end_with(said: str, number: int, *_: object) -> None:
@@ -17,6 +19,13 @@ def exit_with(said: str, code: int, *_: object) -> None:
 
 def read_nowhere(*_: object) -> None:
     ctypes.string_at(0)
+
+
+def say_and_sleep(pid: Path) -> None:
+    """A minute, in which a signal that was lost fails a test that waits for it."""
+    (new := pid.with_suffix(".new")).write_text(str(os.getpid()))
+    new.rename(pid)
+    time.sleep(60)
 
 
 def fail(error: Exception, *_: object) -> None:

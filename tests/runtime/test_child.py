@@ -17,7 +17,7 @@ from spmd_lm.cli import main
 from spmd_lm.errors import CompilerError, ConfigError, DamagedCheckpointError, Exit, LayoutError, UserError
 from spmd_lm.runtime.child import run_in_child
 from tests import processes
-from tests.deaths import end_with, exit_with, fail, fail_without_pickle, print_and_return, read_nowhere
+from tests.deaths import end_with, exit_with, fail, fail_without_pickle, print_and_return, read_nowhere, say_and_sleep
 
 CHECK = "F1127 17:45:35.569384   13853 memory.cc:310] Check failed: size > 0 \n*** Check failure stack trace: ***\n"
 FLAG = "ERROR: Unknown command line flag 'xla_dump_to'. Did you mean: xla_jf_dump_to ?\n"
@@ -131,47 +131,48 @@ def is_running(pid: int) -> bool:
 
 
 def wait_for(condition) -> None:
+    late = time.monotonic() + 100
     while not condition():
+        assert time.monotonic() < late
         time.sleep(0.01)
 
 
 # Whoever starts the tests may have it ignored, as nohup does.
 SLEEPS = """
-import signal, time
+import pathlib, signal, sys
 from spmd_lm.runtime.child import run_in_child
+from tests.deaths import say_and_sleep
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-run_in_child("v5p:2x2x2", time.sleep, 3600)
+run_in_child("v5p:2x2x2", say_and_sleep, pathlib.Path(sys.argv[1]))
 """
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems end no child with its parent")
 
 
 @linux
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_child_ends_with_its_parent(number):
-    parent = subprocess.Popen([sys.executable, "-c", SLEEPS], cwd=processes.ROOT, stderr=subprocess.PIPE)
-    wait_for(lambda: parent.poll() is not None or children(parent.pid))
-    (child,) = children(parent.pid)
+def test_a_child_ends_with_its_parent(number, tmp_path):
+    command = [sys.executable, "-c", SLEEPS, str(pid := tmp_path / "pid")]
+    parent = subprocess.Popen(command, cwd=processes.ROOT, stderr=subprocess.PIPE)
+    wait_for(lambda: parent.poll() is not None or pid.exists())  # a signal just before a wait would not end the wait
     parent.send_signal(number)
     parent.communicate()
     assert parent.returncode == -number
-    wait_for(lambda: not is_running(child))
+    wait_for(lambda: not is_running(int(pid.read_text())))
 
 
 @linux
-def test_an_interrupted_cell_leaves_no_child():
+def test_an_interrupted_cell_leaves_no_child(tmp_path):
     """As a notebook is interrupted: the signal reaches its kernel alone."""
-    found = []
+    pid = tmp_path / "pid"
 
     def interrupt() -> None:
-        wait_for(lambda: children(os.getpid()))
-        found.extend(children(os.getpid()))
+        wait_for(pid.exists)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        run_in_child("v5p:2x2x2", time.sleep, 3600)
-    (child,) = found
-    wait_for(lambda: not is_running(child))
+        run_in_child("v5p:2x2x2", say_and_sleep, pid)
+    wait_for(lambda: not is_running(int(pid.read_text())))
 
 
 @linux
