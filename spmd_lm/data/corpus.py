@@ -86,7 +86,7 @@ def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = R
         return _load_documents(data, vocab_size, rules)
     tokenizer = _fitting_tokenizer(data, vocab_size, rules)
     if isinstance(data, Task):
-        return load_task(data, tokenizer)
+        return load_task(data, tokenizer, vocab_size)
     if isinstance(data, CustomData):
         return SampleDataset(data, tokenizer)
     assert isinstance(data, Tokens)
@@ -95,10 +95,12 @@ def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = R
 
 def _fitting_tokenizer(data: Data, vocab_size: int, rules: int) -> Tokenizer:
     tokenizer = make_tokenizer(data, rules)
-    if data.tokenizer != "bytes" and tokenizer.vocab_size > vocab_size:  # for bytes, only those that occur matter
+    put = tokenizer.bos_token_id if tokenizer.bos_before == "documents and prompts" else None
+    required = max(tokenizer.required_vocab, 0 if put is None else put + 1)
+    if data.tokenizer != "bytes" and required > vocab_size:
         raise ConfigError(
-            f"model.vocab={vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"data.tokenizer={data.tokenizer}. Use model.vocab={tokenizer.vocab_size} or more."
+            f"model.vocab={vocab_size} is less than the {required} tokens of "
+            f"data.tokenizer={data.tokenizer}. Use model.vocab={required} or more."
         )
     return tokenizer
 

@@ -45,6 +45,8 @@ def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[
     tokenizer, model = make_run_tokenizer(program.config), program.config.model
     special, _ = tokenizer.special_tokens_and_words()
     ids = row_of(text, tokenizer, special)
+    if ids.max() >= model.vocab:
+        raise DataError(f"{text!r:.60}: token {ids.max()} is not below model.vocab={model.vocab}. Correct the text.")
     if len(ids) > model.context:
         raise DataError(
             f"{text!r:.60} has {len(ids)} tokens with [CLS] and [SEP], but a row of this model holds {model.context}. "

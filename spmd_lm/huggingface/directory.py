@@ -9,13 +9,14 @@ from pathlib import Path
 from spmd_lm.config.data_sections import Data
 from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, Layer, load
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, CONFIG_JSON, read_end_ids
+from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, CONFIG_JSON, NAMED_TOKENS, read_end_ids
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.files import write_atomically
 from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
 from spmd_lm.huggingface.families.bert import BERT
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_file, read_json
 
+ADDED_FILES = ("tokenizer.json", "added_tokens.json")  # have tokens that were added to a vocabulary
 CHAT_TEMPLATES = "additional_chat_templates"  # a directory: NAME.jinja each, beside the one of chat_template.jinja
 
 # Of an imported run, where neither --config nor the command line sets a key.
@@ -32,12 +33,14 @@ OVERRIDABLE = ("dropout", "attention_dropout", "scan", "attention")
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """tokenizer_files: names of those that the run and its exports keep, unchanged."""
+    """tokenizer_files: names of those that the run and its exports keep, unchanged.  tokens_beyond: added tokens whose
+    ids the model lacks, as a tokenizer has that several models share."""
 
     path: Path
     config: ParsedConfig
     reader: SafetensorsReader
     tokenizer_files: list[str]
+    tokens_beyond: list[str]
 
 
 def tokenizer_files(directory: Path) -> list[str]:
@@ -92,12 +95,14 @@ def open_directory(path: Path) -> ModelDirectory:
     # The original BERT checkpoints name BertForMaskedLM, although their files have the next-sentence head as well.
     if config.architecture is BERT and "cls.seq_relationship.weight" in reader.tensors:
         config.objective["sentence_order"] = True
-    return ModelDirectory(path, config, reader, tokenizer_files(path))
+    added = {token: id for name in ADDED_FILES for token, id in _added_tokens(path / name).items()}
+    beyond = [token for token, id in added.items() if isinstance(id, int) and id >= config.model["vocab"]]
+    return ModelDirectory(path, config, reader, tokenizer_files(path), beyond)
 
 
 def _vocabulary_errors(directory: Path, vocab_size: int) -> Iterator[str]:
     """Tokenizer files with ids that the model lacks.  Fewer ids than the model has are common: room to grow."""
-    for name in ("tokenizer.json", "vocab.json", "added_tokens.json", "vocab.txt"):
+    for name in (*ADDED_FILES, "vocab.json", "vocab.txt"):
         path = directory / name
         if not os.path.lexists(path):
             continue
@@ -125,17 +130,27 @@ def _unreadable(files: Iterable[Path]) -> Iterator[str]:
 
 
 def _highest_id(path: Path) -> int:
-    """-1 if there is none."""
+    """Of the tokens that a model has to have; -1 if there is none."""
     if path.suffix == ".txt":  # one token per line
         return read_file(path).removesuffix(b"\n").count(b"\n")
     content = read_json(path)
     if path.name == "tokenizer.json":
         vocab = content["model"]["vocab"]
         ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
-        ids += [token["id"] for token in content.get("added_tokens") or []]
     else:
-        ids = [*content.values()]
+        ids = [*content.values()] if path.name not in ADDED_FILES else []
+    ids += [id for token, id in _added_tokens(path).items() if token in NAMED_TOKENS]
     return max((min(id, 2**32) for id in ids if isinstance(id, int)), default=-1)  # no id is longer
+
+
+def _added_tokens(path: Path) -> dict[str, int]:
+    """The added tokens of one of ADDED_FILES, and their ids; of any other file none."""
+    if path.name not in ADDED_FILES or not os.path.lexists(path):
+        return {}
+    content = read_json(path)
+    if path.name == "added_tokens.json":
+        return dict(content.items())
+    return {token["content"]: token["id"] for token in content.get("added_tokens") or []}
 
 
 def make_run_config(

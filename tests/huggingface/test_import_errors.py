@@ -139,10 +139,10 @@ def test_pickles_are_never_opened(directory, capsys, name):
     [
         ("vocab.json", json.dumps({"a": 0, "b": 64})),
         ("vocab.txt", "\n".join(f"t{i}" for i in range(65)) + "\n"),
-        ("added_tokens.json", json.dumps({"<x>": 64})),
+        ("added_tokens.json", json.dumps({"<eos>": 64})),
         ("tokenizer.json", json.dumps({"model": {"vocab": {"a": 64}}})),
         ("tokenizer.json", json.dumps({"model": {"vocab": [["a", 0.5]] * 65}})),
-        ("tokenizer.json", json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 64}]})),
+        ("tokenizer.json", json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 64, "content": "</s>"}]})),
     ],
 )
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(directory, capsys, name, text):

@@ -1,5 +1,6 @@
 """A run reads text as transformers does, with tokenizers of each family's form: trained here, imported with a model."""
 
+import contextlib
 import inspect
 import json
 import random
@@ -12,8 +13,14 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from spmd_lm.checkpoints.saved_run import make_run_tokenizer
+from spmd_lm.cli import main
+from spmd_lm.config.data_sections import Text
+from spmd_lm.config.load import load_run
+from spmd_lm.data.corpus import load_data
 from spmd_lm.data.tokenizers.tokenizer import begin
-from tests.huggingface.small_models import import_directory, random_model
+from spmd_lm.errors import DataError
+from spmd_lm.generation.generate import encode_prompt
+from tests.huggingface.small_models import SMALL, import_directory, random_model
 
 LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
 LLAMA3_SPLIT += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -213,3 +220,27 @@ def test_ids_are_those_of_transformers(tmp_path, name):
     assert expected[-1] == ([made.token_to_id(family.bos)] if family.bos else []), "the empty text"
     used = {token for ids in expected for token in ids}
     assert {made.token_to_id(token) for token in family.used} <= used and len(used) > made.get_vocab_size() // 2
+
+
+def test_added_tokens_beyond_the_vocabulary_matter_where_a_text_has_them(tmp_path, capsys):
+    """As <image_soft_token>, which Gemma 3's text models lack."""
+    pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    made, settings = gemma()
+    sizes = TINY | {"vocab_size": (size := made.get_vocab_size())}
+    random_model("Gemma3ForCausalLM", sizes, "float32").save_pretrained(tmp_path / "model")
+    made.add_special_tokens(["<image>"])
+    made.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert main(["import", str(tmp_path / "model"), str(tmp_path / "run"), *SMALL]) == 0
+    assert "not read: <image> of the tokenizer, which the model lacks" in capsys.readouterr().out
+    config = load_run(tmp_path / "run")
+    assert made.token_to_id("<image>") == size == config.model.vocab
+
+    text = tmp_path / "text.txt"
+    data = Text(source="text", tokenizer=config.data.tokenizer, path=[str(text)])
+    for content, problem in (("a <image> b " * 99, f"token {size} at offset 2 is not below"), ("a b " * 99, "")):
+        text.write_text(content)
+        with pytest.raises(DataError, match=problem) if problem else contextlib.nullcontext():
+            load_data(data, 0, size)
+    with pytest.raises(DataError, match=f"token {size} is not below model.vocab={size}"):
+        encode_prompt(make_run_tokenizer(config), "<image>", size)

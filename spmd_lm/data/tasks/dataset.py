@@ -10,6 +10,7 @@ import numpy as np
 from spmd_lm.config.data_sections import Task
 from spmd_lm.data.tasks.files import Example, Question, read_examples
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
+from spmd_lm.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Split:
     skipped_lines: int
 
     @classmethod
-    def from_examples(cls, examples: list[Example], skipped_lines: int, tokenizer: Tokenizer) -> "Split":
+    def from_examples(
+        cls, examples: list[Example], skipped_lines: int, tokenizer: Tokenizer, vocab_size: int
+    ) -> "Split":
         questions = tuple(example.question for example in examples if example.question)
         pairs = [pair for example in examples for pair in example.text_pairs]
         texts = dict.fromkeys(text for pair in pairs for text in pair if text is not None)  # where it first occurs
@@ -39,6 +42,8 @@ class Split:
             offset_mapping = np.concatenate(offsets)
         else:
             ids = tuple(tokenizer.encode(text) for text in texts)
+        if tokenizer.vocab_size > vocab_size:
+            _check_ids(examples, dict(zip(texts, ids, strict=True)), vocab_size)
         return cls(
             tokens=np.concatenate(ids),
             bounds=np.cumsum([0, *map(len, ids)], dtype=np.int64),
@@ -87,8 +92,19 @@ class TaskDataset:
         )
 
 
-def load_task(data: Task, tokenizer: Tokenizer) -> TaskDataset:
-    """Reads and tokenizes both splits.  Raises DataError for missing or malformed files."""
+def _check_ids(examples: list[Example], ids: dict[str, np.ndarray], vocab_size: int) -> None:
+    for example in examples:
+        for text in (text for pair in example.text_pairs for text in pair if text is not None):
+            if ids[text].max(initial=0) >= vocab_size:
+                problem = f"token {ids[text].max()} is not below model.vocab={vocab_size}"
+                raise DataError(f"{example.location}: {problem}. Correct the text, or use a larger vocabulary.")
+
+
+def load_task(data: Task, tokenizer: Tokenizer, vocab_size: int) -> TaskDataset:
+    """Reads and tokenizes both splits.  Raises DataError for missing or malformed files, and for a token id not below
+    `vocab_size`."""
     sources = (data.paths, "data.path"), (data.validation_paths, "data.validation_path")
-    train, validation = (Split.from_examples(*read_examples(data.task, *source), tokenizer) for source in sources)
+    train, validation = (
+        Split.from_examples(*read_examples(data.task, *source), tokenizer, vocab_size) for source in sources
+    )
     return TaskDataset(f"{data.task}, {', '.join(data.paths)}", train, validation, tokenizer)

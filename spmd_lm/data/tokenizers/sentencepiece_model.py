@@ -35,7 +35,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         if not pieces or len(pieces) < size:
             raise DataError(f"{path}: it has {size:,} tokens. A vocabulary has 1 to {MAX_TOKENS:,}.")
         super().__init__(name, {piece: token_id for token_id, piece in enumerate(pieces)})
-        self.vocab_size = size  # two pieces may be spelled alike
+        self.vocab_size = self.required_vocab = size  # two pieces may be spelled alike
         own = self.processor.eos_id(), self.processor.bos_id()
         self.eos_token_id, bos = (token_id if token_id >= 0 else None for token_id in own)
         self.bos_token_id = self.eos_token_id if bos is None else bos

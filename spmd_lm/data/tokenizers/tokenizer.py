@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -29,6 +29,7 @@ BosBefore = Literal["documents and prompts", "prompts", "nothing"]
 
 class Tokenizer(Protocol):
     vocab_size: int  # every id that `encode` returns is below it
+    required_vocab: int  # the fewest ids that a model has to have; of the others only those that a text has matter
     eos_token_id: int | None  # between documents; a text has it only by its name; None if documents are not separated
     bos_token_id: int | None  # that begins a text; None if there is none
     bos_before: BosBefore  # where it is put
@@ -80,6 +81,7 @@ class ByteTokenizer:
     """UTF-8 bytes.  NUL separates documents: no text file has one.  [CLS], [SEP], [MASK] and [PAD] follow the bytes."""
 
     vocab_size = 256
+    required_vocab = 0
     eos_token_id: int | None = 0
     bos_token_id: int | None = 0
     bos_before: BosBefore = "prompts"
@@ -113,6 +115,7 @@ class NumberTokenizer:
     """Token ids as decimal numbers separated by spaces, for synthetic data."""
 
     vocab_size = 2**32
+    required_vocab = 0
     eos_token_id: int | None = None
     bos_token_id: int | None = None
     bos_before: BosBefore = "prompts"
@@ -146,7 +149,7 @@ class VocabularyTokenizer:
 
     def __init__(self, name: str, token_to_id: dict[str, int]):
         self.name, self.token_to_id = name, token_to_id
-        self.vocab_size = max(token_to_id.values()) + 1
+        self.vocab_size = self.required_vocab = max(token_to_id.values()) + 1
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
         self.eos_token_id = self._first_id(vocabulary.EOS_TOKENS)
         self.bos_token_id = self._first_id(vocabulary.BOS_TOKENS)
@@ -178,6 +181,9 @@ class VocabularyTokenizer:
     def _words(self) -> WordBoundaries:
         raise NotImplementedError
 
+    def _ids_of(self, tokens: Iterable[str]) -> set[int]:
+        return {self.token_to_id[token] for token in tokens if token in self.token_to_id}
+
     def _first_id(self, candidates: Sequence[str]) -> int | None:
         return next((self.token_to_id[token] for token in candidates if token in self.token_to_id), None)
 
@@ -195,6 +201,9 @@ class SubwordTokenizer(VocabularyTokenizer):
         self.backend.no_truncation()
         self.backend.no_padding()
         super().__init__(name, self.backend.get_vocab(with_added_tokens=True))
+        # Gemma 3's has <image_soft_token>, which its text models lack.
+        optional = {*self.backend.get_added_tokens_decoder()} - self._ids_of(vocabulary.NAMED_TOKENS)
+        self.required_vocab = 1 + max({*self.token_to_id.values()} - optional, default=-1)
         self.backend.encode_special_tokens = not self._missing(self.row_tokens)
 
     def encode(self, text: str | bytes) -> np.ndarray:

@@ -45,6 +45,8 @@ BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<bos>", *EOS_TOKENS)
 BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 ROBERTA_TOKENS = ("<s>", "</s>", "<mask>", "<pad>")
 
+NAMED_TOKENS = frozenset((*BOS_TOKENS, *BERT_TOKENS, *ROBERTA_TOKENS))
+
 MAX_TOKENS = 2**20  # the largest vocabulary in use has 0.9 million
 
 
