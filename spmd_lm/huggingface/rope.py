@@ -1,7 +1,7 @@
 """Rotary positions in config.json, inside rope_parameters or the older rope_scaling, and in our section `model`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
@@ -52,13 +52,20 @@ def read_keys(rope: Mapping[str, Any]) -> set[str]:
     return keys | ({*_hf_keys(SCALINGS[kind]).values()} if kind in SCALINGS else set())
 
 
-def parse_rope(rope: Mapping[str, Any], context: int, errors: list[str]) -> dict[str, Any]:
+def parse_rope(
+    rope: Mapping[str, Any], context: int, errors: list[str], scalings: Collection[str] = SCALINGS
+) -> dict[str, Any]:
     """`rope_theta`, `rope_fraction` and `rope_scaling` of our section `model`, from the keys of one rope_parameters.
 
-    context: max_position_embeddings, which is the original one where none is given.  Adds to `errors` what transformers
-    would compute in another way, or not at all."""
+    context: max_position_embeddings, which is the original one where none is given.  scalings: the values of rope_type
+    that are supported, beside default.  Adds to `errors` what transformers would compute in another way, or not at
+    all."""
     kind = _rope_type(rope)
     new, old = rope.get("rope_type"), rope.get("type")
+    if kind not in ("default", *scalings):
+        supported = ", ".join(("default", *scalings))
+        errors.append(f"rope_type={kind:.40} is not supported here. Supported: {supported}.")
+        kind = "default"
     if new and old and new != old:
         errors.append(f"rope_type={json.dumps(new):.40} and type={json.dumps(old):.40} differ. Remove one of them.")
     return {
@@ -117,10 +124,6 @@ def _number(rope: Mapping[str, Any], key: str, default: float, errors: list[str]
 
 
 def _scaling(rope: Mapping[str, Any], kind: str, context: int, errors: list[str]) -> dict[str, Any] | None:
-    if kind not in SCALINGS:
-        supported = ", ".join(("default", *SCALINGS))
-        errors.append(f"rope_type={json.dumps(kind):.40} is not supported. Supported: {supported}.")
-        return None
     original = rope.get(CONTEXT_KEY)
     if kind == "dynamic" and original not in (None, context):
         errors.append(

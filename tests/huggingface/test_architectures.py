@@ -168,6 +168,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(name):
     assert model(full) == model(bare) and full.unknown_keys == []
 
 
+OF_THE_WINDOW = {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}
 REFUSED = [
     (
         "GPT2LMHeadModel",
@@ -210,21 +211,24 @@ REFUSED = [
     ("BertForPreTraining", {"is_decoder": True}, "is_decoder=true is not supported for bert, only false"),
     ("BertForPreTraining", {"hidden_act": "silu"}, 'hidden_act="silu" is not supported'),
     ("LlamaForCausalLM", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
-    ("LlamaForCausalLM", {"head_dim": {}}, "head_dim: expected an integer, got {}"),
+    ("LlamaForCausalLM", {"head_dim": {}}, "head_dim: expected a positive integer, got {}"),
     ("LlamaForCausalLM", {"attention_bias": "yes"}, 'attention_bias: expected true or false, got "yes"'),
     ("MistralForCausalLM", {"sliding_window": "all"}, 'sliding_window: expected an integer, got "all"'),
     ("Qwen2ForCausalLM", {"layer_types": ["full_attention"]}, "for each of 2 layers"),
+    ("Qwen2ForCausalLM", {"use_sliding_window": "no"}, 'use_sliding_window: expected true or false, got "no"'),
+    ("Qwen2ForCausalLM", {"max_window_layers": None}, "max_window_layers: expected an integer, got null"),
+    ("Gemma3ForCausalLM", {"rope_parameters": OF_THE_WINDOW}, "rope_type=linear of sliding_attention alone"),
     ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported"),
     ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern: expected an integer"),
     ("Gemma3ForCausalLM", {"final_logit_softcapping": "x"}, "final_logit_softcapping: expected a number"),
     ("LlamaForCausalLM", {"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported. Supported: silu'),
-    ("LlamaForCausalLM", {"rope_scaling": {"type": "longrope"}}, 'rope_type="longrope" is not supported'),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "longrope"}}, "rope_type=longrope is not supported"),
     (
         "LlamaForCausalLM",
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
         "partial_rotary_factor=0.5 is not supported",
     ),
-    ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, 'rope_type="longrope" is not supported'),
+    ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "not supported here. Supported: default."),
     ("Phi3ForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear is not supported here"),
     ("Phi3ForCausalLM", {"layer_types": ["full_attention"] * 2}, "layer_types="),
     ("Phi3ForCausalLM", {"resid_pdrop": 0.1}, "resid_pdrop and embd_pdrop differ"),
@@ -246,6 +250,23 @@ def test_all_errors_are_reported_at_once():
 
 def test_unknown_keys_are_reported():
     assert parse_config(theirs("GPT2LMHeadModel", mystery=1)).unknown_keys == ["mystery"]
+    rope = {"full_attention": {"rope_type": "default", "mystery": 1}}
+    assert parse_config(theirs("Gemma3ForCausalLM", rope_parameters=rope)).unknown_keys == ["mystery"]
+
+
+def test_gemma_3_reads_keys_beside_those_by_type():
+    rope = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_theta": 7.0}}
+    keys = {"rope_parameters": rope, "rope_theta": 5e5, "rope_local_base_freq": 9.0}
+    *windows, full = parse_config(
+        theirs("Gemma3ForCausalLM", num_hidden_layers=6, rope_scaling={"rope_type": "linear", "factor": 8.0}, **keys)
+    ).model["period"]
+    assert full["rope_theta"] == 5e5 and full["rope_scaling"]["factor"] == 8 and windows[0]["kind"] == "window"
+
+
+def test_qwen_has_no_window_without_its_span():
+    assert (
+        parse_config(theirs("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=None)).model["period"] is None
+    )
 
 
 @pytest.mark.parametrize("form", ["rope_theta", "rope_parameters"])

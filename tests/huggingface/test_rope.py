@@ -122,8 +122,11 @@ def test_partial_rotation_is_read_for_architectures_that_have_it():
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "longrope"}, 'rope_type="longrope" is not supported. Supported: default, linear, dynamic, yarn'),
-        ({"type": "mrope"}, 'rope_type="mrope" is not supported'),
+        (
+            {"rope_type": "longrope"},
+            "rope_type=longrope is not supported here. Supported: default, linear, dynamic, yarn",
+        ),
+        ({"type": "mrope"}, "rope_type=mrope is not supported"),
         ({"rope_type": "linear"}, "factor: missing, and rope_type=linear needs it"),
         ({"rope_type": "yarn", ORIGINAL: 64}, "factor: missing, and rope_type=yarn needs it"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor: missing, and rope_type=llama3 needs it"),

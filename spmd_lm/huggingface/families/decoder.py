@@ -43,7 +43,6 @@ def config_keys(norm_eps: str = "rms_norm_eps", **defaults: Any) -> tuple[Config
 
 
 SILU = ConfigKey("hidden_act", "activation", "silu", {"silu": "swiglu"})
-GELU = ConfigKey("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu_tanh"})
 
 
 def weights(*more: WeightMapping, norm2: str = "post_attention_layernorm") -> tuple[WeightMapping, ...]:
@@ -82,7 +81,7 @@ def head_dim(default: int | None = None) -> ConfigKeys:
     def read(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
         width = hf_config.get("head_dim", default)
         if width is not None and (type(width) is not int or width < 1):
-            errors.append(f"head_dim: expected an integer, got {json.dumps(width):.40}.")
+            errors.append(f"head_dim: expected a positive integer, got {json.dumps(width):.40}.")
             return {}
         return {"head_width": None if width == sizes["width"] / max(sizes["heads"], 1) else width}
 
@@ -104,14 +103,10 @@ def rope(
             "partial_rotary_factor": hf_config.get(fraction, default_fraction or 1.0),
         }
         given = {key: value for key, value in outside.items() if value is not None}
-        keys = parse_rope(given | inside(hf_config), sizes["context"], errors)
+        keys = parse_rope(given | inside(hf_config), sizes["context"], errors, scalings)
         if default_fraction is None and keys["rope_fraction"] != 1:
             errors.append(f"partial_rotary_factor={keys['rope_fraction']} is not supported here, only 1.0.")
             keys["rope_fraction"] = 1.0
-        if keys["rope_scaling"] and keys["rope_scaling"]["kind"] not in scalings:
-            supported = ", ".join(("default", *scalings))
-            errors.append(f"rope_type={keys['rope_scaling']['kind']} is not supported here. Supported: {supported}.")
-            keys["rope_scaling"] = None
         return keys
 
     def inside(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,8 +145,9 @@ ATTENTION_BIAS = bias_keys(attention_bias=(False, ("qkv", "out")))
 
 # --- layers that attend within a window
 
-DefaultTypes = Callable[[Mapping[str, Any], int], Sequence[str]]
-"""default(config.json, layers): FULL or SLIDING for each layer of a config.json without layer_types."""
+DefaultTypes = Callable[[Mapping[str, Any], int, list[str]], Sequence[str]]
+"""default(config.json, layers, errors): FULL or SLIDING for each layer of a config.json without layer_types; what is
+wrong is added to errors."""
 
 
 def windows(default: DefaultTypes, *names: str, write: Callable[[Model], dict[str, Any]]) -> ConfigKeys:
@@ -164,13 +160,22 @@ def windows(default: DefaultTypes, *names: str, write: Callable[[Model], dict[st
     return ConfigKeys(("layer_types", "sliding_window", *names), read, write)
 
 
+def same_window(span: int | None = None) -> ConfigKeys:
+    """All layers attend within sliding_window, or none where that is null.  span: of a config.json without the key."""
+
+    def all_alike(hf_config: Mapping[str, Any], layers: int, _: list[str]) -> list[str]:
+        return [FULL if hf_config.get("sliding_window", span) is None else SLIDING] * layers
+
+    return windows(all_alike, write=lambda model: {"sliding_window": layer_types_of(model)["sliding_window"]})
+
+
 def read_layer_types(
     hf_config: Mapping[str, Any], layers: int, default: DefaultTypes, errors: list[str]
 ) -> Sequence[str]:
     """FULL or SLIDING for each layer."""
     types = hf_config.get("layer_types")
     if types is None:
-        return default(hf_config, layers)
+        return default(hf_config, layers, errors)
     if isinstance(types, list) and len(types) == layers and all(each in (FULL, SLIDING) for each in types):
         return types
     expected = f"expected {FULL} or {SLIDING} for each of {layers} layers"

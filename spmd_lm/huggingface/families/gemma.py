@@ -1,13 +1,13 @@
 """Gemma 2 (arXiv:2408.00118), and the text models of Gemma 3 (arXiv:2503.19786)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spmd_lm.config.schema import Model
 from spmd_lm.huggingface.architectures import Architecture, ConfigKey, ConfigKeys, WeightMapping
 from spmd_lm.huggingface.families import decoder
 from spmd_lm.huggingface.families.decoder import DECODER_LAYER, FULL, SLIDING, layer_types_of
-from spmd_lm.huggingface.rope import flatten_rope, parse_rope, rope_parameters
+from spmd_lm.huggingface.rope import flatten_rope, parse_rope, read_keys, rope_parameters
 
 NORMS = (
     WeightMapping("blocks.post_norm1.scale", f"{DECODER_LAYER}.post_attention_layernorm.weight"),
@@ -45,7 +45,7 @@ GEMMA2 = Architecture(
         decoder.head_dim(256),
         decoder.ATTENTION_BIAS,
         decoder.windows(
-            lambda _, layers: [(SLIDING, FULL)[layer % 2] for layer in range(layers)], write=layer_types_of
+            lambda _, layers, errors: [(SLIDING, FULL)[layer % 2] for layer in range(layers)], write=layer_types_of
         ),
     ),
     fixed=FIXED,
@@ -63,11 +63,17 @@ def _read_layers(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors:
         errors.append(f"sliding_window_pattern: expected an integer, got {every!r:.40}.")
         return {}
 
-    def default(_: Mapping[str, Any], layers: int) -> list[str]:
+    def default(_: Mapping[str, Any], layers: int, errors: list[str]) -> list[str]:
         return [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(layers)]
 
     ropes = _ropes(hf_config)
     of_full, of_window = (parse_rope(ropes[kind], sizes["context"], errors) for kind in (FULL, SLIDING))
+    for rope in (of_full, of_window):
+        if rope.pop("rope_fraction") != 1:
+            errors.append("partial_rotary_factor is not supported here. Leave it out.")
+    if of_window["rope_scaling"] and not of_full["rope_scaling"]:
+        kind = of_window["rope_scaling"]["kind"]
+        errors.append(f"rope_type={kind} of {SLIDING} alone is not supported. {FULL} has to have one too.")
     block = {"kind": "block"} | {key: value for key, value in of_full.items() if value != of_window[key]}
     window = decoder.window_layer(hf_config)
     types = decoder.read_layer_types(hf_config, sizes["layers"], default, errors)
@@ -77,17 +83,16 @@ def _read_layers(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors:
 
 def _ropes(hf_config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The rotary positions of each type of layer, in the form of transformers 5 or of the older one."""
+    thetas = {FULL: hf_config.get("rope_theta", 1e6), SLIDING: hf_config.get("rope_local_base_freq", 1e4)}
     given = hf_config.get("rope_parameters") or {}
-    if isinstance(given, dict) and given.keys() & {FULL, SLIDING}:
-        return {
-            FULL: {"rope_theta": 1e6} | flatten_rope({"rope_parameters": given.get(FULL)}),
-            SLIDING: {"rope_theta": 1e4} | flatten_rope({"rope_parameters": given.get(SLIDING)}),
-        }
-    of_full = {key: hf_config[key] for key in ("rope_theta", "rope_scaling", "rope_parameters") if hf_config.get(key)}
-    return {
-        FULL: {"rope_theta": 1e6} | flatten_rope(of_full),
-        SLIDING: {"rope_theta": hf_config.get("rope_local_base_freq", 1e4)},
-    }
+    by_type = given if isinstance(given, dict) and given.keys() & {FULL, SLIDING} else {FULL: given}
+    ropes = {kind: flatten_rope({"rope_parameters": by_type.get(kind)}) for kind in thetas}
+    ropes[FULL] |= flatten_rope({"rope_scaling": hf_config.get("rope_scaling")})
+    return {kind: {"rope_theta": theta} | ropes[kind] for kind, theta in thetas.items()}
+
+
+def _unread(hf_config: Mapping[str, Any]) -> Iterable[str]:
+    return {key for rope in _ropes(hf_config).values() for key in rope.keys() - read_keys(rope)}
 
 
 def _write_layers(model: Model) -> dict[str, Any]:
@@ -103,6 +108,7 @@ LAYERS = ConfigKeys(
     ),
     _read_layers,
     _write_layers,
+    _unread,
 )
 GEMMA3 = Architecture(
     model_type="gemma3_text",

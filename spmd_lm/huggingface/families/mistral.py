@@ -2,14 +2,6 @@
 
 from spmd_lm.huggingface.architectures import Architecture
 from spmd_lm.huggingface.families import decoder
-from spmd_lm.huggingface.families.decoder import FULL, SLIDING, layer_types_of
-
-
-def _all_alike(hf_config, layers):
-    return [FULL if hf_config.get("sliding_window", 4096) is None else SLIDING] * layers
-
-
-WINDOW = decoder.windows(_all_alike, write=lambda model: {"sliding_window": layer_types_of(model)["sliding_window"]})
 
 MISTRAL = Architecture(
     model_type="mistral",
@@ -19,7 +11,7 @@ MISTRAL = Architecture(
         *decoder.config_keys(max_position_embeddings=131072, num_key_value_heads=8, intermediate_size=14336),
         decoder.SILU,
     ),
-    key_groups=(decoder.rope(), decoder.head_dim(), WINDOW),
+    key_groups=(decoder.rope(), decoder.head_dim(), decoder.same_window(4096)),
     fixed=decoder.DECODER,
     required={"layer_types": None},  # transformers' class does not read them
     buffers=decoder.BUFFERS,

@@ -2,14 +2,9 @@
 
 from spmd_lm.huggingface.architectures import Architecture, ConfigKey, WeightMapping
 from spmd_lm.huggingface.families import decoder
-from spmd_lm.huggingface.families.decoder import DECODER_LAYER, FULL, SLIDING, layer_types_of
+from spmd_lm.huggingface.families.decoder import DECODER_LAYER
 
 QKV, GATE_UP = f"{DECODER_LAYER}.self_attn.qkv_proj.weight", f"{DECODER_LAYER}.mlp.gate_up_proj.weight"
-
-
-def _all_alike(hf_config, layers):
-    return [FULL if hf_config.get("sliding_window") is None else SLIDING] * layers
-
 
 PHI3 = Architecture(
     model_type="phi3",
@@ -43,7 +38,7 @@ PHI3 = Architecture(
     key_groups=(
         decoder.rope(default_fraction=1.0, scalings=()),
         decoder.head_dim(),
-        decoder.windows(_all_alike, write=lambda model: {"sliding_window": layer_types_of(model)["sliding_window"]}),
+        decoder.same_window(),
     ),
     fixed=decoder.DECODER,
     required={"attention_bias": False, "layer_types": None},  # transformers' class reads neither

@@ -1,18 +1,23 @@
 """Qwen2 and Qwen2.5 (arXiv:2407.10671), with biases of queries, keys and values; Qwen3 (arXiv:2505.09388), with norms
 of queries and keys."""
 
-from spmd_lm.huggingface.architectures import Architecture
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmd_lm.config.schema import Model
+from spmd_lm.huggingface.architectures import Architecture, ConfigKey
 from spmd_lm.huggingface.families import decoder
 from spmd_lm.huggingface.families.decoder import FULL, SLIDING, layer_types_of
 
 
-def _last_layers(hf_config, layers):
+def _last_layers(hf_config: Mapping[str, Any], layers: int, errors: list[str]) -> Sequence[str]:
     """The layers from max_window_layers on attend within a window, if any does."""
-    first = hf_config.get("max_window_layers", 28) if hf_config.get("use_sliding_window") else layers
-    return [SLIDING if layer >= first else FULL for layer in range(layers)]
+    slides = SLIDES.read(hf_config, errors) and hf_config.get("sliding_window", 4096) is not None
+    first = FIRST.read(hf_config, errors)
+    return [SLIDING if slides and layer >= first else FULL for layer in range(layers)] if not errors else ()
 
 
-def _write_windows(model):
+def _write_windows(model: Model) -> dict[str, Any]:
     keys = layer_types_of(model)
     types, slides = keys["layer_types"], keys["sliding_window"] is not None
     return keys | {"use_sliding_window": slides, "max_window_layers": types.index(SLIDING) if slides else len(types)}
@@ -24,7 +29,9 @@ QWEN_KEYS = (
     ),
     decoder.SILU,
 )
-WINDOWS = decoder.windows(_last_layers, "use_sliding_window", "max_window_layers", write=_write_windows)
+SLIDES = ConfigKey("use_sliding_window", "period", False)
+FIRST = ConfigKey("max_window_layers", "period", 28)
+WINDOWS = decoder.windows(_last_layers, SLIDES.hf_key, FIRST.hf_key, write=_write_windows)
 QWEN2 = Architecture(
     model_type="qwen2",
     classes={"Qwen2ForCausalLM": {"kind": "causal_lm"}},
