@@ -50,7 +50,8 @@ def heads_divide_width(model: Model) -> Problems:
         even = [n for n in divisors(model.width) if model.width // n % 2 == 0]
         chosen = f"model.positions=rotary with {model.width=} and {model.heads=}"
         problem = f"{chosen}: heads are {model.head_dim} wide, but features are rotated in pairs"
-        yield use(problem, nearest(f"{model.heads=}", even), "model.positions=learned")
+        way = f"model.head_width={model.head_dim + 1}" if model.head_width else nearest(f"{model.heads=}", even)
+        yield use(problem, way, "model.positions=learned")
 
 
 def parallel_branches_have_their_norms(model: Model) -> Problems:
@@ -85,13 +86,24 @@ def rotated_features_are_pairs(model: Model) -> Problems:
         way = f"model.rope_fraction={ways}" if ways else "model.positions=learned"
         yield use(f"{chosen}, but features are rotated in pairs", way)
     elif m.rope_scaling and m.rope_scaling.kind == "dynamic" and rotated < 4:
-        way = "model.rope_fraction=1.0" if m.head_dim > 2 else f"model.heads={m.heads // 2 or 1}"
+        wider = "model.head_width=4" if m.head_width else f"model.heads={m.heads // 2 or 1}"
+        way = "model.rope_fraction=1.0" if m.head_dim > 2 else wider
         yield use(f"{chosen}, with model.rope_scaling=dynamic, which needs at least 4", way)
     if m.rope_scaling and m.rope_scaling.kind == "yarn" and m.rope_theta <= 1:
         problem = (
             f"{model.rope_theta=} with {model.positions=!s} and model.rope_scaling=yarn, which takes its logarithm"
         )
         yield use(problem, "model.rope_theta=10000.0")
+
+
+def settings_have_an_effect(model: Model, objective: Objective) -> Problems:
+    if isinstance(model.use_bias, tuple) and "norm" in model.use_bias and model.norm_type != "layer":
+        others = ", ".join(each for each in model.use_bias if each != "norm")
+        problem = f"model.use_bias has norm, but norms of {model.norm_type=!s} have no biases"
+        yield use(problem, f"model.use_bias=[{others}]" if others else "model.use_bias=false", "model.norm_type=layer")
+    if model.logit_softcap and not objective.predicts_tokens:
+        problem = f"{model.logit_softcap=} with {objective.kind=!s}, whose head has no logits of tokens"
+        yield use(problem, "model.logit_softcap=null")
 
 
 def layers_can_be_shared(model: Model) -> Problems:
@@ -314,6 +326,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     rotary_keys_have_an_effect,
     rotated_features_are_pairs,
     layers_can_be_shared,
+    settings_have_an_effect,
     *layout_checks.CHECKS,
     vocabulary_holds_tokens,
     model_suits_objective,

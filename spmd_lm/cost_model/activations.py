@@ -78,11 +78,12 @@ class LayerActivations:
         streams, attention, mlp = self._outside(config, plan, padding * size, size)
         self.outside = streams + attention + mlp
         # A fused kernel saves its output, in its own layout; XLA's attention the scores before and after softmax, and
-        # after dropout, with its mask.
+        # after dropout, with its mask, and the derivatives of a soft cap.
         computed = computed_scores(m.context, m.causal, m.span)
         scores = m.heads * m.context / shards * computed
         masked = size + 1 if m.attention_dropout else 0
-        self.core = m.query_width * padding / shards * size if fused else scores * (2 * size + masked)
+        capped = wide if m.attention_softcap and not compiler.recomputes_caps else 0
+        self.core = m.query_width * padding / shards * size if fused else scores * (2 * size + masked + capped)
         self.saved = self._saved(config)
 
         # The hidden layer's gradient before and after the activation; the gradient of a branch's output, and where the
@@ -125,7 +126,7 @@ class LayerActivations:
         between = 2 * (m.norm == "sandwich") - m.parallel_branches
         attention = m.qkv_width(shards) * padded + m.query_width / shards * trains("attention", "out") * size
         mlp = ((2 if m.gated else 1) + trains("mlp", "down")) * self.hidden
-        attention += (m.qk_norm and m.qkv_width(shards) - m.kv_width / shards) * padded
+        attention += m.qk_norm * (m.query_width / shards + m.qkv_width(shards)) / 2 * padded  # of queries and keys
         return (2 + between + sum(norms)) * self.stream + masks, attention, mlp
 
     def _around_kernel(self, config: RunConfig, plan: Plan, compiler: Compiler) -> None:

@@ -33,29 +33,30 @@ class Compiler(NamedTuple):
     """lanes: the minor dimension of an array is padded to a multiple of it.  wide: bfloat16 is computed as float32, and
     activations, their gradients and the weights that a loop reads are held so.  kernel_workspace: bytes that matrix
     products may use meanwhile.  scores: arrays as large as all float32 scores that backward through attention holds
-    where no fused kernel computes it (read from CPUs alone).  streams: further copies of the unsharded residual stream
-    in backward, without and with `parallel.sequence`.  least_streams: the fewest unsharded residual streams that
-    backward holds where all-reduces over `model` sum them: operands and results.  in_turn: remat policies under which a
-    layer's branches are recomputed one after the other, so that the larger one's activations alone are held.
-    keeps_gathers: those under which attention's gathered input stays while the MLP's gradients are made.  logits:
-    arrays as large as a chunk of logits that cross-entropy holds.  sums_overlap: sums over devices, and zeros, start as
-    early and end as late as their data allow, so that their float32 operands stay.  copies_replicas: sums over replicas
-    are not written into their operands.  casts_layers: sharded weights are cast layer by layer as they are gathered,
-    not all of them before the loop.  reuses_chunk: a stage's only chunk is used as it is, but for attention's query,
-    key and value matrices, which about every second compiled step copies; all of it is copied where it is gathered for
-    several microbatches.  rounds_stacks: the loop that scatters a stack holds a slice of one layer, and gradients that
-    it scatters in a narrower dtype are rounded ahead of it, those of all layers.  keeps_weights: they stay until a
-    step's end, read again or not.  unrolled_sums: residual streams that each of several unrolled layers holds
-    besides when their backward begins, where all-reduces over `model` sum few tokens.  unrolled_gathers: the same
-    where the sequence is sharded, of whole streams.  attention_arrays, forward_arrays: by remat policy, at the
-    points of attention's backward, and of forward, at which a layer may hold most where a fused kernel computes
-    attention; measured without post norm and dropout.  rotary_attention_arrays, rotary_forward_arrays: at those that
-    rotary positions add."""
+    where no fused kernel computes it (read from CPUs alone).  recomputes_caps: derivatives of soft caps are made again
+    from the capped scores.  streams: further copies of the unsharded residual stream in backward, without and with
+    `parallel.sequence`.  least_streams: the fewest unsharded residual streams that backward holds where all-reduces
+    over `model` sum them: operands and results.  in_turn: remat policies under which a layer's branches are recomputed
+    one after the other, so that the larger one's activations alone are held.  keeps_gathers: those under which
+    attention's gathered input stays while the MLP's gradients are made.  logits: arrays as large as a chunk of logits
+    that cross-entropy holds.  sums_overlap: sums over devices, and zeros, start as early and end as late as their data
+    allow, so that their float32 operands stay.  copies_replicas: sums over replicas are not written into their
+    operands.  casts_layers: sharded weights are cast layer by layer as they are gathered, not all of them before the
+    loop.  reuses_chunk: a stage's only chunk is used as it is, but for attention's query, key and value matrices, which
+    about every second compiled step copies; all of it is copied where it is gathered for several microbatches.
+    rounds_stacks: the loop that scatters a stack holds a slice of one layer, and gradients that it scatters in a
+    narrower dtype are rounded ahead of it, those of all layers.  keeps_weights: they stay until a step's end, read
+    again or not.  unrolled_sums: residual streams that each of several unrolled layers holds besides when their
+    backward begins, where all-reduces over `model` sum few tokens.  unrolled_gathers: the same where the sequence is
+    sharded, of whole streams.  attention_arrays, forward_arrays: by remat policy, at the points of attention's
+    backward, and of forward, at which a layer may hold most where a fused kernel computes attention; measured without
+    post norm and dropout.  rotary_attention_arrays, rotary_forward_arrays: at those that rotary positions add."""
 
     lanes: int = 1
     wide: bool = False
     kernel_workspace: int = 0
     scores: float = 1.35
+    recomputes_caps: bool = False
     streams: tuple[int, int] = (0, 0)
     least_streams: int = 0
     in_turn: frozenset[Policy] = frozenset()
@@ -121,6 +122,7 @@ COMPILER_OF_PLATFORM = {
         },
     ),
     "gpu": Compiler(
+        recomputes_caps=True,
         kernel_workspace=64 * MIB,
         least_streams=11,
         logits=1.5,

@@ -129,6 +129,17 @@ class LayerWork(NamedTuple):
         return self.tokens * self.model.qkv_width(self.shards)
 
     @property
+    def norms(self) -> int:
+        """Of the residual stream."""
+        return 4 if self.model.norm == "sandwich" else 2
+
+    @property
+    def normed_heads(self) -> float:
+        """Entries of queries and keys that have norms of their own."""
+        query_width = self.model.query_width / self.shards
+        return self.model.qk_norm * self.tokens * (query_width + self.model.qkv_width(self.shards)) / 2
+
+    @property
     def gated(self) -> bool:
         return self.model.gated
 
@@ -194,21 +205,24 @@ class LayerWork(NamedTuple):
         return again + to_context, backward + self.visible * of_backward, again
 
     def _forward_elements(self) -> tuple[float, float]:
-        """(elements, operations) of all but attention and products: two norms; two sums of a branch and the residual,
-        with bias and dropout; the activation of one operand or two; and the layout of queries, keys and values, and of
-        the context.  Biases and dropout may be operations of their own."""
-        bias, dropout = self.separate * bool(self.model.use_bias), self.model.dropout > 0
-        stream = 2 * 2 + 2 * (3 + DROPOUT_MASK * dropout + 2 * bias + 2 * dropout * self.separate)
+        """(elements, operations) of all but attention and products: norms; two sums of a branch and the residual, with
+        bias and dropout; the activation of one operand or two; and the layout of queries, keys and values, and of the
+        context.  Biases and dropout may be operations of their own."""
+        qkv, out, mlp = (self.separate * self.model.has_bias(each) for each in ("qkv", "out", "mlp"))
+        dropout = self.model.dropout > 0
+        stream = 2 * self.norms + 2 * (3 + DROPOUT_MASK * dropout + out + mlp + 2 * dropout * self.separate)
         context = self.tokens * self.model.query_width / self.shards
-        sharded = self.hidden * (2 + self.gated + 2 * bias) + self.qkv * (2 + 2 * bias) + 2 * context
-        return self.stream * stream + sharded, 8 + 4 * bias + 2 * dropout * self.separate
+        sharded = self.hidden * (2 + self.gated + 2 * mlp) + self.qkv * (2 + 2 * qkv) + 2 * context
+        operations = 6 + self.norms + qkv + out + 2 * mlp + 2 * dropout * self.separate
+        return self.stream * stream + sharded + 2 * self.normed_heads, operations
 
     def _backward_elements(self) -> tuple[float, float]:
         """The same; and the sum of the gradients where a branch begins."""
-        stream = 2 * 3 + 2 * (2 + DROPOUT_MASK * (self.model.dropout > 0)) + 2 * 2
+        stream = 3 * self.norms + 2 * (2 + DROPOUT_MASK * (self.model.dropout > 0)) + 2 * 2
         context = self.tokens * self.model.query_width / self.shards
         sharded = self.hidden * (3 + 2 * self.gated) + 2 * self.qkv + 2 * context
-        return self.stream * stream + sharded, 10 + 4 * self.separate * bool(self.model.use_bias)
+        of_products = self.model.has_bias("qkv") + self.model.has_bias("out") + 2 * self.model.has_bias("mlp")
+        return self.stream * stream + sharded + 3 * self.normed_heads, 8 + self.norms + self.separate * of_products
 
 
 def layer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> LayerSeconds:

@@ -121,7 +121,7 @@ class Attention(HasMatrices):
         """x: [batch, sequence, width] of the residual stream."""
         products, attend = context.products.attention, context.make_attention(self.spec)
         own = functools.partial(kv_head_of_shard, width=self.head_dim)
-        matrices = self.matrix("query"), self.matrix("key").map(own), self.matrix("value").map(own)
+        matrices = self.matrix("query"), self.matrix("key").select(own), self.matrix("value").select(own)
         kv_biases = (None if bias is None else own(bias[...]) for bias in (self.key_bias, self.value_bias))
         q, k, v = map(add_bias, products.column(x, matrices, "heads", ordered=True), (self.query_bias, *kv_biases))
         if self.query_norm is not None and self.key_norm is not None:

@@ -9,6 +9,9 @@ import jax
 from spmd_lm.ops.collectives import contract, weight_gradient
 from spmd_lm.ops.sharding_types import TypeOf
 
+Columns = Callable[[jax.Array], jax.Array]
+"""A linear function that selects columns of a matrix."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -17,39 +20,52 @@ class Matrix:
     multiplies.
 
     Each of the arrays is a parameter by itself, which the plan shards, pads, gathers and saves by the names of its
-    dimensions.  Here there is one.  A quantized matrix, or one with low-rank terms, is another such type; products in
-    parts take `entries` alone.  Backward may save the input and these arrays themselves, the same objects, which
-    with_gathered_weights drops by identity and gathers again; what is computed from them it would save."""
+    dimensions.  Here there is one, of which `columns` selects some.  A quantized matrix, or one with low-rank terms, is
+    another such type; products in parts take `entries` alone.  Backward may save the input and the stored arrays
+    themselves, the same objects, which with_gathered_weights drops by identity and gathers again; what is computed from
+    them it would save."""
 
-    entries: jax.Array
+    stored: jax.Array
+    columns: Columns | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def map(self, columns: Callable[[jax.Array], jax.Array]) -> "Matrix":
-        """The matrix of some of these columns."""
-        return Matrix(columns(self.entries))
+    @property
+    def entries(self) -> jax.Array:
+        return self.stored if self.columns is None else self.columns(self.stored)
+
+    def select(self, columns: Columns) -> "Matrix":
+        """The matrix of some of the stored columns."""
+        return Matrix(self.stored, columns)
 
     def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
         """x [..., width] times the matrix: [..., other]; with `transpose`, x [..., other] times it transposed."""
-        return dense(x, self.entries, transpose)
+        return dense(x, self.stored, transpose, self.columns)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dense(x: jax.Array, w: jax.Array, transpose: bool = False) -> jax.Array:
-    """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def dense(x: jax.Array, w: jax.Array, transpose: bool = False, columns: Columns | None = None) -> jax.Array:
+    """x [..., width] times w [width, other]; with `transpose`, x [..., other] times w transposed.  columns: those of w
+    that are multiplied; None for all.
 
     All products with the matrices of blocks and heads go through here, except those with the token table."""
+    w = w if columns is None else columns(w)
     return contract(x, w, (x.ndim - 1,), (int(transpose),))
 
 
-def _dense_forward(x, w, transpose):
+def _dense_forward(x, w, transpose, columns):
     """x and w: with whether each has a gradient.  Where the matrix has none, x is not saved."""
     saved = x.value if w.perturbed else TypeOf(jax.typeof(x.value))
-    return dense(x.value, w.value, transpose), (saved, w.value)  # w itself: with_gathered_weights drops it by identity
+    y = dense(x.value, w.value, transpose, columns)
+    return y, (saved, w.value)  # w itself: with_gathered_weights drops it by identity
 
 
-def _dense_backward(transpose, saved, g):
+def _dense_backward(transpose, columns, saved, g):
     x, w = saved
+    w, gradient_of_stored = (w, None) if columns is None else jax.vjp(columns, w)
     d_x = contract(g, w, (g.ndim - 1,), (int(not transpose),), gradient_of=x)
-    return d_x, None if isinstance(x, TypeOf) else weight_gradient(*((g, x) if transpose else (x, g)), w)
+    if isinstance(x, TypeOf):
+        return d_x, None
+    d_w = weight_gradient(*((g, x) if transpose else (x, g)), w)
+    return d_x, d_w if gradient_of_stored is None else gradient_of_stored(d_w)[0]
 
 
 dense.defvjp(_dense_forward, _dense_backward, symbolic_zeros=True)

@@ -199,6 +199,11 @@ def problems(*overrides: str) -> list[str]:
             "model.vocab=260",
         ),
         (
+            f"{CLASSES} model.logit_softcap=30",
+            "model.logit_softcap=30.0 with objective.kind=classification, whose head has no logits of tokens",
+            "model.logit_softcap=null",
+        ),
+        (
             f"{CLASSES} model.kind=gpt",
             "objective.kind=classification with model.kind=gpt, whose attention sees only earlier tokens",
             "model.kind=bert, or objective.kind=causal_lm",

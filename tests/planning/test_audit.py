@@ -556,6 +556,11 @@ def test_every_model_sends_what_theory_expects(name, model, parallel):
     exact(audited(name, "full", model_keys=model, **parallel))
 
 
+def test_shared_key_value_heads_are_gathered_again_in_backward():
+    """A device multiplies with a slice of a gathered matrix, which it does not save in its place."""
+    exact(audited("cpu:8", "none", model_keys=LLAMA | {"kv_heads": 2}, model=4, zero=3))
+
+
 PIPELINES = [
     # TPU, GPU; each exact to a few bytes
     pytest.param("v5p:4x4x4", "full", True, {"pipe": 4, "zero": 3, "microbatches": 8}, marks=slow),
