@@ -96,7 +96,7 @@ def abstract_plan(
         device_kind=kind,
         freeze=tuple(config.optim.freeze.split()),
         own_rules=model.modules.rules,
-        unsharded=("kv_heads",) if any((c.kv_heads or c.heads) % p.model for c in config.model.of_each_kind) else (),
+        replicated=("kv_heads",) if any((c.kv_heads or c.heads) % p.model for c in config.model.of_each_kind) else (),
     )
 
 

@@ -141,11 +141,12 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Keys of config.json that mean something together.
+    """Keys of config.json that mean something together, as those of rotary positions do.
 
-    names: of the keys that are read.  read(config.json, sizes, errors): keys of our section `model`; sizes has those
-    that ConfigKeys say, and what is wrong is added to errors.  write(model): keys of config.json.  unread(config.json):
-    names inside of these keys that say nothing, if there may be some."""
+    names: of all keys that `read` looks at.  read(config.json, sizes, errors): the keys of our section `model` that
+    they mean; sizes has those that the table's ConfigKey entries have read, and problems are added to errors.
+    write(model): the same keys of config.json.  unread(config.json): names nested inside of these keys that `read`
+    does not look at."""
 
     names: tuple[str, ...]
     read: Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], dict[str, Any]]

@@ -67,7 +67,7 @@ def local_slice(x: Array, name: str, dim: int) -> Array:
     return lax.dynamic_slice_in_dim(x, shard_index(name) * size, size, dim)
 
 
-def kv_head_of_shard(w: Array, width: int) -> Array:
+def local_kv_heads(w: Array, width: int) -> Array:
     """Of w [..., key/value heads x width], which every device holds, the heads that its queries attend with, where
     some layer has fewer of these heads than there are shards of `heads`; all of w elsewhere.
 
@@ -75,10 +75,10 @@ def kv_head_of_shard(w: Array, width: int) -> Array:
     if num_shards("heads") == num_shards("kv_heads"):
         return w
     typed = sharding_types.spec_with_last(w, nontrivial_axes("heads")) if sharding_types.is_explicit() else None
-    return manual_region(functools.partial(_kv_head_of_shard, width=width), typed)(w)
+    return manual_region(functools.partial(_local_kv_heads, width=width), typed)(w)
 
 
-def _kv_head_of_shard(w: Array, width: int) -> Array:
+def _local_kv_heads(w: Array, width: int) -> Array:
     heads, shards = w.shape[-1] // width, num_shards("heads")
     first, size = shard_index("heads") * heads // shards, max(heads // shards, 1)
     return lax.dynamic_slice_in_dim(w, first * width, size * width, w.ndim - 1)

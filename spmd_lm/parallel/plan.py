@@ -93,7 +93,7 @@ class Plan:
     before it runs.  collective_matmul: keys of the branches of a layer whose products run in parts beside their
     collectives.  scan: whether layers run in a loop, in training.  device_kind: as jax calls it, where it is known.
     freeze: patterns of the parameters that training leaves as they are; ConfigError where `frozen_mask` refuses one.
-    own_rules: mesh axes of dimension names that parallel/rules.py does not list.  unsharded: names of dimensions that
+    own_rules: mesh axes of dimension names that parallel/rules.py does not list.  replicated: names of dimensions that
     this layout cannot divide: `kv_heads`, where there are fewer than devices along `model`."""
 
     layout: Layout
@@ -113,7 +113,7 @@ class Plan:
     device_kind: str = ""
     freeze: tuple[str, ...] = ()
     own_rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    unsharded: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
 
     def __post_init__(self):
         self._require_rules()
@@ -154,7 +154,7 @@ class Plan:
 
     @functools.cached_property
     def param_rules(self) -> Rules:
-        return PARAMETERS.with_own(self.own_rules).keeping(self.unsharded).on_mesh(self.mesh.axis_names)
+        return PARAMETERS.with_own(self.own_rules).replicating(self.replicated).on_mesh(self.mesh.axis_names)
 
     @remembered
     def nontrivial_axes(self, *names: str) -> tuple[str, ...]:
@@ -330,7 +330,7 @@ class Plan:
         return self._axis_rules(self.sequence)
 
     def _axis_rules(self, sequence: bool) -> AxisRules:
-        rules = activation_rules(sequence).with_own(self.own_rules).keeping(self.unsharded)
+        rules = activation_rules(sequence).with_own(self.own_rules).replicating(self.replicated)
         return AxisRules(rules.on_mesh(self.mesh.axis_names).table, self.sizes)
 
     def shard_map(self, body: Callable, in_specs: Tree, out_specs: Tree, *, whole_sequence: bool = False) -> Callable:
@@ -471,8 +471,8 @@ class Plan:
 
         The first and the last stage both use what is not a layer.  Where the sequence is sharded, a device along
         `model` has seen only its shard of it; and it has used what all heads share for its own heads alone."""
-        in_part = self.sequence or not set(PER_HEAD).isdisjoint(names)
-        partial_over = self.nontrivial_axes(PIPE, *TOKEN_AXES, *((MODEL,) if in_part else ()))
+        seen_in_part = self.sequence or not set(PER_HEAD).isdisjoint(names)
+        partial_over = self.nontrivial_axes(PIPE, *TOKEN_AXES, *((MODEL,) if seen_in_part else ()))
         return tuple(axis for axis in partial_over if axis not in self.axes_over(names))
 
     @jax.named_scope("gradients")

@@ -69,8 +69,8 @@ class Rules:
             raise LayoutError(f"the dimension '{taken[0]}' has a rule of its own here. Choose another name.")
         return Rules({**self.table, **dict(rules)})
 
-    def keeping(self, names: Iterable[str]) -> "Rules":
-        """The same table, in which dimensions of these names are not sharded."""
+    def replicating(self, names: Iterable[str]) -> "Rules":
+        """The same table, in which every device has these dimensions whole."""
         return Rules({**self.table, **dict.fromkeys(names, ())})
 
     def on_mesh(self, mesh_axes: Sequence[str]) -> "Rules":

@@ -125,8 +125,8 @@ def rope(
 
 
 def bias_keys(*always: Bias, **keys: tuple[bool, tuple[Bias, ...]]) -> ConfigKeys:
-    """Keys that switch biases on.  always: what has some whatever they say.  keys: of each its default, and what it
-    switches."""
+    """Keys of config.json that are true where some products have biases.  always: products that have biases in any
+    case.  keys: by name, (its default, the products that it means)."""
 
     def read(hf_config: Mapping[str, Any], _: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
         chosen = set(always)
