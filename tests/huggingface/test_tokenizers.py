@@ -35,31 +35,13 @@ WORDS = ["the", "cat's", "they'LL", "we'Ve", "I'm", "DON'T", "3", "31", "314", "
 WORDS += ["(a)[b]{c}", "...", "?!", "--", "import", "returning", "<", "s>", "<0x0A>"]
 WORDS += ["<s>", "</s>", "<unk>", "<eos>", "<bos>", "<|endoftext|>", "<|begin_of_text|>", "<|eot_id|>", "<|im_start|>"]
 WORDS += ["caf\u00e9", "cafe\u0301", "\u212b\u2126", "\uac00\u1100\u1161", "\ufb01", "\u1e9e\u0130\u0131"]  # NFC or not
-WORDS += [
-    "\u65e5\u672c\u8a9e",
-    "\u0e44\u0e17\u0e22",
-    "\u0627\u0644\u0639\u0631\u0628\u064a",
-    "\u0939\u093f\u0928\u094d",
-]
+WORDS += ["\u65e5\u672c\u8a9e", "\u0e44\u0e17\u0e22", "\u0627\u0644\u0639\u0631\u0628\u064a"]
+WORDS += ["\u0939\u093f\u0928\u094d"]
 WORDS += ["\u0661\u0662\u0663", "\u00bd\u00b2\u2167", "\uff41\uff11", "\U00010348"]  # digits that \p{N} has
 WORDS += ["\U0001f469\u200d\U0001f680", "\U0001f1e9\U0001f1ea", "\U0001f44d\U0001f3fd"]  # of several code points
 WORDS += ["\u2581", "\u2581a", "\u0120", "\ufffd", "\ufeff", "\x00", "\x7f\x1b"]
-GAPS = [
-    "",
-    *[" "] * 3,
-    "  ",
-    "   ",
-    " " * 7,
-    " " * 24,
-    "\t",
-    "\n",
-    "\n\n",
-    " \n ",
-    "\r\n",
-    "\u00a0",
-    "\u3000",
-    "\u2028",
-]
+GAPS = ["", *[" "] * 3, "  ", "   ", " " * 7, " " * 24, "\t", "\n", "\n\n", " \n ", "\r\n"]
+GAPS += ["\u00a0", "\u3000", "\u2028"]
 AT_THE_START = ("<s>", "<bos>", "<|begin_of_text|>")
 """A text that begins with its tokenizer's own token: transformers puts a second one before it, and a run does not."""
 
