@@ -19,7 +19,7 @@ from spmd_lm.config.own_modules import ModuleRef
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import Dataset, load_data
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer, make_tokenizer
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, fitting_tokenizer
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from spmd_lm.parallel.trees import Tree
@@ -202,7 +202,7 @@ def load_run_data(config: RunConfig) -> Dataset:
 
 def make_run_tokenizer(config: RunConfig) -> Tokenizer:
     """The tokenizer of `load_run_data`, without its data."""
-    return make_tokenizer(data_of_run(config), _rules_of_run(config))
+    return fitting_tokenizer(data_of_run(config), config.model.vocab, _rules_of_run(config))
 
 
 def _rules_of_run(config: RunConfig) -> int:

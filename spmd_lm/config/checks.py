@@ -49,6 +49,8 @@ def heads_divide_width(model: Model) -> Problems:
     elif model.positions == "rotary" and model.rope_fraction == 1 and model.head_dim % 2:
         even = [n for n in divisors(model.width) if model.width // n % 2 == 0]
         chosen = f"model.positions=rotary with {model.width=} and {model.heads=}"
+        if model.head_width:
+            chosen = f"model.positions=rotary with {model.head_width=}"
         problem = f"{chosen}: heads are {model.head_dim} wide, but features are rotated in pairs"
         way = f"model.head_width={model.head_dim + 1}" if model.head_width else nearest(f"{model.heads=}", even)
         yield use(problem, way, "model.positions=learned")
@@ -101,6 +103,9 @@ def settings_have_an_effect(model: Model, objective: Objective) -> Problems:
         others = ", ".join(each for each in model.use_bias if each != "norm")
         problem = f"model.use_bias has norm, but norms of {model.norm_type=!s} have no biases"
         yield use(problem, f"model.use_bias=[{others}]" if others else "model.use_bias=false", "model.norm_type=layer")
+    if model.use_bias == ("head",) and objective.kind == "causal_lm":
+        problem = f"model.use_bias=[head] with {objective.kind=!s}, whose head has no biases"
+        yield use(problem, "model.use_bias=false")
     if model.logit_softcap and not objective.predicts_tokens:
         problem = f"{model.logit_softcap=} with {objective.kind=!s}, whose head has no logits of tokens"
         yield use(problem, "model.logit_softcap=null")

@@ -111,6 +111,10 @@ class Model(Section):
         kv_heads = max((self.kv_heads or self.heads) / shards, 1)
         return self.query_width / shards + 2 * kv_heads * self.head_dim
 
+    def qk_width(self, shards: int = 1) -> float:
+        """The same of queries and keys."""
+        return (self.query_width / shards + self.qkv_width(shards)) / 2
+
     @property
     def gated(self) -> bool:
         """Whether a second hidden layer of the MLP gates the first (arXiv:2002.05202)."""

@@ -126,7 +126,7 @@ class LayerActivations:
         between = 2 * (m.norm == "sandwich") - m.parallel_branches
         attention = m.qkv_width(shards) * padded + m.query_width / shards * trains("attention", "out") * size
         mlp = ((2 if m.gated else 1) + trains("mlp", "down")) * self.hidden
-        attention += m.qk_norm * (m.query_width / shards + m.qkv_width(shards)) / 2 * padded  # of queries and keys
+        attention += m.qk_norm * m.qk_width(shards) * padded
         return (2 + between + sum(norms)) * self.stream + masks, attention, mlp
 
     def _around_kernel(self, config: RunConfig, plan: Plan, compiler: Compiler) -> None:

@@ -136,8 +136,7 @@ class LayerWork(NamedTuple):
     @property
     def normed_heads(self) -> float:
         """Entries of queries and keys that have norms of their own."""
-        query_width = self.model.query_width / self.shards
-        return self.model.qk_norm * self.tokens * (query_width + self.model.qkv_width(self.shards)) / 2
+        return self.model.qk_norm * self.tokens * self.model.qk_width(self.shards)
 
     @property
     def gated(self) -> bool:

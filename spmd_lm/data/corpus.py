@@ -35,7 +35,14 @@ from spmd_lm.data.tasks.loader import TaskLoader
 from spmd_lm.data.text_files import Document, read_documents, read_standard_library
 from spmd_lm.data.token_array import TokenArray, TokensInMemory
 from spmd_lm.data.token_files.dataset import TokenDataset, open_dataset
-from spmd_lm.data.tokenizers.tokenizer import SubwordTokenizer, Tokenizer, begin, make_tokenizer, put_bos
+from spmd_lm.data.tokenizers.tokenizer import (
+    SubwordTokenizer,
+    Tokenizer,
+    begin,
+    fitting_tokenizer,
+    make_tokenizer,
+    put_bos,
+)
 from spmd_lm.data.tokenizers.training import train_bpe, train_wordpiece
 from spmd_lm.errors import ConfigError, DataError
 
@@ -79,30 +86,18 @@ def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = R
     """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`.  rules: as of RULES.
 
     Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged
-    vocabulary, and for a token id not below `vocab_size`; ConfigError for a vocabulary larger than that."""
+    vocabulary, and for a token id not below `vocab_size`; ConfigError for a vocabulary that requires more ids."""
     if isinstance(data, Synthetic):
         return _markov_chain(data, seed, vocab_size)
     if isinstance(data, Documents):
         return _load_documents(data, vocab_size, rules)
-    tokenizer = _fitting_tokenizer(data, vocab_size, rules)
+    tokenizer = fitting_tokenizer(data, vocab_size, rules)
     if isinstance(data, Task):
         return load_task(data, tokenizer, vocab_size)
     if isinstance(data, CustomData):
         return SampleDataset(data, tokenizer)
     assert isinstance(data, Tokens)
     return open_dataset(data, tokenizer, vocab_size, rules)
-
-
-def _fitting_tokenizer(data: Data, vocab_size: int, rules: int) -> Tokenizer:
-    tokenizer = make_tokenizer(data, rules)
-    put = tokenizer.bos_token_id if tokenizer.bos_before == "documents and prompts" else None
-    required = max(tokenizer.required_vocab, 0 if put is None else put + 1)
-    if data.tokenizer != "bytes" and required > vocab_size:
-        raise ConfigError(
-            f"model.vocab={vocab_size} is less than the {required} tokens of "
-            f"data.tokenizer={data.tokenizer}. Use model.vocab={required} or more."
-        )
-    return tokenizer
 
 
 def _load_documents(data: Documents, vocab_size: int, rules: int) -> Corpus:
@@ -115,7 +110,7 @@ def _load_documents(data: Documents, vocab_size: int, rules: int) -> Corpus:
     if data.tokenizer in TRAINED_TOKENIZERS:
         tokenizer: Tokenizer = put_bos(_train_tokenizer(data, splits[0], vocab_size), data.bos, rules)
     else:
-        tokenizer = _fitting_tokenizer(data, vocab_size, rules)
+        tokenizer = fitting_tokenizer(data, vocab_size, rules)
     _check_tokens(documents, tokenizer, vocab_size)
     if rules < RULES and len(documents) == 1:  # was cut between two tokens
         undivided = _tokenize(documents, tokenizer)

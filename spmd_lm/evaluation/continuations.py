@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer, begin
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, begin, check_ids
 from spmd_lm.errors import DataError
 from spmd_lm.evaluation.scoring import Windows
 
@@ -34,11 +34,7 @@ class Encoder(NamedTuple):
             ids = self.tokenizer.encode(text).astype(np.int64)
         except DataError as error:
             raise DataError(f"{location}: {error}") from None
-        if ids.max(initial=0) >= self.vocab:
-            raise DataError(
-                f"{location}: token {ids.max()} is not below model.vocab={self.vocab}. Correct the text, or evaluate a "
-                "run with a larger vocabulary."
-            )
+        check_ids(ids, self.vocab, location)
         return ids
 
     def document(self, text: str | bytes, location: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from spmd_lm.batch import Batch
 from spmd_lm.checkpoints.saved_run import make_run_tokenizer, open_run
 from spmd_lm.config.schema import MaskedLM, RunConfig
 from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, check_ids
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.generation.generate import mask_logits
 from spmd_lm.parallel.trees import Tree
@@ -41,12 +41,12 @@ def fill_mask_run(config: RunConfig, text: str, top: int) -> list[list[Predictio
 def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[Prediction]]:
     """For each [MASK] in `text` the `top` likeliest tokens, likeliest first.
 
-    The text is read as one row, [CLS] text [SEP].  Raises DataError for a text without [MASK], or too long."""
+    The text is read as one row, [CLS] text [SEP].  Raises DataError for a text without [MASK], or too long, or
+    with a token that the model lacks."""
     tokenizer, model = make_run_tokenizer(program.config), program.config.model
     special, _ = tokenizer.special_tokens_and_words()
     ids = row_of(text, tokenizer, special)
-    if ids.max() >= model.vocab:
-        raise DataError(f"{text!r:.60}: token {ids.max()} is not below model.vocab={model.vocab}. Correct the text.")
+    check_ids(ids, model.vocab, f"{text!r:.60}")
     if len(ids) > model.context:
         raise DataError(
             f"{text!r:.60} has {len(ids)} tokens with [CLS] and [SEP], but a row of this model holds {model.context}. "

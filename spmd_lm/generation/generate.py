@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from spmd_lm.checkpoints.saved_run import make_run_tokenizer, open_run
 from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer, begin
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, begin, check_ids
 from spmd_lm.data.tokenizers.vocabulary import read_end_ids
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.generation.sampling import Sampling
@@ -72,8 +72,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, vocab: int) -> np.ndarray:
             "an empty prompt: this run's tokenizer has no token to start a document with. Give a prompt, as in "
             "--prompt '3 1'."
         )
-    if ids.max() >= vocab:
-        raise DataError(f"prompt {prompt!r:.60}: token {ids.max()} is not below model.vocab={vocab}.")
+    check_ids(ids, vocab, f"prompt {prompt!r:.60}")
     return ids
 
 

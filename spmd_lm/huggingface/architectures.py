@@ -143,7 +143,7 @@ class ConfigKey:
 class ConfigKeys:
     """Keys of config.json that mean something together, as those of rotary positions do.
 
-    names: of all keys that `read` looks at.  read(config.json, sizes, errors): the keys of our section `model` that
+    names: of the keys that are known.  read(config.json, sizes, errors): the keys of our section `model` that
     they mean; sizes has those that the table's ConfigKey entries have read, and problems are added to errors.
     write(model): the same keys of config.json.  unread(config.json): names nested inside of these keys that `read`
     does not look at."""

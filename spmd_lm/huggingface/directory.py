@@ -9,7 +9,7 @@ from pathlib import Path
 from spmd_lm.config.data_sections import Data
 from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, Layer, load
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, CONFIG_JSON, NAMED_TOKENS, read_end_ids
+from spmd_lm.data.tokenizers.vocabulary import COMPANION_FILES, CONFIG_JSON, put_by_name, read_end_ids
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.files import write_atomically
 from spmd_lm.huggingface.config_json import ParsedConfig, parse_config
@@ -88,36 +88,40 @@ def open_directory(path: Path) -> ModelDirectory:
             problems.append(
                 f"{config_file}: {key}={layers}, but the files have {num_tensors} tensors in all. Download both again."
             )
-        problems += _vocabulary_errors(path, config.model["vocab"])
+        beyond, wrong = _check_vocabulary(path, config.model["vocab"])
+        problems += wrong
         problems += _unreadable(path / name for name in tokenizer_files(path))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     # The original BERT checkpoints name BertForMaskedLM, although their files have the next-sentence head as well.
     if config.architecture is BERT and "cls.seq_relationship.weight" in reader.tensors:
         config.objective["sentence_order"] = True
-    added = {token: id for name in ADDED_FILES for token, id in _added_tokens(path / name).items()}
-    beyond = [token for token, id in added.items() if isinstance(id, int) and id >= config.model["vocab"]]
     return ModelDirectory(path, config, reader, tokenizer_files(path), beyond)
 
 
-def _vocabulary_errors(directory: Path, vocab_size: int) -> Iterator[str]:
-    """Tokenizer files with ids that the model lacks.  Fewer ids than the model has are common: room to grow."""
-    for name in (*ADDED_FILES, "vocab.json", "vocab.txt"):
-        path = directory / name
+def _check_vocabulary(directory: Path, vocab_size: int) -> tuple[list[str], list[str]]:
+    """The added tokens of tokenizer files whose ids the model lacks; and what is wrong with these files, such as other
+    ids that it lacks.  Fewer ids than the model has are common: room to grow."""
+    beyond, problems = dict[str, None](), list[str]()
+    for path in (directory / name for name in (*ADDED_FILES, "vocab.json", "vocab.txt")):
         if not os.path.lexists(path):
             continue
         try:
-            highest = _highest_id(path)
+            tokens, added = _read_ids(path)
         except ConfigError as error:
-            yield from error.problems
-        except (AttributeError, KeyError, TypeError):
-            yield f"{path}: not a known tokenizer format. Download it again."
+            problems += error.problems
+        except (AttributeError, KeyError, TypeError, ValueError):
+            problems.append(f"{path}: not a known tokenizer format. Download it again.")
         else:
-            if highest >= vocab_size:
-                yield (
+            put = put_by_name({*tokens, *added})
+            required = [*tokens.values(), *(number for token, number in added.items() if token in put)]
+            if (highest := max(required, default=-1)) >= vocab_size:
+                problems.append(
                     f"{path} has ids up to {highest}, more than vocab_size={vocab_size} of {CONFIG_JSON}. One of the "
                     f"two files belongs to another model: download both again."
                 )
+            beyond |= dict.fromkeys(token for token, number in added.items() if number >= vocab_size)
+    return [*beyond], problems
 
 
 def _unreadable(files: Iterable[Path]) -> Iterator[str]:
@@ -129,28 +133,22 @@ def _unreadable(files: Iterable[Path]) -> Iterator[str]:
             yield from error.problems
 
 
-def _highest_id(path: Path) -> int:
-    """Of the tokens that a model has to have; -1 if there is none."""
+def _read_ids(path: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """The ids of a vocabulary's tokens, and of those that were added to it, by the file's own numbers."""
     if path.suffix == ".txt":  # one token per line
-        return read_file(path).removesuffix(b"\n").count(b"\n")
+        lines = read_file(path).removesuffix(b"\n").count(b"\n")
+        return {"": lines}, {}
     content = read_json(path)
     if path.name == "tokenizer.json":
         vocab = content["model"]["vocab"]
-        ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
+        tokens = vocab if isinstance(vocab, dict) else {str(piece): number for number, (piece, _) in enumerate(vocab)}
+        added = [(token["content"], token["id"]) for token in content.get("added_tokens") or []]
     else:
-        ids = [*content.values()] if path.name not in ADDED_FILES else []
-    ids += [id for token, id in _added_tokens(path).items() if token in NAMED_TOKENS]
-    return max((min(id, 2**32) for id in ids if isinstance(id, int)), default=-1)  # no id is longer
-
-
-def _added_tokens(path: Path) -> dict[str, int]:
-    """The added tokens of one of ADDED_FILES, and their ids; of any other file none."""
-    if path.name not in ADDED_FILES or not os.path.lexists(path):
-        return {}
-    content = read_json(path)
-    if path.name == "added_tokens.json":
-        return dict(content.items())
-    return {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        tokens, added = ({}, [*content.items()]) if path.name in ADDED_FILES else (content, [])
+    numbers = [*tokens.values(), *(number for _, number in added)]
+    if not all(type(number) is int and 0 <= number < 2**32 for number in numbers):
+        raise ValueError
+    return tokens, {str(token): max(number, tokens.get(token, 0)) for token, number in added}
 
 
 def make_run_config(

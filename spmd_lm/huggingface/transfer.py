@@ -87,7 +87,7 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig, hub_model: HubModel 
     architecture = model_dir.config.architecture
     unused = architecture.unused_head_names(model_dir.reader.tensors, shapes)
     files = [*(path.name for path in model_dir.reader.files), *model_dir.tokenizer_files]
-    beyond = [f"{token} of the tokenizer, which the model lacks" for token in model_dir.tokens_beyond]
+    beyond = abbreviate(map(repr, model_dir.tokens_beyond))
     read = {CONFIG_JSON, INDEX_FILE, *(name.partition("/")[0] for name in files)}
     others = sorted(name for name in os.listdir(model_dir.path) if name not in read and not name.startswith("."))
     return {
@@ -98,7 +98,8 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig, hub_model: HubModel 
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "files": files,
         "unread": [
-            *(*model_dir.config.unknown_keys, *sorted(unused), *beyond),
+            *(*model_dir.config.unknown_keys, *sorted(unused)),
+            *([f"tokens that the model lacks: {beyond}"] if beyond else []),
             *(hub_model.others if hub_model else others),
         ],
         "warning": other_head(model_dir, shapes, file_names),

@@ -17,7 +17,7 @@ from spmd_lm.batch import Batch
 from spmd_lm.config.schema import Model
 from spmd_lm.models.layers import INIT_STD, BlockProducts, HasMatrices, HeadNorm, Norm, ParamInit, add_bias
 from spmd_lm.ops.attention import AttentionSpec
-from spmd_lm.ops.collectives import local_kv_heads, residual_stream, row_positions
+from spmd_lm.ops.collectives import LocalKVHeads, residual_stream, row_positions
 from spmd_lm.ops.dropout import DropoutKey, dropout
 from spmd_lm.ops.embedding import lookup
 from spmd_lm.ops.rotary import Rotary
@@ -120,7 +120,7 @@ class Attention(HasMatrices):
     def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
         products, attend = context.products.attention, context.make_attention(self.spec)
-        local = functools.partial(local_kv_heads, width=self.head_dim)
+        local = LocalKVHeads(self.head_dim)
         matrices = self.matrix("query"), self.matrix("key").select(local), self.matrix("value").select(local)
         kv_biases = (None if bias is None else local(bias[...]) for bias in (self.key_bias, self.value_bias))
         q, k, v = map(add_bias, products.column(x, matrices, "heads", ordered=True), (self.query_bias, *kv_biases))

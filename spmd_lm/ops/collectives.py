@@ -8,6 +8,7 @@ A function takes the name of a dimension (`reduce_scatter` and `psum_axes`: mesh
 shard it; where none does, it returns its argument unchanged.  Only functions decorated `with_gradient`, or without a
 collective, may be differentiated through."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -67,21 +68,26 @@ def local_slice(x: Array, name: str, dim: int) -> Array:
     return lax.dynamic_slice_in_dim(x, shard_index(name) * size, size, dim)
 
 
-def local_kv_heads(w: Array, width: int) -> Array:
-    """Of w [..., key/value heads x width], which every device holds, the heads that its queries attend with, where
-    some layer has fewer of these heads than there are shards of `heads`; all of w elsewhere.
+@dataclasses.dataclass(frozen=True)
+class LocalKVHeads:
+    """The key/value heads, `width` wide, that this device's queries attend with, where some layer has fewer of them
+    than there are shards of `heads`; all of them elsewhere.
 
     Several devices use one head, each for its own queries: gradients are still to be summed over the shards."""
-    if num_shards("heads") == num_shards("kv_heads"):
-        return w
-    typed = sharding_types.spec_with_last(w, nontrivial_axes("heads")) if sharding_types.is_explicit() else None
-    return manual_region(functools.partial(_local_kv_heads, width=width), typed)(w)
 
+    width: int
 
-def _local_kv_heads(w: Array, width: int) -> Array:
-    heads, shards = w.shape[-1] // width, num_shards("heads")
-    first, size = shard_index("heads") * heads // shards, max(heads // shards, 1)
-    return lax.dynamic_slice_in_dim(w, first * width, size * width, w.ndim - 1)
+    def __call__(self, w: Array) -> Array:
+        """Of w [..., key/value heads x width], which every device holds."""
+        if num_shards("heads") == num_shards("kv_heads"):
+            return w
+        typed = sharding_types.spec_with_last(w, nontrivial_axes("heads")) if sharding_types.is_explicit() else None
+        return manual_region(self._slice, typed)(w)
+
+    def _slice(self, w: Array) -> Array:
+        heads, shards = w.shape[-1] // self.width, num_shards("heads")
+        first, size = shard_index("heads") * heads // shards, max(heads // shards, 1)
+        return lax.dynamic_slice_in_dim(w, first * self.width, size * self.width, w.ndim - 1)
 
 
 def psum(x: Any, name: str) -> Any:

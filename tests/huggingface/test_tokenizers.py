@@ -214,7 +214,7 @@ def test_added_tokens_beyond_the_vocabulary_matter_where_a_text_has_them(tmp_pat
     made.save(str(tmp_path / "model" / "tokenizer.json"))
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
     assert main(["import", str(tmp_path / "model"), str(tmp_path / "run"), *SMALL]) == 0
-    assert "not read: <image> of the tokenizer, which the model lacks" in capsys.readouterr().out
+    assert "not read: tokens that the model lacks: '<image>'" in capsys.readouterr().out
     config = load_run(tmp_path / "run")
     assert made.token_to_id("<image>") == size == config.model.vocab
 

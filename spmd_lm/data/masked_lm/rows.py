@@ -36,6 +36,7 @@ class MaskedLMLoader(Loader):
     ):
         assert isinstance(config.objective, MaskedLM)
         self.special, self.words = tokenizer.special_tokens_and_words()
+        self.text_ids = self.words.text_ids[self.words.text_ids < config.model.vocab]
         self.tokens, self.objective, self.has_token_types = tokens, config.objective, config.model.token_types > 0
         self.text_size = config.model.context - (3 if self.objective.sentence_order else 2)
 
@@ -75,7 +76,7 @@ class MaskedLMLoader(Loader):
         replacements_RP = choose_replacements(
             word_starts_RP, length_R, mask_key_R, objective.mask_prob, objective.max_span
         )
-        masked_RP = apply_replacements(tokens_RP, replacements_RP, mask_key_R, special.mask, self.words.text_ids)
+        masked_RP = apply_replacements(tokens_RP, replacements_RP, mask_key_R, special.mask, self.text_ids)
         weights_RP = ((replacements_RP != UNSELECTED) & draws.valid_R[:, None]).astype(np.float32)
         cut_R = self._cut(tokens_RP, word_starts_RP, replacements_RP, key_R)
         swapped_R = (cut_R > 0) & (uniform(key_R, SWAP_STREAM) < 0.5)

@@ -9,8 +9,7 @@ import numpy as np
 
 from spmd_lm.config.data_sections import Task
 from spmd_lm.data.tasks.files import Example, Question, read_examples
-from spmd_lm.data.tokenizers.tokenizer import Tokenizer
-from spmd_lm.errors import DataError
+from spmd_lm.data.tokenizers.tokenizer import Tokenizer, check_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,10 @@ class Split:
         else:
             ids = tuple(tokenizer.encode(text) for text in texts)
         if tokenizer.vocab_size > vocab_size:
-            _check_ids(examples, dict(zip(texts, ids, strict=True)), vocab_size)
+            ids_of = dict(zip(texts, ids, strict=True))
+            for example in examples:
+                for text in (text for pair in example.text_pairs for text in pair if text is not None):
+                    check_ids(ids_of[text], vocab_size, example.location)
         return cls(
             tokens=np.concatenate(ids),
             bounds=np.cumsum([0, *map(len, ids)], dtype=np.int64),
@@ -90,14 +92,6 @@ class TaskDataset:
             f"examples, {f'{skipped:,} lines skipped, ' if skipped else ''}{tokens:,} tokens, "
             f"sha256 {self.fingerprint[:12]}"
         )
-
-
-def _check_ids(examples: list[Example], ids: dict[str, np.ndarray], vocab_size: int) -> None:
-    for example in examples:
-        for text in (text for pair in example.text_pairs for text in pair if text is not None):
-            if ids[text].max(initial=0) >= vocab_size:
-                problem = f"token {ids[text].max()} is not below model.vocab={vocab_size}"
-                raise DataError(f"{example.location}: {problem}. Correct the text, or use a larger vocabulary.")
 
 
 def load_task(data: Task, tokenizer: Tokenizer, vocab_size: int) -> TaskDataset:

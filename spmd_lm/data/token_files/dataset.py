@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -96,10 +96,16 @@ def _open_corpus(
         checksums = [[(s.header.idx_crc32, s.header.block_crc32) for s in shards] for shards in splits]
         identity = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
         documents = sum(shard.header.documents for shards in splits for shard in shards)
-    train, validation = (ShardedTokens(_nonempty(s), vocab_size, separator, data.verify) for s in splits)
+    verify = _verify(data, tokenizer, vocab_size)
+    train, validation = (ShardedTokens(_nonempty(s), vocab_size, separator, verify) for s in splits)
     if not train.size:
         raise DataError(f"{path}: its training split has no tokens. Prepare more text, or leave it out of data.blend.")
     return TokenCorpus(path, weight, train, validation, documents, identity)
+
+
+def _verify(data: Tokens, tokenizer: Tokenizer, vocab_size: int) -> Literal["touch", "full", "off"]:
+    """data.verify; full, where a tokenizer may have put ids that the model lacks: all are compared at the start."""
+    return "full" if tokenizer.vocab_size > vocab_size else data.verify
 
 
 def _open_shards(root: Path, manifest: dict[str, Any], split: str) -> list[Shard]:
@@ -119,7 +125,8 @@ def open_test_splits(data: Tokens, tokenizer: Tokenizer, model_vocab: int) -> li
         _require_tokenizer(manifest, root, data)
         if "test" in manifest["splits"]:
             shards = _nonempty(_open_shards(root, manifest, "test"))
-            opened.append(ShardedTokens(shards, vocab_size, manifest["eos_token_id"], data.verify))
+            verify = _verify(data, tokenizer, vocab_size)
+            opened.append(ShardedTokens(shards, vocab_size, manifest["eos_token_id"], verify))
     if not opened:
         raise DataError(
             f"--task test: no test split in {', '.join(map(str, roots))}. Prepare it with a share, as in "

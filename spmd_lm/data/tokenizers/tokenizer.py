@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -29,7 +29,7 @@ BosBefore = Literal["documents and prompts", "prompts", "nothing"]
 
 class Tokenizer(Protocol):
     vocab_size: int  # every id that `encode` returns is below it
-    required_vocab: int  # the fewest ids that a model has to have; of the others only those that a text has matter
+    required_vocab: int  # the ids that a model has to have; those above are of added tokens, which a text may have
     eos_token_id: int | None  # between documents; a text has it only by its name; None if documents are not separated
     bos_token_id: int | None  # that begins a text; None if there is none
     bos_before: BosBefore  # where it is put
@@ -181,9 +181,6 @@ class VocabularyTokenizer:
     def _words(self) -> WordBoundaries:
         raise NotImplementedError
 
-    def _ids_of(self, tokens: Iterable[str]) -> set[int]:
-        return {self.token_to_id[token] for token in tokens if token in self.token_to_id}
-
     def _first_id(self, candidates: Sequence[str]) -> int | None:
         return next((self.token_to_id[token] for token in candidates if token in self.token_to_id), None)
 
@@ -202,8 +199,9 @@ class SubwordTokenizer(VocabularyTokenizer):
         self.backend.no_padding()
         super().__init__(name, self.backend.get_vocab(with_added_tokens=True))
         # Gemma 3's has <image_soft_token>, which its text models lack.
-        optional = {*self.backend.get_added_tokens_decoder()} - self._ids_of(vocabulary.NAMED_TOKENS)
-        self.required_vocab = 1 + max({*self.token_to_id.values()} - optional, default=-1)
+        put = {self.token_to_id[token] for token in vocabulary.put_by_name(self.token_to_id)}
+        optional = self.backend.get_added_tokens_decoder().keys() - put
+        self.required_vocab = 1 + max({*self.token_to_id.values()} - optional, default=-1)  # more if data.bos puts one
         self.backend.encode_special_tokens = not self._missing(self.row_tokens)
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -308,6 +306,7 @@ def put_bos(
             )
         if bos is not None:
             tokenizer.bos_token_id, tokenizer.bos_before = bos, "documents and prompts"
+            tokenizer.required_vocab = max(tokenizer.required_vocab, bos + 1)
     return tokenizer
 
 
@@ -318,6 +317,24 @@ def make_tokenizer(data: Data | Synthetic, rules: int = RULES) -> Tokenizer:
     if isinstance(data, Synthetic):
         return NumberTokenizer()
     return put_bos(open_tokenizer(data.tokenizer), data.bos, rules)
+
+
+def fitting_tokenizer(data: Data | Synthetic, vocab: int, rules: int = RULES) -> Tokenizer:
+    """That of `make_tokenizer`, for a model of `vocab` ids.  ConfigError if the tokenizer requires more."""
+    tokenizer = make_tokenizer(data, rules)
+    if isinstance(data, Data) and tokenizer.required_vocab > vocab:
+        raise ConfigError(
+            f"model.vocab={vocab} is less than the {tokenizer.required_vocab} tokens of "
+            f"data.tokenizer={data.tokenizer}. Use model.vocab={tokenizer.required_vocab} or more."
+        )
+    return tokenizer
+
+
+def check_ids(ids: np.ndarray, vocab: int, location: str) -> None:
+    """DataError, with `location` first, for an id that a model of `vocab` ids lacks."""
+    if ids.max(initial=0) >= vocab:
+        problem = f"token {ids.max()} is not below model.vocab={vocab}"
+        raise DataError(f"{location}: {problem}. Correct the text, or use a run with a larger vocabulary.")
 
 
 def open_tokenizer(name: str) -> Tokenizer:

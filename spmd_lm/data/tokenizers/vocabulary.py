@@ -10,11 +10,12 @@ third, add_prefix_space."""
 
 import functools
 import hashlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,13 @@ BOS_TOKENS = ("<s>", "<|begin_of_text|>", "<bos>", *EOS_TOKENS)
 BERT_TOKENS = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 ROBERTA_TOKENS = ("<s>", "</s>", "<mask>", "<pad>")
 
-NAMED_TOKENS = frozenset((*BOS_TOKENS, *BERT_TOKENS, *ROBERTA_TOKENS))
+
+def put_by_name(tokens: Collection[str]) -> set[str]:
+    """Those of a vocabulary's tokens that rows may have although no text does: what begins and ends texts, and the
+    tokens of masked rows, if it has all of either kind."""
+    rows = (row for row in (BERT_TOKENS, ROBERTA_TOKENS) if all(token in tokens for token in row))
+    return {token for token in (*BOS_TOKENS, *itertools.chain(*rows)) if token in tokens}
+
 
 MAX_TOKENS = 2**20  # the largest vocabulary in use has 0.9 million
 

@@ -192,7 +192,7 @@ def period_of(types: Sequence[str], kinds: Mapping[str, Any], errors: list[str])
     """`model.period` of layers of these types; None where all are plain blocks."""
     span = kinds[SLIDING]["span"] if SLIDING in types else 1
     if type(span) is not int or span < 1:
-        errors.append(f"sliding_window: expected an integer, got {json.dumps(span):.40}.")
+        errors.append(f"sliding_window: expected a positive integer, got {json.dumps(span):.40}.")
         return None
     period = shortest_period([kinds[each] for each in types])
     return None if period in ([], ["block"]) else period

@@ -1,9 +1,11 @@
 """Gemma 2 (arXiv:2408.00118), and the text models of Gemma 3 (arXiv:2503.19786)."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spmd_lm.config.schema import Model
+from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.architectures import Architecture, ConfigKey, ConfigKeys, WeightMapping
 from spmd_lm.huggingface.families import decoder
 from spmd_lm.huggingface.families.decoder import DECODER_LAYER, FULL, SLIDING, layer_types_of
@@ -60,7 +62,7 @@ GEMMA2 = Architecture(
 def _read_layers(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
     every = hf_config.get("sliding_window_pattern", 6)
     if type(every) is not int or every < 1:
-        errors.append(f"sliding_window_pattern: expected an integer, got {every!r:.40}.")
+        errors.append(f"sliding_window_pattern: expected a positive integer, got {every!r:.40}.")
         return {}
 
     def default(_: Mapping[str, Any], layers: int, errors: list[str]) -> list[str]:
@@ -84,8 +86,9 @@ def _read_layers(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors:
 def _ropes(hf_config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The rotary positions of each type of layer, in the form of transformers 5 or of the older one."""
     thetas = {FULL: hf_config.get("rope_theta", 1e6), SLIDING: hf_config.get("rope_local_base_freq", 1e4)}
-    given = hf_config.get("rope_parameters") or {}
-    by_type = given if isinstance(given, dict) and given.keys() & {FULL, SLIDING} else {FULL: given}
+    by_type = hf_config.get("rope_parameters") or {}
+    if not isinstance(by_type, dict) or by_type.keys() - {FULL, SLIDING}:
+        raise ConfigError(f"rope_parameters={json.dumps(by_type):.80}: expected those of {FULL} and of {SLIDING}.")
     ropes = {kind: flatten_rope({"rope_parameters": by_type.get(kind)}) for kind in thetas}
     ropes[FULL] |= flatten_rope({"rope_scaling": hf_config.get("rope_scaling")})
     return {kind: {"rope_theta": theta} | ropes[kind] for kind, theta in thetas.items()}

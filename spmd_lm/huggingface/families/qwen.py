@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5 (arXiv:2407.10671), with biases of queries, keys and values; Qwen3 (arXiv:2505.09388), with norms
 of queries and keys."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,17 @@ QWEN_KEYS = (
 )
 SLIDES = ConfigKey("use_sliding_window", "period", False)
 FIRST = ConfigKey("max_window_layers", "period", 28)
-WINDOWS = decoder.windows(_last_layers, SLIDES.hf_key, FIRST.hf_key, write=_write_windows)
+BY_LAYER = decoder.windows(_last_layers, SLIDES.hf_key, FIRST.hf_key, write=_write_windows)
+
+
+def _read_windows(hf_config: Mapping[str, Any], sizes: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
+    types = hf_config.get("layer_types")
+    if isinstance(types, list) and SLIDING in types and not SLIDES.read(hf_config, errors):
+        errors.append(f"layer_types has {SLIDING}, but {SLIDES.hf_key} is not true. Correct one of them.")
+    return BY_LAYER.read(hf_config, sizes, errors)
+
+
+WINDOWS = dataclasses.replace(BY_LAYER, read=_read_windows)
 QWEN2 = Architecture(
     model_type="qwen2",
     classes={"Qwen2ForCausalLM": {"kind": "causal_lm"}},

@@ -18,6 +18,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import load_data, make_loader
 from spmd_lm.data.loader import CausalLMLoader
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
+from spmd_lm.data.masked_lm.word_boundaries import WordBoundaries
 from spmd_lm.data.token_array import TokensInMemory
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer, NumberTokenizer
 from spmd_lm.errors import ConfigError, DataError
@@ -74,6 +75,18 @@ def make(
         train={"batch": batch, "seed": seed, "eval_batches": eval_batches},
     )
     return MaskedLMLoader(TokensInMemory(tokens, tokenizer.eos_token_id), tokenizer, config, split)
+
+
+def test_random_tokens_are_those_of_the_model():
+    """A tokenizer may have more."""
+
+    class Larger(ByteTokenizer):
+        def special_tokens_and_words(self):
+            spelled = [None, *(bytes([byte]) for byte in range(1, 256)), *[None] * 4, *[b"x"] * 1000]
+            return SPECIAL, WordBoundaries.from_bytes(spelled)
+
+    loader = make(tokenizer=Larger())
+    assert all(loader.rows(step, 0, 16).tokens.max() < 260 for step in range(9))
 
 
 def present(batch: Batch) -> list[str]:

@@ -212,10 +212,11 @@ def test_damaged_megatron_files_are_told(tmp_path, suffix, change, said):
         loader(path=str(tmp_path / "corpus"), context=8)
 
 
-def test_ids_beyond_the_vocabulary_are_told_before_a_batch_has_them(tmp_path):
+@pytest.mark.parametrize("verify", ["touch", "off"])
+def test_ids_that_the_model_lacks_are_told_before_the_first_step(tmp_path, verify):
     write_megatron(tmp_path / "corpus", [[[3, 4, 70, 2] * 20]] * 3)
     with pytest.raises(DataError, match="it has the token 70, but the vocabulary has 50"):
-        loader(path=str(tmp_path / "corpus"), context=8, vocab=50).rows(0, 0, BATCH)
+        loader(path=str(tmp_path / "corpus"), context=8, vocab=50, verify=verify)
 
 
 def flip(file: Path, at: int) -> None:
