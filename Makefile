@@ -1,8 +1,8 @@
 # make train        train a small GPT on real text over 8 simulated devices: 2 to 3 minutes on 2 cores
-# make test         the suite, without its longest tests: 9 minutes on 2 cores, installation included
+# make test         the suite, without its longest tests: 9 to 15 minutes on 2 cores, installation included
 # make test-slice   a part of the slow tests: SLICE=3/10 is the fourth tenth
 # make test-all     all slow tests, then the suite on the newest Python there is: more than an hour on 2 cores
-# make mutants      break the parallel code in 245 places, one at a time; each must be noticed. Hours
+# make mutants      break the parallel code in 270 places, one at a time; each must be noticed. Hours
 # make test-browser reports in Chromium, half a minute; INSTALL=1 installs Debian's package, where it can
 # make test-slurm   launch/ on a SLURM of its own, and mpirun: 3 minutes. INSTALL=1 installs them, where it can
 # make predictions  memory and bytes of random runs beside absent hardware's compilers: RUNS=3, 2 minutes. SEED=0x1f

@@ -1,5 +1,6 @@
 """The suite runs on 8 simulated CPU devices; `-m gpu` alone takes the machine's own."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
         simulate_devices(DEVICES)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    gc.set_threshold(50_000)  # tracing allocates much that stays
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +50,14 @@ def narrow():
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_enable_x64", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_what_is_left():
+    """What a module leaves in caches, gigabytes in the end, is not searched for garbage again."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

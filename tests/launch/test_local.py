@@ -176,7 +176,12 @@ def test_a_job_whose_launcher_is_killed_saves(tmp_path):
 @pytest.mark.slow
 def test_seeds_are_trained_by_all_processes(tmp_path):
     """Each seed is a job of its own: the processes of the sweep start the same one, and agree on its end."""
-    job = launch(2, *train(tmp_path, "train.steps=2", "train.eval_every=2", "train.eval_batches=1"), "--seeds", "2")
+    job = launch(
+        2,
+        *train(tmp_path, "train.steps=2", "optim.warmup=0", "train.eval_every=2", "train.eval_batches=1"),
+        "--seeds",
+        "2",
+    )
     code, output = end(job)
     assert code == Exit.DONE, output
     assert "seed-1: done" in output and "eval_loss" in output and "[1]" not in output

@@ -131,9 +131,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_for(condition) -> None:
-    late = time.monotonic() + 100
     while not condition():
-        assert time.monotonic() < late
         time.sleep(0.01)
 
 
@@ -169,7 +167,7 @@ def test_an_interrupted_cell_leaves_no_child(tmp_path):
         wait_for(pid.exists)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         run_in_child("v5p:2x2x2", say_and_sleep, pid)
     wait_for(lambda: not is_running(int(pid.read_text())))
