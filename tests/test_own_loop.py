@@ -61,7 +61,7 @@ def computed(rules: dict, shape: tuple[int, int], sections: dict) -> tuple[jax.A
 @pytest.mark.parametrize(
     ("rules", "sections"),
     [
-        pytest.param(RULES, GPT, id="tensor"),
+        pytest.param(RULES, GPT, id="tensor", marks=slow),
         pytest.param(RULES | {"sequence": "model"}, GPT, id="sequence", marks=[slow, pytest.mark.mutants]),
         pytest.param(RULES | {"sequence": "model"}, BERT, id="bert", marks=slow),
         pytest.param(RULES, {"model": SIZES | {"scan": False}}, id="unrolled", marks=slow),
@@ -106,6 +106,7 @@ def test_blocks_of_ones_own_compute_the_same_too(x64, tmp_path, rules, source):
     assert_close(logits, logits_alone, 1e-11)
 
 
+@slow
 def test_layers_of_several_kinds_have_the_loss_and_the_logits_of_the_reference(x64):
     """The last period is cut short; each layer has dropout masks of its own."""
     config = make_config(model=SIZES | PERIOD)

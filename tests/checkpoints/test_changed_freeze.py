@@ -72,7 +72,7 @@ def by_hand(freeze: str, saved: TrainState) -> tuple[Any, Any]:
     return moments(saved.opt_state.mu), moments(saved.opt_state.nu)
 
 
-@pytest.mark.parametrize("storage", [OrbaxStorage, ShardStorage])
+@pytest.mark.parametrize("storage", [pytest.param(OrbaxStorage, marks=pytest.mark.slow), ShardStorage])
 @pytest.mark.parametrize(("then", "now"), [("", SOME), (SOME, ""), (SOME, SOME)], ids=["more", "less", "the same"])
 def test_a_run_goes_on_with_other_parameters_frozen_on_another_mesh(tmp_path, wide, storage, then, now):
     saved, p, log = state_of(then), program_of(now, AFTER), []

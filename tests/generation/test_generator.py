@@ -225,7 +225,7 @@ class Padded(ByteTokenizer):
         return np.arange(count) % 3 == 1
 
 
-@pytest.mark.parametrize("layout", ["one", "data4-model2"])
+@pytest.mark.parametrize("layout", ["one", pytest.param("data4-model2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sampling", [{"greedy": True}, {"seed": 3}, {"temperature": 50.0}, {"top_k": 4, "top_p": 0.9}])
 def test_what_the_tokenizer_has_no_token_for_is_never_sampled(layout, sampling, x64):
     """But for what ends a text: the separator of documents, 0."""

@@ -140,7 +140,7 @@ def test_softmax_of_bfloat16_is_float32():
 @pytest.mark.parametrize(
     ("width", "packed", "causal", "shared", "own"),
     [
-        (64, False, True, 1, {}),
+        pytest.param(64, False, True, 1, {}, marks=pytest.mark.slow),
         (128, True, True, 1, {"span": 40, "softcap": 1.5, "scale": 0.3}),
         (64, True, False, 1, {}),
         (64, True, True, 2, {}),

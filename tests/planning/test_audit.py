@@ -106,8 +106,9 @@ TOPOLOGIES = ["v5p:4x4x4", pytest.param("h100:2x8", marks=slow)]
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize(
     ("remat", "each"),
-    [pytest.param("none", 4, marks=slow), pytest.param("residual", 4, marks=slow), ("full", 5)],
+    [("none", 4), ("residual", 4), ("full", 5)],
 )
+@slow
 def test_tensor_parallelism_sends_only_megatron_s_all_reduces(name, remat, each):
     """2 + 2 per layer, one for the embedding, one for the head; under full remat attention's again."""
     result = audited(name, remat, zero=3)

@@ -16,10 +16,17 @@ PREFETCH = {"data": 2, "zero": 3, "prefetch": "on"}
 ONE_F_ONE_B = {"pipe": 2, "data": 2, "microbatches": 2, "schedule": "1f1b"}
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.mutants
 @pytest.mark.parametrize(
     "parallel",
-    [PREFETCH, pytest.param(PREFETCH | {"partitioner": "types", "model": 2}, marks=pytest.mark.slow), ONE_F_ONE_B],
+    [
+        PREFETCH,
+        pytest.param(PREFETCH | {"partitioner": "types", "model": 2}, marks=SLOW),
+        pytest.param(ONE_F_ONE_B, marks=SLOW),
+    ],
     ids=["prefetch", "types", "1f1b"],
 )
 def test_what_was_in_the_arrays_reaches_nothing(parallel, monkeypatch, x64):

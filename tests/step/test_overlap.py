@@ -44,7 +44,7 @@ def config(layers: int, remat: str, model: dict, parallel: dict) -> RunConfig:
 @pytest.mark.parametrize(
     ("layers", "remat", "model", "parallel"),
     [
-        pytest.param(4, "full", {}, HYBRID, id="hybrid"),
+        pytest.param(4, "full", {}, HYBRID, id="hybrid", marks=slow),
         pytest.param(4, "full", {}, HYBRID | {"partitioner": "types"}, id="types", marks=[slow, mutants]),
         pytest.param(2, "selective", {}, {"data": 8}, id="two layers", marks=slow),
         pytest.param(3, "residual", ORIGINAL_BERT, {"data": 4, "model": 2}, id="bert", marks=slow),

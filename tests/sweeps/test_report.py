@@ -116,7 +116,14 @@ def test_a_cell_s_own_records_replace_nothing_of_its_row(key, value, tmp_path):
     assert (tmp_path / "cells.csv").read_text().splitlines()[1].startswith("a,done,0,,")
 
 
-@pytest.mark.parametrize("key", ["tokens_per_second", "mfu", "seconds", "loss", "tokens", "eval_loss", "\ud800"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("loss", "\ud800"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("tokens_per_second", "mfu", "seconds", "tokens")),
+        pytest.param("eval_loss", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("value", ["text", "\ud800", [[1]], {"a": 1}, True, -1, 10**400, 1e400, 1e308, 5e-324])
 def test_any_value_of_a_cell_leaves_the_sweep_its_tables_and_page(key, value, tmp_path):
     cells = [make_cell(tmp_path, name, 0.1, f"run.simulate_devices={n}") for name, n in (("a", 1), ("b", 2))]

@@ -58,6 +58,7 @@ def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+@pytest.mark.slow
 def test_each_seed_is_a_separate_run(two):
     assert {path.name for path in (two / "runs" / "cells").iterdir()} == {"seed-5", "seed-6"}
     for seed in (5, 6):
@@ -68,6 +69,7 @@ def test_each_seed_is_a_separate_run(two):
     assert last(two, 5)["eval_loss"] != last(two, 6)["eval_loss"]
 
 
+@pytest.mark.slow
 def test_a_seed_s_run_equals_train_with_that_seed(two, tmp_path):
     config = load_run(two / "runs" / "cells" / "seed-6")
     alone = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path / "alone")})})
