@@ -87,7 +87,9 @@ def type_name(about: dict[str, Any]) -> str:
 
 
 def value_name(value: Any) -> str:
-    if value is None or isinstance(value, recipe_schema.CleaningSteps | recipe_schema.SplitShares):  # a table follows
+    if value in (None, ()) or isinstance(
+        value, recipe_schema.CleaningSteps | recipe_schema.SplitShares
+    ):  # a table follows
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

@@ -30,6 +30,8 @@ row on every device."""
 
 SHARDED_DIM, ZERO_WIDTH = "width", "zero_width"
 """The dimension that ZeRO shards, and its name where it is sharded."""
+ZERO_DIMS = {SHARDED_DIM: ZERO_WIDTH, "width_bytes": "zero_width_bytes", "width_blocks": "zero_width_blocks"}
+"""The same of a matrix in few bits: of bytes with two entries, and of blocks with one scale."""
 
 
 def is_dim_names(x: Any) -> bool:
@@ -41,7 +43,7 @@ def is_dim_names(x: Any) -> bool:
 def sharded_names(names: DimNames) -> DimNames:
     """The dimension names of a parameter as ZeRO shards it.  A vector's are unchanged."""
     matrix = len([name for name in names if name != "layers"]) > 1
-    return tuple(ZERO_WIDTH if name == SHARDED_DIM else name for name in names) if matrix else names
+    return tuple(ZERO_DIMS.get(name or "", name) for name in names) if matrix else names
 
 
 def axis_of(name: str) -> str:

@@ -3,12 +3,14 @@
 Below this module models and parallelism take sections of a configuration at most, never all of it; above it a step
 takes what is made here."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
 
+from spmd_lm.adapters import adapters_of, frozen_patterns
 from spmd_lm.axes import MODEL
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
@@ -55,7 +57,8 @@ def make_model(
     logits = LogitsPolicy(p.reduce, p.logits == "compute", tokens)
     scan = plan.scan if plan else choose_loop(config, platform).scan
     in_parts = plan.collective_matmul if plan else ()
-    return LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, in_parts, modules)
+    model = LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, in_parts, modules)
+    return dataclasses.replace(model, adapters=adapters_of(config.adapter, model), base=config.adapter.base)
 
 
 def enable_float64(config: RunConfig) -> None:
@@ -94,7 +97,7 @@ def abstract_plan(
         collective_matmul=in_parts,
         scan=choose_loop(config, platform, prefetch=bool(first_parts), scatters=zero.scatters_in_backward).scan,
         device_kind=kind,
-        freeze=tuple(config.optim.freeze.split()),
+        freeze=(*config.optim.freeze.split(), *frozen_patterns(config.adapter, model)),
         own_rules=model.modules.rules,
         replicated=("kv_heads",) if any((c.kv_heads or c.heads) % p.model for c in config.model.of_each_kind) else (),
     )

@@ -16,7 +16,7 @@ LAYERS = (
     {"active_rules", "config", "period"},
     {"ops", "batch", "own_module"},
     {"models", "parallel", "data", "runtime", "own_optimizer"},
-    {"cost_model"},
+    {"adapters", "cost_model"},
     {"analysis", "plots", "prepare", "resolve"},
     {"step"},
     {"checkpoints"},

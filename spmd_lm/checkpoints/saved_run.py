@@ -1,5 +1,4 @@
-"""A run's newest checkpoint: opened to use its model without training, and only where it fits the config; the saved
-config is compared with today's, key by key."""
+"""A run's newest checkpoint, only where it fits the config: the saved config is compared with today's, key by key."""
 
 import sys
 from collections.abc import Callable, Collection
@@ -22,19 +21,17 @@ from spmd_lm.data.corpus import Dataset, load_data
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, fitting_tokenizer
 from spmd_lm.data.tokenizers.vocabulary import vocabulary_hash
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
-from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.metrics import Status
 from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.processes import collect
-from spmd_lm.step.program import Program
 
 Result = TypeVar("Result")
 
 # Sections and keys that define the model: where they differ, a saved state is meaningless.
-MODEL_KEYS = ("model", "objective", "precision.params")
+MODEL_KEYS = ("model", "objective", "precision.params", "adapter")
 
 # Keys among them that define how a layer is computed and regularized: the saved arrays mean the same.
-COMPUTATION_KEYS = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout")
+COMPUTATION_KEYS = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout", "adapter.dropout")
 
 
 # Keys of `run` that may change the bits that a step computes.
@@ -86,29 +83,6 @@ def _advice(checkpoints: Checkpointer, damaged: int) -> str:
     if not older:
         return "There is no older one."
     return f"Use --fallback for step {older[-1]}; training resumes from there."
-
-
-def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
-    """The program, the newest parameters in canonical shapes, in the shardings of `config`'s layout, and their step.
-
-    Raises CheckpointError if there is no checkpoint, or it is damaged or of another model, and ConfigError for another
-    vocabulary.  fallback: of the newest step that is not damaged."""
-    checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
-
-    def read(step: int) -> tuple[Program, Tree, int]:
-        meta = checked_meta(checkpoints, step)
-        check_compatible(meta["config"], config.model_dump(by_alias=True), config.run.directory)
-        check_vocabulary(config, config.run.directory, meta if step else None)
-        program = Program(config)
-        return program, checkpoints.restore_params(step, program.abstract_canonical().params), step
-
-    return newest_readable(checkpoints, read, fallback)
-
-
-def open_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
-    """As `restore_run`, with the parameters as the program's compiled functions take them."""
-    program, params, step = restore_run(config, fallback)
-    return program, program.params_from_canonical(params), step
 
 
 def check_compatible(saved: Config, config: Config, directory: Path) -> list[str]:

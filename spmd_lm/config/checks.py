@@ -13,6 +13,7 @@ from contextlib import suppress
 from pydantic import BaseModel
 
 from spmd_lm.config import layout_checks
+from spmd_lm.config.adapters import Adapter, NoAdapter
 from spmd_lm.config.attention_kernels import FUSED_KERNELS, obstacles
 from spmd_lm.config.data_sections import (
     TRAINED_TOKENIZERS,
@@ -114,6 +115,11 @@ def settings_have_an_effect(model: Model, objective: Objective) -> Problems:
 def layers_can_be_shared(model: Model) -> Problems:
     if model.share_layers and len(model.kinds) > 1:
         yield use("model.share_layers=true with several kinds in model.period", "model.share_layers=false")
+
+
+def adapted_layers_are_not_shared(adapter: Adapter | NoAdapter, model: Model) -> Problems:
+    if adapter.kind != "none" and model.share_layers:
+        yield use(f"model.share_layers=true with {adapter.kind=!s}", "model.share_layers=false", "adapter.kind=none")
 
 
 def vocabulary_holds_tokens(model: Model, data: Data | Synthetic, objective: Objective) -> Problems:
@@ -331,6 +337,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     rotary_keys_have_an_effect,
     rotated_features_are_pairs,
     layers_can_be_shared,
+    adapted_layers_are_not_shared,
     settings_have_an_effect,
     *layout_checks.CHECKS,
     vocabulary_holds_tokens,

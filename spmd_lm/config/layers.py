@@ -81,6 +81,11 @@ def layer_path(path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
     return 0, path
 
 
+def path_in_block(param: str) -> str:
+    """attention.query of blocks.attention.query, and of blocks.0_window.attention.query."""
+    return ".".join(layer_path(tuple(param.split(".")))[1][1:])
+
+
 def shortest_period(layers: Sequence[Any]) -> list[Any]:
     """The shortest period that makes these layers; the last one may be cut short."""
     return next(([*layers[:n]] for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n]), [])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from spmd_lm.axes import BATCH_AXES, DATA
 from spmd_lm.config import overlap
+from spmd_lm.config.adapters import Adapter, NoAdapter
 from spmd_lm.config.schema import Model, Objective, Parallel, Remat, Run, RunConfig, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
@@ -119,9 +120,15 @@ def prefetch_has_layers_to_gather(model: Model, parallel: Parallel, remat: Remat
             yield use(f"{parallel.prefetch=!s} with {settings}: {reason}", alternative, "parallel.prefetch=auto")
 
 
-def products_have_parts(model: Model, parallel: Parallel) -> Problems:
+def adapters_are_manual(adapter: Adapter | NoAdapter, parallel: Parallel) -> Problems:
+    if adapter.kind != "none" and parallel.partitioner == "types":
+        reason = "types would sum a low-rank product's addends before the matrix's own are added"
+        yield use(f"{parallel.partitioner=!s} with {adapter.kind=!s}: {reason}", "parallel.partitioner=auto")
+
+
+def products_have_parts(model: Model, parallel: Parallel, adapter: Adapter | NoAdapter) -> Problems:
     if parallel.collective_matmul == "on":
-        for settings, reason, alternative in overlap.collective_matmul_obstacles(model, parallel):
+        for settings, reason, alternative in overlap.collective_matmul_obstacles(model, parallel, adapter):
             problem = f"{parallel.collective_matmul=!s} with {settings}: {reason}"
             yield use(problem, alternative, "parallel.collective_matmul=auto")
 
@@ -243,6 +250,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     shared_layers_are_on_one_stage,
     stages_divide_layers,
     pipelines_are_manual,
+    adapters_are_manual,
     prefetch_has_layers_to_gather,
     products_have_parts,
     remat_blocks_divide_chunk,

@@ -3,6 +3,7 @@ with products in parts (parallel.collective_matmul)."""
 
 from collections.abc import Iterator
 
+from spmd_lm.config.adapters import Adapter, NoAdapter
 from spmd_lm.config.schema import Model, Parallel, Remat, RunConfig
 from spmd_lm.config.suggest import Obstacle, nearest_multiple
 
@@ -42,12 +43,18 @@ def prefetches(config: RunConfig, platform: str) -> bool:
     return wanted and not any(prefetch_obstacles(config.model, p, config.remat))
 
 
-def collective_matmul_obstacles(model: Model, parallel: Parallel) -> Iterator[Obstacle]:
+def collective_matmul_obstacles(
+    model: Model,
+    parallel: Parallel,
+    adapter: Adapter | NoAdapter = NoAdapter(),  # noqa: B008 - frozen
+) -> Iterator[Obstacle]:
     """Whatever keeps a run from multiplying in parts."""
     if parallel.model == 1:
         yield Obstacle(f"{parallel.model=}", "no product needs another device's shards", "parallel.model=2")
     if model.module:
         yield Obstacle("model.module", "its products are not this package's", "model.module=null")
+    if adapter.kind != "none":
+        yield Obstacle(f"adapter.kind={adapter.kind}", "its products do not run in parts", "adapter.kind=none")
     if parallel.partitioner == "types":
         yield Obstacle("parallel.partitioner=types", "XLA inserts the collectives", "parallel.partitioner=manual")
     if parallel.pipe > 1 and not parallel.run_idle_stages:
@@ -83,6 +90,6 @@ def branches_in_parts(config: RunConfig, platform: str, device_kind: str, tokens
     helps = device_kind in SHORTER_IN_PARTS and tokens >= LEAST_TOKENS * p.model
     helps = helps and p.sequence and p.pipe == 1 and not p.model_across_hosts
     wanted = p.collective_matmul == "on" or (p.collective_matmul == "auto" and helps)
-    if not wanted or any(collective_matmul_obstacles(config.model, p)):
+    if not wanted or any(collective_matmul_obstacles(config.model, p, config.adapter)):
         return ()
     return ("mlp",) if platform == "tpu" else BRANCHES

@@ -40,6 +40,8 @@ def choose_partitioner(config: RunConfig, platform: str, in_parts: bool, own: bo
         return PartitionerChoice("manual", "products run in parts beside their collectives")
     if own:
         return PartitionerChoice("manual", "modules of one's own may do what types cannot describe")
+    if config.adapter.kind != "none":
+        return PartitionerChoice("manual", f"adapter.kind={config.adapter.kind} is written out")
     layout = {"platform": platform, "zero": p.zero, "model": p.model > 1, "sequence": p.sequence and p.model > 1}
     row = next((row for row in table() if layout.items() <= row.items()), None)
     if row is None:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, field_serializer, field_validator
 from pydantic.types import NonNegativeFloat, PositiveFloat
 
 from spmd_lm.axes import MESH_AXES
+from spmd_lm.config.adapters import IA3, LoRA, NoAdapter
 from spmd_lm.config.data_sections import CustomData, PythonStdlib, Synthetic, Task, Text, Tokens
 from spmd_lm.config.layers import BlockLayer, LayerKind, LayerKinds, shortest
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
@@ -404,6 +405,7 @@ class RunConfig(Section):
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
     optim: Annotated[AdamW | Lion | CustomOptimizer, Field(discriminator="kind")]
+    adapter: Annotated[NoAdapter | LoRA | IA3, Field(discriminator="kind")] = NoAdapter()
     remat: Remat = Remat()
     train: Train
     checkpoint: Checkpoint = Checkpoint()

@@ -115,17 +115,18 @@ class LayerActivations:
         Both branches' inputs and both norms' outputs, and where norms follow the branches their outputs; queries, keys
         and values, before their norms too, and what attention's last matrix reads; the MLP's hidden layer before and
         after the activation, and what gates it.  What a frozen matrix alone would
-        read, for its gradient, is not saved.  padded: bytes of an entry that is split into heads; size: of others."""
+        read, for its gradient, is not saved; an adapter reads it too.  padded: bytes of an entry that is split into
+        heads; size: of others."""
         m, shards = config.model, plan.layout.model
-        trains = functools.partial(plan.trains, "blocks")
+        reads = functools.partial(plan.reads_input, "blocks")
         norms = [
-            any(trains(branch, key) for key in keys)
+            any(reads(branch, key) for key in keys)
             for branch, keys in (("attention", ("query", "key", "value")), ("mlp", ("up", "gate")))
         ]
         masks = 2 * self.stream / size if m.dropout else 0  # one byte per element
         between = 2 * (m.norm == "sandwich") - m.parallel_branches
-        attention = m.qkv_width(shards) * padded + m.query_width / shards * trains("attention", "out") * size
-        mlp = ((2 if m.gated else 1) + trains("mlp", "down")) * self.hidden
+        attention = m.qkv_width(shards) * padded + m.query_width / shards * reads("attention", "out") * size
+        mlp = ((2 if m.gated else 1) + reads("mlp", "down")) * self.hidden
         attention += m.qk_norm * m.qk_width(shards) * padded
         return (2 + between + sum(norms)) * self.stream + masks, attention, mlp
 

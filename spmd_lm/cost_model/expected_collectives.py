@@ -161,7 +161,7 @@ class _Step:
     def gathers_again(self, branch: str) -> bool:
         """Whether backward gathers the branch's input again, which was saved as shards: for the gradients of the
         matrices that it goes into, or to run the layer again."""
-        trains = any(self.plan.trains("blocks", branch, key) for key in _COLUMN[branch])
+        trains = any(self.plan.reads_input("blocks", branch, key) for key in _COLUMN[branch])
         return trains or self.config.remat.policy in ("full", "residual", "block")
 
     @functools.cached_property
@@ -368,12 +368,12 @@ def _zero(step: _Step) -> Iterator[ExpectedCollective]:
     # The parts of a step that use each of them; all contribute to its gradient.
     uses_of = {each.path: ("embedding", "head") if each.path == tied_table else each.path[:1] for each in matrices}
     shapes, all_layers = {each.path: each.shape for each in matrices}, config.model.unique_layers
-    gathered = {each.path: each.gathered_elements for each in matrices}
     scattered = {each.path: plan.scattered_elements(each) for each in matrices if each.trained}
-    kinds = (
-        (ALL_GATHER, "weights", precision.compute, gathered, _weight_gathers(step)),
-        (REDUCE_SCATTER, "gradients", precision.reduce, scattered, _gradient_scatters(step)),
-    )
+    by_dtype = dict[str, dict[tuple[str, ...], int]]()
+    for each in matrices:
+        by_dtype.setdefault(each.coded_as or precision.compute, {})[each.path] = each.gathered_elements
+    kinds = [(ALL_GATHER, "weights", dtype, sizes, _weight_gathers(step)) for dtype, sizes in by_dtype.items()]
+    kinds.append((REDUCE_SCATTER, "gradients", precision.reduce, scattered, _gradient_scatters(step)))
     for axis in dict.fromkeys(axis for each in shares.values() for axis in each):
         for kind, part, dtype, sizes, transfers in kinds:
             count = sent = repeated = 0.0

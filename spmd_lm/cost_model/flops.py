@@ -6,6 +6,7 @@ counts the full square of scores, causal or not, as papers do (arXiv:2104.04473,
 recomputation); in a window `span` keys a query, or 2 x span - 1 without a causal mask."""
 
 import functools
+import math
 import timeit
 from collections import defaultdict
 from typing import NamedTuple, Self
@@ -13,6 +14,7 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from spmd_lm.config.adapters import is_adapter
 from spmd_lm.config.schema import Classification, ExtractiveQA, MaskedLM, MultipleChoice, RunConfig
 from spmd_lm.cost_model.hardware import find_hardware
 from spmd_lm.cost_model.own_layer import has_own_block, trace_layer
@@ -72,11 +74,16 @@ def train_step(config: RunConfig, plan: Plan) -> float:
     multiplied with, if anything below is.  A stack of which some layers are trained counts whole, and so do the head's
     matrices apart from the table."""
     forward, trains, below = _forward(config), plan.trains, plan.trains_below_head
-    gradients = sum(flops for path, flops in forward.matrices.items() if trains("blocks", *path))
+    adapters = [each for each in plan.parameters if is_adapter(each.path)]
+    of_adapters, trained = (
+        2.0 * config.model.context * sum(math.prod(each.shape) for each in chosen)
+        for chosen in (adapters, [each for each in adapters if each.trained])
+    )
+    gradients = trained + sum(flops for path, flops in forward.matrices.items() if trains("blocks", *path))
     gradients += forward.table * trains_table(config, plan) + forward.head * trains("head")
-    inputs = (sum(forward.matrices.values()) + 2 * forward.scores) * below
+    inputs = (of_adapters + sum(forward.matrices.values()) + 2 * forward.scores) * below
     inputs += forward.table * trains_before_logits(plan) + forward.head * (below or trains("head", "norm"))
-    return config.train.batch * (forward.total + gradients + inputs)
+    return config.train.batch * (forward.total + of_adapters + gradients + inputs)
 
 
 def _head_weights(config: RunConfig) -> tuple[int, int]:

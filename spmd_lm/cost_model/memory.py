@@ -27,7 +27,7 @@ def table(config: RunConfig, plan: Plan) -> dict[str, int]:
 
 def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     """The rows of `table` that outlive a step."""
-    params = plan.elements_per_device() * dtype_bytes(config.precision.params)
+    params = plan.bytes_per_device(config.precision.params)
     trained = plan.elements_per_device(trained=True) * dtype_bytes(config.precision.params)
     return {"parameters": params, config.optim.moments: moments_per_parameter(config.optim) * trained}
 
@@ -47,7 +47,7 @@ class _Sizes:
         self.itemsize, self.wide = dtype_bytes(p.compute), dtype_bytes(at_least_float32(p.compute))
         self.widening = self.wide // self.itemsize  # how many times larger float32, or a wider compute dtype, is
         self.parts, self.trained_parts = (
-            {part: plan.elements_per_device(part, gathered=True, trained=each) * self.itemsize for part in plan.shapes}
+            {part: plan.bytes_per_device(p.compute, part, gathered=True, trained=each) for part in plan.shapes}
             for each in (False, True)
         )
         self.embedding = self.parts["embedding"]
@@ -57,16 +57,16 @@ class _Sizes:
         self._embedding_and_head()
 
     def _weights(self) -> None:
-        plan, compiler = self.plan, self.compiler
+        plan, compiler, p = self.plan, self.compiler, self.config.precision
         cast = self.config.precision.compute != self.config.precision.params
         copied = cast or plan.zero.stage > 0  # otherwise the parameters themselves serve
         self.layers = self.config.model.unique_layers // plan.layout.pipe  # of which one stage has weights
         self.layer = self.parts["blocks"] // self.layers  # the weights of one
         # What is gathered ahead, for one layer; its gradients are scattered as much later.
-        ahead = sum(plan.elements_per_device("blocks", key, gathered=True) for key in plan.prefetch)
+        ahead = sum(plan.bytes_per_device(p.compute, "blocks", key, gathered=True) for key in plan.prefetch)
         self.period = period = len(self.config.model.kinds) if plan.prefetch else 1  # layers gathered at a time
         # Weights gathered at a time, and those gathered ahead.
-        self.in_use = period * (self.layer + ahead * self.itemsize // self.layers)
+        self.in_use = period * (self.layer + ahead // self.layers)
         # Gradients of one layer before they are scattered, and with what is scattered a layer later.
         ahead = sum(plan.elements_per_device("blocks", key, gathered=True, trained=True) for key in plan.prefetch)
         self.layer_gradients = self.trained_parts["blocks"] // self.layers
@@ -84,10 +84,10 @@ class _Sizes:
     def _copy_of_shards(self) -> int:
         """Of the layers' weights that ZeRO-3 gathers: all of them, cast before a loop; or where layers are cast one by
         one, as they are, those of a chunk, or of all chunks in the layout in which chunks are gathered."""
-        shards, chunks = self.plan.elements_per_device("blocks"), self.config.chunks
+        p, chunks = self.config.precision, self.config.chunks
         if not self.compiler.casts_layers:
-            return shards * self.itemsize
-        uncast = shards * dtype_bytes(self.config.precision.params)
+            return self.plan.bytes_per_device(p.compute, "blocks")
+        uncast = self.plan.bytes_per_device(p.params, "blocks")
         if self.plan.zero.gather_per == "chunk":
             return uncast
         return uncast // chunks if chunks > 1 else 0

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from spmd_lm.checkpoints.saved_run import load_run_data, open_run
+from spmd_lm.checkpoints.restored import open_run
+from spmd_lm.checkpoints.saved_run import load_run_data
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.corpus import make_loader
 from spmd_lm.data.loader import Loader

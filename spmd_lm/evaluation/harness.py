@@ -16,7 +16,8 @@ import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from spmd_lm.checkpoints.saved_run import make_run_tokenizer, open_run
+from spmd_lm.checkpoints.restored import open_run
+from spmd_lm.checkpoints.saved_run import make_run_tokenizer
 from spmd_lm.config.load import load_run
 from spmd_lm.errors import ConfigError
 from spmd_lm.evaluation.continuations import Encoder, continuation_windows

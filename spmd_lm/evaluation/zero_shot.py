@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd_lm.checkpoints.saved_run import load_run_data, make_run_tokenizer, open_run
+from spmd_lm.checkpoints.restored import open_run
+from spmd_lm.checkpoints.saved_run import load_run_data, make_run_tokenizer
 from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, CustomData, Tokens
 from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import CausalLM, RunConfig

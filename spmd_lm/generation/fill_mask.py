@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from spmd_lm.batch import Batch
-from spmd_lm.checkpoints.saved_run import make_run_tokenizer, open_run
+from spmd_lm.checkpoints.restored import open_run
+from spmd_lm.checkpoints.saved_run import make_run_tokenizer
 from spmd_lm.config.schema import MaskedLM, RunConfig
 from spmd_lm.data.masked_lm.word_boundaries import SpecialTokens
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, check_ids

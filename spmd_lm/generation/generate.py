@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.checkpoints.saved_run import make_run_tokenizer, open_run
+from spmd_lm.checkpoints.restored import open_run
+from spmd_lm.checkpoints.saved_run import make_run_tokenizer
 from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, begin, check_ids

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
-from spmd_lm.checkpoints.saved_run import restore_run
+from spmd_lm.checkpoints.restored import restore_run
 from spmd_lm.config.load import TOKENIZER_DIR, dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import CONFIG_JSON
@@ -34,20 +34,12 @@ from spmd_lm.huggingface.source_config import DTYPE_KEYS, restore_keys
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
+from spmd_lm.runtime.processes import require_single_process
 from spmd_lm.step.program import Program
 
 SOURCE_FILE = "source.json"  # of a run: the commit of the hub that it was imported from, and its files' hashes
 ROWS = 4096  # of a table that are compared at a time
 STATE = "optimizer state"
-
-
-def require_single_process(verb: str) -> None:
-    """Any number of processes can restore a checkpoint; only a single one can import or export it."""
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"spmd-lm {verb} runs in one process; its checkpoint works with any number. Unset JAX_COORDINATOR_ADDRESS; "
-            f"--devices N simulates the devices of a layout."
-        )
 
 
 def format_result(result: dict[str, Any]) -> str:

@@ -17,9 +17,11 @@ from flax import nnx
 from spmd_lm.active_rules import axis_rules, num_shards, partition_spec
 from spmd_lm.axes import SEQUENCE, is_dim_names, sharded_names
 from spmd_lm.batch import Batch
+from spmd_lm.config.adapters import Base
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import ConfigError, LayoutError
+from spmd_lm.models.adapters import Adapters, LowRank, add_adapters, code_matrices, matrices_of
 from spmd_lm.models.heads import Head, nonzero_totals
 from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BlockProducts, BranchProducts, ParamInit
 from spmd_lm.models.modules import ModelModules, checked_block, checked_losses, require_names
@@ -75,7 +77,8 @@ class LanguageModel:
     each layer of a period.  logits_policy: how training holds logits.  scan_layers: whether layers run in a loop.
     collective_matmul: branches of a layer, by their keys, whose products run in parts, beside the collectives over
     `heads` and `mlp`; not in generation.  Only on one device's shards: where arrays are global, XLA inserts the
-    collectives.  modules: what it is made of."""
+    collectives.  modules: what it is made of.  adapters: of the matrices of its blocks.
+    base: in which bits these are stored."""
 
     c: Model
     objective: Objective
@@ -86,6 +89,8 @@ class LanguageModel:
     scan_layers: bool = True
     collective_matmul: tuple[str, ...] = ()
     modules: ModelModules = ModelModules()  # noqa: RUF009 - frozen
+    adapters: Adapters = ()
+    base: Base = "none"
 
     @property
     def names(self) -> Params:
@@ -100,12 +105,17 @@ class LanguageModel:
     @functools.cached_property
     def _names_and_shapes(self) -> tuple[Params, Params]:
         x64 = jax.config.read("jax_enable_x64")
-        return _names_and_shapes(self.c, self.objective, self.dtype, self.modules, x64)
+        return _names_and_shapes(self.c, self.objective, self.dtype, self.modules, self.adapters, self.base, x64)
 
     def init(self, seed: int) -> Params:
         """Matrices N(0, 0.02), biases zero, norms one: a function of the seed alone."""
         with nnx.use_eager_sharding(False):
             return _to_params(nnx.state(self._modules(nnx.Rngs(jax.random.key(seed))), nnx.Param))
+
+    @property
+    def has_dropout(self) -> bool:
+        of_adapters = any(isinstance(each, LowRank) and each.dropout for _, each in self.adapters)
+        return bool(self.c.dropout or self.c.attention_dropout or of_adapters)
 
     @property
     def first_parts(self) -> tuple[str, ...]:
@@ -123,7 +133,7 @@ class LanguageModel:
             @nnx.split_rngs(splits=min(self.c.unique_layers, self.c.layers_like(place)))
             @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
             def make_blocks(rngs: nnx.Rngs) -> nnx.Module:
-                return self.modules.block(ParamInit(c, rngs, self.dtype))
+                return self._make_block(ParamInit(c, rngs, self.dtype))
 
             return make_blocks(rngs)
 
@@ -131,6 +141,24 @@ class LanguageModel:
         embedding = self.modules.embedding(init)
         blocks = self.period.join([make_stack(place, c) for place, c in enumerate(self.c.of_each_kind)])
         return {"embedding": embedding, "blocks": blocks, "head": self._make_head(init)}
+
+    def _make_block(self, init: ParamInit) -> nnx.Module:
+        return code_matrices(add_adapters(self.modules.block(init), self.adapters, init), self.base)
+
+    @functools.cached_property
+    def matrices(self) -> dict[str, bool]:
+        """The matrices that may have adapters, by their path in a block, as attention.query; and whether products use
+        them transposed."""
+
+        def paths() -> None:
+            blocks = (self.modules.block(ParamInit(c, nnx.Rngs(0), self.dtype)) for c in self.c.of_each_kind)
+            for path, module, name in (each for block in blocks for each in matrices_of(block)):
+                found[path] = name in module.row_parallel
+
+        found: dict[str, bool] = {}
+        with nnx.use_eager_sharding(False):
+            jax.eval_shape(paths)
+        return found
 
     def _make_head(self, init: ParamInit) -> Head:
         return self.modules.make_head(init, self.objective, self.logits_policy)
@@ -144,7 +172,7 @@ class LanguageModel:
     @functools.cached_property
     def _block_graphs(self) -> list[nnx.GraphDef]:
         """Graph of the block at each place in the period."""
-        return [self._graph(c, self.modules.block) for c in self.c.of_each_kind]
+        return [self._graph(c, self._make_block) for c in self.c.of_each_kind]
 
     def _graph(self, c: Model, make: Callable[[ParamInit], nnx.Module]) -> nnx.GraphDef:
         return _abstract(lambda rngs: make(ParamInit(c, rngs, self.dtype)))[0]
@@ -417,10 +445,10 @@ class LanguageModel:
 
 @functools.lru_cache(maxsize=64)
 def _names_and_shapes(
-    c: Model, objective: Objective, dtype: str, modules: ModelModules, x64: bool
+    c: Model, objective: Objective, dtype: str, modules: ModelModules, adapters: Adapters, base: Base, x64: bool
 ) -> tuple[Params, Params]:
     """Traced once for all layouts of a model.  x64: whether jax knows float64, which what is traced depends on."""
-    model = LanguageModel(c, objective, dtype, kernels=(), modules=modules)
+    model = LanguageModel(c, objective, dtype, kernels=(), modules=modules, adapters=adapters, base=base)
     _, state = _abstract(model._modules)
     names = _to_params(state, lambda variable: variable.get_metadata().get("out_sharding"))
     shapes = jax.eval_shape(lambda: model.init(0))

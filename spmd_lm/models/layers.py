@@ -1,13 +1,15 @@
 """The parameters and layers that every block is built from."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from spmd_lm.axes import DimNames
+from spmd_lm.config.adapters import SUFFIX
 from spmd_lm.config.schema import Model
 from spmd_lm.config.types import Bias
 from spmd_lm.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -19,7 +21,9 @@ from spmd_lm.ops.collectives import (
     reduce_from_region,
     split_heads,
 )
-from spmd_lm.ops.dense import Matrix
+from spmd_lm.ops.dense import Columns, Matrix
+from spmd_lm.ops.few_bits import CodedMatrix
+from spmd_lm.ops.low_rank import LowRankSum
 from spmd_lm.ops.norm import layer_norm, widen
 
 INIT_STD = 0.02  # GPT-2's; divided by sqrt(2 x layers) for the matrices that end a residual branch
@@ -73,19 +77,46 @@ def _broadcast_backward(vector, g):
 broadcast_over_tokens.defvjp(_broadcast_forward, _broadcast_backward)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledMatrix:
+    """matrix [width, other], each column times its scale [other], as products use it."""
+
+    matrix: Matrix | CodedMatrix
+    scale: jax.Array
+
+    @property
+    def entries(self) -> jax.Array:
+        return self.matrix.entries * self.scale
+
+    def select(self, columns: Columns) -> "ScaledMatrix":
+        """As of Matrix."""
+        return ScaledMatrix(self.matrix.select(columns), columns(self.scale))
+
+    def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
+        """As of Matrix."""
+        x = x * broadcast_over_tokens(self.scale, x) if transpose else x
+        y = self.matrix.multiply(x, transpose=transpose)
+        return y if transpose else y * broadcast_over_tokens(self.scale, y)
+
+
+Weights = Matrix | CodedMatrix | LowRankSum | ScaledMatrix
+"""What products multiply with."""
+
+
 def add_bias(y: jax.Array, bias: nnx.Param | jax.Array | None) -> jax.Array:
     """y [..., width] plus bias [width], if there is one."""
     return y if bias is None else y + broadcast_over_tokens(bias[...], y)
 
 
-def column_parallel(x: jax.Array, weights: tuple[Matrix, ...], name: str, *, ordered: bool = True) -> list[jax.Array]:
+def column_parallel(x: jax.Array, weights: tuple[Weights, ...], name: str, *, ordered: bool = True) -> list[jax.Array]:
     """The residual stream x times each of `weights` [width, other], sharded along `name`, for the whole sequence."""
     del ordered  # it always is
     x = copy_to_region(x, name)
     return [w.multiply(x) for w in weights]
 
 
-def row_parallel(h: jax.Array, w: Matrix, name: str, *, ordered: bool = True) -> jax.Array:
+def row_parallel(h: jax.Array, w: Weights, name: str, *, ordered: bool = True) -> jax.Array:
     """h [batch, time, other] times w [width, other] transposed, both sharded along `name`: as the residual stream."""
     del ordered
     return reduce_from_region(w.multiply(h, transpose=True), name)
@@ -102,7 +133,7 @@ class BranchProducts(NamedTuple):
         """These products under remat: each device saves its shard of the input's sequence, and backward gathers it
         again (arXiv:2205.05198, section 4.2.2)."""
 
-        def column(x: jax.Array, weights: tuple[Matrix, ...], name: str, *, ordered: bool) -> list[jax.Array]:
+        def column(x: jax.Array, weights: tuple[Weights, ...], name: str, *, ordered: bool) -> list[jax.Array]:
             return checkpoint(lambda x, weights: self.column(x, weights, name, ordered=ordered))(x, weights)
 
         return self._replace(column=column)
@@ -123,9 +154,20 @@ class BlockProducts(NamedTuple):
 
 
 class HasMatrices(nnx.Module):
-    def matrix(self, name: str) -> Matrix:
-        """The matrix `name` as products use it, made of the arrays that are stored for it."""
-        return Matrix(getattr(self, name)[...])
+    row_parallel: ClassVar[tuple[str, ...]] = ()
+    """Names of the matrices that products use transposed, as those that end a branch."""
+
+    def matrix(self, name: str, context: Any = None) -> Weights:
+        """The matrix `name` as products use it, made of the arrays that are stored for it.  context: of the block, a
+        BlockContext; a head has none."""
+        stored, adapter = getattr(self, name), getattr(self, name + SUFFIX, None)
+        matrix = Matrix(stored[...]) if isinstance(stored, nnx.Param) else stored()
+        return matrix if adapter is None else adapter(matrix, context)
+
+    def bias(self, name: str) -> jax.Array | None:
+        """What is added to products with the matrix `name`; None for nothing."""
+        bias, adapter = getattr(self, f"{name}_bias"), getattr(self, name + SUFFIX, None)
+        return None if bias is None else bias[...] if adapter is None else adapter.of_bias(bias[...])
 
 
 class Norm(nnx.Module):

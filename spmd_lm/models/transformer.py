@@ -97,6 +97,8 @@ def make_rotary(c: Model) -> Rotary | None:
 class Attention(HasMatrices):
     """The projections of multi-head attention."""
 
+    row_parallel = ("out",)
+
     def __init__(self, init: ParamInit, out_std: float):
         c = init.c
         self.spec = AttentionSpec(
@@ -121,16 +123,19 @@ class Attention(HasMatrices):
         """x: [batch, sequence, width] of the residual stream."""
         products, attend = context.products.attention, context.make_attention(self.spec)
         local = LocalKVHeads(self.head_dim)
-        matrices = self.matrix("query"), self.matrix("key").select(local), self.matrix("value").select(local)
-        kv_biases = (None if bias is None else local(bias[...]) for bias in (self.key_bias, self.value_bias))
-        q, k, v = map(add_bias, products.column(x, matrices, "heads", ordered=True), (self.query_bias, *kv_biases))
+        query, key, value = (self.matrix(name, context) for name in ("query", "key", "value"))
+        matrices = query, key.select(local), value.select(local)
+        kv_biases = (None if bias is None else local(bias) for bias in (self.bias("key"), self.bias("value")))
+        q, k, v = map(add_bias, products.column(x, matrices, "heads", ordered=True), (self.bias("query"), *kv_biases))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        y = products.row(attend(q, k, v), self.matrix("out"), "heads", ordered=True)
-        return add_bias(y, self.out_bias)
+        y = products.row(attend(q, k, v), self.matrix("out", context), "heads", ordered=True)
+        return add_bias(y, self.bias("out"))
 
 
 class MLP(HasMatrices):
+    row_parallel = ("down",)
+
     def __init__(self, init: ParamInit, out_std: float):
         c = init.c
         self.up, self.up_bias = init.linear(c.mlp_dim, "mlp", "mlp")
@@ -142,10 +147,11 @@ class MLP(HasMatrices):
     def __call__(self, x: jax.Array, context: BlockContext) -> jax.Array:
         """x: [batch, sequence, width] of the residual stream."""
         products, checkpoint = context.products.mlp, context.checkpoint
-        matrices = tuple(map(self.matrix, ("up",) if self.gate is None else ("up", "gate")))
-        hidden = map(add_bias, products.column(x, matrices, "mlp", ordered=False), (self.up_bias, self.gate_bias))
+        names = ("up",) if self.gate is None else ("up", "gate")
+        matrices = tuple(self.matrix(name, context) for name in names)
+        hidden = map(add_bias, products.column(x, matrices, "mlp", ordered=False), map(self.bias, names))
         h = checkpoint(ACTIVATIONS[self.activation])(*hidden)
-        return add_bias(products.row(h, self.matrix("down"), "mlp", ordered=False), self.down_bias)
+        return add_bias(products.row(h, self.matrix("down", context), "mlp", ordered=False), self.bias("down"))
 
 
 class Block(nnx.Module):

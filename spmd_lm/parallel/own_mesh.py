@@ -112,7 +112,7 @@ def with_gathered(f: Callable, names: Tree, *, regather: bool, prevent_cse: bool
         return jax.tree.map(spec, names, tree, is_leaf=is_dim_names)
 
     def gather(params: Tree) -> Tree:
-        run = functools.partial(zero.gather, names=names, axes_of=axes_of, width=None)
+        run = functools.partial(zero.gather, names=names, axes_of=axes_of, sizes={})
         gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
         return manual_region(run, specs(params, gathered_names, "reduced"))(params)
 

@@ -22,6 +22,7 @@ from spmd_lm.axes import (
     SHARDED_DIM,
     TIME,
     TOKEN_AXES,
+    ZERO_DIMS,
     ZERO_WIDTH,
     DimNames,
     axes_named,
@@ -30,6 +31,7 @@ from spmd_lm.axes import (
     sharded_names,
 )
 from spmd_lm.batch import PER_ROW, Batch
+from spmd_lm.config.adapters import CODED, SUFFIX
 from spmd_lm.config.layers import layer_path
 from spmd_lm.config.types import Partitioner
 from spmd_lm.errors import LayoutError
@@ -38,8 +40,8 @@ from spmd_lm.parallel import zero
 from spmd_lm.parallel.freeze import frozen_mask
 from spmd_lm.parallel.mesh import Layout
 from spmd_lm.parallel.padding import pad_or_crop, padded_vocab, padded_width
-from spmd_lm.parallel.rules import PARAMETERS, PER_HEAD, ZERO, Rules, activation_rules
-from spmd_lm.parallel.trees import Tree, subset_of
+from spmd_lm.parallel.rules import PARAMETERS, USED_IN_PART, ZERO, Rules, activation_rules
+from spmd_lm.parallel.trees import Tree, exclude, subset_of
 from spmd_lm.parallel.zero import ZeroPolicy
 
 _Arguments = ParamSpec("_Arguments")
@@ -67,7 +69,8 @@ def interleave(x: Array, dim: int, first: int, second: int) -> Array:
 class Parameter(NamedTuple):
     """One array of the parameters.  path: its keys in the tree.  names: of its dimensions.  sharded_names: as ZeRO
     shards them between steps.  shape: padded.  elements, gathered_elements: on one device between steps, and gathered
-    over `data`.  trained: whether anything of it is; else it has no gradient and no moments."""
+    over `data`.  trained: whether anything of it is; else it has no gradient and no moments.  coded_as: its dtype,
+    where it stands for a matrix in few bits; '' for what is cast to the dtype of the computation."""
 
     path: tuple[str, ...]
     names: DimNames
@@ -76,6 +79,7 @@ class Parameter(NamedTuple):
     elements: int
     gathered_elements: int
     trained: bool = True
+    coded_as: str = ""
 
     def is_below(self, path: tuple[str, ...]) -> bool:
         """Whether it is in this part of the tree: blocks.attention is of all layers, whatever their kinds."""
@@ -179,7 +183,8 @@ class Plan:
                 math.prod(shape) // math.prod([self._shards[name] for name in by]) for by in (sharded, names)
             )
             path = tuple(key.key for key in keys)
-            parameters.append(Parameter(path, names, sharded, shape, elements, gathered, not frozen.all()))
+            coded_as = str(leaf.dtype) if path[-1] in CODED else ""
+            parameters.append(Parameter(path, names, sharded, shape, elements, gathered, not frozen.all(), coded_as))
         return tuple(parameters)
 
     @functools.cached_property
@@ -195,9 +200,24 @@ class Plan:
         return sum([each.gathered_elements if gathered else each.elements for each in below])
 
     @remembered
+    def bytes_per_device(self, dtype: str, *path: str, gathered: bool = False, trained: bool = False) -> int:
+        """As `elements_per_device`, of parameters in this dtype, but for those in few bits."""
+        chosen = self.trained_parameters if trained else self.parameters
+        below = [each for each in chosen if each.is_below(path)]
+        return sum(
+            (each.gathered_elements if gathered else each.elements) * jnp.dtype(each.coded_as or dtype).itemsize
+            for each in below
+        )
+
+    @remembered
     def trains(self, *path: str) -> bool:
         """Whether anything below `path` is trained."""
         return any(each.is_below(path) for each in self.trained_parameters)
+
+    def reads_input(self, *path: str) -> bool:
+        """Whether backward reads what the matrix at `path` is multiplied with: for its gradient, or for its
+        adapter's."""
+        return self.trains(*path) or self.trains(*path[:-1], path[-1] + SUFFIX)
 
     @functools.cached_property
     def trains_below_head(self) -> bool:
@@ -223,6 +243,10 @@ class Plan:
     def trained(self, tree: Tree) -> Tree:
         """The leaves, of a tree like the parameters, of those that are trained."""
         return subset_of(tree, self._trained_names)
+
+    def untrained(self, tree: Tree) -> Tree:
+        """The leaves, of a tree like the parameters, of those that are not."""
+        return exclude(tree, self._trained_names)
 
     @functools.cached_property
     def axes_of_gradients(self) -> tuple[tuple[str, ...], ...]:
@@ -278,7 +302,7 @@ class Plan:
     def _padded_size(self, name: str | None, size: int) -> int:
         if name == "vocab":
             return padded_vocab(size, self.layout.model)
-        return padded_width(size, self._shards[name]) if name == ZERO_WIDTH else size
+        return padded_width(size, self._shards[name]) if name in ZERO else size
 
     @functools.cached_property
     def row_spec(self) -> P:
@@ -375,11 +399,11 @@ class Plan:
         return psum_axes(x, self.nontrivial_axes(PIPE))
 
     @functools.cached_property
-    def _width(self) -> int:
-        """Unpadded size of the dimension that ZeRO shards."""
-        pairs = zip(jax.tree.leaves(self.names, is_leaf=is_dim_names), jax.tree.leaves(self.shapes), strict=True)
-        (width,) = {leaf.shape[names.index(SHARDED_DIM)] for names, leaf in pairs if SHARDED_DIM in names}
-        return width
+    def _zero_sizes(self) -> dict[str, int]:
+        """Unpadded sizes of the dimensions that ZeRO shards, by their names where it does."""
+        leaves = zip(jax.tree.leaves(self.names, is_leaf=is_dim_names), jax.tree.leaves(self.shapes), strict=True)
+        each = ((name, size) for names, leaf in leaves for name, size in zip(names, leaf.shape, strict=True))
+        return {ZERO_DIMS[name]: size for name, size in each if name in ZERO_DIMS}
 
     # What follows takes the sharded names of a tree, or of one that has more leaves.
 
@@ -390,7 +414,7 @@ class Plan:
         # Gathered once, stacks are read by loops: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1 (docs/log.md).
         stacks = self.platform == "gpu" and self.zero.gather_per == "step"
         gather = functools.partial(
-            zero.gather, names=names, axes_of=self.zero_axes, width=self._width, row_major_stacks=stacks
+            zero.gather, names=names, axes_of=self.zero_axes, sizes=self._zero_sizes, row_major_stacks=stacks
         )
         out_specs = jax.tree.map(self._weight_spec, gathered_names, is_leaf=is_dim_names)
         return manual_region(gather, out_specs)(tree)
@@ -409,7 +433,7 @@ class Plan:
 
         In the branches of a pipeline on a TPU the last dimension is padded too: XLA would otherwise add permutes, for
         which other stages would wait."""
-        shape = (self._padded_size(ZERO_WIDTH, self._width), *shape[1:])
+        shape = (self._padded_size(ZERO_WIDTH, self._zero_sizes[ZERO_WIDTH]), *shape[1:])
         diverge = self.layout.pipe > 1 and self.zero.scatters_in_backward and not self.run_idle_stages
         if self.platform != "tpu" or not diverge:
             return shape
@@ -470,8 +494,9 @@ class Plan:
         have seen different tokens or layers, without those that shard the parameter.
 
         The first and the last stage both use what is not a layer.  Where the sequence is sharded, a device along
-        `model` has seen only its shard of it; and it has used what all heads share for its own heads alone."""
-        seen_in_part = self.sequence or not set(PER_HEAD).isdisjoint(names)
+        `model` has seen only its shard of it; and it has used what all heads share, and the other factor of a low-rank
+        matrix, for its own shards alone."""
+        seen_in_part = self.sequence or not set(USED_IN_PART).isdisjoint(names)
         partial_over = self.nontrivial_axes(PIPE, *TOKEN_AXES, *((MODEL,) if seen_in_part else ()))
         return tuple(axis for axis in partial_over if axis not in self.axes_over(names))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec as P
 
-from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, SEQUENCE, TIME, ZERO_AXES, ZERO_WIDTH, DimNames, axes_named
+from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, SEQUENCE, TIME, ZERO_AXES, ZERO_DIMS, DimNames, axes_named
 from spmd_lm.errors import LayoutError
 
 Table = Mapping[str, tuple[str, ...]]
@@ -18,16 +18,17 @@ PARAMETER_NAMES = (
     "layers",
     "position",
     "type",
-    "width",
+    *ZERO_DIMS,
     "heads",
     "kv_heads",
     "head_width",
+    "rank",
     "mlp",
     "vocab",
     "feature",
     "label",
 )
-NAMES = ("batch", TIME, SEQUENCE, ZERO_WIDTH, *PARAMETER_NAMES)
+NAMES = ("batch", TIME, SEQUENCE, *ZERO_DIMS.values(), *PARAMETER_NAMES)
 REPLICATED: Table = dict.fromkeys(NAMES, ())
 
 TENSOR: Table = {"heads": (MODEL,), "kv_heads": (MODEL,), "mlp": (MODEL,), "vocab": (MODEL,)}
@@ -40,11 +41,12 @@ SEQUENCE_PARALLEL: Table = {SEQUENCE: (MODEL,)}
 sequence.  f then all-gathers and g reduce-scatters, in place of one all-reduce: the same bytes.  Norms, dropout and
 saved activations are sharded too; what is saved as shards is gathered once more in backward."""
 
-PER_HEAD = ("kv_heads", "head_width")
-"""Names of parameters that a device uses for its own heads alone, even where it holds all of them."""
+USED_IN_PART = ("kv_heads", "head_width", "rank")
+"""Names of parameters that a device uses for its own shards alone, even where it holds all of them: those that heads
+share, and the factor of a low-rank matrix that is not sharded."""
 
-ZERO: Table = {ZERO_WIDTH: ZERO_AXES}
-"""ZeRO (arXiv:1910.02054): the name that `sharded_names` gives to one dimension of every matrix."""
+ZERO: Table = dict.fromkeys(ZERO_DIMS.values(), ZERO_AXES)
+"""ZeRO (arXiv:1910.02054): the names that `sharded_names` gives to one dimension of every matrix."""
 
 PIPELINE: Table = {"layers": (PIPE,)}
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from spmd_lm.config.adapters import CODED
+
 Tree = Any
 
 
@@ -18,7 +20,12 @@ def leaves_by_path(tree: Tree) -> dict[str, Any]:
 
 
 def cast(tree: Tree, dtype: jnp.dtype) -> Tree:
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
+    """The tree in this dtype, but for what stands for matrices in few bits."""
+
+    def cast_leaf(path: tuple, x: Array) -> Array:
+        return x if path and getattr(path[-1], "key", None) in CODED else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast_leaf, tree)
 
 
 def tree_add(total: Tree, new: Tree) -> Tree:

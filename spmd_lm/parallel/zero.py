@@ -6,14 +6,14 @@ replicated, and their gradients are all-reduced once per step: the same bytes as
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from spmd_lm.axes import SHARDED_DIM, ZERO_WIDTH, DimNames, is_dim_names
+from spmd_lm.axes import ZERO_DIMS, ZERO_WIDTH, DimNames, is_dim_names
 from spmd_lm.ops.collectives import as_row_major, reduce_scatter
 from spmd_lm.parallel.trees import Tree, drop_residuals, merge, subset_of
 
@@ -65,26 +65,36 @@ class ZeroPolicy:
 
 def gathered_names(names: DimNames) -> DimNames:
     """The inverse of `sharded_names`."""
-    return tuple(SHARDED_DIM if name == ZERO_WIDTH else name for name in names)
+    return tuple(GATHERED.get(name or "", name) for name in names)
+
+
+GATHERED = {sharded: name for name, sharded in ZERO_DIMS.items()}
+
+
+def zero_dim(names: DimNames) -> int | None:
+    """The dimension that ZeRO shards, of an array of these sharded names; None where there is none."""
+    return next((dim for dim, name in enumerate(names) if name in GATHERED), None)
 
 
 @jax.named_scope("weights")
-def gather(tree: Tree, names: Tree, axes_of: AxesOf, width: int | None, *, row_major_stacks: bool = False) -> Tree:
+def gather(
+    tree: Tree, names: Tree, axes_of: AxesOf, sizes: Mapping[str, int], *, row_major_stacks: bool = False
+) -> Tree:
     """Shards to unsharded leaves, one axis after the other, innermost first.  names: the sharded dimension names of
-    each leaf.  width: unpadded size of the sharded dimension; None where nothing is padded.
+    each leaf.  sizes: unpadded, of the sharded dimensions; {} where nothing is padded.
 
     row_major_stacks: those of layers as loops read them.  A GPU gathers with the sharded dimension outermost and copies
     the stack for the loop; without this it keeps both until backward, whose first layer it runs ahead of the loop."""
 
     def gather_leaf(names: DimNames, x: Array) -> Array:
-        if ZERO_WIDTH not in names:
+        dim = zero_dim(names)
+        if dim is None:
             return x
-        dim = names.index(ZERO_WIDTH)
         at = 0 if dim == x.ndim - 1 else dim  # never the minor dimension in memory
         x = jnp.moveaxis(x, dim, at)
         for axis in reversed(axes_of(names)):
             x = lax.all_gather(x, axis, axis=at, tiled=True)
-        x = jnp.moveaxis(lax.slice_in_dim(x, 0, width, axis=at), at, dim)
+        x = jnp.moveaxis(lax.slice_in_dim(x, 0, sizes.get(str(names[dim])), axis=at), at, dim)
         return as_row_major(x) if row_major_stacks and names[0] == "layers" else x
 
     return jax.tree.map(gather_leaf, names, tree, is_leaf=is_dim_names)

@@ -218,6 +218,7 @@ def candidates(config: RunConfig, target: Target, rejected: Counter[str]) -> Ite
         "model": config.model,
         "train": config.train,
         "objective": config.objective,
+        "adapter": config.adapter,
         "remat": remats[-1][-1],
         "run": Run(simulate_devices=devices),  # so that checks know how many there are
     }
@@ -273,6 +274,7 @@ REASONS: dict[Callable[..., Any], str] = {
     layout_checks.shared_layers_are_on_one_stage: "stages of shared layers",
     layout_checks.stages_divide_layers: "stages and chunks do not divide the layers",
     layout_checks.pipelines_are_manual: "sharding types in a pipeline",
+    layout_checks.adapters_are_manual: "sharding types with adapters",
     layout_checks.microbatches_suit_chunks: "too few microbatches for the chunks",
     layout_checks.schedule_fits_a_table: "too many tasks in the schedule",
     layout_checks.layout_uses_all_devices: "the batch is not divisible",

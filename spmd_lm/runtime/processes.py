@@ -232,6 +232,17 @@ def collect(subject: str, own: Any) -> list[Any]:
     return json.loads(client.blocking_key_value_get(f"{key}/all", WAIT_MS))
 
 
+def require_single_process(verb: str) -> None:
+    """Any number of processes can restore a checkpoint; only a single one can write one of another model."""
+    import jax
+
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"spmd-lm {verb} runs in one process; its checkpoint works with any number. Unset JAX_COORDINATOR_ADDRESS; "
+            f"--devices N simulates the devices of a layout."
+        )
+
+
 def require_agreement(subject: str, facts: Mapping[str, Any]) -> None:
     """ConfigError in every process, with what differs and where, unless all processes call this with the same facts.
     subject: what they are about."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -74,6 +74,23 @@ class Program:
             lambda: self._initial_state(self.plan.from_canonical(init_params())), out_shardings=self.state_shardings
         )
         return init()
+
+    def initial_params(self, paths: Collection[str]) -> dict[str, jax.Array]:
+        """The canonical parameters at these paths before the first step."""
+        shardings = {path: leaf.sharding for path, leaf in leaves_by_path(self.abstract_canonical().params).items()}
+
+        def init() -> dict[str, jax.Array]:
+            return {
+                path: x for path, x in leaves_by_path(self.model.init(self.config.train.seed)).items() if path in paths
+            }
+
+        return jax.jit(init, out_shardings={path: shardings[path] for path in shardings if path in paths})()
+
+    def saved_part(self, canonical: TrainState) -> TrainState:
+        """What checkpoints hold of a canonical state, or of one of shapes: of a run with adapters not its base."""
+        if self.config.adapter.kind == "none":
+            return canonical
+        return dataclasses.replace(canonical, params=self.plan.trained(canonical.params))
 
     def initial_canonical(self, params: Tree) -> TrainState:
         """The canonical state before the first step, with these canonical parameters."""

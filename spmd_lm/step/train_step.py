@@ -160,7 +160,7 @@ def dropout_keys(model: LanguageModel, seed: int, step: jax.Array, batch: Batch)
     """The keys of all microbatches, leaves [microbatches, ...]; None for a model without dropout.
 
     Passed as arguments: what a block closes over cannot cross both with_gathered_weights and jax.checkpoint."""
-    if not (model.c.dropout or model.c.attention_dropout):
+    if not model.has_dropout:
         return None
     microbatches = batch.sample_ids.shape[:1]
     seeds, steps = (jnp.broadcast_to(x, microbatches) for x in (jnp.uint32(seed), step))

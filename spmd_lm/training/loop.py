@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 
+from spmd_lm.checkpoints.init_from import PretrainedRun
+from spmd_lm.checkpoints.restored import meta_of_base, restore_state
 from spmd_lm.checkpoints.saved_run import check_data, rules_of
 from spmd_lm.config.data_sections import Data, Synthetic
 from spmd_lm.config.load import data_of_run
@@ -33,7 +35,6 @@ from spmd_lm.runtime.watchdog import StepWatch
 from spmd_lm.step.own_check import check_own_modules
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
-from spmd_lm.training.init_from import PretrainedRun
 from spmd_lm.training.run import HOOKS, TrainingRun
 from spmd_lm.training.run_dir import RunDir, mark_failed, open_run_dir
 
@@ -85,9 +86,10 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             pretrained = PretrainedRun(program, Path(init_from).expanduser(), fallback) if init_from else None
             corpus, vocabulary, loader, validation = open_data(run_dir, progress, messages)
             state = initial_state(run_dir, program, pretrained, progress)
+            base = meta_of_base(run_dir.meta, program, pretrained, state)
         with run_dir.open_files(status, corpus.tokenizer, progress.log) as metrics_log:
             fixed = program, corpus, vocabulary, rules_of(run_dir.meta), validation, run_dir.tiers
-            run = TrainingRun(*fixed, status, clock, metrics_log, progress, state)
+            run = TrainingRun(*fixed, status, clock, metrics_log, progress, state, base)
             if run.replica_check and not run.replica_check.has_copies():
                 progress.log("train.replica_check_every: this layout has one copy of each array: nothing to compare.")
             with StepWatch(config.train.watchdog, lambda: ACTIVITIES.get(clock.bucket, ""), run.report_hang) as watch:
@@ -127,8 +129,7 @@ def initial_state(
     is_local = run_dir.checkpoints is run_dir.tiers.local
     where = f", from {run_dir.checkpoints.path(saved_step)}" if is_local else ""
     progress.log(f"{path}: resuming after step {saved_step} of {progress.steps}{where}")
-    canonical = run_dir.checkpoints.restore(saved_step, program.abstract_canonical())
-    return program.from_canonical(canonical)
+    return program.from_canonical(restore_state(run_dir.checkpoints, saved_step, program))
 
 
 def train_steps(run: TrainingRun, loader: Loader, signals: StopSignals, watch: StepWatch) -> None:

@@ -10,6 +10,7 @@ import jax
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
 from spmd_lm.checkpoints.fingerprint import fingerprints
+from spmd_lm.checkpoints.restored import restore_state
 from spmd_lm.checkpoints.saved_run import (
     check_compatible,
     check_data,
@@ -61,8 +62,7 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
     for line in check_data(meta, config, data.fingerprint, data.name):
         warn(line)
     program = Program(config)
-    canonical = checkpoints.restore(start, program.abstract_canonical())
-    state, compared = program.from_canonical(canonical), []
+    state, compared = program.from_canonical(restore_state(checkpoints, start, program)), []
     loader = make_loader(config, data, "training")
     for number in range(start + 1, step + 1):
         state, metrics = program.step(state, loader.batch(number - 1, program.batch_shardings))
@@ -71,7 +71,7 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
             if name in logged.get(number, {}):
                 was = logged[number][name]
                 compared.append({"step": number, "name": name, "logged": was, "now": values[name]})
-    leaves = changed_leaves(checkpoints, step, program.canonical(state)) if is_saved else []
+    leaves = changed_leaves(checkpoints, step, program.saved_part(program.canonical(state))) if is_saved else []
     same = not leaves and all(is_same(each["logged"], each["now"]) for each in compared)
     return {"step": step, "from": start, "same": same, "compared": compared, "leaves": leaves}
 

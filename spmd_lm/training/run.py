@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 
 from spmd_lm.checkpoints.checkpointer import make_meta
+from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.config.own_modules import as_saved
 from spmd_lm.cost_model.flops import Utilization
@@ -53,6 +54,7 @@ class TrainingRun:
     metrics_log: MetricsLog | None  # None in processes that write no files
     progress: Progress
     state: TrainState  # on devices
+    base: Meta = field(default_factory=dict)  # what checkpoints say of the parameters that they do not hold
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step that was read
     record: Record = field(default_factory=dict)  # what the hooks will log of this step
     _in_flight: deque[tuple[int, dict[str, jax.Array]]] = field(default_factory=deque)
@@ -169,8 +171,8 @@ class TrainingRun:
             num_samples = self.step * self.config.train.batch
             config = as_saved(self.config).model_dump(by_alias=True)
             meta = make_meta(config, num_samples, self.corpus.fingerprint, self.vocabulary, self.rules)
-            meta |= {"start": self.status.restarts, "devices": jax.device_count()}
-            saved = self.step, self.program.canonical(self.state), meta
+            meta |= {"start": self.status.restarts, "devices": jax.device_count()} | self.base
+            saved = self.step, self.program.saved_part(self.program.canonical(self.state)), meta
             try:
                 if local:
                     self._or_end(lambda: self.tiers.save_local(*saved))

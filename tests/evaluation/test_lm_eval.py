@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from spmd_lm.checkpoints.saved_run import make_run_tokenizer, open_run
+from spmd_lm.checkpoints.restored import open_run
+from spmd_lm.checkpoints.saved_run import make_run_tokenizer
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.evaluation.continuations import Encoder
 from spmd_lm.evaluation.scoring import Scorer

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.checkpoints.restored import open_run
 from spmd_lm.cli import main
 from spmd_lm.evaluation.scoring import Scorer
 from spmd_lm.evaluation.zero_shot import make_tasks

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from spmd_lm.checkpoints.saved_run import open_run
+from spmd_lm.checkpoints.restored import open_run
 from spmd_lm.generation.generate import Generator
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.huggingface.transfer import export_hf

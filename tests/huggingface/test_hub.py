@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_lm.checkpoints.saved_run import restore_run
+from spmd_lm.checkpoints.restored import restore_run
 from spmd_lm.cli import main
 from spmd_lm.config.load import load_run
 from spmd_lm.errors import Exit

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
-from spmd_lm.checkpoints.saved_run import open_run, restore_run
+from spmd_lm.checkpoints.restored import open_run, restore_run
 from spmd_lm.cli import main
 from spmd_lm.config.load import load, load_run
 from spmd_lm.config.schema import Classification, Model, RunConfig
@@ -46,6 +46,7 @@ from tests.huggingface.small_models import (
     make_tensors,
 )
 
+SLOW = pytest.mark.slow
 LAYOUTS = {
     "data8": [],
     "data2-model4": ["parallel.model=4"],
@@ -158,7 +159,8 @@ def test_logits_agree_with_transformers(hf, tmp_path, which, precision, toleranc
 @pytest.mark.parametrize(
     ("which", "layout"),
     [
-        *((which, layout) for which in ("gpt2", "bert", "llama") for layout in LAYOUTS if "model" in layout),
+        *((which, "data2-model4") for which in ("gpt2", "bert", "llama")),
+        *(pytest.param(which, "pipe2-data2-model2", marks=SLOW) for which in ("gpt2", "bert", "llama")),
         ("gpt2", "zero3"),
     ],
 )
@@ -206,7 +208,13 @@ def test_each_slice_is_read_once_however_many_devices_hold_it():
 
 
 @pytest.mark.parametrize(
-    ("which", "layout"), [*((which, "data8") for which in MODELS), ("gpt2", "pipe2-data2-model2"), ("llama", "zero3")]
+    ("which", "layout"),
+    [
+        *(pytest.param(which, "data8", marks=SLOW) for which in MODELS),
+        ("gpt2", "pipe2-data2-model2"),
+        ("llama", "zero3"),
+        ("bert-classes", "data8"),
+    ],
 )
 def test_export_returns_the_imported_tensors(hf, tmp_path, which, layout):
     directory, model = hf(which, "float32")

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from spmd_lm import files
-from spmd_lm.checkpoints import saved_run
-from spmd_lm.checkpoints.saved_run import check_vocabulary, restore_run
+from spmd_lm.checkpoints import restored
+from spmd_lm.checkpoints.restored import restore_run
+from spmd_lm.checkpoints.saved_run import check_vocabulary
 from spmd_lm.cli import VERBS, main
 from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
@@ -249,7 +250,7 @@ def test_prompts_with_tokens_that_the_model_lacks_are_left_out(tmp_path, monkeyp
 
 def test_a_checkpoint_is_used_with_its_own_vocabulary_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "sample", lambda run: "")
-    monkeypatch.setattr(saved_run, "Program", FakeProgram)
+    monkeypatch.setattr(restored, "Program", FakeProgram)
     own, same = (vocabulary(tmp_path / name) for name in ("own", "same"))
     other = vocabulary(tmp_path / "other", *reversed(TINY))
     config = text_run(tmp_path, own)

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from spmd_lm.checkpoints import init_from
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
 from spmd_lm.checkpoints.fingerprint import fingerprints
 from spmd_lm.checkpoints.record import read_record
@@ -22,7 +23,6 @@ from spmd_lm.cli import main
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import Exit
 from spmd_lm.step.program import Program
-from spmd_lm.training import init_from
 from tests.reliability.test_damage import cut_last_byte, delete, empty, flip, truncate, zero_block
 from tests.reliability.test_fallback import DEBUG, contents, text  # noqa: F401 (a fixture)
 
@@ -152,7 +152,7 @@ def check_verb(verbs: Verbs, verb: str, number: int) -> None:
             assert verbs.after(verb, path, change) == found
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [pytest.param(each, marks=[pytest.mark.slow] * (each == "train")) for each in VERBS])
 def test_no_verb_takes_damage_for_what_was_saved(verbs, verb, capsys):
     check_verb(verbs, verb, number=1)
 

@@ -88,7 +88,13 @@ class FakeProgram:
     def canonical(self, state):
         return state
 
-    from_canonical = canonical
+    from_canonical = saved_part = canonical
+
+    def initial_params(self, paths):
+        return {}
+
+    def initial_canonical(self, params):
+        return dataclasses.replace(self.init(), params=params)
 
     def abstract_canonical(self):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.init())

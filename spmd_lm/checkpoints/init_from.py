@@ -1,6 +1,5 @@
 """Warm start: a run's first state from another run's parameters, newly initialized where that run has none."""
 
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -13,9 +12,13 @@ from spmd_lm.checkpoints.saved_run import (
     newest_readable,
     open_checkpoints,
 )
+from spmd_lm.config.adapters import CODED, is_adapter
+from spmd_lm.config.layers import path_in_block
 from spmd_lm.config.own_modules import ModuleRef
+from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
-from spmd_lm.parallel.trees import leaves_by_path
+from spmd_lm.ops.few_bits import encode
+from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 
@@ -30,9 +33,10 @@ class PretrainedRun:
     """The newest checkpoint of another run, and which of its parameters a program reuses: all outside the head; of the
     head all under the same kind of objective, else SHARED_HEAD, where the shapes match."""
 
-    def __init__(self, program: Program, directory: Path, fallback: bool = False):
+    def __init__(self, program: Program, directory: Path, fallback: bool = False, step: int | None = None):
         """Reads the parameters.  CheckpointError if `directory` has no checkpoint, or one that is damaged or of another
-        model, and ConfigError for another vocabulary.  fallback: takes the newest checkpoint that is not damaged."""
+        model, and ConfigError for another vocabulary.  fallback: takes the newest checkpoint that is not damaged.
+        step: the only one that will do."""
         self.program, self.directory = program, directory
         self.checkpoints = open_checkpoints(directory, program.config.checkpoint)
         if not self.checkpoints.steps():
@@ -40,22 +44,34 @@ class PretrainedRun:
                 f"run.init_from={directory}: {'it holds no checkpoint' if directory.exists() else 'no such run'}. "
                 "Train it first, with checkpoint.every."
             )
-        self.params = newest_readable(self.checkpoints, self._read, fallback)  # those reused, by path
+        if step is not None and step not in (steps := self.checkpoints.steps()):
+            raise CheckpointError(
+                f"run.init_from={directory} has step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}, but step "
+                f"{step} is the base of {program.config.run.directory}. Bring {self.checkpoints.path(step)} back."
+            )
+        # Those reused, by path.
+        self.params = newest_readable(self.checkpoints, self._read, fallback) if step is None else self._read(step)
 
     def _read(self, step: int) -> dict[str, jax.Array]:
         program, config = self.program, self.program.config
         meta = checked_meta(self.checkpoints, step)
         saved = meta["config"]
+        if (kind := saved.get("adapter", {}).get("kind", "none")) != "none":
+            raise CheckpointError(
+                f"run.init_from={self.directory} holds an adapter alone ({kind}), not its model. Merge both first: "
+                f"spmd-lm merge {self.directory} OUT."
+            )
         check_warm_start(saved, config.model_dump(by_alias=True), self.directory)
         check_vocabulary(config, self.directory, meta if step else None)
         self.step, self.shapes = step, self.checkpoints.param_shapes(step)  # of all its parameters, by path
         modules = (saved["objective"].get("module"), config.objective.module)
         same_module = len({text and ModuleRef.parse(text)[1:] for text in modules}) == 1
         self.same_objective = saved["objective"]["kind"] == config.objective.kind and same_module
-        own = leaves_by_path(program.abstract_canonical().params)
+        uncoded = program if config.adapter.base == "none" else Program(_without_codes(config))
+        own = leaves_by_path(uncoded.abstract_canonical().params)
         reused = [name for name, leaf in own.items() if self._fits(name, leaf.shape)]
         self.new = [name for name in own if name not in reused]
-        if missing := [name for name in self.new if not name.startswith("head.")]:
+        if missing := [name for name in self.new if not (name.startswith("head.") or is_adapter(name.split(".")))]:
             raise CheckpointError(
                 f"{self.checkpoints.directory / str(step)} lacks {', '.join(missing)}: it is of another model. "
                 f"Choose another run.init_from."
@@ -64,7 +80,23 @@ class PretrainedRun:
             name: jax.ShapeDtypeStruct(self.shapes[name].shape, own[name].dtype, sharding=own[name].sharding)
             for name in reused
         }
-        return self.checkpoints.restore_params_by_path(step, abstract)
+        if uncoded is program:
+            return self.checkpoints.restore_params_by_path(step, abstract)
+        return self._coded(step, abstract)
+
+    def _coded(self, step: int, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The parameters, read and coded one after the other."""
+        kind, matrices, params = self.program.config.adapter.base, self.program.model.matrices, {}
+        like = leaves_by_path(self.program.abstract_canonical().params)
+        for path, leaf in abstract.items():
+            (params[path],) = self.checkpoints.restore_params_by_path(step, {path: leaf}).values()
+            if path not in like:
+                shardings = {key: like[f"{path}.{key}"].sharding for key in CODED if f"{path}.{key}" in like}
+                transposed = matrices[path_in_block(path)]
+                make = jax.jit(encode, static_argnums=(0, 2), out_shardings=shardings)
+                coded = make(kind, params.pop(path), transposed)
+                params |= {f"{path}.{key}": value for key, value in coded.items()}
+        return params
 
     def _fits(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the parameter of this name and shape can be taken from this run."""
@@ -77,21 +109,29 @@ class PretrainedRun:
 
     def initial_state(self) -> TrainState:
         """The state before the first step."""
-        state = self.program.canonical(self.program.init())
-        own = leaves_by_path(state.params) | self.params
-        params = jax.tree.unflatten(jax.tree.structure(state.params), own.values())
-        params = jax.tree.map(_first_rows, params, state.params)
-        return self.program.from_canonical(dataclasses.replace(state, params=params))
+        return self.program.from_canonical(self.program.initial_canonical(self.initial_params()))
+
+    def initial_params(self) -> Tree:
+        """The canonical parameters before the first step."""
+        like = self.program.abstract_canonical().params
+        own = self.program.initial_params(self.new) | self.params
+        params = jax.tree.unflatten(jax.tree.structure(like), [own[path] for path in leaves_by_path(like)])
+        return jax.tree.map(_first_rows, params, like)
 
     def describe(self) -> str:
         """Where the parameters come from, and which do not, in a line."""
-        unused = [name for name in self.shapes if name not in self.params]
+        unused = [name for name in self.shapes if not {name, f"{name}.{CODED[0]}"} & self.params.keys()]
         message = f"initialized from {self.directory.absolute()} after step {self.step}"
         message += f", newly initialized: {', '.join(self.new)}" if self.new else ""
         return message + (f", not used: {', '.join(unused)}" if unused else "")
 
 
-def _first_rows(x: jax.Array, like: jax.Array) -> jax.Array:
+def _without_codes(config: RunConfig) -> RunConfig:
+    """The same run, its base not in few bits."""
+    return config.model_copy(update={"adapter": config.adapter.model_copy(update={"base": "none"})})
+
+
+def _first_rows(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     if x.shape == like.shape:
         return x
     return jax.jit(lambda x: jnp.copy(x[: like.shape[0]]), out_shardings=like.sharding)(x)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta
+from spmd_lm.checkpoints.init_from import PretrainedRun
 from spmd_lm.config.schema import Checkpoint
 from spmd_lm.errors import CheckpointError, ConfigError
 from spmd_lm.parallel.trees import leaves_by_path
-from spmd_lm.training.init_from import PretrainedRun
 from tests.helpers import FLOAT32, ORIGINAL_BERT, TASKS, canonical, make_config, program
 
 BERT = ORIGINAL_BERT | {"vocab": 64}

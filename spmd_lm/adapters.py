@@ -1,0 +1,162 @@
+"""Which matrices of a model have adapters, and which of its parameters are trained beside them: `adapter.targets` and
+`adapter.modules_to_save`, by this project's names or by Hugging Face's."""
+
+import functools
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from spmd_lm.config.adapters import (
+    ALL_LINEAR,
+    HF_LAYERS,
+    HF_MODULES,
+    HF_NAMES,
+    Adapter,
+    LoRA,
+    NoAdapter,
+    is_adapter,
+)
+from spmd_lm.config.layers import layer_path
+from spmd_lm.config.suggest import did_you_mean
+from spmd_lm.errors import ConfigError
+from spmd_lm.models.adapters import Adapters, LowRank, Scaling
+from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.parallel.trees import leaves_by_path
+
+TASK_HEAD = "head"
+"""Trained too where an objective predicts no tokens: it is new."""
+
+
+@functools.lru_cache(maxsize=64)
+def adapters_of(adapter: Adapter | NoAdapter, model: LanguageModel) -> Adapters:
+    """Those of the matrices of each block of a model.  ConfigError for a target that matches none, or one in some
+    layers alone."""
+    if isinstance(adapter, NoAdapter):
+        return ()
+    chosen = _of_layers("targets", _targets(adapter.targets), model)
+    if not isinstance(adapter, LoRA):
+        return tuple((path, Scaling(model.matrices[path])) for path in sorted(chosen))
+    ranks = _of_layers("rank_pattern", _pattern("rank_pattern", adapter.rank_pattern), model)
+    alphas = _of_layers("alpha_pattern", _pattern("alpha_pattern", adapter.alpha_pattern), model)
+
+    def low_rank(path: str) -> LowRank:
+        rank, alpha = ranks.get(path, adapter.rank), alphas.get(path, adapter.alpha)
+        return LowRank(rank, alpha / (rank**0.5 if adapter.rslora else rank), adapter.dropout, model.matrices[path])
+
+    return tuple((path, low_rank(path)) for path in sorted(chosen))
+
+
+class _Found(NamedTuple):
+    """find(names): (which targets mean a matrix of one layer, of these names; what that says of it).  targets: all."""
+
+    find: Callable[[Sequence[str]], tuple[Collection[str], Any]]
+    targets: Collection[str]
+
+
+def _targets(targets: str | Sequence[str]) -> _Found:
+    """As PEFT reads them: a regular expression of a whole name, or names and ends of names."""
+    if targets == ALL_LINEAR:
+        return _Found(lambda names: ([ALL_LINEAR], True), [ALL_LINEAR])
+    if isinstance(targets, str):
+        pattern = _compiled("targets", targets)
+        return _Found(lambda names: ([targets] if any(map(pattern.fullmatch, names)) else [], True), [targets])
+    known = frozenset(targets)
+
+    def find(names: Sequence[str]) -> tuple[Collection[str], Any]:
+        parts = (name.split(".") for name in names)
+        return known.intersection(".".join(each[i:]) for each in parts for i in range(len(each))), True
+
+    return _Found(find, known)
+
+
+def _pattern(key: str, pattern: Sequence[tuple[str, float]]) -> _Found:
+    """As PEFT reads them: numbers by regular expressions of the ends of names; the first that matches counts."""
+    compiled = [(name, _compiled(key, rf"(.*\.)?({name})"), number) for name, number in pattern]
+
+    def find(names: Sequence[str]) -> tuple[Collection[str], Any]:
+        matches = ((name, number) for name, each, number in compiled if any(map(each.fullmatch, names)))
+        name, number = next(matches, ("", None))
+        return [name] * bool(name), number
+
+    return _Found(find, [name for name, _ in pattern])
+
+
+def _compiled(key: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"adapter.{key}: {text} is no regular expression: {error}. Mend it.") from None
+
+
+def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
+    """What is found of the matrices of a block, by path, of those of which anything is.  ConfigError for a target that
+    means none, and where it is not the same in all layers."""
+    kind, values, unused = model.c.kind, dict[str, Any](), set(found.targets)
+    for path in model.matrices:
+        theirs = HF_MODULES[kind].get(path, ())
+        of_layers = []
+        for i in range(model.c.layers):
+            names = (f"{layers}.{i}.{name}" for layers in HF_LAYERS[kind] for name in theirs)
+            targets, value = found.find([path, f"blocks.{i}.{path}", *names])
+            unused -= {*targets}
+            of_layers.append(value if targets else None)
+        if any(value != of_layers[0] for value in of_layers):
+            some = ", ".join(str(i) for i, value in enumerate(of_layers) if value != of_layers[0])
+            raise ConfigError(
+                f"adapter.{key}: {path} is another in layers {some} than in layer 0. Here all layers have the same "
+                "adapters; optim.freeze can leave those of some layers as they are."
+            )
+        if of_layers[0] is not None:
+            values[path] = of_layers[0]
+    if unused:
+        target = min(unused)
+        ends = (name.rpartition(".")[2] for path in model.matrices for name in HF_MODULES[kind].get(path, ()))
+        near = did_you_mean(target, [*model.matrices, *dict.fromkeys(ends)])
+        hint = f"Did you mean {near}?" if near else f"There are {', '.join(model.matrices)}."
+        raise ConfigError(f"adapter.{key}: {target} matches no matrix of a block. {hint}")
+    if key == "targets" and not values:
+        raise ConfigError("adapter.targets=[] leaves nothing to train. Use adapter.targets=all-linear.")
+    return values
+
+
+def frozen_patterns(adapter: Adapter | NoAdapter, model: LanguageModel) -> tuple[str, ...]:
+    """As of optim.freeze: all parameters but adapters, those of `modules_to_save`, and the head of a task.  ConfigError
+    for modules_to_save that are no part of the model."""
+    if isinstance(adapter, NoAdapter):
+        return ()
+    own = [path for path in _paths(model) if not is_adapter(path.split("."))]
+    saved = {each: [path for path in own if _is_part(each, path)] for each in adapter.modules_to_save}
+    for each, paths in saved.items():
+        if not paths:
+            if HF_NAMES.get(each, each) == "head.tokens" and model.objective.ties_embeddings(model.c):
+                raise ConfigError(
+                    f"adapter.modules_to_save: {each} is the token table of the embedding (model.tie_embeddings=true). "
+                    "Use embedding.tokens, which trains both, or model.tie_embeddings=false."
+                )
+            near = did_you_mean(each, [*own, *HF_NAMES, *HF_NAMES.values()])
+            hint = f"Did you mean {near}?" if near else f"Names are like {own[0]} and {own[-1]}."
+            raise ConfigError(f"adapter.modules_to_save: {each} is no part of this model. {hint}")
+    if not model.objective.predicts_tokens:
+        saved[TASK_HEAD] = [path for path in own if _is_part(TASK_HEAD, path)]
+    trained = {path for paths in saved.values() for path in paths} | {
+        path for path in own if _trains_bias(adapter, path, model)
+    }
+    return tuple(re.sub(r"^blocks\.", "blocks.*.", path) for path in own if path not in trained)
+
+
+def _paths(model: LanguageModel) -> list[str]:
+    """Of the parameters, without places in a period."""
+    paths = (layer_path(tuple(path.split("."))) for path in leaves_by_path(model.shapes))
+    return [*dict.fromkeys(".".join(path) for _, path in paths)]
+
+
+def _trains_bias(adapter: Adapter, path: str, model: LanguageModel) -> bool:
+    if not isinstance(adapter, LoRA) or adapter.bias == "none" or not path.endswith("bias"):
+        return False
+    of = path.removeprefix("blocks.").removesuffix("_bias")
+    return adapter.bias == "all" or any(of == adapted for adapted, _ in model.adapters)
+
+
+def _is_part(part: str, path: str) -> bool:
+    """Whether the parameter at `path` is of this part of a model."""
+    return f"{path.removesuffix('_bias')}.".startswith(f"{HF_NAMES.get(part, part)}.")

@@ -1,0 +1,133 @@
+"""A saved state, with what its checkpoint does not hold: the parameters of the model that a run has adapters of.
+
+Those are its base: the parameters before the first step, which stay as they are.  Checkpoints say where they came from,
+and their fingerprint, so that many adapters share one base and none is used with another."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Annotated, Self
+
+import jax
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer
+from spmd_lm.checkpoints.fingerprint import fingerprints
+from spmd_lm.checkpoints.init_from import PretrainedRun
+from spmd_lm.checkpoints.record import Meta
+from spmd_lm.checkpoints.saved_run import (
+    check_compatible,
+    check_vocabulary,
+    checked_meta,
+    newest_readable,
+    open_checkpoints,
+)
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import CheckpointError
+from spmd_lm.parallel.trees import Tree, leaves_by_path, merge
+from spmd_lm.step.program import Program
+from spmd_lm.step.state import TrainState
+
+BASE_KEY = "base"
+"""The key of a checkpoint's meta."""
+
+
+class SavedBase(BaseModel):
+    """directory: of the run, '' for parameters that were drawn.  step: of its checkpoint.  fingerprint: of the
+    parameters."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    directory: str
+    step: Annotated[int, Field(ge=0)]
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+    @classmethod
+    def of(cls, meta: Meta, run: Path) -> Self:
+        """CheckpointError if the meta of this run's checkpoint has none."""
+        try:
+            return cls.model_validate(meta.get(BASE_KEY))
+        except ValidationError:
+            what = "its checkpoint does not say which model it has adapters of"
+            raise CheckpointError(f"{run}: {what}. Restore the checkpoint from a copy.") from None
+
+
+def meta_of_base(saved: Meta, program: Program, pretrained: PretrainedRun | None, state: TrainState) -> Meta:
+    """What checkpoints say of the base; {} for a run without adapters.  saved: the meta that the run resumes from."""
+    if BASE_KEY in saved or program.config.adapter.kind == "none":
+        return {BASE_KEY: saved[BASE_KEY]} if BASE_KEY in saved else {}
+    directory, step = (str(pretrained.directory.absolute()), pretrained.step) if pretrained else ("", 0)
+    fingerprint = _fingerprint(program.plan.untrained(program.canonical(state).params))
+    return {BASE_KEY: SavedBase(directory=directory, step=step, fingerprint=fingerprint).model_dump()}
+
+
+def restore_state(checkpoints: Checkpointer, step: int, program: Program) -> TrainState:
+    """The canonical state of `step`.  Raises as Checkpointer.restore does, and CheckpointError without its base."""
+    state = checkpoints.restore(step, program.saved_part(program.abstract_canonical()))
+    return dataclasses.replace(state, params=_with_base(state.params, checkpoints.agreed_record(step).meta, program))
+
+
+def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
+    """The program, the newest parameters in canonical shapes, in the shardings of `config`'s layout, and their step.
+
+    Raises CheckpointError if there is no checkpoint, or it is damaged, of another model or without its base, and
+    ConfigError for another vocabulary.  fallback: of the newest step that is not damaged."""
+    checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
+
+    def read(step: int) -> tuple[Program, Tree, int]:
+        meta = checked_meta(checkpoints, step)
+        check_compatible(meta["config"], config.model_dump(by_alias=True), config.run.directory)
+        check_vocabulary(config, config.run.directory, meta if step else None)
+        program = Program(config)
+        params = checkpoints.restore_params(step, program.saved_part(program.abstract_canonical()).params)
+        return program, _with_base(params, meta, program), step
+
+    return newest_readable(checkpoints, read, fallback)
+
+
+def open_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
+    """As `restore_run`, with the parameters as the program's compiled functions take them."""
+    program, params, step = restore_run(config, fallback)
+    return program, program.params_from_canonical(params), step
+
+
+def _with_base(trained: Tree, meta: Meta, program: Program) -> Tree:
+    """All canonical parameters of a run, of those that its checkpoint holds.  CheckpointError where the base is gone,
+    or has become another."""
+    if program.config.adapter.kind == "none":
+        return trained
+    saved = SavedBase.of(meta, program.config.run.directory)
+    frozen = program.plan.untrained(program.abstract_canonical().params)
+    if directory := _directory_of_base(program.config, saved):
+        base = program.plan.untrained(PretrainedRun(program, directory, step=saved.step).initial_params())
+    else:
+        leaves = program.initial_params(leaves_by_path(frozen).keys())
+        base = jax.tree.unflatten(jax.tree.structure(frozen), [leaves[path] for path in leaves_by_path(frozen)])
+    if (found := _fingerprint(base)) != saved.fingerprint:
+        where = f"step {saved.step} of {directory}" if directory else "what train.seed draws"
+        raise CheckpointError(
+            f"{program.config.run.directory} holds adapters of another model than {where} is now: fingerprint "
+            f"{saved.fingerprint} when it was trained, {found} now. Bring that back, or choose another run.init_from."
+        )
+    return merge(base, trained)
+
+
+def _directory_of_base(config: RunConfig, saved: SavedBase) -> Path | None:
+    """Where the base is: run.init_from, or where it was when the run began; None if it was drawn."""
+    given = config.run.init_from and Path(config.run.init_from).expanduser()
+    if not saved.directory:
+        return None
+    directories = [each for each in (given, Path(saved.directory)) if each]
+    found = next((each for each in directories if (each / "checkpoints").is_dir()), None)
+    if found is None:
+        raise CheckpointError(
+            f"{config.run.directory} holds adapters of the model in {directories[-1]}, where no run is. Set "
+            "run.init_from to where it is now."
+        )
+    return found
+
+
+def _fingerprint(params: Tree) -> str:
+    """Of all of these parameters, 16 hexadecimal digits."""
+    lines = "\n".join(f"{path} {each}" for path, each in sorted(fingerprints(params)[0].items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]

@@ -1,0 +1,111 @@
+"""The section `adapter`: what is trained of a model that otherwise stays as it is."""
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import BeforeValidator, PlainSerializer, PositiveFloat, WithJsonSchema
+
+from spmd_lm.config.section import Section
+from spmd_lm.config.types import Count, DropoutRate, without_repeats
+
+Names = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda names: tuple(without_repeats(names)) if isinstance(names, list) else names),
+]
+"""A tuple, because configurations are hashed."""
+
+Number = TypeVar("Number", int, float)
+Pattern = Annotated[
+    tuple[tuple[str, Number], ...],
+    BeforeValidator(lambda pattern: tuple(pattern.items()) if isinstance(pattern, dict) else pattern),
+    PlainSerializer(dict),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+"""Numbers by targets, of which the first that matches counts; written as a mapping."""
+
+ALL_LINEAR = "all-linear"
+Base = Literal["none", "int8", "nf4", "nf4-double"]
+
+CODED = ("codes", "absmax", "nested_absmax", "offset")
+"""Last keys of the parameters that stand for a matrix in few bits, which are used in the dtypes that they have."""
+
+SUFFIX = "_adapter"
+"""Of the key of an adapter, beside that of its matrix: query_adapter."""
+
+
+def is_adapter(path: Sequence[str]) -> bool:
+    """Whether the parameter at this path is one of an adapter."""
+    return any(key.endswith(SUFFIX) for key in path)
+
+
+HF_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt": {
+        "attention.query": ("self_attn.q_proj", "attn.c_attn", "attention.query_key_value", "self_attn.qkv_proj"),
+        "attention.key": ("self_attn.k_proj", "attn.c_attn", "attention.query_key_value", "self_attn.qkv_proj"),
+        "attention.value": ("self_attn.v_proj", "attn.c_attn", "attention.query_key_value", "self_attn.qkv_proj"),
+        "attention.out": ("self_attn.o_proj", "attn.c_proj", "attention.dense"),
+        "mlp.gate": ("mlp.gate_proj", "mlp.gate_up_proj"),
+        "mlp.up": ("mlp.up_proj", "mlp.c_fc", "mlp.dense_h_to_4h", "mlp.gate_up_proj"),
+        "mlp.down": ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h"),
+    },
+    "bert": {
+        "attention.query": ("attention.self.query",),
+        "attention.key": ("attention.self.key",),
+        "attention.value": ("attention.self.value",),
+        "attention.out": ("attention.output.dense",),
+        "mlp.up": ("intermediate.dense",),
+        "mlp.down": ("output.dense",),
+    },
+}
+"""By model.kind, what Hugging Face's families call the matrices of a layer."""
+
+HF_LAYERS = {"gpt": ("model.layers", "transformer.h", "gpt_neox.layers"), "bert": ("bert.encoder.layer",)}
+"""What they call their layers, before the number of each."""
+
+HF_NAMES = {
+    **dict.fromkeys(("embed_tokens", "wte", "embed_in", "word_embeddings"), "embedding.tokens"),
+    **dict.fromkeys(("lm_head", "embed_out"), "head.tokens"),
+    **dict.fromkeys(("classifier", "score", "qa_outputs"), "head"),
+    "pooler": "head.pooler",
+}
+"""Ours of what they call parts of a model outside of its layers."""
+
+
+class NoAdapter(Section):
+    """The model itself is trained."""
+
+    kind: Literal["none"] = "none"
+    base: ClassVar[Base] = "none"
+
+
+class Adapter(Section):
+    """Small parameters beside the matrices of blocks.  These, the embedding and the head stay as they are."""
+
+    kind: str
+    # matrices of blocks that have one: names, as attention.query, query, or Hugging Face's q_proj; a regular expression
+    # that all of a name matches; or all-linear
+    targets: Names | str = ALL_LINEAR
+    # trained too: parts of the parameters, as head.tokens; the head of a task always is
+    modules_to_save: Names = ()
+    base: Base = "none"  # how the matrices of blocks are stored: in 8 or 4 bits (docs/finetuning.md)
+
+
+class IA3(Adapter):
+    """Learned scales (arXiv:2205.05638): of what a matrix makes, or where products use it transposed, as those that end
+    a branch, of what it is multiplied with."""
+
+    kind: Literal["ia3"]
+    targets: Names | str = ("key", "value", "down")
+
+
+class LoRA(Adapter):
+    """Low-rank adaptation (arXiv:2106.09685): a matrix W becomes W + scaling x A B."""
+
+    kind: Literal["lora"]
+    rank: Count = 8
+    alpha: PositiveFloat = 16.0  # scaling is alpha / rank
+    rank_pattern: Pattern[Count] = ()  # of some matrices, by names or regular expressions
+    alpha_pattern: Pattern[PositiveFloat] = ()
+    rslora: bool = False  # scaling is alpha / sqrt(rank) (arXiv:2312.03732)
+    dropout: DropoutRate = 0.0  # of what A is multiplied with
+    bias: Literal["none", "all", "lora_only"] = "none"  # biases that are trained too; lora_only: of adapted matrices

@@ -1,0 +1,140 @@
+"""Adapters: parameters beside the matrices of blocks, which training changes in place of these."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spmd_lm.axes import DimNames
+from spmd_lm.config.adapters import CODED, SUFFIX, Base
+from spmd_lm.errors import ConfigError
+from spmd_lm.models.layers import HasMatrices, ParamInit, ScaledMatrix
+from spmd_lm.models.transformer import BlockContext
+from spmd_lm.ops.dense import Matrix
+from spmd_lm.ops.few_bits import BLOCK_SIZE, CodedMatrix, Coding, encode
+from spmd_lm.ops.low_rank import InputDropout, LowRankSum
+
+FIRST_SITE = 16  # of dropout; those of a block are below
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """The adapter of one matrix [width, other].  dropout: the rate of its input.  transposed: whether products use the
+    matrix transposed, and its inputs are `other`."""
+
+    rank: int
+    scaling: float
+    dropout: float = 0.0
+    transposed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """The same: of its outputs, or of its inputs where it is transposed."""
+
+    transposed: bool = False
+
+
+Adapters = tuple[tuple[str, LowRank | Scaling], ...]
+"""By the path of the matrix in its block, as attention.query."""
+
+
+class LowRankAdapter(nnx.Module):
+    """a, of a matrix's inputs, drawn as PEFT draws it, U(±1/√inputs); and b, of its outputs, zeros."""
+
+    def __init__(self, init: ParamInit, adapter: LowRank, matrix: nnx.Param, site: int):
+        (width, other), (_, name) = matrix.shape, matrix.get_metadata()["out_sharding"]
+        left, right = ((width, adapter.rank), ("width", "rank")), ((adapter.rank, other), ("rank", name))
+        (a, names_of_a), (b, names_of_b) = (right, left) if adapter.transposed else (left, right)
+        most = 1 / math.sqrt(other if adapter.transposed else width)
+        drawn = jax.random.uniform(init.rngs.params(), a, init.dtype, -most, most)
+        self.a = nnx.Param(drawn, out_sharding=names_of_a)
+        self.b = nnx.Param(jnp.zeros(b, init.dtype), out_sharding=names_of_b)
+        self.adapter, self.site, self.name = adapter, site, name
+
+    def __call__(self, matrix: Matrix | CodedMatrix, context: BlockContext) -> LowRankSum:
+        key, drop = context.dropout_key, None
+        if key is not None and self.adapter.dropout:
+            drop = InputDropout(key, self.adapter.dropout, self.site, self.name, context.checkpoint)
+        return LowRankSum(matrix, self.a[...], self.b[...], self.adapter.scaling, self.adapter.transposed, drop)
+
+    def of_bias(self, bias: jax.Array) -> jax.Array:
+        return bias
+
+
+class ScalingAdapter(nnx.Module):
+    """Scales of the dimension `other` of a matrix [width, other], ones."""
+
+    def __init__(self, init: ParamInit, adapter: Scaling, matrix: nnx.Param):
+        self.scale = init.vector(1, matrix.shape[1], str(_names(matrix)[1]))
+        self.adapter = adapter
+
+    def __call__(self, matrix: Matrix | CodedMatrix, context: BlockContext) -> ScaledMatrix:
+        return ScaledMatrix(matrix, self.scale[...])
+
+    def of_bias(self, bias: jax.Array) -> jax.Array:
+        """What is added to the product: outputs are scaled after their bias."""
+        return bias if self.adapter.transposed else bias * self.scale[...]
+
+
+class Coded(nnx.Module):
+    """In place of a matrix: its codes and scales, of which each is a parameter."""
+
+    def __init__(self, matrix: nnx.Param, kind: Coding, transposed: bool, path: str):
+        (width, other), (_, name) = matrix.shape, _names(matrix)
+        inputs = other if transposed else width
+        if kind != "int8" and inputs % BLOCK_SIZE:
+            raise ConfigError(
+                f"adapter.base={kind}: {path} has {inputs} inputs, which blocks of {BLOCK_SIZE} do not divide. Use "
+                "adapter.base=int8 or none."
+            )
+        blocks = ("width", name) if transposed else ("width_blocks", name)
+        names: dict[str, DimNames] = {"codes": ("width", name), "absmax": ("width",) if transposed else (name,)}
+        if kind != "int8":
+            packed = ("width", name) if transposed else ("width_bytes", name)
+            names = {"codes": packed, "absmax": blocks, "nested_absmax": (None,), "offset": (None,)}
+        for key, value in encode(kind, matrix[...], transposed).items():
+            setattr(self, key, nnx.Param(value, out_sharding=names[key]))
+        self.kind, self.name, self.transposed = kind, name, transposed
+
+    def __call__(self) -> CodedMatrix:
+        stored = {key: value[...] for key in CODED if (value := getattr(self, key, None)) is not None}
+        return CodedMatrix(stored, self.kind, self.name, self.transposed)
+
+
+def matrices_of(block: nnx.Module) -> Iterator[tuple[str, HasMatrices, str]]:
+    """(path, module, name in it) of each matrix that a block multiplies with, in an order of their own."""
+    for keys, module in sorted(nnx.iter_modules(block), key=lambda found: found[0]):
+        if isinstance(module, HasMatrices):
+            for name, value in sorted(vars(module).items()):
+                if isinstance(value, nnx.Param) and len(_names(value)) == 2:
+                    yield ".".join((*map(str, keys), name)), module, name
+
+
+def _names(param: nnx.Param) -> tuple:
+    return param.get_metadata().get("out_sharding") or ()
+
+
+def add_adapters(block: nnx.Module, adapters: Adapters, init: ParamInit) -> nnx.Module:
+    """The block with these adapters.  Its own parameters are drawn before theirs, and so are those of a run without."""
+    wanted = dict(adapters)
+    for i, (path, module, name) in enumerate([*matrices_of(block)]):
+        if path in wanted:
+            adapter, matrix = wanted[path], getattr(module, name)
+            if isinstance(adapter, LowRank):
+                made: nnx.Module = LowRankAdapter(init, adapter, matrix, FIRST_SITE + i)
+            else:
+                made = ScalingAdapter(init, adapter, matrix)
+            setattr(module, name + SUFFIX, made)
+    return block
+
+
+def code_matrices(block: nnx.Module, kind: Base) -> nnx.Module:
+    """The block with all its matrices in few bits."""
+    if kind != "none":
+        for path, module, name in [*matrices_of(block)]:
+            setattr(module, name, Coded(getattr(module, name), kind, name in module.row_parallel, path))
+    return block

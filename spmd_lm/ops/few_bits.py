@@ -1,0 +1,183 @@
+"""Matrices in few bits that training leaves as they are (QLoRA, arXiv:2305.14314): codes and scales, decoded where a
+product needs the matrix.
+
+Codes are those of bitsandbytes.  Of a matrix [width, other] blocks lie along its inputs: `width`, or `other` where
+products use it transposed.  Leading dimensions are of stacks."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from spmd_lm.active_rules import num_shards
+from spmd_lm.ops.collectives import contract, global_indices
+from spmd_lm.ops.dense import Columns
+
+Coding = Literal["int8", "nf4", "nf4-double"]
+BLOCK_SIZE = 64  # inputs with one scale
+NESTED_SIZE = 256  # scales with one scale of their own
+NF4 = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+        *(0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+"""Quantiles of a normal distribution, the sixteen values of NF4 (arXiv:2305.14314, appendix E)."""
+
+
+@functools.cache
+def dynamic_codebook() -> np.ndarray:
+    """The 256 values of dynamic quantization (arXiv:2110.02861, section 1.3), float32: in each decade the means of
+    neighbours among 1 + 2^k numbers, spaced evenly as torch.linspace rounds them."""
+    first, values = np.float32(0.1), [np.zeros(1, np.float32), np.ones(1, np.float32)]
+    for exponent in range(7):
+        count = 2**exponent
+        steps, step = np.arange(count + 1), float((1 - first) / np.float32(count))
+        exact = np.where(steps <= count // 2, float(first) + step * steps, 1.0 - step * (count - steps))
+        numbers = exact.astype(np.float32)
+        means = np.float32(10.0 ** (exponent - 6)) * ((numbers[:-1] + numbers[1:]) / np.float32(2))
+        values += [means, -means]
+    return np.sort(np.concatenate(values))
+
+
+def _nearest(x: Array, codebook: np.ndarray) -> Array:
+    """The index of the nearest value, uint8; of two as near the lower one.  A sum of comparisons: no loop."""
+    borders = ((codebook[1:].astype(np.float64) + codebook[:-1]) / 2).astype(np.float32)
+    return sum((x > border).astype(jnp.uint8) for border in borders)
+
+
+def _look_up(codes: Array, codebook: np.ndarray) -> Array:
+    """codebook[codes], by selections, which fuse; a gather of single numbers is slow on a TPU."""
+    values: list[Array | np.float32] = list(codebook)
+    bit = 0
+    while len(values) > 1:
+        odd = (codes >> bit) & 1 == 1
+        values = [jnp.where(odd, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+        bit += 1
+    return jnp.asarray(values[0])
+
+
+def _inverse(absmax: Array) -> Array:
+    return 1 / jnp.where(absmax == 0, 1, absmax)
+
+
+def _split(x: Array, dim: int, size: int) -> Array:
+    """x with `dim` as two: [blocks, size]."""
+    return x.reshape(*x.shape[:dim], -1, size, *x.shape[dim + 1 :])
+
+
+def _join(x: Array, dim: int) -> Array:
+    """The inverse of `_split`."""
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+
+
+def encode(kind: Coding, w: Array, transposed: bool) -> dict[str, Array]:
+    """The arrays that stand for w [.., width, other], by name: codes, absmax and, for nf4-double, nested_absmax and
+    offset."""
+    w, dim = w.astype(jnp.float32), w.ndim - (1 if transposed else 2)
+    if kind == "int8":
+        absmax = jnp.abs(w).max(dim)
+        codes = jnp.round(w * jnp.expand_dims(127 * _inverse(absmax), dim))
+        return {"codes": codes.astype(jnp.int8), "absmax": absmax}
+    blocks = _split(w, dim, BLOCK_SIZE)
+    absmax = jnp.abs(blocks).max(dim + 1)
+    codes = _join(_nearest(blocks * jnp.expand_dims(_inverse(absmax), dim + 1), NF4), dim)
+    first, second = (lax.index_in_dim(_split(codes, dim, 2), i, dim + 1, keepdims=False) for i in (0, 1))
+    packed = {"codes": first << 4 | second}
+    return packed | ({"absmax": absmax} if kind == "nf4" else _encode_scales(absmax, transposed))
+
+
+def _encode_scales(absmax: Array, transposed: bool) -> dict[str, Array]:
+    """Double quantization.  Scales are counted as bitsandbytes does: along a row of torch's matrix [outputs, inputs],
+    row by row."""
+    rows = absmax if transposed else absmax.swapaxes(-1, -2)
+    flat = rows.reshape(*rows.shape[:-2], -1)
+    offset = _mean(flat)[..., None]
+    padding = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % NESTED_SIZE)]
+    blocks = _split(jnp.pad(flat - offset, padding), flat.ndim - 1, NESTED_SIZE)
+    nested = jnp.abs(blocks).max(-1)
+    codes = _join(_nearest(blocks * _inverse(nested)[..., None], dynamic_codebook()), flat.ndim - 1)
+    codes = codes[..., : flat.shape[-1]].reshape(rows.shape)
+    return {"absmax": codes if transposed else codes.swapaxes(-1, -2), "nested_absmax": nested, "offset": offset}
+
+
+def _mean(x: Array) -> Array:
+    """The mean over the last dimension of x, 0 or more, float32: the same bits whatever the order of the sum.  To 2^-18
+    of the largest: sums of integers, whose digits of 6 bits are added up apart."""
+    most = x.max(-1)
+    scaled = jnp.round(x * (_inverse(most) * 2**18)[..., None]).astype(jnp.int32)
+    digits = scaled >> 12, scaled >> 6 & 63, scaled & 63
+    high, middle, low = (each.sum(-1).astype(jnp.float32) for each in digits)
+    return (high * 4096 + (middle * 64 + low)) * (most / 2**18 / x.shape[-1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CodedMatrix:
+    """A matrix as products use it, of the arrays that `encode` makes, on one device the shards of one layer.
+
+    name: of the dimension that is not width.  transposed: whether products use it so."""
+
+    stored: dict[str, Array]
+    kind: Coding = dataclasses.field(metadata={"static": True})
+    name: str = dataclasses.field(metadata={"static": True})
+    transposed: bool = dataclasses.field(metadata={"static": True})
+    columns: Columns | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def select(self, columns: Columns) -> "CodedMatrix":
+        """As of Matrix."""
+        return dataclasses.replace(self, columns=columns)
+
+    @property
+    def entries(self) -> Array:
+        """float32."""
+        codes, dim = self.stored["codes"], 1 if self.transposed else 0
+        if self.kind == "int8":
+            w = codes.astype(jnp.float32) * jnp.expand_dims(self.stored["absmax"] / 127, dim)
+        else:
+            each = _look_up(_join(jnp.stack([codes >> 4, codes & 15], dim + 1), dim), NF4)
+            w = _join(_split(each, dim, BLOCK_SIZE) * jnp.expand_dims(self._scales, dim + 1), dim)
+        return w if self.columns is None else self.columns(w)
+
+    @property
+    def _scales(self) -> Array:
+        """Of the blocks, float32."""
+        absmax = self.stored["absmax"]
+        if self.kind == "nf4":
+            return absmax
+        width, other = jnp.arange(absmax.shape[0]), global_indices(self.name, absmax.shape[1])
+        if self.transposed:
+            count = width[:, None] * absmax.shape[1] * num_shards(self.name) + other
+        else:
+            count = other * absmax.shape[0] + width[:, None]
+        nested = self.stored["nested_absmax"][count // NESTED_SIZE]
+        return _look_up(absmax, dynamic_codebook()) * nested + self.stored["offset"]
+
+    def multiply(self, x: Array, *, transpose: bool = False) -> Array:
+        """As of Matrix."""
+        return _product(self, x, transpose)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(matrix: CodedMatrix, x: Array, transpose: bool) -> Array:
+    """As of dense.  Nothing is saved but what is stored: backward decodes again."""
+    return contract(x, matrix.entries.astype(x.dtype), (x.ndim - 1,), (int(transpose),))
+
+
+def _product_forward(matrix, x, transpose):
+    return _product(matrix, x, transpose), matrix
+
+
+def _product_backward(transpose, matrix, g):
+    matrix, g = lax.optimization_barrier((matrix, g))  # or XLA would keep what forward has decoded
+    return None, contract(g, matrix.entries.astype(g.dtype), (g.ndim - 1,), (int(not transpose),))
+
+
+_product.defvjp(_product_forward, _product_backward)

@@ -1,0 +1,149 @@
+"""Adapters under every layout: the run of one device, and nothing else trained."""
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_lm.adapters import adapters_of
+from spmd_lm.config.adapters import CODED, HF_LAYERS, HF_MODULES, LoRA
+from spmd_lm.errors import ConfigError
+from spmd_lm.huggingface.architectures import LAYER
+from spmd_lm.huggingface.families import ARCHITECTURES
+from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.parallel.trees import leaves_by_path
+from spmd_lm.step.program import Program
+from tests.helpers import ORIGINAL_BERT, TASKS, assert_states_close, make_config, program, trained
+
+SLOW = pytest.mark.slow
+LORA = {"kind": "lora", "rank": 3, "alpha": 12.0, "dropout": 0.25}
+LLAMA = {"positions": "rotary", "norm_type": "rms", "activation": "swiglu", "use_bias": False, "kv_heads": 2}
+BLOCKS = {"width": 64, "mlp_width": 512, "head_width": 64}  # of 64 inputs, whole on each of eight devices
+RUNS = {
+    "gpt": {"adapter": LORA},
+    "llama": {"model": LLAMA | {"heads": 8, "tie_embeddings": False}, "adapter": LORA | {"rslora": True}},
+    "some": {
+        "adapter": LORA | {"targets": ["c_attn", "down"], "modules_to_save": ["wte"]},
+        "optim": {"freeze": "*.1.*"},
+    },
+    "bert": {"model": ORIGINAL_BERT, **TASKS["classification"], "adapter": LORA},
+    "ia3": {"model": {"use_bias": True}, "adapter": {"kind": "ia3", "targets": ["key", "value", "up", "down"]}},
+    "int8": {"model": LLAMA | {"heads": 8}, "adapter": LORA | {"base": "int8"}},
+    "nf4": {"model": LLAMA | BLOCKS, "adapter": LORA | {"base": "nf4"}},
+    "nf4-double": {"model": BLOCKS, "adapter": LORA | {"base": "nf4-double"}},
+}
+LAYOUTS = {
+    "tensor": {"data": 2, "model": 4},
+    "eight": {"model": 8, "data": 1},
+    "sequence-zero1": {"data": 2, "model": 4, "sequence": True, "zero": 1},
+    "zero2": {"data": 4, "model": 2, "zero": 2, "microbatches": 2},
+    "zero3": {"data": 4, "model": 2, "zero": 3, "microbatches": 2},
+    "zero3-sequence-prefetched": {"data": 2, "model": 4, "sequence": True, "zero": 3, "prefetch": "on"},
+    "hybrid": {"replica": 2, "data": 2, "model": 2, "zero": 3},
+    "1f1b": {"pipe": 2, "data": 2, "model": 2, "zero": 3, "microbatches": 2},
+    "gpipe": {"pipe": 2, "data": 4, "zero": 3, "microbatches": 2, "schedule": "gpipe"},
+    "interleaved": {"pipe": 2, "data": 2, "zero": 3, "microbatches": 4, "schedule": "interleaved", "chunks": 2},
+    "breadth-first": {"pipe": 2, "data": 2, "zero": 3, "microbatches": 4, "schedule": "breadth_first", "chunks": 2},
+    "breadth-first-prefetched": {"pipe": 2, "data": 2, "zero": 3, "microbatches": 2, "chunks": 2, "prefetch": "on"}
+    | {"schedule": "breadth_first"},
+}
+REMAT = {"zero3": "full", "tensor": "residual", "hybrid": "selective", "1f1b": "full"}
+UNROLLED = ("zero2", "hybrid")
+QUICK = {("nf4-double", "zero3")}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("run", "layout"),
+    [pytest.param(run, layout, marks=() if (run, layout) in QUICK else SLOW) for run in RUNS for layout in LAYOUTS],
+)
+def test_every_layout_computes_the_same(run, layout):
+    sections = dict(RUNS[run])
+    model = {"layers": 4, "dropout": 0.1} | sections.pop("model", {})
+    sections["optim"] = {"eps": 1e-6} | sections.get("optim", {})  # A has no gradient while B is zero
+    remat, scan = {"policy": REMAT.get(layout, "none")}, layout not in UNROLLED
+    got = trained(make_config(model=model | {"scan": scan}, parallel=LAYOUTS[layout], remat=remat, **sections))
+    want = trained(make_config(model=model, parallel={"data": 1}, **sections))
+    assert got.losses == pytest.approx(want.losses, rel=1e-12)
+    assert got.norms == pytest.approx(want.norms, rel=1e-12)
+    assert_states_close(got.last, want.last, 1e-11)
+    for path, leaf in leaves_by_path(want.last.params).items():
+        if path.rpartition(".")[2] in CODED:
+            assert leaf.dtype != np.float64 and np.array_equal(leaf, leaves_by_path(got.last.params)[path])
+
+
+@pytest.mark.usefixtures("x64")
+def test_adapters_alone_change_and_alone_have_moments():
+    outcome = trained(make_config(model={"layers": 4, "dropout": 0.1}, adapter=LORA))
+    first, last, moments = (
+        leaves_by_path(each) for each in (outcome.first.params, outcome.last.params, outcome.last.opt_state)
+    )
+    changed = {path for path in first if not np.array_equal(first[path], last[path])}
+    assert changed == {path for path in first if "_adapter." in path}
+    assert {path.partition(".")[2] for path in moments if path.startswith("mu.")} == changed
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_base_is_drawn_as_without_adapters():
+    plain, adapted = (
+        leaves_by_path(program(config).model.init(3)) for config in (make_config(), make_config(adapter=LORA))
+    )
+    assert all(np.array_equal(leaf, adapted[path]) for path, leaf in plain.items())
+    for path, leaf in adapted.items():
+        if path.endswith("_adapter.a"):
+            inputs = leaf.shape[2 if path.split(".")[2] in ("out_adapter", "down_adapter") else 1]
+            assert 0.9 / np.sqrt(inputs) < np.abs(leaf).max() <= 1 / np.sqrt(inputs)
+        elif path.endswith("_adapter.b"):
+            assert not leaf.any()
+
+
+def model_of(**model) -> LanguageModel:
+    config = make_config(model=model)
+    return LanguageModel(config.model, config.objective, "float32", ("xla",))
+
+
+@pytest.mark.parametrize(
+    "architecture", ARCHITECTURES, ids=lambda each: f"{each.model_type} {next(iter(each.classes))}"
+)
+def test_matrices_have_the_names_of_their_family(architecture):
+    kind = architecture.fixed.get("kind", "gpt")
+    for mapping in architecture.weights:
+        if mapping.param.startswith("blocks.") and not mapping.param.endswith(("_bias", ".scale", ".bias")):
+            layers, _, module = mapping.tensor.removesuffix(".weight").partition(f".{LAYER}.")
+            assert layers in HF_LAYERS[kind]
+            assert module in HF_MODULES[kind][mapping.param.removeprefix("blocks.")]
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("all-linear", "attention.key attention.out attention.query attention.value mlp.down mlp.gate mlp.up"),
+        (["q_proj", "value"], "attention.query attention.value"),
+        (["mlp.up", "self_attn.o_proj"], "attention.out mlp.up"),
+        (["gate_up_proj"], "mlp.gate mlp.up"),
+        (r".*\.layers\.\d+\.self_attn\.[qk]_proj", "attention.key attention.query"),
+        ("attention.*", "attention.key attention.out attention.query attention.value"),
+    ],
+)
+def test_targets_are_read_as_peft_reads_them(targets, expected):
+    targets = targets if isinstance(targets, str) else tuple(targets)
+    adapters = adapters_of(LoRA(kind="lora", targets=targets), model_of(**LLAMA))
+    assert [path for path, _ in adapters] == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "problem"),
+    [
+        ({"targets": ["q_prj"]}, "adapter.targets: q_prj matches no matrix of a block. Did you mean q_proj?"),
+        ({"targets": []}, "adapter.targets=[] leaves nothing to train. Use adapter.targets=all-linear."),
+        ({"targets": "(["}, "adapter.targets: ([ is no regular expression"),
+        ({"targets": "q_proj"}, "adapter.targets: q_proj matches no matrix"),  # a pattern of a whole name
+        ({"targets": r".*\.0\.attn\.c_attn"}, "attention.key is another in layers 1 than in layer 0"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head is the token table of the embedding (model.tie_embeddings=true)"),
+        ({"base": "nf4"}, "adapter.base=nf4: attention.key has 32 inputs, which blocks of 64 do not divide."),
+        ({"modules_to_save": ["hed"]}, "adapter.modules_to_save: hed is no part of this model. Did you mean head?"),
+    ],
+)
+def test_what_an_adapter_cannot_have_is_told(adapter, problem):
+    with pytest.raises(ConfigError) as caught:
+        Program(make_config(adapter=LORA | adapter), jax.devices()[:1])
+    assert problem in str(caught.value)
