@@ -19,6 +19,7 @@ from spmd_lm.commands import (
     export_hf,
     generate,
     import_hf,
+    merge,
     plan,
     preflight,
     prepare,
@@ -102,6 +103,7 @@ VERBS = {
         ("DIR", "RUN_DIR"),
     ),
     "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
+    "merge": Verb("makes a run of one with adapters, without them", merge.run, merge.add_options, ("RUN_DIR", "OUT")),
     "config": Verb("prints the resolved YAML", config.run),
 }
 
@@ -112,6 +114,7 @@ POSITIONALS = {
     "SWEEP": "a sweep's YAML file, or a shipped one's name, as sweeps/layouts",
     "RUN_DIR": "a run's directory",
     "RUN": "a run's directory",
+    "OUT": "the new run's directory",
     "STEP": "the step, from 1 on",
     "DIR": "a Hugging Face directory: config.json, *.safetensors, tokenizer files",
 }

@@ -16,6 +16,11 @@ def run(arguments: Arguments) -> int:
     config = set_up_devices(load_configuration(arguments, "RUN_DIR"))
     from spmd_lm.huggingface.transfer import export_hf, format_result
 
+    if config.adapter.kind != "none":
+        from spmd_lm.huggingface.peft import export_peft
+
+        result = export_peft(config, Path(arguments.DIR), arguments.dtype, arguments.fallback)
+        return write_result(arguments, result, format_result(result))
     result = export_hf(config, Path(arguments.DIR), arguments.dtype, arguments.shard, arguments.fallback)
     return write_result(arguments, result, format_result(result))
 

@@ -155,9 +155,14 @@ def _first_line(error: Exception) -> str:
 
 
 def write_tensors(
-    directory: Path, shapes: Mapping[str, Shape], dtype: np.dtype, values: Iterator[np.ndarray], max_shard_bytes: int
+    directory: Path,
+    shapes: Mapping[str, Shape],
+    dtype: np.dtype,
+    values: Iterator[np.ndarray],
+    max_shard_bytes: int,
+    single_file: str = SINGLE_FILE,
 ) -> list[Path]:
-    """Writes model.safetensors; or, if that would exceed `max_shard_bytes`, several files and an index.
+    """Writes `single_file`; or, if that would exceed `max_shard_bytes`, several files and an index.
 
     values: in the order of `shapes`; one is in memory at a time.  A file exceeds the limit only if one tensor does."""
     headers: list[dict[str, Any]] = [{}]
@@ -172,7 +177,7 @@ def write_tensors(
         end += size
         total_size += size
     n = len(headers)
-    files = [SINGLE_FILE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    files = [single_file] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
     for file, header in zip(files, headers, strict=True):
         _write_file(directory / file, header, values)
     if n > 1:

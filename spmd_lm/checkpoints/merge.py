@@ -1,0 +1,91 @@
+"""`spmd-lm merge`: a run with adapters, as a run of the model that they make of their base."""
+
+import functools
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
+from spmd_lm.checkpoints.restored import restore_run
+from spmd_lm.config.adapters import CODED, SUFFIX, NoAdapter, is_adapter
+from spmd_lm.config.layers import path_in_block
+from spmd_lm.config.load import TOKENIZER_DIR, dump
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import ConfigError
+from spmd_lm.models.adapters import LowRank
+from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.ops.few_bits import CodedMatrix, Coding
+from spmd_lm.parallel.trees import Tree, leaves_by_path
+from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
+from spmd_lm.runtime.processes import require_single_process
+from spmd_lm.step.program import Program
+
+
+def merged_config(config: RunConfig, directory: Path) -> RunConfig:
+    """The run in `directory` of the model that a run's adapters make: to evaluate, generate, export or train."""
+    run = config.run.model_copy(update={"dir": str(directory), "init_from": None})
+    return config.model_copy(update={"run": run, "adapter": NoAdapter()})
+
+
+def merge_adapters(params: Mapping[str, jax.Array], model: LanguageModel) -> dict[str, jax.Array]:
+    """The parameters of the model without adapters and codes, by path, of this one's.  One matrix is computed at a
+    time, sharded as it is."""
+    adapters, result = dict(model.adapters), dict[str, jax.Array]()
+    for path, x in params.items():
+        matrix, _, key = path.rpartition(".")
+        if key == CODED[0]:
+            stored = {each: params[f"{matrix}.{each}"] for each in CODED if f"{matrix}.{each}" in params}
+            result[matrix] = _decode(stored, model.base, model.matrices[path_in_block(matrix)]).astype(model.dtype)
+        elif key not in CODED and not is_adapter(path.split(".")):
+            result[path] = x
+    for path in result:
+        adapter = adapters.get(path_in_block(path))
+        if isinstance(adapter, LowRank):
+            result[path] = _add(result[path], *(params[f"{path}{SUFFIX}.{factor}"] for factor in "ab"), adapter)
+        elif adapter is not None:
+            scale = params[f"{path}{SUFFIX}.scale"]
+            result[path] *= scale[..., None, :]
+            if not adapter.transposed and f"{path}_bias" in result:
+                result[f"{path}_bias"] *= scale
+    return result
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _decode(stack: dict[str, jax.Array], kind: Coding, transposed: bool) -> jax.Array:
+    return jax.vmap(lambda stored: CodedMatrix(stored, kind, "", transposed).entries)(stack)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _add(matrix: jax.Array, a: jax.Array, b: jax.Array, adapter: LowRank) -> jax.Array:
+    left, right = (b, a) if adapter.transposed else (a, b)
+    return matrix + adapter.scaling * jnp.matmul(left, right, precision="highest").astype(matrix.dtype)
+
+
+def merge_run(config: RunConfig, target: Path, fallback: bool = False) -> dict[str, Any]:
+    """Creates `target`, a run of the merged model at step 0.  fallback: as of `restore_run`.
+
+    Raises ConfigError for a run without adapters, and if `target` is not empty or cannot be written; CheckpointError
+    without a checkpoint, or its base."""
+    require_single_process("merge")
+    require_absent_or_empty(target)
+    if config.adapter.kind == "none":
+        raise ConfigError(f"{config.run.directory} has no adapters to merge: adapter.kind=none. Give a run that has.")
+    adapted, params, step = restore_run(config, fallback)
+    leaves = merge_adapters(leaves_by_path(params), adapted.model)
+    to = merged_config(config, target)
+    with atomic_directory(target) as directory:
+        program = Program(to)
+        like = program.plan.shapes
+        tree: Tree = jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in leaves_by_path(like)])
+        meta = make_meta(to.model_dump(by_alias=True), num_samples=0, fingerprint="")
+        with closing(Checkpointer(directory / "checkpoints", to.checkpoint, new_run_id())) as checkpointer:
+            checkpointer.save(0, program.initial_canonical(tree), meta)
+        if (config.run.directory / TOKENIZER_DIR).is_dir():
+            shutil.copytree(config.run.directory / TOKENIZER_DIR, directory / TOKENIZER_DIR)
+        (directory / "config.yaml").write_text(dump(to), "utf-8")
+    return {"directory": str(target), "step": step, "adapters": len(adapted.model.adapters)}

@@ -1,0 +1,86 @@
+"""adapter_config.json of PEFT, as the section `adapter` of a run.  Does not import jax, so errors come at once."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd_lm.config.load import Layer, load, load_run
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.errors import ConfigError
+from spmd_lm.huggingface.directory import DEFAULTS
+from spmd_lm.huggingface.safetensors_io import read_json
+
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+ANY_KIND: dict[str, tuple[str, Any]] = {
+    "target_modules": ("targets", None),
+    "modules_to_save": ("modules_to_save", []),
+}
+SETTING_OF_KEY = {
+    "LORA": ANY_KIND
+    | {
+        "r": ("rank", 8),
+        "lora_alpha": ("alpha", 8),
+        "lora_dropout": ("dropout", 0.0),
+        "use_rslora": ("rslora", False),
+        "bias": ("bias", "none"),
+        "rank_pattern": ("rank_pattern", {}),
+        "alpha_pattern": ("alpha_pattern", {}),
+    },
+    "IA3": ANY_KIND,
+}
+"""By peft_type, keys of adapter_config.json, each with ours and PEFT's default."""
+NEUTRAL = {
+    *("peft_type", "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "peft_version"),
+    *("revision", "task_type", "qalora_group_size", "init_lora_weights", "megatron_core", "ensure_weight_tying"),
+    *("feedforward_modules", "init_ia3_weights"),
+}
+"""Those that do not change what an adapter computes."""
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga")
+"""Values of init_lora_weights after which the base may be another one than the model of this name."""
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """The section `adapter` that an adapter_config.json means.  ConfigError, one line per key, for what is not
+    implemented here."""
+    path = directory / ADAPTER_CONFIG
+    given = read_json(path)
+    if (kind := given.get("peft_type")) not in SETTING_OF_KEY:
+        raise ConfigError(
+            f"{path}: peft_type={json.dumps(kind):.40} is not supported. Supported: {', '.join(SETTING_OF_KEY)}."
+        )
+    keys = SETTING_OF_KEY[kind]
+    problems = [
+        f"{path}: {key}={json.dumps(value):.80} is not implemented here. Such an adapter cannot be read."
+        for key, value in given.items()
+        if key not in keys and key not in NEUTRAL and value not in (None, False, [], {}, "")
+    ]
+    if str(how := given.get("init_lora_weights")).partition("_niter")[0] in CHANGE_THE_BASE:
+        problems.append(f"{path}: init_lora_weights={how} changes the base. Have PEFT save it as plain LoRA.")
+    if problems:
+        raise ConfigError(*problems)
+    values = {ours: given.get(theirs) for theirs, (ours, _) in keys.items()}
+    defaults = dict(keys.values())
+    return {"kind": kind.lower()} | {key: defaults[key] if value is None else value for key, value in values.items()}
+
+
+INIT_FROM = "run.init_from="
+
+
+def make_adapter_config(directory: Path, run_dir: str, config_file: str | None, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run in `run_dir` with this adapter of the run that run.init_from names.  ConfigError also
+    where it names none."""
+    settings = read_settings(directory)
+    base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    runs = [each.removeprefix(INIT_FROM) for each in overrides if each.startswith(INIT_FROM)]
+    if not runs:
+        raise ConfigError(
+            f"{directory} is an adapter of {base or 'a model that it does not name'}. Import that first, and name its "
+            "run, as in run.init_from=runs/base."
+        )
+    adapter = Layer(str(directory / ADAPTER_CONFIG), {"adapter": settings, "run": {"dir": run_dir}})
+    of_base = load_run(Path(runs[-1]).expanduser()).model_dump(
+        by_alias=True, include={"objective", "data", "precision"}
+    )
+    return load(config_file, overrides, under=Layer("defaults of import", DEFAULTS | of_base), cell=adapter)
