@@ -49,15 +49,22 @@ def test_the_tour_passes_every_file_it_names():
     assert len(named) > 20 and not [name for name in named if not any((place / name).exists() for place in places)]
 
 
-def test_the_example_of_fine_tuning_takes_model_and_vocabulary_of_its_beginning(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("example", "recipe", "overrides", "context"),
+    [(0, "bert/bert-base", [], 128), (1, "qwen/2.5-0.5b", ["run.dir=runs/qwen"], 2048)],
+)
+def test_examples_of_fine_tuning_take_model_and_vocabulary_of_their_beginning(
+    example, recipe, overrides, context, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/finetuning.md").read_text(), re.DOTALL)
-    Path("mine.yaml").write_text(example)
-    base = load(ROOT / "configs/bert/bert-base.yaml", ["data.tokenizer=vocab.txt"])
+    examples = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/finetuning.md").read_text(), re.DOTALL)
+    assert len(examples) == 2
+    Path("mine.yaml").write_text(examples[example])
+    base = load(ROOT / f"configs/{recipe}.yaml", ["data.tokenizer=vocab.txt", *overrides])
     base.run.directory.mkdir(parents=True)
     (base.run.directory / "config.yaml").write_text(dump(base))
     mine = load("mine.yaml")
-    assert mine.model == base.model.model_copy(update={"context": 128}) and mine.data.tokenizer == "vocab.txt"
+    assert mine.model == base.model.model_copy(update={"context": context}) and mine.data.tokenizer == "vocab.txt"
 
 
 def test_the_reference_is_that_of_the_schema_and_the_parser():

@@ -13,7 +13,7 @@ from spmd_lm.checkpoints.checkpointer import Checkpointer, Config
 from spmd_lm.checkpoints.directories import say_damaged
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.config.data_sections import RULES, TRAINED_TOKENIZERS, Data
-from spmd_lm.config.load import TOKENIZER_DIR, data_of_run, saved_tokenizer
+from spmd_lm.config.load import TOKENIZER_DIR, data_of_run, saved_chat_template, saved_tokenizer
 from spmd_lm.config.own_modules import ModuleRef
 from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.config.schema import RunConfig
@@ -94,6 +94,8 @@ def check_compatible(saved: Config, config: Config, directory: Path) -> list[str
     _check_modules(saved, config, changes.keys(), directory)
     if config.get("data", {}).get("tokenizer") == str(saved_tokenizer(directory)):
         changes.pop("data.tokenizer", None)  # the run's own copy: check_vocabulary compares what is in it
+    if config.get("data", {}).get("chat_template") == str(saved_chat_template(directory)):
+        changes.pop("data.chat_template", None)  # as well: what it makes of the data is compared
     if other_model := _select(changes, MODEL_KEYS, COMPUTATION_KEYS):
         header = f"{directory} holds a run of another model (saved -> configured):"
         advice = "Choose another run.dir, or restore these values. Nothing was changed."
@@ -171,7 +173,8 @@ def rules_of(meta: Meta | None) -> int:
 
 def load_run_data(config: RunConfig) -> Dataset:
     """The data that the run trains on, and its validation text, by the rules of its checkpoints."""
-    return load_data(data_of_run(config), config.train.seed, config.model.vocab, _rules_of_run(config))
+    rules, model = _rules_of_run(config), config.model
+    return load_data(data_of_run(config), config.train.seed, model.vocab, rules, model.context)
 
 
 def make_run_tokenizer(config: RunConfig) -> Tokenizer:

@@ -1,9 +1,10 @@
-"""`spmd-lm generate`: samples text from a run's newest checkpoint."""
+"""`spmd-lm generate`: samples text from a run's newest checkpoint, or its answers in a conversation."""
 
 import argparse
 from dataclasses import fields
 
 from spmd_lm.commands.common import Arguments, add_fallback, load_configuration, write_result
+from spmd_lm.errors import ConfigError
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.runtime.devices import set_up_devices
 
@@ -11,17 +12,25 @@ from spmd_lm.runtime.devices import set_up_devices
 def run(arguments: Arguments) -> int:
     given = vars(arguments)
     sampling = Sampling(**{key.name: given[key.name] for key in fields(Sampling) if key.name in given})
-    config = set_up_devices(load_configuration(arguments))
-    from spmd_lm.generation.generate import generate_run
+    if arguments.chat and not arguments.prompt:
+        raise ConfigError("--chat: the user says nothing. Add --prompt TEXT, once for each of the user's turns.")
+    config, prompts = set_up_devices(load_configuration(arguments)), arguments.prompt or [""]
+    if arguments.chat:
+        from spmd_lm.generation.chat import chat_run
 
-    prompts = arguments.prompt or [""]
-    texts = generate_run(config, prompts, sampling, arguments.fallback)
+        texts = chat_run(config, prompts, sampling, arguments.fallback)
+    else:
+        from spmd_lm.generation.generate import generate_run
+
+        texts = generate_run(config, prompts, sampling, arguments.fallback)
     pairs = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
     return write_result(arguments, pairs, "\n\n".join(texts))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to continue; may be repeated")
+    help = "prompts are the user's turns of one conversation, by the run's chat template; prints the answers alone"
+    parser.add_argument("--chat", action="store_true", help=help)
     add_fallback(parser)
     # Sampling holds the defaults; an option that is not given is not set.
     sampling = parser.add_argument_group("sampling", argument_default=argparse.SUPPRESS)

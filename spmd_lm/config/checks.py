@@ -20,10 +20,11 @@ from spmd_lm.config.data_sections import (
     CustomData,
     Data,
     Documents,
+    Instructions,
     Synthetic,
     Task,
     Tokens,
-    packs_documents,
+    packing_key,
 )
 from spmd_lm.config.schema import MaskedLM, Model, Objective, OptimizerConfig, Precision, Run, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
@@ -171,6 +172,10 @@ def data_suits_objective(data: Data | Synthetic, objective: Objective) -> Proble
     if isinstance(data, Data) and data.bos is True and objective.kind != "causal_lm":
         problem = f"data.bos=true with {objective.kind=!s}, whose rows begin with a token of their own"
         yield use(problem, "data.bos=auto")
+    if isinstance(data, Instructions) and objective.kind != "causal_lm":
+        problem = f"{objective.kind=!s} with data.source=instructions, whose answers are predicted token by token"
+        yield use(problem, "objective.kind=causal_lm with model.kind=gpt")
+        return
     if isinstance(data, CustomData):
         if objective.rows_per_example > 1:
             yield use(f"{objective.kind=!s} with data.source=custom, of rows by themselves", "data.source=task")
@@ -218,6 +223,12 @@ def tokens_have_one_path(data: Data | Synthetic, objective: Objective) -> Proble
             yield use("data.source=tokens with both data.path and data.blend", "data.path=null", "data.blend=null")
     if data.pack and objective.kind != "causal_lm":
         yield use(f"data.pack=true with {objective.kind=!s}, whose rows are of one document each", "data.pack=false")
+
+
+def evaluations_have_data(data: Data | Synthetic, train: Train) -> Problems:
+    if isinstance(data, Instructions) and train.eval_every and not data.validation_path:
+        problem = f"{train.eval_every=} with data.source=instructions and no data.validation_path"
+        yield use(problem, "data.validation_path", "train.eval_every=0")
 
 
 def paths_are_not_empty(data: Data | Synthetic) -> Problems:
@@ -272,7 +283,7 @@ def precisions_suit_each_other(precision: Precision) -> Problems:
 def kernel_supports_model(run: Run, model: Model, precision: Precision, data: Data | Synthetic) -> Problems:
     """Refuses an explicit choice that would fail later; `auto` falls back to XLA."""
     if kernel := FUSED_KERNELS.get(model.attention):
-        packs, deterministic = packs_documents(data), run.deterministic
+        packs, deterministic = packing_key(data), run.deterministic
         for settings, reason, alternative in obstacles(
             kernel, model, precision.compute, packs=packs, deterministic=deterministic
         ):
@@ -345,6 +356,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     data_suits_objective,
     tokens_have_one_path,
     masked_spans_leave_words,
+    evaluations_have_data,
     paths_are_not_empty,
     learning_rate_decays_after_warmup,
     checkpoints_can_be_read,

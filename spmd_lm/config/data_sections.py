@@ -91,6 +91,25 @@ class Task(Data):
         return _as_list(self.validation_path)
 
 
+class Instructions(Data):
+    """Conversations, or prompts with their completions, in .jsonl files; a model trains on the answers alone."""
+
+    source: Literal["instructions"]
+    path: str | list[str]  # training conversations; files, globs or directories
+    validation_path: str | list[str] | None = None  # validation conversations
+    # rows hold several conversations, each of which attends to itself alone; false: one conversation per row
+    packing: bool = True
+    chat_template: ValidPath | None = None  # a Jinja file that makes a text of messages; default: the tokenizer's own
+
+    @property
+    def paths(self) -> list[str]:
+        return _as_list(self.path)
+
+    @property
+    def validation_paths(self) -> list[str]:
+        return _as_list(self.validation_path or [])
+
+
 class Synthetic(Section):
     """A Markov chain whose entropy per token is known: each token has `branching` equally likely successors."""
 
@@ -113,6 +132,13 @@ class CustomData(Data):
     validation_samples: Count = 1024  # the first of them; training takes the others
 
 
+def packing_key(data: Data | Synthetic) -> str:
+    """The key by which rows of a causal model hold several documents, each of which attends to itself alone; '' if they
+    do not."""
+    if isinstance(data, Tokens) and data.pack:
+        return "data.pack"
+    return "data.packing" if isinstance(data, Instructions) and data.packing else ""
+
+
 def packs_documents(data: Data | Synthetic) -> bool:
-    """Whether rows of a causal model hold several documents, each of which attends to itself alone."""
-    return isinstance(data, Tokens) and data.pack
+    return packing_key(data) != ""

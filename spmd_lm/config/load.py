@@ -35,6 +35,8 @@ TOKENIZER_DIR = "tokenizer"
 VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
 """The file names of a vocabulary; the first that a directory has is used."""
 
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # beside them
+
 SHARED_KEYS = {
     "data": ("tokenizer", "bos"),
     "optim": ("warmup", "decay", "decay_start", "decay_steps", "clip", "freeze"),
@@ -97,10 +99,14 @@ def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
         problem = elsewhere(str(directory)) or f"{_not_a_run(directory)}, or a YAML file"
         raise ConfigError(f"{directory}: {problem}.")
     here: dict[str, Any] = {"run": {"dir": str(directory)}}
-    if _get(_merge_layers(_read_chain(file, [])), "data", "tokenizer") in (..., "bytes"):
+    tree = _merge_layers(_read_chain(file, []))
+    if _get(tree, "data", "tokenizer") in (..., "bytes"):
         tokenizer = None
     if tokenizer:
         here["data"] = {"tokenizer": str(tokenizer)}
+    template = saved_chat_template(directory)
+    if template and _get(tree, "data", "chat_template") not in (..., None):
+        here.setdefault("data", {})["chat_template"] = str(template)
     config = load(file, overrides, over=Layer(str(directory), here))
     if tokenizer and isinstance(config.data, Data) and config.data.tokenizer != str(tokenizer):
         raise ConfigError(
@@ -114,6 +120,12 @@ def saved_tokenizer(directory: Path) -> Path | None:
     """The run's own copy of its tokenizer's files, if it has one."""
     copy = directory / TOKENIZER_DIR
     return copy if any(os.path.isfile(copy / name) for name in VOCABULARY_FILES) else None
+
+
+def saved_chat_template(directory: Path) -> Path | None:
+    """The run's own copy of a chat template, if it has one."""
+    copy = directory / TOKENIZER_DIR / CHAT_TEMPLATE_FILE
+    return copy if os.path.isfile(copy) else None
 
 
 def data_of_run(config: RunConfig) -> Data | Synthetic:

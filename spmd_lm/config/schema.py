@@ -12,7 +12,7 @@ from pydantic.types import NonNegativeFloat, PositiveFloat
 
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.config.adapters import IA3, LoRA, NoAdapter
-from spmd_lm.config.data_sections import CustomData, PythonStdlib, Synthetic, Task, Text, Tokens
+from spmd_lm.config.data_sections import CustomData, Instructions, PythonStdlib, Synthetic, Task, Text, Tokens
 from spmd_lm.config.layers import BlockLayer, LayerKind, LayerKinds, shortest
 from spmd_lm.config.remat import Policy, RematPolicy, cheapest_block_size
 from spmd_lm.config.rope import RopeScaling
@@ -401,7 +401,9 @@ class RunConfig(Section):
     objective: Annotated[
         CausalLM | MaskedLM | Classification | MultipleChoice | ExtractiveQA, Field(discriminator="kind")
     ] = CausalLM()
-    data: Annotated[PythonStdlib | Text | Tokens | Task | Synthetic | CustomData, Field(discriminator="source")]
+    data: Annotated[
+        PythonStdlib | Text | Tokens | Task | Instructions | Synthetic | CustomData, Field(discriminator="source")
+    ]
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
     optim: Annotated[AdamW | Lion | CustomOptimizer, Field(discriminator="kind")]

@@ -44,6 +44,7 @@ OTHER_NAMES = {  # of keys: what other trainers or earlier versions call them
     "objective.max_answer_length": ["longest"],
     "data.validation_fraction": ["validation"],
     "data.validation_path": ["validation"],
+    "data.packing": ["pack_sequences", "sample_packing"],
     "parallel.pipe": ["pipeline", "pp"],
     "parallel.data": ["dp"],
     "parallel.model": ["tensor", "tensor_parallel", "tp"],

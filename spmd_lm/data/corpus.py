@@ -19,13 +19,17 @@ from spmd_lm.config.data_sections import (
     CustomData,
     Data,
     Documents,
+    Instructions,
     Synthetic,
     Task,
     Text,
     Tokens,
 )
 from spmd_lm.config.schema import MaskedLM, RunConfig
+from spmd_lm.config.types import MOST
 from spmd_lm.data.held_out import SHARE_MARGIN, count_held_out, place_to_cut
+from spmd_lm.data.instructions.dataset import InstructionDataset, load_instructions
+from spmd_lm.data.instructions.loader import InstructionLoader
 from spmd_lm.data.loader import CORPUS_STREAM, BlendLoader, CausalLMLoader, Loader, SplitName
 from spmd_lm.data.masked_lm.rows import MaskedLMLoader
 from spmd_lm.data.sample_loader import SampleDataset, SampleLoader
@@ -79,11 +83,12 @@ class Corpus:
         )
 
 
-Dataset = Corpus | TokenDataset | TaskDataset | SampleDataset
+Dataset = Corpus | TokenDataset | TaskDataset | InstructionDataset | SampleDataset
 
 
-def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = RULES) -> Dataset:
-    """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`.  rules: as of RULES.
+def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = RULES, context: int = MOST) -> Dataset:
+    """The tokens of a run, or its labelled examples.  Only synthetic data depends on `seed`, and only conversations on
+    the `context` that they are truncated to.  rules: as of RULES.
 
     Raises DataError for text that is missing, empty, unreadable or not UTF-8, for malformed examples, for a damaged
     vocabulary, and for a token id not below `vocab_size`; ConfigError for a vocabulary that requires more ids."""
@@ -94,6 +99,8 @@ def load_data(data: Data | Synthetic, seed: int, vocab_size: int, rules: int = R
     tokenizer = fitting_tokenizer(data, vocab_size, rules)
     if isinstance(data, Task):
         return load_task(data, tokenizer, vocab_size)
+    if isinstance(data, Instructions):
+        return load_instructions(data, tokenizer, vocab_size, context)
     if isinstance(data, CustomData):
         return SampleDataset(data, tokenizer)
     assert isinstance(data, Tokens)
@@ -142,6 +149,8 @@ def make_loader(config: RunConfig, data: Dataset, split: SplitName) -> Loader:
     special tokens."""
     if isinstance(data, SampleDataset):
         return SampleLoader(data, config, split)
+    if isinstance(data, InstructionDataset):
+        return InstructionLoader(data, config, split)
     if isinstance(data, TokenDataset):
         splits = [corpus.train if split == "training" else corpus.validation for corpus in data.corpora]
         weights = [corpus.weight for corpus in data.corpora]

@@ -6,7 +6,7 @@ import numpy as np
 
 from spmd_lm.checkpoints.restored import open_run
 from spmd_lm.checkpoints.saved_run import load_run_data, make_run_tokenizer
-from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, CustomData, Tokens
+from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, CustomData, Instructions, Tokens
 from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import CausalLM, RunConfig
 from spmd_lm.config.suggest import did_you_mean
@@ -75,8 +75,9 @@ def read_split(config: RunConfig, tokenizer: Tokenizer, name: str) -> SplitText:
     if name == "test":
         assert isinstance(section, Tokens)
         return read_shards(open_test_splits(section, tokenizer, config.model.vocab), tokenizer)
-    if isinstance(section, CustomData):
-        raise ConfigError("--task validation: data.source=custom has rows, and no text. Leave --task out.")
+    if isinstance(section, CustomData | Instructions):
+        what = f"data.source={section.source} has rows, and no text"
+        raise ConfigError(f"--task validation: {what}. Leave --task out.")
     data = load_run_data(config)
     if isinstance(data, Corpus):
         return SplitText(data.validation, count_bytes(data.tokenizer, data.validation))

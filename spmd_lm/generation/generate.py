@@ -27,13 +27,18 @@ from spmd_lm.step.program import Program
 def generate_run(config: RunConfig, prompts: list[str], sampling: Sampling, fallback: bool = False) -> list[str]:
     """`generate_text` with a run's newest checkpoint.  fallback: as of `open_run`.  Raises ConfigError for a model that
     is not causal."""
+    require_generative(config)
+    program, params, _ = open_run(config, fallback)
+    return generate_text(program, params, prompts, sampling)
+
+
+def require_generative(config: RunConfig) -> None:
+    """Raises ConfigError for a model that is not causal."""
     if not config.model.causal:
         raise ConfigError(
             f"{config.run.directory}: model.kind={config.model.kind} predicts masked tokens and cannot generate text. "
             "Generate from a run with model.kind=gpt."
         )
-    program, params, _ = open_run(config, fallback)
-    return generate_text(program, params, prompts, sampling)
 
 
 def generate_text(

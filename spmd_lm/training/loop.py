@@ -102,7 +102,7 @@ def open_data(run_dir: RunDir, progress: Progress, messages: list[str]) -> tuple
     """The data, the hash of its vocabulary, and the loaders of training and validation; messages: logged with it."""
     config = run_dir.config
     data = config.data if run_dir.saved_step is None else data_of_run(config)
-    corpus = load_data(data, config.train.seed, config.model.vocab, rules_of(run_dir.meta))
+    corpus = load_data(data, config.train.seed, config.model.vocab, rules_of(run_dir.meta), config.model.context)
     vocabulary = hash_of_vocabulary(corpus.tokenizer, data.tokenizer) if isinstance(data, Data) else ""
     require_agreement("dataset", {"sha256": corpus.fingerprint, "vocabulary": vocabulary})
     loader = make_loader(config, corpus, "training")

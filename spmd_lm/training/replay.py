@@ -58,7 +58,7 @@ def replay(config: RunConfig, step: int) -> dict[str, Any]:
     if not is_saved and not any(COMPARED[0] in logged.get(each, {}) for each in range(start + 1, step + 1)):
         raise ConfigError(f"{config.run.directory}: nothing of steps {start + 1} to {step} was logged or saved.")
 
-    data = load_data(data_of_run(config), config.train.seed, config.model.vocab, rules_of(meta))
+    data = load_data(data_of_run(config), config.train.seed, config.model.vocab, rules_of(meta), config.model.context)
     for line in check_data(meta, config, data.fingerprint, data.name):
         warn(line)
     program = Program(config)

@@ -16,12 +16,13 @@ from spmd_lm.checkpoints.directories import CORRUPT, foreign_names, say_damaged
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.saved_run import check_compatible, check_saved_config, check_vocabulary
 from spmd_lm.checkpoints.tiers import Tiers
-from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data
+from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, Data, Instructions
 from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, dump, saved_tokenizer, write_config
 from spmd_lm.config.load import load as load_config
 from spmd_lm.config.own_modules import MODULES_DIR, as_saved
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, keep_vocabulary
+from spmd_lm.data.tokenizers.vocabulary import copy_chat_template
 from spmd_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, Exit, OutputError, UserError
 from spmd_lm.files import read_bytes
 from spmd_lm.runtime.directories import lock_directory, lock_holder
@@ -225,10 +226,12 @@ class RunDir:
     def _keep_vocabulary(self, tokenizer: Tokenizer) -> None:
         """Writes the tokenizer's files, so that the run can be moved; over those of a start that saved nothing."""
         data, is_unsaved = self.config.data, self.status is not None and self.saved_step is None
-        if not isinstance(data, Data) or data.tokenizer == "bytes" or (saved_tokenizer(self.path) and not is_unsaved):
-            return
+        has_copy = saved_tokenizer(self.path) and not is_unsaved
         try:
-            keep_vocabulary(tokenizer, data.tokenizer, self.path / TOKENIZER_DIR)
+            if isinstance(data, Data) and data.tokenizer != "bytes" and not has_copy:
+                keep_vocabulary(tokenizer, data.tokenizer, self.path / TOKENIZER_DIR)
+            if isinstance(data, Instructions) and data.chat_template:
+                copy_chat_template(data.chat_template, self.path / TOKENIZER_DIR)
         except OSError as error:
             path = error.filename or self.path
             raise ConfigError(f"{path}: {error.strerror}. Make room, or choose another run.dir.") from error

@@ -348,8 +348,8 @@ def test_all_problems_are_reported_at_once_with_their_origins(write):
         "command line: 'nonsense' is not an override. Write section.key=value.",
         "root.yaml: unknown section 'optm'. Did you mean 'optim'?",
         "top.yaml: model: unknown key 'widht'. Did you mean 'width'?",
-        "top.yaml: data.source: expected python-stdlib, text, tokens, task, synthetic or custom, got 'texts'. "
-        "Did you mean 'text'?",
+        "top.yaml: data.source: expected python-stdlib, text, tokens, task, instructions, synthetic or custom, got "
+        "'texts'. Did you mean 'text'?",
         "root.yaml: parallel: unknown key 'tensr'. Did you mean 'model'?",
         "command line: optim.warmup: expected a whole number, got 30.0. Write 30.",
         "command line: train.steps: expected a whole number, got '12x'.",
@@ -403,8 +403,8 @@ def test_an_invalid_section_keeps_no_other_check_from_running(write, invalid, ov
         ("train.batch.size=3", "train.batch: expected a whole number, got a mapping."),
         (
             "data.source=[text]",
-            "data.source: expected python-stdlib, text, tokens, task, synthetic or custom, got ['text']. Did you mean "
-            "'text'?",
+            "data.source: expected python-stdlib, text, tokens, task, instructions, synthetic or custom, got "
+            "['text']. Did you mean 'text'?",
         ),
         (
             "precision.compute=bf16",
@@ -556,7 +556,7 @@ def test_nothing_else_is_a_shipped_name(name, write):
 def test_missing_keys_are_reported_for_the_file_that_was_given(write):
     write(root="model: {layers: 2, width: 64, heads: 8, context: 32, vocab: 256}", top="base: root.yaml\ntrain:\n")
     assert problems("top.yaml") == (
-        "top.yaml: data.source: missing. Choose python-stdlib, text, tokens, task, synthetic or custom.",
+        "top.yaml: data.source: missing. Choose python-stdlib, text, tokens, task, instructions, synthetic or custom.",
         "top.yaml: optim.lr: missing. Set it in the file, or as optim.lr=... on the command line.",
         "top.yaml: train.steps: missing. Set it in the file, or as train.steps=... on the command line.",
         "top.yaml: train.batch: missing. Set it in the file, or as train.batch=... on the command line.",

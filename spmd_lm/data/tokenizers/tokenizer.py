@@ -222,6 +222,24 @@ class SubwordTokenizer(VocabularyTokenizer):
             (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # the fast one has no offsets
         return np.array(encoding.ids, self.dtype), np.array(encoding.offsets, np.int32).reshape(-1, 2)
 
+    def encode_markup(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """As the function of this name."""
+        decoded = [utf8(text).decode("utf-8", "replace") for text in texts]
+        with vocabulary.library_errors(f"data.tokenizer={self.name}: cannot encode {decoded[:1]!r:.40}"):
+            encodings = self._markup_backend.encode_batch(decoded, add_special_tokens=False)
+        return [
+            (np.array(each.ids, self.dtype), np.array(each.offsets, np.int32).reshape(-1, 2)[:, 0])
+            for each in encodings
+        ]
+
+    @functools.cached_property
+    def _markup_backend(self) -> tokenizers.Tokenizer:
+        """Reads special tokens by their names, and counts the spaces that a token has as its own."""
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = False
+        backend.post_processor = None  # trims offsets
+        return backend
+
     def decode(self, ids: ArrayLike) -> str:
         """Special tokens appear by name; the ids of a padded vocabulary beyond the tokens have no text."""
         ids = np.asarray(ids)
@@ -288,6 +306,14 @@ class SubwordTokenizer(VocabularyTokenizer):
             if token_id not in added or not added[token_id].special:
                 tokens[token_id], starts[token_id] = token, token.startswith(mark) is mark_starts
         return WordBoundaries.from_marked(tokens, starts)
+
+
+def encode_markup(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The ids of each text, in which special tokens are spelled out, and the character at which each begins."""
+    if isinstance(tokenizer, SubwordTokenizer):
+        return tokenizer.encode_markup(texts)
+    encoded = (tokenizer.encode_with_offsets(text) for text in texts)
+    return [(ids, offsets[:, 0]) for ids, offsets in encoded]
 
 
 def put_bos(

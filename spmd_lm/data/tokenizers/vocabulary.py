@@ -24,13 +24,13 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from spmd_lm import files
-from spmd_lm.config.load import TOKENIZER_DIR, VOCABULARY_FILES, saved_tokenizer
+from spmd_lm.config.load import CHAT_TEMPLATE_FILE, TOKENIZER_DIR, VOCABULARY_FILES, saved_tokenizer
 from spmd_lm.data.tokenizers import trial
 from spmd_lm.errors import DataError, UserError
 
 # Files that are copied along with a vocabulary, unchanged.
 COMPANION_FILES: tuple[str, ...] = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json")
-COMPANION_FILES += ("added_tokens.json", "generation_config.json", "chat_template.jinja")
+COMPANION_FILES += ("added_tokens.json", "generation_config.json", CHAT_TEMPLATE_FILE)
 
 CONFIG_JSON = "config.json"  # a model's, which knows what ends a text; export writes its own
 
@@ -113,6 +113,13 @@ def copy_vocabulary(name: str, directory: Path, with_model: bool = False) -> Non
     _make_directory(directory)
     for file, path in copied.items():
         files.write_atomically(directory / file, _read_bytes(path))
+
+
+def copy_chat_template(name: str, directory: Path) -> None:
+    """Copies the file of data.chat_template=name into `directory`, under the standard name."""
+    text = _read_bytes(Path(name).expanduser())
+    _make_directory(directory)
+    files.write_atomically(directory / CHAT_TEMPLATE_FILE, text)
 
 
 def write_vocabulary(tokenizer_json: str, directory: Path) -> None:
@@ -215,7 +222,7 @@ def _load_wordpiece(path: Path) -> tokenizers.Tokenizer:
         raise DataError(
             f"{path}: there is no [UNK] among its {len(token_to_id)} lines. Add it: it stands for unknown words."
         )
-    config = _tokenizer_config(path)
+    config = read_settings(path)
     tokenizer = tokenizers.Tokenizer(models.WordPiece(token_to_id, unk_token="[UNK]", max_input_chars_per_word=100))
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
@@ -254,14 +261,14 @@ def _load_byte_level(path: Path) -> tokenizers.Tokenizer:
             )
         merges.append((left, right))
     tokenizer = tokenizers.Tokenizer(models.BPE(token_to_id, merges, unk_token=unknown))
-    add_prefix_space = _tokenizer_config(path).get("add_prefix_space", False)
+    add_prefix_space = read_settings(path).get("add_prefix_space", False)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([token for token in (*EOS_TOKENS, *ROBERTA_TOKENS) if token in token_to_id])
     return tokenizer
 
 
-def _tokenizer_config(vocabulary: Path) -> dict[str, Any]:
+def read_settings(vocabulary: Path) -> dict[str, Any]:
     """The tokenizer_config.json beside a vocabulary, with settings that are valid; {} if there is none."""
     path = vocabulary.with_name("tokenizer_config.json")
     config = _read_json(path) if os.path.lexists(path) else {}
@@ -274,7 +281,7 @@ def _tokenizer_config(vocabulary: Path) -> dict[str, Any]:
 def bos_settings(name: str) -> tuple[bool, str]:
     """Whether the tokenizer_config.json beside the vocabulary of data.tokenizer=name adds a token that begins a text,
     and which one it declares; '' if it does not."""
-    config = _tokenizer_config(find_vocabulary(name))
+    config = read_settings(find_vocabulary(name))
     token = config.get("bos_token")
     content = token.get("content") if isinstance(token, dict) else token
     return bool(config.get("add_bos_token")), content if isinstance(content, str) else ""

@@ -1,0 +1,1 @@
+"""Instruction data: conversations as a chat template writes them, of which only the answers are learned."""

@@ -1,0 +1,73 @@
+"""Rows of conversations: one in each, or as many as fit.
+
+Packing is best fit decreasing: the longest conversation first, each into the row with the least room that it fits.  It
+depends on their lengths alone, so an epoch is a number of rows, which each epoch shuffles, as `Loader` does."""
+
+import numpy as np
+
+from spmd_lm.batch import Batch
+from spmd_lm.config.data_sections import packs_documents
+from spmd_lm.config.schema import RunConfig
+from spmd_lm.data.instructions.dataset import InstructionDataset
+from spmd_lm.data.loader import Loader, RowDraws, SplitName
+from spmd_lm.errors import ConfigError
+
+
+def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Indices of the conversations of each row; none is longer than a row's capacity."""
+    packed: list[list[int]] = []
+    rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit n: some row has room for n positions
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        if fitting := rooms >> length:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = rows_by_room[room].pop()
+            rooms ^= 0 if rows_by_room[room] else 1 << room
+        else:
+            room, row = capacity, len(packed)
+            packed.append([])
+        packed[row].append(index)
+        if left := room - length:
+            rows_by_room[left].append(row)
+            rooms |= 1 << left
+    return packed
+
+
+class InstructionLoader(Loader):
+    """Targets are the tokens one position later; those that are of no answer have no weight.  The last token of a
+    conversation is a target alone, so that one of N tokens has N - 1 positions, which begin at 0.
+
+    Raises ConfigError if there is no validation data."""
+
+    def __init__(self, dataset: InstructionDataset, config: RunConfig, split: SplitName):
+        conversations = dataset.train if split == "training" else dataset.validation
+        if conversations is None:
+            raise ConfigError("data.source=instructions: nothing to validate on. Set data.validation_path.")
+        self.conversations, lengths = conversations, np.diff(conversations.bounds) - 1
+        is_packed = packs_documents(config.data)
+        self.packed = pack_best_fit(lengths, config.model.context) if is_packed else [[n] for n in range(len(lengths))]
+        super().__init__(config, split, len(self.packed))
+
+    def read(self, draws: RowDraws) -> Batch:
+        shape = len(draws.example_R), self.context
+        tokens, targets, positions, segments = (np.zeros(shape, np.int32) for _ in range(4))
+        weights = np.zeros(shape, np.float32)
+        split = self.conversations
+        for row, example in enumerate(draws.example_R.tolist()):
+            column = 0
+            for segment, index in enumerate(self.packed[example], start=1):
+                first, last = split.bounds[index], split.bounds[index + 1] - 1
+                here = row, slice(column, column + last - first)
+                tokens[here], targets[here] = split.tokens[first:last], split.tokens[first + 1 : last + 1]
+                weights[here] = split.is_answer[first + 1 : last + 1]
+                positions[here], segments[here] = np.arange(last - first), segment
+                column += last - first
+        return Batch(
+            tokens=tokens,
+            targets=targets,
+            loss_weights=weights * draws.valid_R[:, None],
+            positions=positions,
+            segments=segments,
+            sample_ids=draws.sample_ids_R.astype(np.int32),
+        )
