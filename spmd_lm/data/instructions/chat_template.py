@@ -24,7 +24,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 RENDERER_MEMORY = 2**30  # bytes of address space
-CHUNK, CHUNK_SECONDS = 64, 10  # conversations that a processor has so many seconds for; few take a millisecond
+RENDERER_SECONDS = 10  # of a processor for one conversation, most of which take a millisecond
+CHUNK = 64  # conversations that are sent at a time
 MAX_RENDERED = 10_000_000  # of a rendered conversation
 
 DATA_DATE = datetime.datetime(2024, 7, 26)
@@ -105,9 +106,9 @@ def _special_tokens(settings: dict[str, Any], tokenizer: Tokenizer) -> dict[str,
 class Renderer:
     """One process that renders any number of conversations, and ends with the context.
 
-    now: what the template's clock shows.  seconds: of a processor for a chunk of conversations."""
+    now: what the template's clock shows.  seconds: of a processor for each conversation."""
 
-    def __init__(self, template: ChatTemplate, now: datetime.datetime = DATA_DATE, seconds: int = CHUNK_SECONDS):
+    def __init__(self, template: ChatTemplate, now: datetime.datetime = DATA_DATE, seconds: int = RENDERER_SECONDS):
         self.template, self.seconds = template, seconds
         job = {"sources": template.sources, "variables": template.special_tokens, "now": now.isoformat()}
         self.job = job | {"most": MAX_RENDERED, "memory": RENDERER_MEMORY, "seconds": seconds}
@@ -161,7 +162,7 @@ class Renderer:
             answer = json.loads(self.process.stdout.readline())
         except json.JSONDecodeError:  # an end within a line, or before any
             code = self.process.wait()
-            slow = f"it takes more than {self.seconds} s for {CHUNK} conversations"
+            slow = f"it takes more than {self.seconds} s of a processor"
             died = f"it ends its process, which may have {RENDERER_MEMORY:,} bytes of memory"
             answer = {"error": slow if code == -signal.SIGXCPU else died}
         if "error" in answer:

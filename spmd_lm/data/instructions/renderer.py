@@ -165,7 +165,7 @@ def main() -> None:
 
     def send(message: dict[str, Any]) -> None:
         if "error" in message:
-            message["error"] = message["error"][:600]
+            message["error"] = " ".join(message["error"].split())[:600]
         print(json.dumps(message), flush=True)
 
     def compile_templates() -> None:
@@ -174,8 +174,8 @@ def main() -> None:
     limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
     send(outcome(compile_templates))
     for line in sys.stdin:
-        limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
         for messages, tools, prompt in json.loads(line):
+            limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
             call = (made[0].render, messages, tools, True) if prompt else (made[0].answers, messages, tools)
             send(outcome(*call))
 

@@ -85,7 +85,7 @@ def test_white_space_after_the_end_of_a_turn_is_not_learned(ending, learned):
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {
-    "endless": (LOOP, "takes more than 1 s for 64 conversations"),
+    "endless": (LOOP, "takes more than 1 s of a processor"),
     "endless in C": ("{{ 9 ** 99999999 }}", "takes more than 1 s"),
     "huge string": ("{{ 'a' * 10000000000 }}", "more memory than it may have"),
     "huge text": ("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "more than 10,000,000 characters"),
@@ -98,7 +98,7 @@ HOSTILE = {
     "syntax": ("a\n{% if %}", "line 2: Expected an expression"),
     "unknown filter": ("{{ messages | read_file }}", "No filter named 'read_file'"),
     "undefined": ("{{ messages[0].parts.text }}", "has no attribute 'parts'"),
-    "refusal": ("{{ raise_exception('Only users: ' + messages[1].role) }}", "it says: Only users: assistant"),
+    "refusal": ("{{ raise_exception('Only\nusers: ' + messages[1].role) }}", "it says: Only users: assistant"),
     "include": ("{% include '/etc/passwd' %}", "no loader for this environment"),
 }
 
