@@ -61,6 +61,7 @@ from spmd_lm.config.schema import Checkpoint as CheckpointOptions
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, NonFiniteError
 from spmd_lm.parallel.trees import Tree, leaves_by_path, subset_of
 from spmd_lm.runtime.formatting import abbreviate
+from spmd_lm.runtime.metrics import is_number, lower_is_better
 from spmd_lm.runtime.processes import collect
 from spmd_lm.step.state import OPTIONAL_FIELDS
 
@@ -68,7 +69,8 @@ Config = dict[str, Any]  # a RunConfig as JSON
 
 
 def make_meta(config: Config, num_samples: int, fingerprint: str, vocabulary: str = "", rules: int = RULES) -> Meta:
-    """What is saved beside a state: the resolved config, the position in the data, and the versions that wrote it.
+    """What is saved beside a state: the resolved config, the position in the data, and the versions that wrote it.  A
+    run adds `figures`, of the step.
     vocabulary: its hash; '' if there is none, or the run keeps its file.  rules: that made tokens of documents."""
     packages = ("jax", "flax", "optax", "orbax-checkpoint")
     versions = {"spmd_lm": spmd_lm.__version__} | {name: version(name) for name in packages}
@@ -296,9 +298,20 @@ class Checkpointer:
         if os.path.lexists(final):
             self._log(f"{final} is in the way: moved to {move_aside(final, FOREIGN).name}.")
         partial.rename(final)
-        for old in self.intact_steps()[: -self._options.keep]:
+        intact = self.intact_steps()
+        best = self._best_step(intact)
+        for old in (step for step in intact[: -self._options.keep] if step != best):
             self.path(old).rename(doomed := self.path(old).with_suffix(DELETING))
             self._deletions.append(self._background.submit(delete, doomed))
+
+    def _best_step(self, steps: list[int]) -> int | None:
+        """The one whose figure of checkpoint.keep_best is the best, of equals the first; None if none has it."""
+        name = self._options.keep_best
+        if name is None:
+            return None
+        figures = {step: self.record(step).meta.get("figures", {}).get(name) for step in steps}
+        sign = -1 if lower_is_better(name) else 1
+        return max((step for step in steps if is_number(figures[step])), key=lambda s: sign * figures[s], default=None)
 
     def intact_steps(self) -> list[int]:
         """The steps whose record and files are as they were written, ascending.  No array is read."""

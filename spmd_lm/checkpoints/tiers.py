@@ -47,7 +47,7 @@ class Tiers:
             if (path.parent, num_parts(path)) != (own.parent, processes):
                 self._log(f"{path}: local checkpoints of another run, or of another number of processes: ignored.")
         # A process can be one save behind another, so that two are the fewest of which all have one.
-        changes = {"keep": max(local.keep, min(processes, 2)), "read_back": False}
+        changes = {"keep": max(local.keep, min(processes, 2)), "read_back": False, "keep_best": None}
         self.local = Checkpointer(own, self._options.model_copy(update=changes), run_id, self._log, ShardStorage())
 
     def newest_local(self, is_usable: Callable[[int, Meta], bool]) -> int | None:

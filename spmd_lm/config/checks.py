@@ -26,7 +26,7 @@ from spmd_lm.config.data_sections import (
     Tokens,
     packing_key,
 )
-from spmd_lm.config.schema import MaskedLM, Model, Objective, OptimizerConfig, Precision, Run, Train
+from spmd_lm.config.schema import Checkpoint, MaskedLM, Model, Objective, OptimizerConfig, Precision, Run, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
@@ -231,6 +231,28 @@ def evaluations_have_data(data: Data | Synthetic, train: Train) -> Problems:
         yield use(problem, "data.validation_path", "train.eval_every=0")
 
 
+def tasks_can_be_evaluated(objective: Objective, train: Train) -> Problems:
+    if train.eval_tasks and not train.eval_every:
+        yield use("train.eval_tasks with train.eval_every=0, which evaluates nothing", "train.eval_every=100")
+    if train.eval_tasks and objective.kind != "causal_lm":
+        problem = f"train.eval_tasks with {objective.kind=!s}, which gives a text no likelihood"
+        yield use(problem, "train.eval_tasks=null", "objective.kind=causal_lm with model.kind=gpt")
+
+
+def best_checkpoints_have_figures(train: Train, checkpoint: Checkpoint) -> Problems:
+    if not checkpoint.keep_best:
+        return
+    key = "eval_every" if checkpoint.keep_best.startswith("eval_") else "log_every"
+    chosen, every = f"{checkpoint.keep_best=!s}", getattr(train, key)
+    if not checkpoint.every:
+        yield use(f"{chosen} with checkpoint.every=0, which saves nothing", f"checkpoint.every={every or 100}")
+    elif not every:
+        yield use(f"{chosen} with train.eval_every=0, which evaluates nothing", f"train.eval_every={checkpoint.every}")
+    elif checkpoint.every % every:
+        problem = f"{chosen} with {checkpoint.every=}, which is no multiple of train.{key}={every}: some have no figure"
+        yield use(problem, nearest_multiple(f"{checkpoint.every=}", every), f"train.{key}={checkpoint.every}")
+
+
 def paths_are_not_empty(data: Data | Synthetic) -> Problems:
     for key, value in data:
         if key in ("path", "validation_path") and value is not None and not (value and all(value)):
@@ -357,6 +379,8 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     tokens_have_one_path,
     masked_spans_leave_words,
     evaluations_have_data,
+    tasks_can_be_evaluated,
+    best_checkpoints_have_figures,
     paths_are_not_empty,
     learning_rate_decays_after_warmup,
     checkpoints_can_be_read,

@@ -367,6 +367,8 @@ class Train(Section):
     log_every: Count = 10  # steps per line of metrics.jsonl
     eval_every: CountOrZero = 0  # 0: never
     eval_batches: Count = 8  # batches of validation sequences per evaluation; a task always evaluates on all of them
+    # zero-shot tasks of every evaluation, NAME or NAME=PATH; docs/evaluation.md
+    eval_tasks: Annotated[list[str], AfterValidator(without_repeats)] | None = None
     guard: Guard = Guard()
     watchdog: Watchdog = Watchdog()
     replica_check_every: CountOrZero = 0  # steps between comparisons of all copies of the state; 0: never
@@ -382,6 +384,9 @@ class LocalCheckpoint(Section):
 class Checkpoint(Section):
     every: CountOrZero = 0  # steps; 0: never
     keep: Count = 2  # the newest checkpoints
+    # a figure of metrics.jsonl, as eval_loss: the checkpoint with the best one is kept beside the newest. That is the
+    # highest; of a loss, a perplexity or nats the lowest
+    keep_best: Annotated[str, Field(pattern=r"^\w+$", max_length=200)] | None = None
     asynchronous: bool = Field(True, alias="async")  # written while training goes on
     verify: bool = True  # whatever reads a checkpoint compares it with the fingerprints of what was saved
     read_back: bool = False  # each checkpoint is read again before it counts

@@ -1,4 +1,5 @@
-"""`spmd-lm eval --task`: zero-shot tasks on a run's newest checkpoint, all by one compiled program."""
+"""Zero-shot tasks, all by one compiled program: `spmd-lm eval --task` on a run's newest checkpoint, and
+`train.eval_tasks` while it trains."""
 
 from collections.abc import Sequence
 
@@ -10,14 +11,16 @@ from spmd_lm.config.data_sections import TRAINED_TOKENIZERS, CustomData, Instruc
 from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import CausalLM, RunConfig
 from spmd_lm.config.suggest import did_you_mean
-from spmd_lm.data.corpus import Corpus
+from spmd_lm.data.corpus import Corpus, Dataset
 from spmd_lm.data.token_files.dataset import TokenDataset, open_test_splits
 from spmd_lm.data.token_files.sharded_tokens import ShardedTokens
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.evaluation.continuations import Encoder
 from spmd_lm.evaluation.scoring import Scorer
-from spmd_lm.evaluation.tasks.task import EvalTask, SplitText, TaskInput, find_tasks
+from spmd_lm.evaluation.tasks.task import EvalTask, SplitText, TaskFigures, TaskInput, find_tasks
+from spmd_lm.parallel.trees import Tree
+from spmd_lm.step.program import Program
 
 
 def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None = None, fallback: bool = False) -> dict:
@@ -31,8 +34,13 @@ def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None =
         open_run(config, fallback)  # says that the tokenizer is gone, or that the run has not begun
     made = make_tasks(config, tasks, stride)
     program, params, step = open_run(config, fallback)
+    return {"step": step, "tasks": {name: each.to_dict() for name, each in score_tasks(program, params, made).items()}}
+
+
+def score_tasks(program: Program, params: Tree, tasks: Sequence[EvalTask]) -> dict[str, TaskFigures]:
+    """The figures of each task, by its name."""
     scorer = Scorer(program, params)
-    return {"step": step, "tasks": {task.name: task.figures(scorer(task.windows)).to_dict() for task in made}}
+    return {task.name: task.figures(scorer(task.windows)) for task in tasks}
 
 
 def require_causal(config: RunConfig) -> None:
@@ -44,28 +52,35 @@ def require_causal(config: RunConfig) -> None:
         )
 
 
-def make_tasks(config: RunConfig, specs: Sequence[str], stride: int | None = None) -> list[EvalTask]:
-    """The tasks of NAME or NAME=PATH, with their items read.  Raises ConfigError and DataError."""
-    parsed = [parse_task(spec) for spec in specs]
+def make_tasks(
+    config: RunConfig,
+    specs: Sequence[str],
+    stride: int | None = None,
+    data: Dataset | None = None,
+    option: str = "--task",
+) -> list[EvalTask]:
+    """The tasks of NAME or NAME=PATH, with their items read.  data: the run's own, read again if it is None.  option:
+    by which tasks are given, for messages.  Raises ConfigError and DataError."""
+    parsed = [parse_task(spec, option) for spec in specs]
     names = [kind.name for kind, _ in parsed]
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ConfigError(f"--task {repeated[0]} is given twice, and figures go by its name. Evaluate one at a time.")
+        raise ConfigError(f"{option} {repeated[0]} is given twice, and figures go by its name. Evaluate one at a time.")
     check_stride(stride, config.model.context, [kind for kind, _ in parsed])
-    encoder = Encoder(make_run_tokenizer(config), config.model.vocab)
+    encoder = Encoder(data.tokenizer if data else make_run_tokenizer(config), config.model.vocab)
 
     def split(name: str) -> SplitText:
-        text = read_split(config, encoder.tokenizer, name)
+        text = read_split(config, encoder.tokenizer, name, data)
         if len(text.tokens) < 2:
             way = "Raise data.validation_fraction"
             if isinstance(config.data, Tokens):
                 way = f"Raise split.{name} where the data is prepared"
-            raise DataError(f"--task {name}: the split has {len(text.tokens)} tokens. {way}.")
+            raise DataError(f"{option} {name}: the split has {len(text.tokens)} tokens. {way}.")
         return text
 
-    return [kind(TaskInput(path, encoder, config.model.context, stride, split)) for kind, path in parsed]
+    return [kind(TaskInput(path, encoder, config.model.context, stride, split, option)) for kind, path in parsed]
 
 
-def read_split(config: RunConfig, tokenizer: Tokenizer, name: str) -> SplitText:
+def read_split(config: RunConfig, tokenizer: Tokenizer, name: str, data: Dataset | None = None) -> SplitText:
     """The run's validation or test split, of a blend one corpus after another.  Its bytes are those that headers of
     prepared shards tell; elsewhere what the tokens spell, if they spell bytes."""
     section = data_of_run(config)
@@ -78,7 +93,7 @@ def read_split(config: RunConfig, tokenizer: Tokenizer, name: str) -> SplitText:
     if isinstance(section, CustomData | Instructions):
         what = f"data.source={section.source} has rows, and no text"
         raise ConfigError(f"--task validation: {what}. Leave --task out.")
-    data = load_run_data(config)
+    data = data or load_run_data(config)
     if isinstance(data, Corpus):
         return SplitText(data.validation, count_bytes(data.tokenizer, data.validation))
     assert isinstance(data, TokenDataset)
@@ -102,17 +117,17 @@ def count_bytes(tokenizer: Tokenizer, tokens: np.ndarray) -> int | None:
     return None if sizes is None else int(sizes[tokens].sum())
 
 
-def parse_task(spec: str) -> tuple[type[EvalTask], str]:
+def parse_task(spec: str, option: str) -> tuple[type[EvalTask], str]:
     """The task, and its path or ''.  Raises ConfigError for one that is unknown, or lacks its path."""
     (name, equals, path), known = spec.partition("="), find_tasks()
     if name not in known:
         near = did_you_mean(name, known)
         suggestion = f"Did you mean {near}?" if near else f"Tasks: {', '.join(known)}."
-        raise ConfigError(f"--task {spec}: no task '{name}'. {suggestion}")
+        raise ConfigError(f"{option} {spec}: no task '{name}'. {suggestion}")
     if known[name].takes_path and not path:
-        raise ConfigError(f"--task {spec}: no file is named. Write --task {name}=PATH.")
+        raise ConfigError(f"{option} {spec}: no file is named. Write {option} {name}=PATH.")
     if equals and not known[name].takes_path:
-        raise ConfigError(f"--task {spec}: this task reads the run's own data. Write --task {name}.")
+        raise ConfigError(f"{option} {spec}: this task reads the run's own data. Write {option} {name}.")
     return known[name], path
 
 

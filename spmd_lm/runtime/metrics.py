@@ -53,6 +53,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < 1e100
 
 
+def lower_is_better(figure: str) -> bool:
+    """Of two values of a figure of metrics.jsonl."""
+    return any(name in figure for name in ("loss", "perplexity", "nats"))
+
+
 def read_records(path: Path) -> list[Record]:
     """The records of a metrics.jsonl without a last line that a crash cut short; [] if there is no file."""
     if not path.exists():

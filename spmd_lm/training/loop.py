@@ -20,12 +20,14 @@ from spmd_lm.data.corpus import Dataset, load_data, make_loader
 from spmd_lm.data.loader import Loader, batches_ahead
 from spmd_lm.data.tokenizers.tokenizer import hash_of_vocabulary
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, DataError, Exit, OutputError
+from spmd_lm.evaluation.tasks.task import EvalTask
+from spmd_lm.evaluation.zero_shot import make_tasks
 from spmd_lm.files import write_atomically
 from spmd_lm.generation.generate import encode_prompt, generate_text
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.planning import plan_report
 from spmd_lm.runtime.formatting import format_duration, pluralize
-from spmd_lm.runtime.metrics import NONE_SAVED, Clock, Record, read_records
+from spmd_lm.runtime.metrics import NONE_SAVED, Clock, Record, lower_is_better, read_records
 from spmd_lm.runtime.outputs import writing
 from spmd_lm.runtime.processes import require_agreement
 from spmd_lm.runtime.progress import Progress, format_record
@@ -85,11 +87,12 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             init_from = config.run.init_from if run_dir.saved_step is None else None
             pretrained = PretrainedRun(program, Path(init_from).expanduser(), fallback) if init_from else None
             corpus, vocabulary, loader, validation = open_data(run_dir, progress, messages)
+            tasks = open_tasks(config, corpus)
             state = initial_state(run_dir, program, pretrained, progress)
             base = meta_of_base(run_dir.meta, program, pretrained, state)
         with run_dir.open_files(status, corpus.tokenizer, progress.log) as metrics_log:
             fixed = program, corpus, vocabulary, rules_of(run_dir.meta), validation, run_dir.tiers
-            run = TrainingRun(*fixed, status, clock, metrics_log, progress, state, base)
+            run = TrainingRun(*fixed, status, clock, metrics_log, progress, state, base, tasks=tasks)
             if run.replica_check and not run.replica_check.has_copies():
                 progress.log("train.replica_check_every: this layout has one copy of each array: nothing to compare.")
             with StepWatch(config.train.watchdog, lambda: ACTIVITIES.get(clock.bucket, ""), run.report_hang) as watch:
@@ -115,6 +118,12 @@ def open_data(run_dir: RunDir, progress: Progress, messages: list[str]) -> tuple
     return corpus, vocabulary, loader, validation
 
 
+def open_tasks(config: RunConfig, corpus: Dataset) -> list[EvalTask]:
+    """The tasks of every evaluation."""
+    specs = config.train.eval_tasks
+    return make_tasks(config, specs, data=corpus, option="train.eval_tasks:") if specs else []
+
+
 def initial_state(
     run_dir: RunDir, program: Program, pretrained: PretrainedRun | None, progress: Progress
 ) -> TrainState:
@@ -122,6 +131,9 @@ def initial_state(
     saved_step, path = run_dir.saved_step, run_dir.path
     if not run_dir.config.checkpoint.every:
         progress.log("checkpoint.every=0: nothing will be saved at the end; set it to evaluate, generate or continue.")
+    if best := run_dir.config.checkpoint.keep_best:
+        extreme = "lowest" if lower_is_better(best) else "highest"
+        progress.log(f"checkpoint.keep_best={best}: the checkpoint with the {extreme} is kept beside the newest.")
     if saved_step is None:
         how = pretrained.describe() if pretrained else "starting"
         progress.log(f"{path}: {how}; {pluralize(progress.steps, 'step')} to go")

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,12 +19,16 @@ from spmd_lm.checkpoints.checkpointer import make_meta
 from spmd_lm.checkpoints.record import Meta
 from spmd_lm.checkpoints.tiers import Tiers
 from spmd_lm.config.own_modules import as_saved
+from spmd_lm.config.suggest import did_you_mean
 from spmd_lm.cost_model.flops import Utilization
 from spmd_lm.data.corpus import Dataset
 from spmd_lm.data.loader import Loader
-from spmd_lm.errors import CheckpointError, Exit, NonFiniteError, OutputError
+from spmd_lm.errors import CheckpointError, ConfigError, Exit, NonFiniteError, OutputError
 from spmd_lm.evaluation.evaluate import validation_metrics
-from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status
+from spmd_lm.evaluation.tasks.task import EvalTask
+from spmd_lm.evaluation.zero_shot import score_tasks
+from spmd_lm.runtime.formatting import without_nan
+from spmd_lm.runtime.metrics import Clock, MetricsLog, Record, Status, is_number
 from spmd_lm.runtime.outputs import print_line
 from spmd_lm.runtime.progress import Progress
 from spmd_lm.step.guard import EXCLUDED, SKIP_REASONS
@@ -57,6 +61,8 @@ class TrainingRun:
     base: Meta = field(default_factory=dict)  # what checkpoints say of the parameters that they do not hold
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step that was read
     record: Record = field(default_factory=dict)  # what the hooks will log of this step
+    logged: Record = field(default_factory=dict)  # the newest record
+    tasks: Sequence[EvalTask] = ()  # of train.eval_tasks
     _in_flight: deque[tuple[int, dict[str, jax.Array]]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -171,8 +177,9 @@ class TrainingRun:
             num_samples = self.step * self.config.train.batch
             config = as_saved(self.config).model_dump(by_alias=True)
             meta = make_meta(config, num_samples, self.corpus.fingerprint, self.vocabulary, self.rules)
-            meta |= {"start": self.status.restarts, "devices": jax.device_count()} | self.base
-            saved = self.step, self.program.saved_part(self.program.canonical(self.state)), meta
+            figures = self.logged if self.logged.get("step") == self.step else {}
+            meta |= {"start": self.status.restarts, "devices": jax.device_count(), "figures": without_nan(figures)}
+            saved = self.step, self.program.saved_part(self.program.canonical(self.state)), meta | self.base
             try:
                 if local:
                     self._or_end(lambda: self.tiers.save_local(*saved))
@@ -264,9 +271,19 @@ def evaluate(run: TrainingRun) -> None:
     run.wait()
     with run.clock.time("eval"):
         metrics, _ = validation_metrics(run.program, run.state.params, run.validation)
+        metrics |= task_figures(run)
     if not math.isfinite(metrics["eval_loss"]):
         raise run.non_finite(f"evaluation after step {run.step}: loss {metrics['eval_loss']:g}", cause=run.step)
     run.record |= metrics
+
+
+def task_figures(run: TrainingRun) -> Record:
+    """Figures of the zero-shot tasks, as eval_TASK_METRIC."""
+    try:
+        figures = score_tasks(run.program, run.state.params, run.tasks)
+    except NonFiniteError as error:
+        raise run.non_finite(f"evaluation after step {run.step}: {error}", cause=run.step) from None
+    return {f"eval_{task}_{name}": value for task, each in figures.items() for name, value in each.metrics.items()}
 
 
 def log(run: TrainingRun) -> None:
@@ -278,6 +295,7 @@ def log(run: TrainingRun) -> None:
     if not run.record:
         return
     record, run.record = {"step": run.step, **run.record}, {}
+    run.logged = record
     if run.metrics_log is not None:
         run.report(partial(run.metrics_log.write, record))
     run.progress.record(record)
@@ -300,6 +318,11 @@ def save_checkpoint(run: TrainingRun) -> None:
     if durable or local:
         run.save(durable, local)
         run.write_status()
+    if durable and options.keep_best and options.keep_best not in run.logged:
+        figures = [name for name, value in run.logged.items() if is_number(value) and name != "step"]
+        near = did_you_mean(options.keep_best, figures)
+        way = f"Did you mean {near}?" if near else f"Use one of {', '.join(figures)}."
+        raise ConfigError(f"checkpoint.keep_best={options.keep_best}: step {run.step} has no such figure. {way}")
 
 
 def start_profile(run: TrainingRun) -> None:

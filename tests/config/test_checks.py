@@ -38,6 +38,22 @@ def problems(*overrides: str) -> list[str]:
     ("overrides", "what", "use"),
     [
         (
+            "train.eval_tasks=[lambada=a] train.eval_every=0",
+            "train.eval_tasks with train.eval_every=0, which evaluates nothing",
+            "train.eval_every=100",
+        ),
+        (
+            "checkpoint.keep_best=eval_loss train.eval_every=4",
+            "checkpoint.keep_best=eval_loss with checkpoint.every=10, which is no multiple of train.eval_every=4: some "
+            "have no figure",
+            "checkpoint.every=8 or 12, or train.eval_every=10",
+        ),
+        (
+            "checkpoint.keep_best=loss checkpoint.every=0",
+            "checkpoint.keep_best=loss with checkpoint.every=0, which saves nothing",
+            "checkpoint.every=1",
+        ),
+        (
             "model.heads=10",
             "model.width=64 is not divisible by model.heads=10",
             "model.heads=4 or 8, or model.width=60 or 70",

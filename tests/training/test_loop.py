@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -916,3 +917,26 @@ def test_a_run_keeps_its_vocabulary_and_continues_with_no_other(tmp_path, monkey
     assert snapshot(tmp_path / "run") == before
     assert loop.train(config(same, train__steps=14)) == Exit.DONE
     assert loop.train(config(kept, train__steps=16)) == Exit.DONE
+
+
+FIGURES = [(5, 0.2), (1, 0.1), (1, 0.3), (4, 0.3), (7, math.nan), (6, 0.2)]  # loss and accuracy after each step
+
+
+@pytest.mark.parametrize(("figure", "best"), [("eval_loss", 2), ("eval_accuracy", 3)])
+def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch, figure, best):
+    """Across a restart, and of equal ones the first."""
+    evaluations = ({"eval_loss": loss, "eval_accuracy": accuracy} for loss, accuracy in FIGURES)
+    monkeypatch.setattr(run, "validation_metrics", lambda *given: (next(evaluations), 1))
+    every_step = {"train__eval_every": 1, "train__log_every": 1, "checkpoint__every": 1, "checkpoint__keep": 2}
+    for steps in (4, 6):
+        loop.train(make_config(tmp_path, train__steps=steps, checkpoint__keep_best=figure, **every_step))
+        assert saved(tmp_path) == sorted({best, steps - 1, steps})
+    loop.train(make_config(tmp_path, train__steps=7, **every_step | {"train__eval_every": 0}))
+    assert saved(tmp_path) == [6, 7]
+
+
+def test_a_figure_that_is_not_logged_is_refused_once_it_should_be_there(tmp_path):
+    changes = {"train__steps": 4, "checkpoint__every": 4}
+    with pytest.raises(ConfigError, match=r"keep_best=eval_los: step 4 has no such figure\. Did you mean eval_loss\?"):
+        loop.train(make_config(tmp_path, checkpoint__keep_best="eval_los", **changes))
+    assert saved(tmp_path) == [4], "nothing is lost"
