@@ -61,6 +61,10 @@ def test_a_run_on_conversations(files, capfd):
     assert main(["generate", str(directory), "--chat", *said, "--greedy", "--tokens", "20"]) == Exit.DONE
     assert capfd.readouterr().out == "Yes.\n\nIt is.\n"
 
+    assert main(["export", str(directory), str(files / "exported")]) == Exit.DONE
+    assert (files / "exported" / "chat_template.jinja").read_text() == CHATML
+    capfd.readouterr()
+
     write_lines(files / "a.jsonl", *LINES[::-1])
     with pytest.raises(DataError, match="its data is not what it was trained on so far"):
         train(load(directory / "config.yaml", ["train.steps=101", f"data.chat_template={copy}"]))

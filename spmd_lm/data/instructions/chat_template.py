@@ -70,13 +70,11 @@ def _find_sources(data: Data, directory: Path | None, settings: dict[str, Any]) 
     if file and (named or os.path.lexists(file)):
         return file, {"default": _read_template(file)}
     given = settings.get("chat_template")
-    if isinstance(given, list):  # of several, each with its name
-        given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-    sources = given if isinstance(given, dict) else {"default": given}
-    if directory and isinstance(sources.get("default"), str):
-        return directory / TOKENIZER_CONFIG, {
-            name: source for name, source in sources.items() if isinstance(source, str)
-        }
+    several = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    named_sources = [(each.get("name"), each.get("template")) for each in several if isinstance(each, dict)]
+    sources = {name: text for name, text in named_sources if isinstance(name, str) and isinstance(text, str)}
+    if directory and "default" in sources:
+        return directory / TOKENIZER_CONFIG, sources
     raise ConfigError(
         f"data.tokenizer={data.tokenizer} has no chat template, which makes a text of messages. Name one by "
         f"data.chat_template, or write {CHAT_TEMPLATE_FILE} beside its files."

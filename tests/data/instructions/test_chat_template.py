@@ -136,7 +136,7 @@ def test_where_a_template_stands(tmp_path):
     directory = write_tokenizer(tmp_path / "t")
     with pytest.raises(ConfigError, match="has no chat template, which makes a text of messages"):
         find(directory)
-    several = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    several = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}, {"name": []}, 1]
     write_tokenizer(directory, chat_template=several, pad_token={"content": "<p>"}, unk_token=None)
     found = find(directory)
     assert found.sources == {"default": "d", "tool_use": "t"} and found.path == directory / "tokenizer_config.json"
