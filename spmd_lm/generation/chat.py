@@ -8,7 +8,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from spmd_lm.checkpoints.saved_run import make_run_tokenizer, open_run
+from spmd_lm.checkpoints.restored import open_run
+from spmd_lm.checkpoints.saved_run import make_run_tokenizer
 from spmd_lm.config.data_sections import Data
 from spmd_lm.config.load import data_of_run
 from spmd_lm.config.schema import RunConfig

@@ -158,7 +158,7 @@ class CodedMatrix:
         else:
             count = other * absmax.shape[0] + width[:, None]
         nested = self.stored["nested_absmax"][count // NESTED_SIZE]
-        return _look_up(absmax, dynamic_codebook()) * nested + self.stored["offset"]
+        return jnp.asarray(dynamic_codebook())[absmax] * nested + self.stored["offset"]
 
     def multiply(self, x: Array, *, transpose: bool = False) -> Array:
         """As of Matrix."""

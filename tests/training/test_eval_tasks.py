@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from spmd_lm.checkpoints import saved_run
+from spmd_lm.checkpoints import restored
 from spmd_lm.config.load import load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError, DataError, Exit
@@ -20,7 +20,7 @@ CHOICES = [{"context": "a b", "choices": ["a", "b c"], "label": n % 2} for n in 
 @pytest.fixture
 def one_device(monkeypatch):
     monkeypatch.setattr(loop, "sample", lambda run: None)
-    for module in (loop, saved_run):
+    for module in (loop, restored):
         monkeypatch.setattr(module, "Program", lambda config: Program(config, jax.devices()[:1]))
 
 

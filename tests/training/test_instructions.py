@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from spmd_lm.checkpoints import saved_run
+from spmd_lm.checkpoints import restored
 from spmd_lm.cli import main
 from spmd_lm.config.load import dump, load, load_run
 from spmd_lm.config.schema import RunConfig
@@ -23,7 +23,7 @@ LINES = [turns("Why?", "It is."), turns("What?", "Yes.", "Why?", "It is."), turn
 def files(tmp_path, monkeypatch):
     """Training and validation lines, a tokenizer without a template, and a template; for runs on one device."""
     monkeypatch.setattr(loop, "sample", lambda run: None)
-    for module in (loop, saved_run):
+    for module in (loop, restored):
         monkeypatch.setattr(module, "Program", lambda config: Program(config, jax.devices()[:1]))
     write_lines(tmp_path / "a.jsonl", *LINES)
     write_tokenizer(tmp_path / "t")
