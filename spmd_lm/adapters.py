@@ -1,6 +1,7 @@
 """Which matrices of a model have adapters, and which of its parameters are trained beside them: `adapter.targets` and
 `adapter.modules_to_save`, by this project's names or by Hugging Face's."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -16,11 +17,12 @@ from spmd_lm.config.adapters import (
     NoAdapter,
     is_adapter,
 )
-from spmd_lm.config.layers import layer_path
+from spmd_lm.config.layers import layer_path, path_in_block
 from spmd_lm.config.suggest import did_you_mean
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.models.adapters import Adapters, LowRank, Scaling
 from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.ops.few_bits import BLOCK_SIZE
 from spmd_lm.parallel.trees import leaves_by_path
 
 TASK_HEAD = "head"
@@ -117,6 +119,21 @@ def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
     if key == "targets" and not values:
         raise ConfigError("adapter.targets=[] leaves nothing to train. Use adapter.targets=all-linear.")
     return values
+
+
+def require_whole_blocks(model: LanguageModel, shards: int) -> None:
+    """LayoutError where so many devices along `model` would cut blocks of inputs that have one scale."""
+    if model.base not in ("nf4", "nf4-double"):
+        return
+    shapes = leaves_by_path(dataclasses.replace(model, base="none").shapes["blocks"])
+    for path, leaf in shapes.items():
+        if model.matrices.get(path_in_block(f"blocks.{path}")) and (leaf.shape[-1] // BLOCK_SIZE) % shards:
+            blocks = leaf.shape[-1] // BLOCK_SIZE
+            fits = ", ".join(str(n) for n in range(1, shards) if blocks % n == 0 and shards % n == 0)
+            raise LayoutError(
+                f"adapter.base={model.base}: parallel.model={shards} would cut blocks of {BLOCK_SIZE} inputs, of which "
+                f"{path} has {blocks}. Use parallel.model={fits.replace(', ', ' or ')}, or adapter.base=int8."
+            )
 
 
 def frozen_patterns(adapter: Adapter | NoAdapter, model: LanguageModel) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from spmd_lm.adapters import adapters_of, frozen_patterns
+from spmd_lm.adapters import adapters_of, frozen_patterns, require_whole_blocks
 from spmd_lm.axes import MODEL
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
@@ -76,6 +76,7 @@ def abstract_plan(
     layout, p = layout_on(config, devices), config.parallel
     enable_float64(config)
     model, layers = make_model(config, platform, modules=modules), config.model.unique_layers
+    require_whole_blocks(model, layout.model)
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
     stage = p.zero if layout.zero_shards > 1 else 0  # one device has every shard
     zero = ZeroPolicy.of_stage(stage, reduce_once=p.reduce_once, layers=layers, breadth_first=breadth_first)
@@ -87,6 +88,7 @@ def abstract_plan(
         model,
         layout,
         platform,
+        config.precision.frozen,
         zero=zero,
         partitioner=choose_partitioner(config, platform, bool(in_parts), model.modules.own).partitioner,
         sequence=p.sequence,
@@ -104,9 +106,11 @@ def abstract_plan(
 
 
 @functools.lru_cache(maxsize=64)  # a search asks for one plan with many microbatches and schedules
-def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, **fields: Any) -> Plan:
-    """fields: of Plan.  Shapes depend on x64 too, which `enable_float64` has set by now where the model needs it."""
-    return Plan(layout, abstract_mesh(layout), platform, model.names, model.shapes, **fields)
+def _abstract_plan(model: LanguageModel, layout: Layout, platform: str, frozen: str | None, **fields: Any) -> Plan:
+    """frozen: the dtype of what is not trained; None for the model's.  fields: of Plan.  Shapes depend on x64 too,
+    which `enable_float64` has set by now where the model needs it."""
+    plan = Plan(layout, abstract_mesh(layout), platform, model.names, model.shapes, **fields)
+    return plan if frozen is None else plan.with_frozen(frozen)
 
 
 def require_model_within_domain(config: RunConfig, plan: Plan, domains: int) -> None:

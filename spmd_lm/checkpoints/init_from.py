@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from spmd_lm.checkpoints.leaves import Shapes
 from spmd_lm.checkpoints.saved_run import (
     check_vocabulary,
     check_warm_start,
@@ -77,24 +78,27 @@ class PretrainedRun:
                 f"Choose another run.init_from."
             )
         abstract = {
-            name: jax.ShapeDtypeStruct(self.shapes[name].shape, own[name].dtype, sharding=own[name].sharding)
+            name: jax.ShapeDtypeStruct(self.shapes[name].shape, self.shapes[name].dtype, sharding=own[name].sharding)
             for name in reused
         }
         if uncoded is program:
-            return self.checkpoints.restore_params_by_path(step, abstract)
-        return self._coded(step, abstract)
+            read = self.checkpoints.restore_params_by_path(step, abstract)
+            return {path: x.astype(own[path].dtype) for path, x in read.items()}
+        return self._coded(step, abstract, own)
 
-    def _coded(self, step: int, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """The parameters, read and coded one after the other."""
+    def _coded(self, step: int, abstract: Shapes, own: Shapes) -> dict[str, jax.Array]:
+        """The parameters, read and coded one after the other.  own: as a run without codes has them."""
         kind, matrices, params = self.program.config.adapter.base, self.program.model.matrices, {}
         like = leaves_by_path(self.program.abstract_canonical().params)
         for path, leaf in abstract.items():
-            (params[path],) = self.checkpoints.restore_params_by_path(step, {path: leaf}).values()
-            if path not in like:
+            (read,) = self.checkpoints.restore_params_by_path(step, {path: leaf}).values()
+            if path in like:
+                params[path] = read.astype(own[path].dtype)
+            else:
                 shardings = {key: like[f"{path}.{key}"].sharding for key in CODED if f"{path}.{key}" in like}
                 transposed = matrices[path_in_block(path)]
                 make = jax.jit(encode, static_argnums=(0, 2), out_shardings=shardings)
-                coded = make(kind, params.pop(path), transposed)
+                coded = make(kind, read, transposed)
                 params |= {f"{path}.{key}": value for key, value in coded.items()}
         return params
 
@@ -122,7 +126,8 @@ class PretrainedRun:
         """Where the parameters come from, and which do not, in a line."""
         unused = [name for name in self.shapes if not {name, f"{name}.{CODED[0]}"} & self.params.keys()]
         message = f"initialized from {self.directory.absolute()} after step {self.step}"
-        message += f", newly initialized: {', '.join(self.new)}" if self.new else ""
+        new = [name for name in self.new if not is_adapter(name.split("."))]
+        message += f", newly initialized: {', '.join(new)}" if new else ""
         return message + (f", not used: {', '.join(unused)}" if unused else "")
 
 

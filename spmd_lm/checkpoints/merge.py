@@ -42,7 +42,7 @@ def merge_adapters(params: Mapping[str, jax.Array], model: LanguageModel) -> dic
             stored = {each: params[f"{matrix}.{each}"] for each in CODED if f"{matrix}.{each}" in params}
             result[matrix] = _decode(stored, model.base, model.matrices[path_in_block(matrix)]).astype(model.dtype)
         elif key not in CODED and not is_adapter(path.split(".")):
-            result[path] = x
+            result[path] = x.astype(model.dtype)
     for path in result:
         adapter = adapters.get(path_in_block(path))
         if isinstance(adapter, LowRank):

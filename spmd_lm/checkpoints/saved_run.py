@@ -28,7 +28,7 @@ from spmd_lm.runtime.processes import collect
 Result = TypeVar("Result")
 
 # Sections and keys that define the model: where they differ, a saved state is meaningless.
-MODEL_KEYS = ("model", "objective", "precision.params", "adapter")
+MODEL_KEYS = ("model", "objective", "precision.params", "precision.frozen", "adapter")
 
 # Keys among them that define how a layer is computed and regularized: the saved arrays mean the same.
 COMPUTATION_KEYS = ("model.scan", "model.attention", "model.dropout", "model.attention_dropout", "adapter.dropout")

@@ -279,6 +279,7 @@ LEAST_SCALE = 2**-14
 
 class Precision(Section):
     params: Dtype = "float32"  # of master weights and optimizer state
+    frozen: Dtype | None = None  # default params; of parameters that are not trained
     compute: Dtype = "bfloat16"  # of activations and matrix products
     reduce: Dtype = "float32"  # of gradients as they are summed over devices
     logits: Literal["float32", "compute"] = (

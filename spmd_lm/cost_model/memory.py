@@ -27,7 +27,7 @@ def table(config: RunConfig, plan: Plan) -> dict[str, int]:
 
 def state(config: RunConfig, plan: Plan) -> dict[str, int]:
     """The rows of `table` that outlive a step."""
-    params = plan.bytes_per_device(config.precision.params)
+    params = plan.bytes_per_device(None)
     trained = plan.elements_per_device(trained=True) * dtype_bytes(config.precision.params)
     return {"parameters": params, config.optim.moments: moments_per_parameter(config.optim) * trained}
 
@@ -87,7 +87,7 @@ class _Sizes:
         p, chunks = self.config.precision, self.config.chunks
         if not self.compiler.casts_layers:
             return self.plan.bytes_per_device(p.compute, "blocks")
-        uncast = self.plan.bytes_per_device(p.params, "blocks")
+        uncast = self.plan.bytes_per_device(None, "blocks")
         if self.plan.zero.gather_per == "chunk":
             return uncast
         return uncast // chunks if chunks > 1 else 0

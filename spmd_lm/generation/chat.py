@@ -19,11 +19,19 @@ from spmd_lm.data.tokenizers.tokenizer import check_ids, encode_markup
 from spmd_lm.errors import ConfigError, DataError
 from spmd_lm.generation.generate import Generator, require_generative
 from spmd_lm.generation.sampling import Sampling
+from spmd_lm.parallel.trees import Tree
+from spmd_lm.step.program import Program
 
 
-def chat_run(config: RunConfig, turns: Sequence[str], sampling: Sampling, fallback: bool = False) -> list[str]:
+def chat_run(
+    config: RunConfig,
+    turns: Sequence[str],
+    sampling: Sampling,
+    fallback: bool = False,
+    opened: tuple[Program, Tree] | None = None,
+) -> list[str]:
     """The answers of a run's newest checkpoint to the user's turns of one conversation, in which it reads its own
-    answers.  fallback: as of `open_run`.
+    answers.  fallback, opened: as of `generate_run`.
 
     An answer ends at the end-of-sequence token, at what the template writes after an answer, or after sampling.tokens.
     Raises ConfigError for a model that is not causal or has no chat template, DataError for what the template
@@ -37,7 +45,7 @@ def chat_run(config: RunConfig, turns: Sequence[str], sampling: Sampling, fallba
     with Renderer(template, datetime.datetime.now()) as renderer:
         ends = [end for end in (end_of_turn(renderer), template.special_tokens.get("eos_token")) if end]
         renderer.render_prompt(_conversation(turns[:1], []))  # is refused before the checkpoint is read
-        program, params, _ = open_run(config, fallback)
+        program, params = opened or open_run(config, fallback)[:2]
         generator, answers = Generator(program, 1, sampling, tokenizer), list[str]()
         for count in range(1, len(turns) + 1):
             text = renderer.render_prompt(_conversation(turns[:count], answers))

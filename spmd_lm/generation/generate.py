@@ -24,12 +24,18 @@ from spmd_lm.runtime.first_execution import alone_at_first
 from spmd_lm.step.program import Program
 
 
-def generate_run(config: RunConfig, prompts: list[str], sampling: Sampling, fallback: bool = False) -> list[str]:
-    """`generate_text` with a run's newest checkpoint.  fallback: as of `open_run`.  Raises ConfigError for a model that
-    is not causal."""
+def generate_run(
+    config: RunConfig,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    fallback: bool = False,
+    opened: tuple[Program, Tree] | None = None,
+) -> list[str]:
+    """`generate_text` with a run's newest checkpoint, or with what is opened already.  fallback: as of `open_run`.
+    Raises ConfigError for a model that is not causal."""
     require_generative(config)
-    program, params, _ = open_run(config, fallback)
-    return generate_text(program, params, prompts, sampling)
+    program, params = opened or open_run(config, fallback)[:2]
+    return generate_text(program, params, prompts, sampling, make_run_tokenizer(config))
 
 
 def require_generative(config: RunConfig) -> None:

@@ -20,21 +20,21 @@ import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
 from spmd_lm.checkpoints.init_from import PretrainedRun
-from spmd_lm.checkpoints.restored import meta_of_base, restore_run
+from spmd_lm.checkpoints.restored import meta_of_base, open_run, restore_run
 from spmd_lm.config.adapters import IA3, SUFFIX, Adapter, LoRA, is_adapter
 from spmd_lm.config.layers import path_in_block
-from spmd_lm.config.load import TOKENIZER_DIR, dump
+from spmd_lm.config.load import TOKENIZER_DIR, dump, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import CONFIG_JSON
 from spmd_lm.errors import ConfigError, NonFiniteError
 from spmd_lm.huggingface.architectures import HFTensor, TensorPart
 from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.directory import copy_files, tokenizer_files
-from spmd_lm.huggingface.peft_config import ADAPTER_CONFIG, ADAPTER_FILE
+from spmd_lm.huggingface.peft_config import ADAPTER_CONFIG, ADAPTER_FILE, validated_settings
 from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_json, write_json, write_tensors
 from spmd_lm.huggingface.transfer import STATE, cast, gather_param
 from spmd_lm.models.adapters import LowRank, Scaling
-from spmd_lm.parallel.trees import leaves_by_path
+from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.processes import require_single_process
@@ -275,6 +275,45 @@ def _in_layer(module: str) -> str:
     return re.split(r"\.\d+\.", module, maxsplit=1)[1]
 
 
+class AdaptedRun(NamedTuple):
+    """A run, and its canonical parameters: of another run, and of adapters.  adapter_size: how many are of these."""
+
+    program: Program
+    pretrained: PretrainedRun
+    params: Tree
+    adapter_size: int
+
+
+def read_adapters(directory: Path, config: RunConfig) -> AdaptedRun:
+    """The run of `config`, with the adapters of a directory of PEFT.  Raises as `import_peft` does."""
+    program = Program(config)
+    pretrained = PretrainedRun(program, Path(str(config.run.init_from)).expanduser())
+    names = PeftNames(config, program, pretrained.directory)
+    if isinstance(config.adapter, IA3):
+        names.require_inputs(directory)
+    read, params = names.read(directory), pretrained.initial_params()
+    like = leaves_by_path(params)
+    leaves = like | {path: jax.device_put(value, like[path].sharding) for path, value in read.items()}
+    params = jax.tree.unflatten(jax.tree.structure(params), [leaves[path] for path in like])
+    return AdaptedRun(program, pretrained, params, sum(value.size for value in read.values()))
+
+
+def open_adapter(base: RunConfig, directory: Path) -> tuple[Program, Tree]:
+    """A program of the run `base` with adapters, of a directory of PEFT or of another run, and its parameters, as
+    compiled functions take them.  ConfigError for what is neither."""
+    init_from = f"run.init_from={base.run.directory}"
+    if os.path.lexists(directory / ADAPTER_CONFIG):
+        adapter = validated_settings(directory)
+        run = base.run.model_copy(update={"init_from": str(base.run.directory)})
+        adapted = read_adapters(directory, base.model_copy(update={"run": run, "adapter": adapter}))
+        return adapted.program, adapted.program.params_from_canonical(adapted.params)
+    config = load_run(directory, [init_from])
+    if config.adapter.kind == "none":
+        raise ConfigError(f"--adapter {directory}: adapter.kind=none, it is a run of its own. Generate from it.")
+    program, params, _ = open_run(config)
+    return program, params
+
+
 def import_peft(directory: Path, config: RunConfig) -> dict[str, Any]:
     """Creates run.dir, with the adapters of a directory of PEFT as its checkpoint at step 0.
 
@@ -282,17 +321,9 @@ def import_peft(directory: Path, config: RunConfig) -> dict[str, Any]:
     NonFiniteError for NaN or infinite weights; CheckpointError if run.init_from is not their model."""
     require_single_process("import")
     with atomic_directory(config.run.directory) as run_dir:
-        program = Program(config)
-        pretrained = PretrainedRun(program, Path(str(config.run.init_from)).expanduser())
-        names = PeftNames(config, program, pretrained.directory)
-        if isinstance(config.adapter, IA3):
-            names.require_inputs(directory)
-        read = names.read(directory)
-        canonical = program.initial_canonical(pretrained.initial_params())
-        like = leaves_by_path(canonical.params)
-        leaves = like | {path: jax.device_put(value, like[path].sharding) for path, value in read.items()}
-        params = jax.tree.unflatten(jax.tree.structure(canonical.params), [leaves[path] for path in like])
-        state = program.initial_canonical(params)
+        adapted = read_adapters(directory, config)
+        program, pretrained = adapted.program, adapted.pretrained
+        state = program.initial_canonical(adapted.params)
         meta = make_meta(config.model_dump(by_alias=True), num_samples=0, fingerprint="")
         meta |= meta_of_base({}, program, pretrained, program.from_canonical(state))
         with closing(Checkpointer(run_dir / "checkpoints", config.checkpoint, new_run_id())) as checkpointer:
@@ -304,7 +335,7 @@ def import_peft(directory: Path, config: RunConfig) -> dict[str, Any]:
         "directory": str(config.run.directory),
         "architecture": f"an adapter of {pretrained.directory}",
         "step": 0,
-        "parameters": sum(value.size for value in read.values()),
+        "parameters": adapted.adapter_size,
         "files": [ADAPTER_CONFIG, ADAPTER_FILE],
     }
 

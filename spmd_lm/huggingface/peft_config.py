@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from spmd_lm.config.adapters import IA3, Adapter, LoRA
 from spmd_lm.config.load import Layer, load, load_run
 from spmd_lm.config.schema import RunConfig
+from spmd_lm.config.suggest import wrong_values
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.directory import DEFAULTS
 from spmd_lm.huggingface.safetensors_io import read_json
@@ -63,6 +67,16 @@ def read_settings(directory: Path) -> dict[str, Any]:
     values = {ours: given.get(theirs) for theirs, (ours, _) in keys.items()}
     defaults = dict(keys.values())
     return {"kind": kind.lower()} | {key: defaults[key] if value is None else value for key, value in values.items()}
+
+
+def validated_settings(directory: Path) -> Adapter:
+    """The same, as the section."""
+    settings, path = read_settings(directory), directory / ADAPTER_CONFIG
+    try:
+        return (LoRA if settings["kind"] == "lora" else IA3).model_validate(settings)
+    except ValidationError as error:
+        problems = (f"{path}: {problem}" for _, problem in wrong_values("adapter", error))
+        raise ConfigError(*problems) from None
 
 
 INIT_FROM = "run.init_from="

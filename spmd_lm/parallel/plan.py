@@ -11,6 +11,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
@@ -69,8 +70,8 @@ def interleave(x: Array, dim: int, first: int, second: int) -> Array:
 class Parameter(NamedTuple):
     """One array of the parameters.  path: its keys in the tree.  names: of its dimensions.  sharded_names: as ZeRO
     shards them between steps.  shape: padded.  elements, gathered_elements: on one device between steps, and gathered
-    over `data`.  trained: whether anything of it is; else it has no gradient and no moments.  coded_as: its dtype,
-    where it stands for a matrix in few bits; '' for what is cast to the dtype of the computation."""
+    over `data`.  trained: whether anything of it is; else it has no gradient and no moments.  dtype: between steps.
+    coded: whether it stands for a matrix in few bits, and is used in that dtype."""
 
     path: tuple[str, ...]
     names: DimNames
@@ -79,7 +80,8 @@ class Parameter(NamedTuple):
     elements: int
     gathered_elements: int
     trained: bool = True
-    coded_as: str = ""
+    dtype: str = ""
+    coded: bool = False
 
     def is_below(self, path: tuple[str, ...]) -> bool:
         """Whether it is in this part of the tree: blocks.attention is of all layers, whatever their kinds."""
@@ -183,8 +185,8 @@ class Plan:
                 math.prod(shape) // math.prod([self._shards[name] for name in by]) for by in (sharded, names)
             )
             path = tuple(key.key for key in keys)
-            coded_as = str(leaf.dtype) if path[-1] in CODED else ""
-            parameters.append(Parameter(path, names, sharded, shape, elements, gathered, not frozen.all(), coded_as))
+            stored = str(leaf.dtype), path[-1] in CODED
+            parameters.append(Parameter(path, names, sharded, shape, elements, gathered, not frozen.all(), *stored))
         return tuple(parameters)
 
     @functools.cached_property
@@ -200,12 +202,13 @@ class Plan:
         return sum([each.gathered_elements if gathered else each.elements for each in below])
 
     @remembered
-    def bytes_per_device(self, dtype: str, *path: str, gathered: bool = False, trained: bool = False) -> int:
-        """As `elements_per_device`, of parameters in this dtype, but for those in few bits."""
+    def bytes_per_device(self, dtype: str | None, *path: str, gathered: bool = False, trained: bool = False) -> int:
+        """As `elements_per_device`, of parameters in this dtype, but for those in few bits; None: as between steps."""
         chosen = self.trained_parameters if trained else self.parameters
         below = [each for each in chosen if each.is_below(path)]
         return sum(
-            (each.gathered_elements if gathered else each.elements) * jnp.dtype(each.coded_as or dtype).itemsize
+            (each.gathered_elements if gathered else each.elements)
+            * jnp.dtype(each.dtype if each.coded or dtype is None else dtype).itemsize
             for each in below
         )
 
@@ -243,6 +246,15 @@ class Plan:
     def trained(self, tree: Tree) -> Tree:
         """The leaves, of a tree like the parameters, of those that are trained."""
         return subset_of(tree, self._trained_names)
+
+    def with_frozen(self, dtype: str) -> "Plan":
+        """The plan in which parameters that are not trained have this dtype between steps; not those in few bits."""
+
+        def retyped(path: tuple, frozen: np.ndarray, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return leaf.update(dtype=jnp.dtype(dtype)) if frozen.all() and path[-1].key not in CODED else leaf
+
+        shapes = jax.tree_util.tree_map_with_path(retyped, self.frozen, self.shapes)
+        return dataclasses.replace(self, shapes=shapes)
 
     def untrained(self, tree: Tree) -> Tree:
         """The leaves, of a tree like the parameters, of those that are not."""
@@ -341,7 +353,11 @@ class Plan:
     def from_canonical(self, params: Tree) -> Tree:
         """Canonical parameters, padded with zeros to the padded shapes, in stage order."""
         shapes = subset_of(self.padded_shapes, params)
-        return self.to_stage_order(jax.tree.map(lambda x, to: pad_or_crop(x, to.shape), params, shapes))
+
+        def fit(x: Array, to: jax.ShapeDtypeStruct) -> Array:
+            return pad_or_crop(x, to.shape).astype(to.dtype)
+
+        return self.to_stage_order(jax.tree.map(fit, params, shapes))
 
     def canonical(self, params: Tree) -> Tree:
         """The inverse of `from_canonical`."""

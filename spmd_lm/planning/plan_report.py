@@ -4,11 +4,10 @@ import itertools
 import math
 from typing import Any
 
-import jax
-
 from spmd_lm.analysis.topology import Topology
 from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
+from spmd_lm.config.adapters import CODED
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.own_modules import modules_of
@@ -26,6 +25,7 @@ from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline import schedule as schedules
 from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.rules import PARAMETERS
+from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.planning.capacity import capacity_of, describe_capacity
 from spmd_lm.resolve import abstract_plan, require_model_within_domain
 from spmd_lm.runtime.devices import devices_present
@@ -61,7 +61,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "platform": plan.platform,
         "topology": str(topology) if topology else None,
         "parameters": parameters,
-        "parameter_count": sum(leaf.size for leaf in jax.tree.leaves(plan.shapes)),  # without padding
+        "parameter_count": parameter_count(plan),  # without padding
         "trained_count": trained_count(plan.frozen, plan.shapes),
         "saved_by_freezing": _describe_freezing(config, plan) if plan.freeze else None,
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
@@ -85,6 +85,16 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "precision": config.precision.model_dump(),
         "own_modules": [f"{name}.module={ref.path}:{ref.name}" for name, ref in modules_of(config).items()],
     } | _describe_capacity(plan, topology, sum(table.values()))
+
+
+def parameter_count(plan: Plan) -> int:
+    """Without padding; of a matrix in few bits its entries, of which two are in a byte of 4 bits."""
+    count = 0
+    for path, leaf in leaves_by_path(plan.shapes).items():
+        key = path.rpartition(".")[2]
+        entries = 2 if leaf.dtype == "uint8" else 1
+        count += leaf.size * entries if key == CODED[0] else 0 if key in CODED else leaf.size
+    return count
 
 
 def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> dict[str, Any]:

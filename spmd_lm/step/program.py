@@ -77,14 +77,14 @@ class Program:
 
     def initial_params(self, paths: Collection[str]) -> dict[str, jax.Array]:
         """The canonical parameters at these paths before the first step."""
-        shardings = {path: leaf.sharding for path, leaf in leaves_by_path(self.abstract_canonical().params).items()}
+        leaves = leaves_by_path(self.abstract_canonical().params)
+        wanted = {path: leaf for path, leaf in leaves.items() if path in paths}
 
         def init() -> dict[str, jax.Array]:
-            return {
-                path: x for path, x in leaves_by_path(self.model.init(self.config.train.seed)).items() if path in paths
-            }
+            params = leaves_by_path(self.model.init(self.config.train.seed))
+            return {path: params[path].astype(leaf.dtype) for path, leaf in wanted.items()}
 
-        return jax.jit(init, out_shardings={path: shardings[path] for path in shardings if path in paths})()
+        return jax.jit(init, out_shardings=_shardings(wanted))()
 
     def saved_part(self, canonical: TrainState) -> TrainState:
         """What checkpoints hold of a canonical state, or of one of shapes: of a run with adapters not its base."""

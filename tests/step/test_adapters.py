@@ -6,7 +6,7 @@ import pytest
 
 from spmd_lm.adapters import adapters_of
 from spmd_lm.config.adapters import CODED, HF_LAYERS, HF_MODULES, LoRA
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import ConfigError, LayoutError
 from spmd_lm.huggingface.architectures import LAYER
 from spmd_lm.huggingface.families import ARCHITECTURES
 from spmd_lm.models.language_model import LanguageModel
@@ -48,7 +48,7 @@ LAYOUTS = {
 }
 REMAT = {"zero3": "full", "tensor": "residual", "hybrid": "selective", "1f1b": "full"}
 UNROLLED = ("zero2", "hybrid")
-QUICK = {("nf4-double", "zero3")}
+QUICK = {("int8", "zero3")}
 
 
 @pytest.mark.usefixtures("x64")
@@ -128,6 +128,12 @@ def test_targets_are_read_as_peft_reads_them(targets, expected):
     targets = targets if isinstance(targets, str) else tuple(targets)
     adapters = adapters_of(LoRA(kind="lora", targets=targets), model_of(**LLAMA))
     assert [path for path, _ in adapters] == expected.split()
+
+
+def test_devices_that_would_cut_blocks_are_told():
+    config = make_config(model=BLOCKS | {"mlp_width": 192}, adapter=LORA | {"base": "nf4"}, parallel={"model": 8})
+    with pytest.raises(LayoutError, match=r"of which mlp.down has 3. Use parallel.model=1, or adapter.base=int8."):
+        Program(config, jax.devices())
 
 
 @pytest.mark.parametrize(
