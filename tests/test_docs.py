@@ -51,14 +51,18 @@ def test_the_tour_passes_every_file_it_names():
 
 @pytest.mark.parametrize(
     ("example", "recipe", "overrides", "context"),
-    [(0, "bert/bert-base", [], 128), (1, "qwen/2.5-0.5b", ["run.dir=runs/qwen"], 2048)],
+    [
+        (0, "bert/bert-base", [], 128),
+        (1, "qwen/2.5-0.5b", ["run.dir=runs/qwen"], 2048),
+        (2, "llama/3.1-8b", [], 8192),
+    ],
 )
 def test_examples_of_fine_tuning_take_model_and_vocabulary_of_their_beginning(
     example, recipe, overrides, context, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/finetuning.md").read_text(), re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     Path("mine.yaml").write_text(examples[example])
     base = load(ROOT / f"configs/{recipe}.yaml", ["data.tokenizer=vocab.txt", *overrides])
     base.run.directory.mkdir(parents=True)

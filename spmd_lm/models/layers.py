@@ -12,6 +12,7 @@ from spmd_lm.axes import DimNames
 from spmd_lm.config.adapters import SUFFIX
 from spmd_lm.config.schema import Model
 from spmd_lm.config.types import Bias
+from spmd_lm.errors import ConfigError
 from spmd_lm.ops.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from spmd_lm.ops.collectives import (
     broadcast_like,
@@ -162,7 +163,11 @@ class HasMatrices(nnx.Module):
         BlockContext; a head has none."""
         stored, adapter = getattr(self, name), getattr(self, name + SUFFIX, None)
         matrix = Matrix(stored[...]) if isinstance(stored, nnx.Param) else stored()
-        return matrix if adapter is None else adapter(matrix, context)
+        if adapter is None:
+            return matrix
+        if context is None:
+            raise ConfigError(f"the matrix '{name}' has an adapter: write self.matrix('{name}', context) in its block.")
+        return adapter(matrix, context)
 
     def bias(self, name: str) -> jax.Array | None:
         """What is added to products with the matrix `name`; None for nothing."""

@@ -88,13 +88,16 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
 
 
 def parameter_count(plan: Plan) -> int:
-    """Without padding; of a matrix in few bits its entries, of which two are in a byte of 4 bits."""
-    count = 0
-    for path, leaf in leaves_by_path(plan.shapes).items():
-        key = path.rpartition(".")[2]
-        entries = 2 if leaf.dtype == "uint8" else 1
-        count += leaf.size * entries if key == CODED[0] else 0 if key in CODED else leaf.size
-    return count
+    """Numbers of the model, without padding."""
+    leaves = leaves_by_path(plan.shapes).items()
+    return sum(leaf.size * _entries(path.rpartition(".")[2], str(leaf.dtype)) for path, leaf in leaves)
+
+
+def _entries(key: str, dtype: str) -> int:
+    """How many numbers of the model each element of an array stands for, by its last key."""
+    if key in CODED:
+        return 0 if key != CODED[0] else 2 if dtype == "uint8" else 1
+    return 1
 
 
 def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> dict[str, Any]:
@@ -119,7 +122,7 @@ def _plan_of_run(config: RunConfig) -> Plan:
 def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     parameters, rules = [], PARAMETERS.with_own(plan.own_rules)
     for each in plan.parameters:
-        size = each.elements * dtype_bytes(config.precision.params)
+        size = each.elements * dtype_bytes(each.dtype)
         # `data` as one axis, which in the mesh may be several
         spec = [list(rules.axes(name)) for name in each.sharded_names]
         parameter = {"name": ".".join(each.path), "shape": list(each.shape), "names": list(each.sharded_names)}
@@ -130,7 +133,7 @@ def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
 def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
     """What frozen parameters save: bytes of moments on a device, and the share of the model FLOPs of training all."""
     everything = 3 * config.train.batch * flops.forward_per_sequence(config)
-    frozen = plan.elements_per_device() - plan.elements_per_device(trained=True)
+    frozen = sum(each.elements * _entries(each.path[-1], each.dtype) for each in plan.parameters if not each.trained)
     moments = moments_per_parameter(config.optim) * frozen * dtype_bytes(config.precision.params)
     return {"moment_bytes": moments, "flops": 1 - flops.train_step(config, plan) / everything}
 

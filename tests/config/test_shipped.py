@@ -47,6 +47,10 @@ FINETUNED = {  # as transformers counts its BertFor..., of 512 positions
     "finetune/race": 109_483_009,
     "finetune/squad": 108_893_186,
 }
+ADAPTED = {  # of the models that they adapt
+    "finetune/ia3": FINETUNED["finetune/sst2"],
+    **dict.fromkeys(("finetune/lora", "finetune/qlora"), PARAMETERS["llama/3.1-8b"]),
+}
 ROUNDED = {  # as the papers print them, in billions
     "megatron/355m": "0.355",  # arXiv:1909.08053, tables 1, 2 and 4
     "megatron/1.2b": "1.2",
@@ -98,11 +102,14 @@ def test_it_is_planned_as_it_stands(path):
 def test_it_has_as_many_parameters_as_were_published(path):
     """To the last digit that is printed."""
     name, count = name_of(path), model_parameters(load(path))
-    assert (name in PARAMETERS) + (name in ROUNDED) + (name in FINETUNED) + (name in TRIALS) == 1
+    assert (name in PARAMETERS) + (name in ROUNDED) + (name in FINETUNED | ADAPTED) + (name in TRIALS) == 1
     if name in PARAMETERS:
         assert count == PARAMETERS[name]
     elif name in FINETUNED:
         assert model_parameters(load(path, ["model.context=512"])) == FINETUNED[name]
+    elif name in ADAPTED:
+        context = ["model.context=512"] * (name == "finetune/ia3")
+        assert model_parameters(load(path, context)) == ADAPTED[name]
     elif name in ROUNDED:
         digits = len(ROUNDED[name].partition(".")[2])
         assert f"{count / 1e9:.{digits}f}" == ROUNDED[name]
