@@ -15,7 +15,7 @@ class Section(BaseModel):
     @classmethod
     def _texts_are_valid(cls, value: Any) -> Any:
         """Of every key, so that a new one for paths needs no check of its own."""
-        for text in value if isinstance(value, list) else [value]:
+        for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str):
                 valid_text(text)
         return value
