@@ -5,10 +5,12 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from spmd_lm.config.adapters import (
     ALL_LINEAR,
+    CODED,
     HF_LAYERS,
     HF_MODULES,
     HF_NAMES,
@@ -37,12 +39,24 @@ def adapters_of(adapter: Adapter | NoAdapter, model: LanguageModel) -> Adapters:
         return ()
     chosen = _of_layers("targets", _targets(adapter.targets), model)
     if not isinstance(adapter, LoRA):
+        if model.modules.own_block:
+            raise ConfigError(
+                "adapter.kind=ia3: a block of one's own may add its biases in any way. Use adapter.kind=lora."
+            )
         return tuple((path, Scaling(model.matrices[path])) for path in sorted(chosen))
     ranks = _of_layers("rank_pattern", _pattern("rank_pattern", adapter.rank_pattern), model)
     alphas = _of_layers("alpha_pattern", _pattern("alpha_pattern", adapter.alpha_pattern), model)
 
+    leaves = leaves_by_path({"blocks": model.shapes["blocks"]})
+    shapes = {path_in_block(path): leaf.shape[-2:] for path, leaf in leaves.items()}
+
     def low_rank(path: str) -> LowRank:
         rank, alpha = ranks.get(path, adapter.rank), alphas.get(path, adapter.alpha)
+        if rank > (most := min(shapes[path])):
+            raise ConfigError(
+                f"adapter.rank={rank}: {path} is {[*shapes[path]]}, and no matrix of its size has a rank above {most}. "
+                "Use a smaller one."
+            )
         return LowRank(rank, alpha / (rank**0.5 if adapter.rslora else rank), adapter.dropout, model.matrices[path])
 
     return tuple((path, low_rank(path)) for path in sorted(chosen))
@@ -86,8 +100,8 @@ def _pattern(key: str, pattern: Sequence[tuple[str, float]]) -> _Found:
 def _compiled(key: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
-    except re.error as error:
-        raise ConfigError(f"adapter.{key}: {text} is no regular expression: {error}. Mend it.") from None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(f"adapter.{key}: {text:.100} is no regular expression: {error}. Mend it.") from None
 
 
 def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
@@ -115,7 +129,11 @@ def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
         ends = (name.rpartition(".")[2] for path in model.matrices for name in HF_MODULES[kind].get(path, ()))
         near = did_you_mean(target, [*model.matrices, *dict.fromkeys(ends)])
         hint = f"Did you mean {near}?" if near else f"There are {', '.join(model.matrices)}."
-        raise ConfigError(f"adapter.{key}: {target} matches no matrix of a block. {hint}")
+        if near == target:
+            hint = f"A text is a regular expression of a whole name. Write [{target}]."
+        if not model.matrices:
+            hint = "The block is no HasMatrices with parameters [width, ..]: docs/own-model.md."
+        raise ConfigError(f"adapter.{key}: {target:.100} matches no matrix of a block. {hint}")
     if key == "targets" and not values:
         raise ConfigError("adapter.targets=[] leaves nothing to train. Use adapter.targets=all-linear.")
     return values
@@ -136,9 +154,9 @@ def require_whole_blocks(model: LanguageModel, shards: int) -> None:
             )
 
 
-def frozen_patterns(adapter: Adapter | NoAdapter, model: LanguageModel) -> tuple[str, ...]:
+def frozen_patterns(adapter: Adapter | NoAdapter, model: LanguageModel, freeze: Sequence[str] = ()) -> tuple[str, ...]:
     """As of optim.freeze: all parameters but adapters, those of `modules_to_save`, and the head of a task.  ConfigError
-    for modules_to_save that are no part of the model."""
+    for modules_to_save that are no part of the model, are in few bits, or are frozen by `freeze`, the run's own."""
     if isinstance(adapter, NoAdapter):
         return ()
     own = [path for path in _paths(model) if not is_adapter(path.split("."))]
@@ -155,6 +173,14 @@ def frozen_patterns(adapter: Adapter | NoAdapter, model: LanguageModel) -> tuple
             raise ConfigError(f"adapter.modules_to_save: {each} is no part of this model. {hint}")
     if not model.objective.predicts_tokens:
         saved[TASK_HEAD] = [path for path in own if _is_part(TASK_HEAD, path)]
+    for each, paths in saved.items():
+        if coded := [path for path in paths if path.rpartition(".")[2] in CODED]:
+            what = f"adapter.modules_to_save: {each} is in few bits (adapter.base={adapter.base}), as {coded[0]}"
+            raise ConfigError(f"{what}. Leave it out, or use adapter.base=none.")
+        if frozen := [pattern for pattern in freeze if all(fnmatchcase(path, pattern) for path in paths)]:
+            raise ConfigError(
+                f"optim.freeze={frozen[0]} freezes all of {each}, which the adapter trains. Leave it out."
+            )
     trained = {path for paths in saved.values() for path in paths} | {
         path for path in own if _trains_bias(adapter, path, model)
     }

@@ -99,7 +99,7 @@ def abstract_plan(
         collective_matmul=in_parts,
         scan=choose_loop(config, platform, prefetch=bool(first_parts), scatters=zero.scatters_in_backward).scan,
         device_kind=kind,
-        freeze=(*config.optim.freeze.split(), *frozen_patterns(config.adapter, model)),
+        freeze=(*config.optim.freeze.split(), *frozen_patterns(config.adapter, model, config.optim.freeze.split())),
         own_rules=model.modules.rules,
         replicated=("kv_heads",) if any((c.kv_heads or c.heads) % p.model for c in config.model.of_each_kind) else (),
     )

@@ -21,6 +21,7 @@ from spmd_lm.checkpoints.saved_run import (
     checked_meta,
     newest_readable,
     open_checkpoints,
+    warn,
 )
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
@@ -72,6 +73,21 @@ def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tre
 
     Raises CheckpointError if there is no checkpoint, or it is damaged, of another model or without its base, and
     ConfigError for another vocabulary.  fallback: of the newest step that is not damaged."""
+    return _restore(config, fallback, with_base=True)
+
+
+def restore_trained(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
+    """As `restore_run`, of the parameters that the checkpoint holds alone: without the base of adapters."""
+    return _restore(config, fallback, with_base=False)
+
+
+def open_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
+    """As `restore_run`, with the parameters as the program's compiled functions take them."""
+    program, params, step = restore_run(config, fallback)
+    return program, program.params_from_canonical(params), step
+
+
+def _restore(config: RunConfig, fallback: bool, *, with_base: bool) -> tuple[Program, Tree, int]:
     checkpoints = open_checkpoints(config.run.directory, config.checkpoint)
 
     def read(step: int) -> tuple[Program, Tree, int]:
@@ -80,15 +96,9 @@ def restore_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tre
         check_vocabulary(config, config.run.directory, meta if step else None)
         program = Program(config)
         params = checkpoints.restore_params(step, program.saved_part(program.abstract_canonical()).params)
-        return program, _with_base(params, meta, program), step
+        return program, _with_base(params, meta, program) if with_base else params, step
 
     return newest_readable(checkpoints, read, fallback)
-
-
-def open_run(config: RunConfig, fallback: bool = False) -> tuple[Program, Tree, int]:
-    """As `restore_run`, with the parameters as the program's compiled functions take them."""
-    program, params, step = restore_run(config, fallback)
-    return program, program.params_from_canonical(params), step
 
 
 def _with_base(trained: Tree, meta: Meta, program: Program) -> Tree:
@@ -116,6 +126,11 @@ def _directory_of_base(config: RunConfig, saved: SavedBase) -> Path | None:
     """Where the base is: run.init_from, or where it was when the run began; None if it was drawn."""
     given = config.run.init_from and Path(config.run.init_from).expanduser()
     if not saved.directory:
+        if given:
+            raise CheckpointError(
+                f"{config.run.directory} holds adapters of what train.seed drew, not of run.init_from={given}. Leave "
+                "run.init_from out."
+            )
         return None
     directories = [each for each in (given, Path(saved.directory)) if each]
     found = next((each for each in directories if (each / "checkpoints").is_dir()), None)
@@ -124,6 +139,8 @@ def _directory_of_base(config: RunConfig, saved: SavedBase) -> Path | None:
             f"{config.run.directory} holds adapters of the model in {directories[-1]}, where no run is. Set "
             "run.init_from to where it is now."
         )
+    if given and found != given:
+        warn(f"run.init_from={given} is no run: {config.run.directory} holds adapters of {found}, which is used.")
     return found
 
 

@@ -1,28 +1,34 @@
 """The section `adapter`: what is trained of a model that otherwise stays as it is."""
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, PlainSerializer, PositiveFloat, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import Count, DropoutRate, without_repeats
 
-Names = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda names: tuple(without_repeats(names)) if isinstance(names, list) else names),
-]
-"""A tuple, because configurations are hashed."""
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+def _from_yaml(names: Any) -> Any:
+    """A tuple, because configurations are hashed."""
+    texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return tuple(without_repeats(names) if texts else names) if isinstance(names, list) else names
+
+
+Names = Annotated[tuple[Name, ...], BeforeValidator(_from_yaml)]
 
 Number = TypeVar("Number", int, float)
 Pattern = Annotated[
-    tuple[tuple[str, Number], ...],
+    tuple[tuple[Name, Number], ...],
     BeforeValidator(lambda pattern: tuple(pattern.items()) if isinstance(pattern, dict) else pattern),
     PlainSerializer(dict),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
 ]
 """Numbers by targets, of which the first that matches counts; written as a mapping."""
 
+Alpha = Annotated[float, Field(gt=0, le=2**20)]
 ALL_LINEAR = "all-linear"
 Base = Literal["none", "int8", "nf4", "nf4-double"]
 
@@ -84,7 +90,7 @@ class Adapter(Section):
     kind: str
     # matrices of blocks that have one: names, as attention.query, query, or Hugging Face's q_proj; a regular expression
     # that all of a name matches; or all-linear
-    targets: Names | str = ALL_LINEAR
+    targets: Names | Name = ALL_LINEAR
     # trained too: parts of the parameters, as head.tokens; the head of a task always is
     modules_to_save: Names = ()
     base: Base = "none"  # how the matrices of blocks are stored: in 8 or 4 bits (docs/finetuning.md)
@@ -95,7 +101,7 @@ class IA3(Adapter):
     a branch, of what it is multiplied with."""
 
     kind: Literal["ia3"]
-    targets: Names | str = ("key", "value", "down")
+    targets: Names | Name = ("key", "value", "down")
 
 
 class LoRA(Adapter):
@@ -103,9 +109,9 @@ class LoRA(Adapter):
 
     kind: Literal["lora"]
     rank: Count = 8
-    alpha: PositiveFloat = 16.0  # scaling is alpha / rank
+    alpha: Alpha = 16.0  # scaling is alpha / rank
     rank_pattern: Pattern[Count] = ()  # of some matrices, by names or regular expressions
-    alpha_pattern: Pattern[PositiveFloat] = ()
+    alpha_pattern: Pattern[Alpha] = ()
     rslora: bool = False  # scaling is alpha / sqrt(rank) (arXiv:2312.03732)
     dropout: DropoutRate = 0.0  # of what A is multiplied with
     bias: Literal["none", "all", "lora_only"] = "none"  # biases that are trained too; lora_only: of adapted matrices

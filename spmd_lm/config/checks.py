@@ -118,6 +118,13 @@ def layers_can_be_shared(model: Model) -> Problems:
         yield use("model.share_layers=true with several kinds in model.period", "model.share_layers=false")
 
 
+def frozen_parameters_have_their_dtype(
+    precision: Precision, adapter: Adapter | NoAdapter, optim: OptimizerConfig
+) -> Problems:
+    if precision.frozen and adapter.kind == "none" and not optim.freeze:
+        yield use(f"{precision.frozen=!s} has no effect where nothing is frozen", "precision.frozen=null")
+
+
 def adapted_layers_are_not_shared(adapter: Adapter | NoAdapter, model: Model) -> Problems:
     if adapter.kind != "none" and model.share_layers:
         yield use(f"model.share_layers=true with {adapter.kind=!s}", "model.share_layers=false", "adapter.kind=none")
@@ -371,6 +378,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
     rotated_features_are_pairs,
     layers_can_be_shared,
     adapted_layers_are_not_shared,
+    frozen_parameters_have_their_dtype,
     settings_have_an_effect,
     *layout_checks.CHECKS,
     vocabulary_holds_tokens,

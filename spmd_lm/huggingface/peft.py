@@ -20,7 +20,7 @@ import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
 from spmd_lm.checkpoints.init_from import PretrainedRun
-from spmd_lm.checkpoints.restored import meta_of_base, open_run, restore_run
+from spmd_lm.checkpoints.restored import meta_of_base, open_run, restore_trained
 from spmd_lm.config.adapters import IA3, SUFFIX, Adapter, LoRA, is_adapter
 from spmd_lm.config.layers import path_in_block
 from spmd_lm.config.load import TOKENIZER_DIR, dump, load_run
@@ -31,7 +31,7 @@ from spmd_lm.huggingface.architectures import HFTensor, TensorPart
 from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.directory import copy_files, tokenizer_files
 from spmd_lm.huggingface.peft_config import ADAPTER_CONFIG, ADAPTER_FILE, validated_settings
-from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_json, write_json, write_tensors
+from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, SafetensorsReader, read_json, write_json, write_tensors
 from spmd_lm.huggingface.transfer import STATE, cast, gather_param
 from spmd_lm.models.adapters import LowRank, Scaling
 from spmd_lm.parallel.trees import Tree, leaves_by_path
@@ -90,6 +90,7 @@ class PeftNames:
             tensor.name.removesuffix(".weight") for tensor in tensors if tensor.name.endswith(".weight")
         }
         self.ties_trained_table = "embedding.tokens" in self.leaves and config.objective.ties_embeddings(config.model)
+        self.dtype = np.dtype(config.precision.params)
         self.modules: list[AdaptedModule] = []
         self.tensors: dict[str, HFTensor] = {}  # trained themselves, by PEFT's names
         for tensor in tensors:
@@ -119,11 +120,14 @@ class PeftNames:
             names.add(name)
             if name not in reader.tensors:
                 raise ConfigError(f"{directory}: {name} is missing. Download {ADAPTER_FILE} again.")
+            if (dtype := reader.tensors[name].get_dtype()) not in FLOAT_DTYPES.values():
+                raise ConfigError(f"{directory}: {name} is of dtype {dtype}, not of floating-point numbers.")
             if (found := tuple(reader.tensors[name].get_shape())) != shape:
                 raise ConfigError(f"{directory}: {name} is {[*found]}, not {[*shape]}: it is of another model.")
-            value = reader.read(name, tuple((0, size) for size in shape))
+            with np.errstate(over="ignore"):
+                value = reader.read(name, tuple((0, size) for size in shape)).astype(self.dtype)
             if not np.isfinite(value).all():
-                raise NonFiniteError(f"{directory}: {name} has values that are not finite.")
+                raise NonFiniteError(f"{directory}: {name} has values that are not finite in {self.dtype}.")
             return value
 
         for module in self.modules:
@@ -344,10 +348,10 @@ def export_peft(config: RunConfig, target: Path, dtype: str, fallback: bool = Fa
     """Creates `target`, a directory of PEFT with a run's newest adapters in `dtype`.  Raises as `export_hf` does."""
     require_single_process("export")
     require_absent_or_empty(target)
-    program, params, step = restore_run(config, fallback)
+    program, params, step = restore_trained(config, fallback)
     bases = [Path(config.run.init_from).expanduser()] if config.run.init_from else []
     names = PeftNames(config, program, config.run.directory, *bases)
-    trained = {path: gather_param(x, None) for path, x in leaves_by_path(program.plan.trained(params)).items()}
+    trained = {path: gather_param(x, None) for path, x in leaves_by_path(params).items()}
     tensors, settings = names.write(trained)
     with atomic_directory(target) as directory:
         shapes = {name: value.shape for name, value in tensors.items()}

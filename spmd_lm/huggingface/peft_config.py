@@ -1,19 +1,20 @@
 """adapter_config.json of PEFT, as the section `adapter` of a run.  Does not import jax, so errors come at once."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from spmd_lm.config.adapters import IA3, Adapter, LoRA
+from spmd_lm.config.adapters import ALL_LINEAR, IA3, Adapter, LoRA
 from spmd_lm.config.load import Layer, load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.config.suggest import wrong_values
 from spmd_lm.errors import ConfigError
 from spmd_lm.huggingface.directory import DEFAULTS
-from spmd_lm.huggingface.safetensors_io import read_json
+from spmd_lm.huggingface.safetensors_io import SafetensorsReader, read_json
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -41,8 +42,6 @@ NEUTRAL = {
     *("feedforward_modules", "init_ia3_weights"),
 }
 """Those that do not change what an adapter computes."""
-CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga")
-"""Values of init_lora_weights after which the base may be another one than the model of this name."""
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
@@ -50,7 +49,8 @@ def read_settings(directory: Path) -> dict[str, Any]:
     implemented here."""
     path = directory / ADAPTER_CONFIG
     given = read_json(path)
-    if (kind := given.get("peft_type")) not in SETTING_OF_KEY:
+    kind = given.get("peft_type")
+    if not isinstance(kind, str) or kind not in SETTING_OF_KEY:
         raise ConfigError(
             f"{path}: peft_type={json.dumps(kind):.40} is not supported. Supported: {', '.join(SETTING_OF_KEY)}."
         )
@@ -60,13 +60,33 @@ def read_settings(directory: Path) -> dict[str, Any]:
         for key, value in given.items()
         if key not in keys and key not in NEUTRAL and value not in (None, False, [], {}, "")
     ]
-    if str(how := given.get("init_lora_weights")).partition("_niter")[0] in CHANGE_THE_BASE:
-        problems.append(f"{path}: init_lora_weights={how} changes the base. Have PEFT save it as plain LoRA.")
+    if not isinstance(how := given.get("init_lora_weights", True), bool) and how not in (
+        "gaussian",
+        "orthogonal",
+        None,
+    ):
+        problems.append(f"{path}: init_lora_weights={how} may change the base. Have PEFT save it as plain LoRA.")
+    for key in ("rank_pattern", "alpha_pattern"):
+        names = given.get(key) if isinstance(given.get(key), dict) else {}
+        # Others take a time exponential in the length of a name, and the directory may be anybody's.
+        odd = [name for name in names or {} if re.search(r"[*+?{]", name.replace(r"\d+", "").replace(".*", "", 1))]
+        problems += [f"{path}: {key}: {name:.80} is not implemented here. Write names." for name in odd]
     if problems:
         raise ConfigError(*problems)
+    if isinstance(targets := given.get("target_modules"), str) and targets != ALL_LINEAR:
+        given |= {"target_modules": _modules(directory)}  # for the same reason
     values = {ours: given.get(theirs) for theirs, (ours, _) in keys.items()}
     defaults = dict(keys.values())
     return {"kind": kind.lower()} | {key: defaults[key] if value is None else value for key, value in values.items()}
+
+
+def _modules(directory: Path) -> list[str]:
+    """The modules that the tensors of a directory adapt."""
+    names = (
+        re.fullmatch(r"base_model\.model\.(.*)\.(lora_A\.weight|ia3_l)", name)
+        for name in SafetensorsReader(directory).tensors
+    )
+    return [name[1] for name in names if name]
 
 
 def validated_settings(directory: Path) -> Adapter:

@@ -53,9 +53,10 @@ class LowRankAdapter(nnx.Module):
         drawn = jax.random.uniform(init.rngs.params(), a, init.dtype, -most, most)
         self.a = nnx.Param(drawn, out_sharding=names_of_a)
         self.b = nnx.Param(jnp.zeros(b, init.dtype), out_sharding=names_of_b)
-        self.adapter, self.site, self.name = adapter, site, name
+        self.adapter, self.site, self.name, self.used = adapter, site, name, False
 
     def __call__(self, matrix: Matrix | CodedMatrix, context: BlockContext) -> LowRankSum:
+        self.used = True
         key, drop = context.dropout_key, None
         if key is not None and self.adapter.dropout:
             drop = InputDropout(key, self.adapter.dropout, self.site, self.name, context.checkpoint)
@@ -70,9 +71,10 @@ class ScalingAdapter(nnx.Module):
 
     def __init__(self, init: ParamInit, adapter: Scaling, matrix: nnx.Param):
         self.scale = init.vector(1, matrix.shape[1], str(_names(matrix)[1]))
-        self.adapter = adapter
+        self.adapter, self.used = adapter, False
 
     def __call__(self, matrix: Matrix | CodedMatrix, context: BlockContext) -> ScaledMatrix:
+        self.used = True
         return ScaledMatrix(matrix, self.scale[...])
 
     def of_bias(self, bias: jax.Array) -> jax.Array:
@@ -130,6 +132,17 @@ def add_adapters(block: nnx.Module, adapters: Adapters, init: ParamInit) -> nnx.
                 made = ScalingAdapter(init, adapter, matrix)
             setattr(module, name + SUFFIX, made)
     return block
+
+
+def require_used(block: nnx.Module) -> None:
+    """ConfigError if a block, which has run, has multiplied with a matrix whose adapter it has not asked for."""
+    for keys, module in nnx.iter_modules(block):
+        if isinstance(module, LowRankAdapter | ScalingAdapter) and not module.used:
+            name = ".".join(map(str, keys)).removesuffix(SUFFIX)
+            raise ConfigError(
+                f"{type(block).__name__} does not ask for its matrix '{name}', which has an adapter. Write "
+                f"self.matrix('{name}', context), or leave it out of adapter.targets."
+            )
 
 
 def code_matrices(block: nnx.Module, kind: Base) -> nnx.Module:

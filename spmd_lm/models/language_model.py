@@ -21,7 +21,7 @@ from spmd_lm.config.adapters import Base
 from spmd_lm.config.remat import RematPolicy
 from spmd_lm.config.schema import Model, Objective
 from spmd_lm.errors import ConfigError, LayoutError
-from spmd_lm.models.adapters import Adapters, LowRank, add_adapters, code_matrices, matrices_of
+from spmd_lm.models.adapters import Adapters, LowRank, add_adapters, code_matrices, matrices_of, require_used
 from spmd_lm.models.heads import Head, nonzero_totals
 from spmd_lm.models.layers import PRODUCTS_IN_PARTS, BlockProducts, BranchProducts, ParamInit
 from spmd_lm.models.modules import ModelModules, checked_block, checked_losses, require_names
@@ -229,7 +229,10 @@ class LanguageModel:
 
         weight = 1.0 if row_weight is None else row_weight
         context = BlockContext(make_attention, key, self._products(), self._checkpoint, batch, weight)
-        result = nnx.merge(self._block_graphs[place], params)(x, context)
+        block = nnx.merge(self._block_graphs[place], params)
+        result = block(x, context)
+        if self.modules.own_block and self.adapters:
+            require_used(block)
         return checked_block(result, x, self.modules.block.__name__) if self.modules.own_block else result
 
     def _products(self) -> BlockProducts:

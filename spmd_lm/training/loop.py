@@ -90,6 +90,9 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             tasks = open_tasks(config, corpus)
             state = initial_state(run_dir, program, pretrained, progress)
             base = meta_of_base(run_dir.meta, program, pretrained, state)
+            if base and pretrained:
+                checkpoint = pretrained.checkpoints.path(pretrained.step)
+                progress.log(f"checkpoints hold what is trained alone, and go with {checkpoint}: keep that one.")
         with run_dir.open_files(status, corpus.tokenizer, progress.log) as metrics_log:
             fixed = program, corpus, vocabulary, rules_of(run_dir.meta), validation, run_dir.tiers
             run = TrainingRun(*fixed, status, clock, metrics_log, progress, state, base, tasks=tasks)

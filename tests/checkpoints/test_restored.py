@@ -93,6 +93,12 @@ def test_a_base_that_is_gone_moved_or_changed_is_told(copy):
         open_run(config)
 
 
+def test_what_was_drawn_is_no_other_run_s(runs, tmp_path):
+    configure(tmp_path, "drawn", "train.steps=1", "adapter.kind=lora", "checkpoint.every=1")
+    with pytest.raises(CheckpointError, match=r"holds adapters of what train.seed drew, not of run.init_from="):
+        open_run(load_run(tmp_path / "drawn", [f"run.init_from={runs / 'base'}"]))
+
+
 def test_a_record_without_its_base_is_told(copy):
     checkpoints = Checkpointer(copy / "adapted" / "checkpoints")
     record = checkpoints.record(2)

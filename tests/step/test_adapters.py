@@ -136,12 +136,22 @@ def test_devices_that_would_cut_blocks_are_told():
         Program(config, jax.devices())
 
 
+def test_what_is_to_be_trained_is_not_frozen():
+    config = make_config(adapter=LORA | {"modules_to_save": ["wte"]}, optim={"freeze": "embedding.*"})
+    with pytest.raises(ConfigError, match=r"optim.freeze=embedding.\* freezes all of wte, which the adapter trains."):
+        Program(config, jax.devices()[:1])
+
+
 @pytest.mark.parametrize(
     ("adapter", "problem"),
     [
         ({"targets": ["q_prj"]}, "adapter.targets: q_prj matches no matrix of a block. Did you mean q_proj?"),
         ({"targets": []}, "adapter.targets=[] leaves nothing to train. Use adapter.targets=all-linear."),
         ({"targets": "(["}, "adapter.targets: ([ is no regular expression"),
+        ({"targets": "a{99999999999}"}, "is no regular expression"),
+        ({"targets": "q_proj"}, "A text is a regular expression of a whole name. Write [q_proj]."),
+        ({"rank": 33}, "adapter.rank=33: attention.key is [32, 32], and no matrix of its size has a rank above 32."),
+        ({"base": "int8", "modules_to_save": ["blocks.mlp.up"]}, "is in few bits (adapter.base=int8)"),
         ({"targets": "q_proj"}, "adapter.targets: q_proj matches no matrix"),  # a pattern of a whole name
         ({"targets": r".*\.0\.attn\.c_attn"}, "attention.key is another in layers 1 than in layer 0"),
         ({"modules_to_save": ["lm_head"]}, "lm_head is the token table of the embedding (model.tie_embeddings=true)"),

@@ -30,13 +30,13 @@ def learn(where, count: int, steps: int, capfd) -> None:
     write_tokenizer(where / "theirs", CHATML)
     pairs = instructions(count)
     path = write_lines(where / "train.jsonl", *(turns(*pair) for pair in pairs))
-    base, run, merged, ours = (str(where / name) for name in ("base", "run", "merged", "ours"))
+    base, run, result, ours = (str(where / name) for name in ("base", "run", "result", "ours"))
     assert main(["import", str(where / "theirs"), base]) == Exit.DONE
     data = ["data.source=instructions", f"data.path={path}", f"train.steps={steps}", "train.batch=16"]
     (where / "run.yaml").write_text(f"run: {{dir: {run}, init_from: {base}}}\n")
     assert main(["train", str(where / "run.yaml"), *TRAIN, *data, *DEVICES]) == Exit.DONE
-    assert main(["merge", run, merged]) == Exit.DONE
-    assert main(["export", merged, ours]) == Exit.DONE
+    assert main(["merge", run, result]) == Exit.DONE
+    assert main(["export", result, ours]) == Exit.DONE
 
     import transformers
 
@@ -45,7 +45,7 @@ def learn(where, count: int, steps: int, capfd) -> None:
     capfd.readouterr()
     for question, answer in pairs:
         line = ["--chat", "--prompt", question, "--greedy", "--tokens", "16", "--json", "-"]
-        for each in [run, merged] if question == pairs[0][0] else [run] if question == pairs[-1][0] else []:
+        for each in [run, result] if question == pairs[0][0] else [run] if question == pairs[-1][0] else []:
             assert main(["generate", each, *line]) == Exit.DONE
             assert json.loads(capfd.readouterr().out)[0]["text"] == answer
         turn = [{"role": "user", "content": question}]
