@@ -183,7 +183,7 @@ def test_generate_takes_prompts_and_sampling(capsys, work):
     calls = work("spmd_lm.generation.generate", "generate_run", ["def f", "class C"])
     prompts = ["--prompt", "def", "--prompt", "class"]
     assert main(["generate", DEBUG, *prompts, "--tokens", "5", "--top-k", "3", "--greedy", "--json", "-"]) == 0
-    assert calls[0][1:] == (["def", "class"], Sampling(tokens=5, top_k=3, greedy=True), False)
+    assert calls[0][1:] == (["def", "class"], Sampling(tokens=5, top_k=3, greedy=True), False, None)
     assert json.loads(capsys.readouterr().out)[1] == {"prompt": "class", "text": "class C"}
 
 

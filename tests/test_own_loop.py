@@ -100,7 +100,8 @@ def test_blocks_of_ones_own_compute_the_same_too(x64, tmp_path, rules, source):
     name = "Mixer" if source == MIXER else "GPTJBlock"
     sections = {"model": SIZES | {"module": write_module(tmp_path, name, source)}}
     loss, gradients, logits = computed(rules, (4, 2), sections)
-    loss_alone, gradients_alone, logits_alone = computed(RULES | {"state": None}, (1, 1), sections)
+    alone = RULES | dict.fromkeys({"state"} & rules.keys())
+    loss_alone, gradients_alone, logits_alone = computed(alone, (1, 1), sections)
     assert loss == pytest.approx(loss_alone, rel=1e-12)
     assert_close(gradients, gradients_alone, 1e-11)
     assert_close(logits, logits_alone, 1e-11)

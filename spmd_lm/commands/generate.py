@@ -1,6 +1,7 @@
 """`spmd-lm generate`: samples text from a run's newest checkpoint, or its answers in a conversation."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +23,15 @@ def run(arguments: Arguments) -> int:
     if arguments.chat and not arguments.prompt:
         raise ConfigError("--chat: the user says nothing. Add --prompt TEXT, once for each of the user's turns.")
     config, prompts = set_up_devices(load_configuration(arguments)), arguments.prompt or [""]
-    from spmd_lm.generation.chat import chat_run
-    from spmd_lm.generation.generate import generate_run
+    answer: Callable[..., list[str]]
+    if arguments.chat:
+        from spmd_lm.generation.chat import chat_run
 
-    answer = chat_run if arguments.chat else generate_run
+        answer = chat_run
+    else:
+        from spmd_lm.generation.generate import generate_run
+
+        answer = generate_run
     pairs, blocks = list[dict[str, str]](), list[str]()
     for adapter in arguments.adapter or [None]:
         opened = _open(config, adapter)

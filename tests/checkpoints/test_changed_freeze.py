@@ -74,6 +74,7 @@ def by_hand(freeze: str, saved: TrainState) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("storage", [pytest.param(OrbaxStorage, marks=pytest.mark.slow), ShardStorage])
 @pytest.mark.parametrize(("then", "now"), [("", SOME), (SOME, ""), (SOME, SOME)], ids=["more", "less", "the same"])
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_parameters_frozen_on_another_mesh(tmp_path, wide, storage, then, now):
     saved, p, log = state_of(then), program_of(now, AFTER), []
     save(tmp_path, saved, storage())

@@ -63,6 +63,7 @@ def test_what_is_saved_is_what_is_trained(runs):
     assert base["directory"] == str(runs / "base") and base["step"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh_as_if_it_had_not_stopped(copy):
     straight = configure(copy, "straight", f"run.init_from={copy / 'base'}", "train.steps=3", *LORA, *LAYOUT)
     resumed = configure(copy, "adapted", f"run.init_from={copy / 'base'}", "train.steps=3", *LORA, "parallel.zero=1")

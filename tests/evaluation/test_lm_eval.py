@@ -140,6 +140,7 @@ def scorer(imported):
     return Scorer(*open_run(imported.config)[:2])
 
 
+@pytest.mark.slow
 def test_last_words_are_as_likely_and_as_right(imported, scorer, theirs, tmp_path):
     pairs = write_passages(imported, tmp_path / "lambada.jsonl")
     (task,) = make_tasks(imported.config, [f"lambada={tmp_path}/lambada.jsonl"])

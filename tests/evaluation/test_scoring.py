@@ -161,6 +161,7 @@ def test_a_model_that_is_not_finite_is_told(x64):
 # --- a model that knows its text
 
 
+@pytest.mark.slow
 def test_a_memorised_text_has_a_perplexity_of_one(tmp_path):
     """Trained on one window until it knows it by heart: cloze 100%, and the true choice wins."""
     text = "the clock struck one, so the day began."

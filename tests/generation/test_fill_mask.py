@@ -69,6 +69,7 @@ def test_tokens_are_in_order_of_their_probability(x64):
 
 
 @pytest.mark.parametrize("layout", ["data2-model4-sequence-zero1"])
+@pytest.mark.slow
 def test_every_layout_predicts_the_same(layout, x64):
     for got, want in zip(predictions(layout), predictions("one"), strict=True):
         assert got == pytest.approx(want, rel=1e-9)

@@ -72,12 +72,16 @@ FAMILIES = {
     ],
 }
 LAYOUTS = ([], ["parallel.model=2"], ["parallel.pipe=2", "parallel.microbatches=2"])
-QUICK = {name: place % 3 for place, name in enumerate(FAMILIES)}
+QUICK = {name: place % 3 for place, name in enumerate(FAMILIES) if place % 2}
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [pytest.param(name, shape, marks=() if QUICK[name] == shape else SLOW) for name in FAMILIES for shape in range(3)],
+    [
+        pytest.param(name, shape, marks=() if QUICK.get(name) == shape else SLOW)
+        for name in FAMILIES
+        for shape in range(3)
+    ],
 )
 def test_logits_tokens_and_files_are_those_of_transformers(tmp_path, name, shape):
     torch = pytest.importorskip("torch", reason="the extra `hf` is not installed")

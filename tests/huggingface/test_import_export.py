@@ -305,6 +305,7 @@ def test_losses_agree_with_transformers(hf, tmp_path, which):
     assert figures["eval_loss"] == pytest.approx(want, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_an_imported_run_can_be_evaluated_and_trained(hf, tmp_path, capsys):
     directory, model = hf("gpt2", "float32")
     config = import_directory(directory, tmp_path / "run", *FLOAT32, "model.dropout=0", "model.attention_dropout=0")

@@ -156,6 +156,7 @@ def test_logits_agree_with_peft_both_ways_and_merged(peft, tmp_path, case):
         assert largest_difference(program, params, loaded.merge_and_unload()) < 1e-5
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_peft(peft, tmp_path):
     """Of separate projections, in float64."""
     import torch

@@ -67,6 +67,7 @@ def per_layer(report):
     "name",
     ["cpu:8", pytest.param("v5p:2x2x2", marks=pytest.mark.slow), pytest.param("h100:1x8", marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_zero_and_gradients_are_those_of_theory_and_a_layer_s_collectives_are_shown(gptj, tmp_path, name):
     where = compilable(name)
     report = audit(run(gptj, *SEQUENCE, f"run.simulate_devices={where.simulated}"), where)

@@ -84,6 +84,7 @@ def check_same_after_kills(directory: Path, kills: int, tokenizer, count: int) -
     assert contents(out) == expected and not (directory / "out.partial").exists()
 
 
+@pytest.mark.slow
 def test_it_is_the_same_after_two_kills_and_with_two_workers(tmp_path):
     check_same_after_kills(tmp_path, 2, "bytes", 400)
 

@@ -57,6 +57,7 @@ def test_a_nan_is_skipped_bit_for_bit(tmp_path, poison, layout, capsys):
     assert [(r["step"], r["loss"], r["lr"]) for r in poisoned] == [(r["step"], r["loss"], r["lr"]) for r in excluded]
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_end_the_run(tmp_path, poison, capsys):
     poison |= {2, 3, 5, 6, 7}
     code = train(

@@ -29,6 +29,7 @@ SLOW = pytest.mark.slow
     ],
     ids=["prefetch", "types", "1f1b"],
 )
+@pytest.mark.slow
 def test_what_was_in_the_arrays_reaches_nothing(parallel, monkeypatch, x64):
     """As if each had held NaN, in a step made as for a GPU."""
     layers = 4 if "pipe" in parallel else 3

@@ -42,6 +42,7 @@ QUICK = {"mistral": "zero3"}
         for layout in LAYOUTS
     ],
 )
+@pytest.mark.slow
 def test_every_layout_computes_the_same(family, layout):
     """Two key/value heads of eight, so that devices share them where `model` is more than 2."""
     layers = 6 if family == "gemma3" else 4

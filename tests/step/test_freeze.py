@@ -137,6 +137,7 @@ def compiled(freeze: str) -> tuple[float, float, int]:
         ("embedding.tokens embedding.positions head.tokens *query *key *value *out *up *down", 0.72),
     ],
 )
+@pytest.mark.slow
 def test_what_is_frozen_is_not_computed(freeze, most):
     whole, model, state = compiled("")
     some, of_model, less = compiled(freeze)

@@ -70,6 +70,7 @@ def run(name: str, scan: bool = True, remat: str = "none", **parallel):
         ),
     ],
 )
+@pytest.mark.slow
 def test_every_layout_computes_the_reference(name, scan, remat, parallel):
     got, want = trained(run(name, scan, remat, **parallel)), trained_reference(run(name, data=1))
     assert got.losses == pytest.approx(want.losses, rel=1e-12)

@@ -106,6 +106,7 @@ def after_two() -> tuple[Program, tuple]:
     return p, state
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_parameters_and_moments_as_they_were():
     p, before = after_two()
     after, figures = p.step(rescaled(p, before, TOO_MUCH), device_batch(p, 2))
@@ -135,6 +136,7 @@ def test_a_step_after_a_skipped_one_is_the_update_that_it_would_have_been():
 
 
 @pytest.mark.mutants
+@pytest.mark.slow
 def test_the_loss_is_told_unscaled_and_small_gradients_are_kept():
     """With the scale in the loss the update follows float32; without, what float16 has no number for is lost."""
     p, exact = program(ONE), program(one_step(FLOAT32, data=1, microbatches=8))
@@ -197,6 +199,7 @@ def told(config: RunConfig) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+@pytest.mark.slow
 def test_every_layout_skips_the_same_steps(parallel):
     got, want = told(one_step(SCALED, **parallel)), told(ONE)
     assert want["skipped"].tolist() == 7 * [True] + 5 * [False] + 2 * [True] + 5 * [False] + 2 * [True] + 3 * [False]

@@ -144,6 +144,7 @@ LAYOUT_OF_STAGE = ["data4-model2", "data8-zero1", "data4-model2-zero2", "data2-m
     "layout",
     [LAYOUT_OF_STAGE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUT_OF_STAGE[1:])],
 )
+@pytest.mark.slow
 def test_a_second_optimizer_is_sharded_as_the_first(layout, x64):
     """Lion, under every stage of ZeRO, as on one device.  Without biases: the gradient of a key's bias is zero but for
     rounding, and Lion takes its sign."""

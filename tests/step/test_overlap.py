@@ -101,6 +101,7 @@ def test_prefetch_sends_what_theory_expects(layers, parallel):
         pytest.param("full", {}, HYBRID | {"zero": 3, "prefetch": "on"}, id="prefetch", marks=slow),
     ],
 )
+@pytest.mark.slow
 def test_products_in_parts_compute_the_reference(remat, model, parallel):
     in_parts = config(2, remat, model, {"collective_matmul": "on"} | parallel)
     assert program(in_parts).model.collective_matmul == overlap.BRANCHES

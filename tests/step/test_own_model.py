@@ -57,6 +57,7 @@ def gptj(tmp_path_factory) -> str:
         for name in DRAWN
     ],
 )
+@pytest.mark.slow
 def test_every_layout_computes_the_same(gptj, layout):
     """With dropout, which is a function of a token's place."""
     sections = {"model": COMMON | {"module": gptj, "dropout": 0.1}, "optim": {"eps": 1e-6}}
@@ -109,6 +110,7 @@ def test_the_example_is_short():
         pytest.param({"pipe": 2, "data": 2, "model": 2, "microbatches": 2}, marks=SLOW),
     ],
 )
+@pytest.mark.slow
 def test_a_dimension_and_an_auxiliary_loss_of_ones_own(tmp_path, parallel):
     """Its generation is that of full forward passes."""
     model = COMMON | {"module": write_module(tmp_path, "Mixer", MIXER), "layers": 2}
@@ -142,6 +144,7 @@ def test_text_is_that_of_full_forward_passes(gptj, tmp_path, name):
             assert text[end] == logits.argmax()
 
 
+@pytest.mark.slow
 def test_an_objective_of_ones_own(tmp_path):
     """Its loss is that of the same rows where the first half has no weight; evaluation too."""
     module = write_example(tmp_path, "LateTokens")
@@ -166,6 +169,7 @@ def test_an_objective_of_ones_own(tmp_path):
         pytest.param({"pipe": 2, "data": 2, "microbatches": 2}, marks=SLOW),
     ],
 )
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own(tmp_path, parallel):
     """Under a layout as on one device; and its update is that of optax alone."""
     optim = {"kind": "custom", "module": write_example(tmp_path, "signed_momentum")}

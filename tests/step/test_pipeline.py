@@ -113,6 +113,7 @@ def test_one_stage_has_one_chunk():
 
 @watcher
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=slow)])
+@pytest.mark.slow
 def test_evaluation_sampling_and_canonical_states(schedule):
     """What does not train finds the same model."""
     chunks = 2 if schedule == "interleaved" else 1

@@ -119,6 +119,7 @@ def test_an_axis_that_is_several_of_the_mesh_computes_the_reference(parallel, si
 @pytest.mark.parametrize(
     "sections", [{}, pytest.param({"model": {"norm_type": "rms"}}, marks=slow)], ids=["layer", "rms"]
 )
+@pytest.mark.slow
 def test_what_a_gpu_computes_in_one_pass_is_the_reference(sections, monkeypatch):
     """Statistics of norms and normalizers of logits, of a table whose last shard has padding too."""
     config, on_cuda = run_of("data2-model4", 2, "unrolled", **sections), []
@@ -180,6 +181,7 @@ ON = [
 
 @pytest.mark.parametrize(("model", "layout", "microbatches", "form", "remat"), ON)
 @pytest.mark.parametrize("partitioner", ["manual", pytest.param("types", marks=slow)])
+@pytest.mark.slow
 def test_every_model_computes_the_reference(partitioner, model, layout, microbatches, form, remat):
     """Dropout is on, and a batch of BERT's has padding, two types of tokens and two losses."""
     sections = ({"objective": {"kind": "masked_lm"}} if "bert" in model else {}) | MODELS[model]

@@ -34,6 +34,7 @@ run: {simulate_devices: 8}
 """
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_read_back(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(calibrate, "REPEATS", 1)
     monkeypatch.setattr(calibrate, "ELEMENTS", 2**16)

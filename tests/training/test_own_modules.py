@@ -44,6 +44,7 @@ def start(mine: Path, *overrides: str) -> int:
     return main(["train", str(mine), *overrides])
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_modules_and_resumes_with_the_same_ones_alone(mine, tmp_path, capsys):
     run, block = tmp_path / "run", mine.parent / "parts/gptj.py"
     assert start(mine, "parallel.model=2", "parallel.zero=3", "parallel.sequence=true") == 0

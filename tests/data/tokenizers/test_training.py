@@ -108,6 +108,7 @@ def config(tmp_path, documents, *overrides):
     return load("configs/debug.yaml", [*base, "parallel.model=1", "run.simulate_devices=8", *overrides])
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_it_trained(tmp_path, documents):
     """It resumes with it, even where its documents would train another; and refuses to go on without."""
     assert loop.train(config(tmp_path, documents)) is Exit.DONE
