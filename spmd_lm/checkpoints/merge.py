@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
 from spmd_lm.checkpoints.restored import restore_run
@@ -17,9 +16,12 @@ from spmd_lm.config.layers import path_in_block
 from spmd_lm.config.load import TOKENIZER_DIR, dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
-from spmd_lm.models.adapters import LowRank
+from spmd_lm.models.adapters import LowRank, Scaling
 from spmd_lm.models.language_model import LanguageModel
+from spmd_lm.models.layers import ScaledMatrix
+from spmd_lm.ops.dense import Matrix
 from spmd_lm.ops.few_bits import CodedMatrix, Coding
+from spmd_lm.ops.low_rank import LowRankSum
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.processes import require_single_process
@@ -45,13 +47,13 @@ def merge_adapters(params: Mapping[str, jax.Array], model: LanguageModel) -> dic
             result[path] = x.astype(model.dtype)
     for path in result:
         adapter = adapters.get(path_in_block(path))
-        if isinstance(adapter, LowRank):
-            result[path] = _add(result[path], *(params[f"{path}{SUFFIX}.{factor}"] for factor in "ab"), adapter)
-        elif adapter is not None:
-            scale = params[f"{path}{SUFFIX}.scale"]
-            result[path] *= scale[..., None, :]
-            if not adapter.transposed and f"{path}_bias" in result:
-                result[f"{path}_bias"] *= scale
+        if adapter is None:
+            continue
+        factors = ("scale",) if isinstance(adapter, Scaling) else ("a", "b")
+        stored = {factor: params[f"{path}{SUFFIX}.{factor}"] for factor in factors}
+        result[path] = _entries(result[path], stored, adapter)
+        if isinstance(adapter, Scaling) and not adapter.transposed and f"{path}_bias" in result:
+            result[f"{path}_bias"] *= stored["scale"]
     return result
 
 
@@ -60,10 +62,17 @@ def _decode(stack: dict[str, jax.Array], kind: Coding, transposed: bool) -> jax.
     return jax.vmap(lambda stored: CodedMatrix(stored, kind, "", transposed).entries)(stack)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _add(matrix: jax.Array, a: jax.Array, b: jax.Array, adapter: LowRank) -> jax.Array:
-    left, right = (b, a) if adapter.transposed else (a, b)
-    return matrix + adapter.scaling * jnp.matmul(left, right, precision="highest").astype(matrix.dtype)
+@functools.partial(jax.jit, static_argnums=2)
+def _entries(stack: jax.Array, stored: dict[str, jax.Array], adapter: LowRank | Scaling) -> jax.Array:
+    """Of the stacked matrices with their adapters, by the arrays of these."""
+
+    def entries(matrix: jax.Array, stored: dict[str, jax.Array]) -> jax.Array:
+        if isinstance(adapter, Scaling):
+            return ScaledMatrix(Matrix(matrix), stored["scale"]).entries
+        return LowRankSum(Matrix(matrix), stored["a"], stored["b"], adapter.scaling, adapter.transposed).entries
+
+    with jax.default_matmul_precision("highest"):
+        return jax.vmap(entries)(stack, stored)
 
 
 def merge_run(config: RunConfig, target: Path, fallback: bool = False) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def _nearest(x: Array, codebook: np.ndarray) -> Array:
 
 
 def _look_up(codes: Array, codebook: np.ndarray) -> Array:
-    """codebook[codes], by selections, which fuse; a gather of single numbers is slow on a TPU."""
+    """codebook[codes] of few values, by selections, which fuse: a gather of single numbers is slow on a TPU."""
     values: list[Array | np.float32] = list(codebook)
     bit = 0
     while len(values) > 1:
@@ -158,6 +158,7 @@ class CodedMatrix:
         else:
             count = other * absmax.shape[0] + width[:, None]
         nested = self.stored["nested_absmax"][count // NESTED_SIZE]
+        # Of 256 values selections would take as long to compile as the rest of a layer.
         return jnp.asarray(dynamic_codebook())[absmax] * nested + self.stored["offset"]
 
     def multiply(self, x: Array, *, transpose: bool = False) -> Array:
