@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
 from spmd_lm.checkpoints.restored import restore_run
@@ -27,11 +28,14 @@ from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empt
 from spmd_lm.runtime.processes import require_single_process
 from spmd_lm.step.program import Program
 
+COMPARED_TOKENS = 128
+
 
 def merged_config(config: RunConfig, directory: Path) -> RunConfig:
     """The run in `directory` of the model that a run's adapters make: to evaluate, generate, export or train."""
     run = config.run.model_copy(update={"dir": str(directory), "init_from": None})
-    return config.model_copy(update={"run": run, "adapter": NoAdapter()})
+    precision = config.precision.model_copy(update={"frozen": None})
+    return config.model_copy(update={"run": run, "precision": precision, "adapter": NoAdapter()})
 
 
 def merge_adapters(params: Mapping[str, jax.Array], model: LanguageModel) -> dict[str, jax.Array]:
@@ -76,7 +80,8 @@ def _entries(stack: jax.Array, stored: dict[str, jax.Array], adapter: LowRank | 
 
 
 def merge_run(config: RunConfig, target: Path, fallback: bool = False) -> dict[str, Any]:
-    """Creates `target`, a run of the merged model at step 0.  fallback: as of `restore_run`.
+    """Creates `target`, a run of the merged model at step 0, and returns what it is: its `directory`, the `step` and
+    number of `adapters`, and by how much of the largest logit its logits have `moved`.  fallback: as of `restore_run`.
 
     Raises ConfigError for a run without adapters, and if `target` is not empty or cannot be written; CheckpointError
     without a checkpoint, or its base."""
@@ -91,10 +96,26 @@ def merge_run(config: RunConfig, target: Path, fallback: bool = False) -> dict[s
         program = Program(to)
         like = program.plan.shapes
         tree: Tree = jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in leaves_by_path(like)])
+        moved = _moved(_logits(adapted, params), _logits(program, tree))
         meta = make_meta(to.model_dump(by_alias=True), num_samples=0, fingerprint="")
         with closing(Checkpointer(directory / "checkpoints", to.checkpoint, new_run_id())) as checkpointer:
             checkpointer.save(0, program.initial_canonical(tree), meta)
         if (config.run.directory / TOKENIZER_DIR).is_dir():
             shutil.copytree(config.run.directory / TOKENIZER_DIR, directory / TOKENIZER_DIR)
         (directory / "config.yaml").write_text(dump(to), "utf-8")
-    return {"directory": str(target), "step": step, "adapters": len(adapted.model.adapters)}
+    return {"directory": str(target), "step": step, "adapters": len(adapted.model.adapters), "moved": moved}
+
+
+def _logits(program: Program, params: Tree) -> list[np.ndarray]:
+    """All that the heads predict of a row of drawn tokens.  params: canonical."""
+    tokens = np.random.default_rng(0).integers(program.config.model.vocab, size=COMPARED_TOKENS, dtype=np.int32)
+    tokens = tokens[: program.config.model.context]
+    batch = program.repeated_row(tokens, np.ones_like(tokens))
+    return jax.tree.leaves(jax.device_get(program.forward(program.params_from_canonical(params), batch)))
+
+
+def _moved(before: list[np.ndarray], after: list[np.ndarray]) -> float:
+    """The largest difference, as a share of what is largest before.  Padding of the vocabulary, -inf, stays so."""
+    with np.errstate(invalid="ignore"):
+        moved = max(np.where(a == b, 0, np.abs(a - b)).max() for a, b in zip(before, after, strict=True))
+    return float(moved / max(np.abs(a[np.isfinite(a)]).max() for a in before))

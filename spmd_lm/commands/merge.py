@@ -15,6 +15,7 @@ def run(arguments: Arguments) -> int:
 
     result = merge_run(config, Path(arguments.OUT), arguments.fallback)
     text = f"{result['directory']}: {result['adapters']} adapters of step {result['step']} are merged"
+    text += f"; logits move by at most {result['moved']:.1g} of the largest"
     return write_result(arguments, result, text)
 
 

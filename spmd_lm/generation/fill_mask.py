@@ -58,7 +58,9 @@ def fill_mask(program: Program, params: Tree, text: str, top: int) -> list[list[
     if not 1 <= top <= is_token.sum():
         raise ConfigError(f"top={top}: ask for 1 to {is_token.sum()} tokens, the size of the vocabulary.")
     masks = np.flatnonzero(ids == special.mask)
-    batch = batch_of(ids, special, program)
+    columns = np.arange(model.context)
+    padded = np.append(ids, np.full(model.context - len(ids), special.pad, np.int32))
+    batch = program.repeated_row(padded, (columns < len(ids)).astype(np.int32))
 
     def probabilities(params: Tree, batch: Batch) -> jax.Array:
         logits = program.forward(params, batch)["tokens"][0, 0, masks]  # of the first row; all are alike
@@ -82,17 +84,3 @@ def row_of(text: str, tokenizer: Tokenizer, special: SpecialTokens) -> np.ndarra
     for part in after:
         ids += [special.mask, *tokenizer.encode(part)]
     return np.array([*ids, special.sep], np.int32)
-
-
-def batch_of(ids: np.ndarray, special: SpecialTokens, program: Program) -> Batch:
-    """On devices: one microbatch of this row, once for each shard of the batch: [1, shards, context]."""
-    config, shards = program.config, program.plan.layout.batch_shards
-    columns = np.arange(config.model.context, dtype=np.int32)
-    tokens = np.full_like(columns, special.pad)
-    tokens[: len(ids)] = ids
-    rows = {"tokens": tokens, "positions": columns, "segments": (columns < len(ids)).astype(np.int32)}
-    if config.model.token_types:
-        rows["token_type_ids"] = np.zeros_like(columns)
-    unused = dict.fromkeys(("targets", "loss_weights", "sample_ids"))
-    repeated = {name: np.broadcast_to(row, (1, shards, len(row))) for name, row in rows.items()}
-    return jax.device_put(Batch(**unused | repeated), program.plan.sharding(program.plan.batch_specs))

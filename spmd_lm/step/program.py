@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -170,6 +171,15 @@ class Program:
     @functools.cached_property
     def batch_shardings(self) -> Batch:
         return _shardings(self.abstract_batch())
+
+    def repeated_row(self, tokens: np.ndarray, segments: np.ndarray) -> Batch:
+        """On devices: one microbatch of this row, once for each shard of the batch: [1, shards, time].  Both [time]."""
+        rows = {"tokens": tokens, "positions": np.arange(len(tokens), dtype=np.int32), "segments": segments}
+        rows["token_type_ids"] = np.zeros_like(tokens)
+        used, shape = abstract_batch(self.config), (1, self.plan.layout.batch_shards, len(tokens))
+        fields = dict.fromkeys(field.name for field in dataclasses.fields(Batch))
+        fields |= {name: np.broadcast_to(row, shape) for name, row in rows.items() if getattr(used, name) is not None}
+        return jax.device_put(Batch(**fields), self.plan.sharding(self.plan.batch_specs))
 
     @functools.cached_property
     def train_step(self):
