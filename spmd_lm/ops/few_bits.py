@@ -54,7 +54,18 @@ def _nearest(x: Array, codebook: np.ndarray) -> Array:
 
 
 def _look_up(codes: Array, codebook: np.ndarray) -> Array:
-    """codebook[codes] of few values, by selections, which fuse: a gather of single numbers is slow on a TPU."""
+    """codebook[codes] of few values: by selections where a gather of single numbers is slow, as on a TPU.  A GPU's
+    compiler makes several kernels of them, and gathers in one."""
+    return lax.platform_dependent(
+        codes, cuda=functools.partial(_gather, codebook), default=functools.partial(_select, codebook)
+    )
+
+
+def _gather(codebook: np.ndarray, codes: Array) -> Array:
+    return jnp.asarray(codebook).at[codes].get(mode="promise_in_bounds")
+
+
+def _select(codebook: np.ndarray, codes: Array) -> Array:
     values: list[Array | np.float32] = list(codebook)
     bit = 0
     while len(values) > 1:
@@ -159,7 +170,7 @@ class CodedMatrix:
             count = other * absmax.shape[0] + width[:, None]
         nested = self.stored["nested_absmax"][count // NESTED_SIZE]
         # Of 256 values selections would take as long to compile as the rest of a layer.
-        return jnp.asarray(dynamic_codebook())[absmax] * nested + self.stored["offset"]
+        return _gather(dynamic_codebook(), absmax) * nested + self.stored["offset"]
 
     def multiply(self, x: Array, *, transpose: bool = False) -> Array:
         """As of Matrix."""
