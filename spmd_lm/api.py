@@ -239,7 +239,7 @@ def make_model(config: RunConfig) -> "LanguageModel":
     from spmd_lm.resolve import enable_float64, make_model
 
     enable_float64(config)
-    return make_model(config, jax.default_backend())
+    return make_model(config, jax.default_backend(), device_kind=jax.devices()[0].device_kind)
 
 
 def axis_rules(**axes: str | tuple[str, ...]) -> "AbstractContextManager[None]":

@@ -41,17 +41,22 @@ def layout_on(config: RunConfig, devices: int) -> Layout:
 
 
 def make_model(
-    config: RunConfig, platform: str, plan: Plan | None = None, modules: ModelModules | None = None
+    config: RunConfig,
+    platform: str,
+    plan: Plan | None = None,
+    modules: ModelModules | None = None,
+    device_kind: str = "",
 ) -> LanguageModel:
     """The model of `config` as a step of `plan` runs it, or one of its user's own.  modules: default those of
-    `modules_of_model`."""
+    `modules_of_model`.  device_kind: default that of `plan`."""
     modules = modules or modules_of_model(config.model, config.objective)
     if config.train.eval_every and not modules.has_eval_sums:
         head = getattr(modules.head, "__name__", modules.head)
         raise ConfigError(
             f"train.eval_every={config.train.eval_every}: {head} has no eval_sums. Use train.eval_every=0."
         )
-    kernels = tuple(choose_kernel(each, platform).kernel for each in config.of_each_kind)
+    device_kind = plan.device_kind if plan else device_kind
+    kernels = tuple(choose_kernel(each, platform, device_kind).kernel for each in config.of_each_kind)
     m, p = config.model, config.precision
     tokens = tokens_per_chunk(config, plan) if plan else None
     logits = LogitsPolicy(p.reduce, p.logits == "compute", tokens)
@@ -75,7 +80,7 @@ def abstract_plan(
     calls it, on which some of the defaults depend.  modules: as of `make_model`."""
     layout, p = layout_on(config, devices), config.parallel
     enable_float64(config)
-    model, layers = make_model(config, platform, modules=modules), config.model.unique_layers
+    model, layers = make_model(config, platform, None, modules, kind), config.model.unique_layers
     require_whole_blocks(model, layout.model)
     breadth_first = p.schedule == "breadth_first" and layout.pipe > 1
     stage = p.zero if layout.zero_shards > 1 else 0  # one device has every shard

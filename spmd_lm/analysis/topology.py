@@ -33,13 +33,14 @@ class Gpu(NamedTuple):
     """What XLA must know to compile for a GPU (vendor data sheets), in bytes; hardware.yaml has what is per second."""
 
     name: str
-    capability: int
+    capability: str
     cores: int
     fpus: int
     memory: int
     l2: int
     shared: int
     ghz: float
+    threads: int = 2048  # of a core
 
 
 TPUS = {
@@ -50,11 +51,12 @@ TPUS = {
     "7x": Tpu("TPU7x", (2, 2, 1), 24, libtpu="tpu7x", devices_per_chip=2),
 }
 GPUS = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 85_100_068_864, 40 << 20, 164 << 10, 1.41),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 84_942_979_072, 50 << 20, 228 << 10, 1.98),
-    "h200": Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 150_109_106_995, 50 << 20, 228 << 10, 1.98),
-    "b200": Gpu("NVIDIA B200", 10, 148, 128, 191_510_872_064, 126 << 20, 228 << 10, 1.965),
-    "gb200": Gpu("NVIDIA GB200", 10, 152, 128, 197_897_748_480, 129 << 20, 228 << 10, 2.062),
+    "t4": Gpu("Tesla T4", "7.5", 40, 64, 15_843_721_216, 4 << 20, 64 << 10, 1.59, 1024),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", "8.0", 108, 64, 85_100_068_864, 40 << 20, 164 << 10, 1.41),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", "9.0", 132, 128, 84_942_979_072, 50 << 20, 228 << 10, 1.98),
+    "h200": Gpu("NVIDIA H200 141GB HBM3e", "9.0", 132, 128, 150_109_106_995, 50 << 20, 228 << 10, 1.98),
+    "b200": Gpu("NVIDIA B200", "10.0", 148, 128, 191_510_872_064, 126 << 20, 228 << 10, 1.965),
+    "gb200": Gpu("NVIDIA GB200", "10.0", 152, 128, 197_897_748_480, 129 << 20, 228 << 10, 2.062),
 }
 MOST_DEVICES = 2**16
 
@@ -195,11 +197,12 @@ def _gpu_options(topology: Topology) -> dict[str, Any]:
         jax.devices("cuda")
     hosts, gpus = topology.shape
     gpu = GPUS[topology.kind]
+    major, minor = gpu.capability.split(".")
     hardware = find_hardware(gpu.name)
     assert hardware and hardware.memory, gpu.name
     target_config = f"""
 gpu_device_info {{
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: {gpu.threads}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   shared_memory_per_core: {gpu.shared} shared_memory_per_block: {48 << 10}
   shared_memory_per_block_optin: {gpu.shared - (1 << 10)}
@@ -207,7 +210,7 @@ gpu_device_info {{
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   core_count: {gpu.cores} fpus_per_core: {gpu.fpus} clock_rate_ghz: {gpu.ghz}
   memory_bandwidth: {round(hardware.memory.bandwidth)} l2_cache_size: {gpu.l2} device_memory_size: {gpu.memory}
-  cuda_compute_capability {{ major: {gpu.capability} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"

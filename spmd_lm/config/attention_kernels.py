@@ -18,14 +18,16 @@ from spmd_lm.errors import ConfigError
 class FusedKernel:
     """What a fused kernel supports.  None has dropout: its mask would not be the same under every layout.
 
-    platform: the one on which it runs.  dtypes: of queries, keys and values.  A head's width must be a multiple of
-    `head_multiple` and at most `max_head_width`; the context, a multiple of `context_multiple`.  packs_causal: whether
+    platform: the one on which it runs.  dtypes: of queries, keys and values.  not_on: how jax's device_kind begins, in
+    lower case, of devices that are too old for it.  A head's width must be a multiple of `head_multiple` and at most
+    `max_head_width`; the context, a multiple of `context_multiple`.  packs_causal: whether
     causal rows may hold several documents.  two_way_windows: whether a window may have no causal mask.
     soft_caps: whether scores may have one.  deterministic: whether it runs where XLA's operations have to be."""
 
     name: str
     platform: str
     dtypes: tuple[str, ...] = get_args(Dtype)
+    not_on: tuple[str, ...] = ()
     head_multiple: int = 1
     max_head_width: int | None = None
     context_multiple: int = 1
@@ -44,6 +46,8 @@ FUSED_KERNELS = {
         "cuDNN",
         "gpu",
         ("bfloat16", "float16"),
+        # Before Ampere.
+        ("tesla", "quadro", "titan", "nvidia titan", "nvidia geforce gtx", "nvidia geforce rtx 20"),
         8,
         128,
         packs_causal=False,
@@ -97,8 +101,10 @@ class KernelChoice(NamedTuple):
     why: str
 
 
-def choose_kernel(config: RunConfig, platform: str) -> KernelChoice:
+def choose_kernel(config: RunConfig, platform: str, device_kind: str = "") -> KernelChoice:
     """The kernel that `model.attention` means on `platform`, and why, for a run whose layers are all of one kind.
+
+    device_kind: as jax calls the devices; unknown ones are taken for new.
 
     Raises ConfigError for an explicit kernel that cannot run there."""
     asked = config.model.attention
@@ -111,6 +117,8 @@ def choose_kernel(config: RunConfig, platform: str) -> KernelChoice:
     packs, deterministic = packing_key(config.data), config.run.deterministic
     found = obstacles(kernel, config.model, config.precision.compute, packs=packs, deterministic=deterministic)
     problems = [f"{o.settings}: {o.reason}" for o in found]
+    if device_kind.lower().startswith(kernel.not_on):
+        problems.insert(0, f"{kernel.name}'s attention does not run on a {device_kind}")
     if asked == "auto":
         return KernelChoice("xla", problems[0]) if problems else KernelChoice(name, f"fused kernel for {platform}")
     if kernel.platform != platform:

@@ -66,7 +66,7 @@ class LayerActivations:
         m, shards, remat = config.model, plan.layout.model, config.remat_policy
         wide = dtype_bytes(at_least_float32(config.precision.compute))
         size = wide if compiler.wide else dtype_bytes(config.precision.compute)
-        fused = choose_kernel(config, plan.platform).kernel != "xla"
+        fused = choose_kernel(config, plan.platform, plan.device_kind).kernel != "xla"
 
         # Split into heads, but for queries, keys and values whose attention is recomputed.
         lanes = 1 if remat.recomputes_attention else compiler.lanes
@@ -164,7 +164,7 @@ class OwnLayerActivations(LayerActivations):
 
     def __init__(self, config: RunConfig, plan: Plan, compiler: Compiler):
         del compiler
-        fused = choose_kernel(config, plan.platform).kernel != "xla"
+        fused = choose_kernel(config, plan.platform, plan.device_kind).kernel != "xla"
         m, shards, traced = config.model, plan.layout.model, trace_layer(config, fused=fused)
         unsharded = m.width * dtype_bytes(config.precision.compute)
         self.stream = unsharded / shards if plan.sequence else unsharded

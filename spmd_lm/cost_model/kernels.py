@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from spmd_lm.cost_model.activations import dtype_bytes
 from spmd_lm.cost_model.hardware import Hardware, Products
+from spmd_lm.errors import ConfigError
 
 
 class Product(NamedTuple):
@@ -67,7 +68,9 @@ class Kernels(NamedTuple):
 
     def _flops(self, flops: float, share: float) -> float:
         peak = self.hardware.peak(self.dtype)
-        assert peak, (self.hardware.device_kind, self.dtype)
+        if not peak:
+            problem = f"precision.compute={self.dtype}: nobody has published its rate on {self.hardware.device_kind}"
+            raise ConfigError(f"{problem}. Use a dtype whose rate is known: {', '.join(self.hardware.peaks)}.")
         return flops / (peak * share * self.software)
 
     @property

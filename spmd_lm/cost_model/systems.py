@@ -46,10 +46,10 @@ class System(NamedTuple):
         }
         return "compute" if hidden.get(row.part) else None
 
-    def fuses_attention(self, config: RunConfig, platform: str) -> bool:
+    def fuses_attention(self, config: RunConfig, plan: Plan) -> bool:
         """Whether scores stay on the chip."""
         if self.attention == "chosen":
-            return choose_kernel(config, platform).kernel != "xla"
+            return choose_kernel(config, plan.platform, plan.device_kind).kernel != "xla"
         return self.attention == "fused"
 
 

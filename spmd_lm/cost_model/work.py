@@ -90,7 +90,7 @@ class LayerWork(NamedTuple):
             tokens=tokens_per_device(config, plan.layout),
             shards=plan.layout.model,
             sequence=plan.sequence,
-            fuses_attention=system.fuses_attention(config, plan.platform),
+            fuses_attention=system.fuses_attention(config, plan),
             fuses_elementwise=system.fuses_elementwise,
             eager=system.eager,
             weight_copies=system.weight_copies,
@@ -237,7 +237,7 @@ def layer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernel
 def _own_layer_seconds(config: RunConfig, plan: Plan, system: System, kernels: Kernels) -> LayerSeconds:
     """Seconds of a block of one's own: its products as one, and the traffic of what it saves."""
     tokens, m = tokens_per_device(config, plan.layout), config.model
-    traced = trace_layer(config, fused=system.fuses_attention(config, plan.platform))
+    traced = trace_layer(config, fused=system.fuses_attention(config, plan))
     columns = traced.flops / m.context / (2 * m.width) / plan.layout.model
     product = Product(tokens, m.width, columns)
     bytes_ = (traced.stream_bytes + traced.other_bytes / plan.layout.model) / m.context * tokens

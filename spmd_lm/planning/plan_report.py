@@ -145,7 +145,7 @@ def _describe_partitioner(config: RunConfig, plan: Plan) -> dict[str, Any]:
 
 def _describe_attention(config: RunConfig, plan: Plan) -> dict[str, str]:
     """The attention kernels of all kinds of layers, and the reasons, each once."""
-    choices = dict.fromkeys(choose_kernel(of_kind, plan.platform) for of_kind in config.of_each_kind)
+    choices = dict.fromkeys(choose_kernel(of_kind, plan.platform, plan.device_kind) for of_kind in config.of_each_kind)
     return {
         "kernel": ", ".join(dict.fromkeys(each.kernel for each in choices)),
         "why": "; ".join(each.why for each in choices),

@@ -175,7 +175,7 @@ def fused_attention_flops(config: RunConfig, plan: Plan) -> float:
         return 0.0
     once = 0.0
     for of_kind, share in zip(config.of_each_kind, shares_of_kinds(config), strict=True):
-        if choose_kernel(of_kind, plan.platform).kernel != "xla":
+        if choose_kernel(of_kind, plan.platform, plan.device_kind).kernel != "xla":
             layer = LayerWork.of(of_kind, plan, find_system("spmd_lm"))
             once += share * layer.unmasked * sum(product.flops for product in layer.attention_products)
     ahead, passes = layer_passes(config, plan)

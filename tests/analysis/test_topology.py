@@ -16,6 +16,7 @@ from spmd_lm.errors import ConfigError
         ("h100:2x8", "gpu", 16),
         ("b200:2x8", "gpu", 16),
         ("gb200:1x72", "gpu", 72),
+        ("t4:1x4", "gpu", 4),
         ("v4:4x4x4", "tpu", 64),
         ("7x:4x4x4", "tpu", 128),
     ],

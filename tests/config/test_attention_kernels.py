@@ -86,6 +86,15 @@ def test_soft_caps_and_heads_of_another_width():
         assert (choose_kernel(c, "gpu").kernel, choose_kernel(c, "tpu").kernel) == (of_gpu, "splash")
 
 
+@pytest.mark.parametrize("kind", ["Tesla T4", "Quadro RTX 6000", "NVIDIA GeForce RTX 2080 Ti"])
+def test_gpus_before_ampere_have_attention_of_xla(kind):
+    choice = choose_kernel(config("auto", "float16"), "gpu", kind)
+    assert choice == ("xla", f"cuDNN's attention does not run on a {kind}")
+    with pytest.raises(ConfigError, match=f"does not run on a {kind}. Use model.attention=auto or xla"):
+        choose_kernel(config("cudnn", "float16"), "gpu", kind)
+    assert choose_kernel(config("auto", "float16"), "gpu", "NVIDIA A100-SXM4-80GB").kernel == "cudnn"
+
+
 @pytest.mark.parametrize("name", FUSED_KERNELS)
 def test_all_obstacles_are_reported(name):
     c = config(name, "float32", dropout=0.1, context=100, head_width=100)
