@@ -16,7 +16,7 @@ from spmd_lm.ops import cross_entropy
 from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
-from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.plan import Parameter, Plan
 from spmd_lm.runtime.gpu_memory import ALLOCATED_BY_DEFAULT
 
 
@@ -59,7 +59,6 @@ class _Sizes:
     def _weights(self) -> None:
         plan, compiler, p = self.plan, self.compiler, self.config.precision
         cast = self.config.precision.compute != self.config.precision.params
-        copied = cast or plan.zero.stage > 0  # otherwise the parameters themselves serve
         self.layers = self.config.model.unique_layers // plan.layout.pipe  # of which one stage has weights
         self.layer = self.parts["blocks"] // self.layers  # the weights of one
         # What is gathered ahead, for one layer; its gradients are scattered as much later.
@@ -73,13 +72,27 @@ class _Sizes:
         self.unscattered = period * (self.layer_gradients + ahead * self.itemsize // self.layers)
         stacks = [each.gathered_elements for each in plan.parameters if each.path[0] == "blocks"]
         self.largest_stack = max(stacks) * self.itemsize  # the weights of all layers in one array
-        self.rest = self.embedding + self.parts["head"] if copied else 0  # the weights of embedding and head
-        self.resident = self.parts["blocks"] if copied else 0  # layers' weights that are present in every phase
         self.widens_weights = compiler.wide and self.widening > 1
+        self.rest = self._copies("embedding", "head")
+        self.resident = self._copies("blocks")  # present in every phase
         if plan.zero.gathers_on_use:
             self.resident = self._copy_of_shards() if cast else 0
         elif self.widens_weights and plan.layout.pipe == 1:  # those of a pipeline are widened in _pipeline_weights
             self.resident *= self.widening
+
+    def _copies(self, *parts: str) -> int:
+        """Of the weights of these parts that are gathered or cast; others are the parameters themselves."""
+        compute = self.config.precision.compute
+
+        def is_copied(each: Parameter) -> bool:
+            cast = not each.coded and (self.widens_weights or each.dtype != compute)
+            return cast or each.gathered_elements != each.elements
+
+        return sum(
+            each.gathered_elements * dtype_bytes(each.dtype if each.coded else compute)
+            for each in self.plan.parameters
+            if each.path[0] in parts and is_copied(each)
+        )
 
     def _copy_of_shards(self) -> int:
         """Of the layers' weights that ZeRO-3 gathers: all of them, cast before a loop; or where layers are cast one by
