@@ -221,7 +221,8 @@ def test_under_zero_each_layer_gathers_forward_and_backward(policy):
     assert not [i for i in found if i.kind not in ("all-gather", "reduce-scatter")]
 
 
-@pytest.mark.parametrize("policy", ["none", pytest.param("full", marks=slow)])
+@slow
+@pytest.mark.parametrize("policy", ["none", "full"])
 def test_under_zero_no_stack_of_gathered_weights_is_held(policy):
     """A gathered stack would be 12 layers more than without ZeRO, and a copy of its shards 1.5 layers."""
     layer = 12 * DEEP["width"] ** 2 * 4
@@ -231,6 +232,7 @@ def test_under_zero_no_stack_of_gathered_weights_is_held(policy):
     assert with_zero.temp_size_in_bytes < without.temp_size_in_bytes + layer / 8
 
 
+@slow
 def test_a_model_is_made_sharded_over_zero():
     with jax.set_mesh(mesh_of((4, 2))), spmd_lm.axis_rules(**ZERO):
         model, params, _ = laid_out()

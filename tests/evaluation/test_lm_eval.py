@@ -153,6 +153,7 @@ def test_last_words_are_as_likely_and_as_right(imported, scorer, theirs, tmp_pat
     assert 0 < found["truncated"] < 30
 
 
+@pytest.mark.slow
 def test_choices_are_as_likely_and_as_right(imported, scorer, theirs, tmp_path):
     questions, labels = write_questions(tmp_path / "choice.jsonl")
     (task,) = make_tasks(imported.config, [f"choice={tmp_path}/choice.jsonl"])

@@ -176,13 +176,16 @@ FAMILIES = {
     "Gemma": Family(gemma, "Gemma2ForCausalLM", "<bos>", ("<0xF0>", "<eos>", "\u2581" * 4)),
     "GPT-NeoX": Family(neox, "GPTNeoXForCausalLM", None, (" " * 24, "  ", "<|endoftext|>")),
 }
+QUICK = ("Llama 3", "Llama 2", "Gemma")
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
 TINY |= {"intermediate_size": 8, "max_position_embeddings": 8}
 STARTS_WITH_SPACE = re.compile("(^|<s>|</s>|<unk>)[ \u2581]")
 """Here transformers' LlamaTokenizer leaves out the mark that the file's normalizer puts, and SentencePiece too."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 def test_ids_are_those_of_transformers(tmp_path, name):
     transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     family = FAMILIES[name]

@@ -66,8 +66,10 @@ def test_xla_attention_is_the_naive_one(time, packed, x64):
     check(*(jax.jit(with_gradients(f))(*inputs(time)) for f in (ours, naive)))
 
 
-@pytest.mark.parametrize("time", [7, 128])
-@pytest.mark.parametrize("model", [1, 2])
+@pytest.mark.parametrize(
+    ("time", "model"),
+    [(7, 1), (128, 2), *(pytest.param(time, model, marks=pytest.mark.slow) for time, model in ((7, 2), (128, 1)))],
+)
 @pytest.mark.parametrize(
     "of",
     [
@@ -99,8 +101,15 @@ def test_heads_see_and_share_and_turn_as_they_are_told(of, model, time, x64):
         assert relative(a, b) < 1e-13
 
 
-@pytest.mark.parametrize("model", [1, 2, 8])
-@pytest.mark.parametrize("time", [16, 128])
+@pytest.mark.parametrize(
+    ("time", "model"),
+    [
+        (16, 1),
+        (16, 2),
+        (128, 8),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in ((128, 1), (128, 2), (16, 8))),
+    ],
+)
 def test_dropout_is_keyed_by_head_and_position_however_heads_are_split(time, model, x64):
     samples, segments = np.array([3, 9]), documents(time)
     key = DropoutKey(jnp.uint32(5), jnp.int32(7), jnp.asarray(samples, jnp.int32), 2)
@@ -143,7 +152,7 @@ def test_softmax_of_bfloat16_is_float32():
         pytest.param(64, False, True, 1, {}, marks=pytest.mark.slow),
         (128, True, True, 1, {"span": 40, "softcap": 1.5, "scale": 0.3}),
         (64, True, False, 1, {}),
-        (64, True, True, 2, {}),
+        pytest.param(64, True, True, 2, {}, marks=pytest.mark.slow),
         (64, False, False, 4, {}),
         pytest.param(64, False, False, 4, {"span": 17}, marks=pytest.mark.slow),
     ],

@@ -46,7 +46,7 @@ OUTS = ((), ((), ("vocab", None), ("vocab",)))
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, ROWS * TIME], ids="{} rows at a time".format)
-@pytest.mark.parametrize("model", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", [1, 8, *(pytest.param(model, marks=pytest.mark.slow) for model in (2, 4))])
 def test_value_and_gradients(model, chunk_rows, want, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk_rows * PADDED // model * 8)
     got = over_model(gradients(ours), model, INS, OUTS)(H, TABLE, BIAS, TARGETS, WEIGHTS)

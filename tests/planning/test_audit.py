@@ -355,7 +355,7 @@ def test_simulated_devices_send_the_same(parallel):
 @pytest.mark.parametrize(
     ("name", "freeze", "parallel"),
     [
-        ("cpu:8", "embedding.* blocks.*", {"zero": 1}),
+        pytest.param("cpu:8", "embedding.* blocks.*", {"zero": 1}, marks=slow),
         ("cpu:8", VECTORS_ALONE, {"model": 2, "sequence": True, "zero": 3}),
         *(
             pytest.param(name, freeze, {"model": 2, "sequence": True, "zero": 3}, marks=slow)

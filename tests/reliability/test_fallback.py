@@ -306,6 +306,7 @@ def test_ckpt_ls_and_diff(run, capsys):
     assert f"no such run. Write {run} --step 6." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_replayed_step_computes_the_same_bits(run, capsys):
     """Or other ones, where a logged figure, or what was saved, is not what the step computes."""
     before = contents(run)

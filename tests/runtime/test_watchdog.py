@@ -50,7 +50,10 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("activity, what", [("step", "step 5"), ("checkpoint", "the checkpoint of step 5")])
+@pytest.mark.parametrize(
+    "activity, what",
+    [("step", "step 5"), pytest.param("checkpoint", "the checkpoint of step 5", marks=pytest.mark.slow)],
+)
 def test_a_step_or_a_save_that_hangs_ends_the_process(activity, what):
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), activity]
     ended = processes.finish(command, cwd=processes.ROOT)

@@ -36,7 +36,6 @@ from tests.helpers import (
 pytestmark = pytest.mark.usefixtures("x64")
 
 QUICK = [
-    ("data4-model2", 1, "scan", "none"),
     ("data4-model2", 1, "scan", "full"),
     ("data8-zero3", 1, "unrolled", "selective"),
     ("data2-model4-sequence-zero1", 2, "unrolled", "none"),
@@ -47,6 +46,7 @@ slow = pytest.mark.slow
 
 
 LATER = [
+    ("data4-model2", 1, "scan", "none"),
     ("data4-model2-zero2", 2, "scan", "none"),
     ("replica2-data2-model2-sequence-zero3", 2, "scan", "full"),
     ("data8", 2, "unrolled", "none"),

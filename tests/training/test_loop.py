@@ -214,7 +214,7 @@ def test_options_of_the_compiler_are_shown(tmp_path, capsys):
     assert "xla     xla_fast=True: why" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("stops_at", "traced"), [(None, 5), (4, 4), (1, None)])
+@pytest.mark.parametrize(("stops_at", "traced"), [pytest.param(None, 5, marks=pytest.mark.slow), (4, 4), (1, None)])
 def test_some_steps_are_traced(tmp_path, capsys, stops_at, traced):
     """Steps 3 to 5; a run that stops among them has a trace of those that it took."""
     if stops_at:
@@ -355,7 +355,7 @@ def test_a_second_interrupt_ends_at_once_without_a_save_and_says_so(tmp_path, ca
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 130)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_terminations_during_a_save_wait_for_it_and_save_once_more(tmp_path, monkeypatch, reference, count):
     """Step 5 is still being saved when they come."""
     start_save = storage.OrbaxStorage.save

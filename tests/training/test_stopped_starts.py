@@ -25,6 +25,7 @@ from tests.reliability.contained import WRITES
 from tests.task_files import write_jsonl
 from tests.training.test_loop import FakeProgram, fake, make_config, metrics, snapshot, status  # noqa: F401 (a fixture)
 
+slow = pytest.mark.slow
 TEXT = "".join(f"{first} {second} are not the same. " for first in ("one", "two", "ten") for second in range(60))
 
 
@@ -68,6 +69,7 @@ def config_of(name: str, root: Path, directory: Path, **changes) -> RunConfig:
 
 
 NAMES = ["bytes", "bpe", "wordpiece", "wordpiece file", "byte level", "task", "tokens", "synthetic", "init_from"]
+LATER = ("bpe", "wordpiece", "wordpiece file", "byte level", "synthetic")
 
 
 class Snapshots:
@@ -115,7 +117,7 @@ def names_of(files: dict) -> set:
     return {path.name for path in files if path.name != ".lock" and not {"checkpoints", "tensorboard"} & {*path.parts}}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow if name in LATER else ()) for name in NAMES])
 def test_a_start_that_is_killed_at_any_write_is_started_again(name, snapshots, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "sample", lambda run: "")
     monkeypatch.setattr(loop, "draw_loss", lambda records, title: b"picture")
@@ -157,7 +159,7 @@ MOMENTS = {  # what a start calls, in order
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("name", ["bpe", "byte level", "init_from"])
+@pytest.mark.parametrize("name", ["init_from", *(pytest.param(name, marks=slow) for name in ("bpe", "byte level"))])
 def test_a_start_that_is_terminated_at_any_moment_is_started_again(name, moment, tmp_path, monkeypatch):
     """By the same command, and by the run's directory, of which `supervise` and people make use."""
     monkeypatch.setattr(loop, "sample", lambda run: "")
