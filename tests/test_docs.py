@@ -61,7 +61,8 @@ def test_examples_of_fine_tuning_take_model_and_vocabulary_of_their_beginning(
     example, recipe, overrides, context, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/finetuning.md").read_text(), re.DOTALL)
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("finetuning.md", "adapters.md"))
+    examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert len(examples) == 3
     Path("mine.yaml").write_text(examples[example])
     base = load(ROOT / f"configs/{recipe}.yaml", ["data.tokenizer=vocab.txt", *overrides])

@@ -93,7 +93,7 @@ class Adapter(Section):
     targets: Names | Name = ALL_LINEAR
     # trained too: parts of the parameters, as head.tokens; the head of a task always is
     modules_to_save: Names = ()
-    base: Base = "none"  # how the matrices of blocks are stored: in 8 or 4 bits (docs/finetuning.md)
+    base: Base = "none"  # how the matrices of blocks are stored: in 8 or 4 bits (docs/adapters.md)
 
 
 class IA3(Adapter):

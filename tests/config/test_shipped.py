@@ -50,6 +50,7 @@ FINETUNED = {  # as transformers counts its BertFor..., of 512 positions
 ADAPTED = {  # of the models that they adapt
     "finetune/ia3": FINETUNED["finetune/sst2"],
     **dict.fromkeys(("finetune/lora", "finetune/qlora"), PARAMETERS["llama/3.1-8b"]),
+    "finetune/t4": PARAMETERS["llama/3.2-1b"],
 }
 ROUNDED = {  # as the papers print them, in billions
     "megatron/355m": "0.355",  # arXiv:1909.08053, tables 1, 2 and 4
