@@ -509,6 +509,35 @@ def planned(memory: dict) -> None:
 
 
 @slow
+@pytest.mark.parametrize(
+    ("name", "base", "parallel"),
+    [
+        ("h100:1x1", "none", {}),
+        ("h100:1x1", "nf4-double", {}),
+        ("h100:1x8", "nf4-double", {"zero": 3}),
+        ("v5p:2x2x2", "none", {"zero": 3}),
+        ("v5p:2x2x2", "nf4", {"zero": 3}),
+    ],
+    ids=str,
+)
+def test_adapters_take_what_is_planned(name, base, parallel):
+    """A base that rests as it is computed in has no copy, and codes are decoded one matrix at a time."""
+    devices = topology.parse_topology(name).size
+    config = make_config(
+        model=BIG | {"dropout": 0.0, "attention_dropout": 0.0},
+        adapter={"kind": "lora", "rank": 16, "alpha": 16, "targets": "all-linear", "base": base},
+        parallel={"data": -1} | parallel,
+        remat={"policy": "full"},
+        precision=BF16 | {"frozen": "bfloat16"},
+        train={"batch": 4 * devices},
+    )
+    memory = audit(config, compilable(name))["memory"]
+    assert 0.95 < sum(memory["planned"].values()) / memory["peak"] < 1.25, memory
+    state, rows = memory["planned"]["parameters"] + memory["planned"]["adam moments"], 4
+    assert memory["arguments"] - state == pytest.approx(rows * (4 * 1024 + 1) * 4, abs=1024), memory
+
+
+@slow
 def test_each_stage_of_zero_needs_fewer_temporaries():
     stages = [memory_of("full", zero=stage) for stage in range(4)]
     for memory in stages:
