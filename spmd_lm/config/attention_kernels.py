@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from spmd_lm.config.data_sections import packing_key
+from spmd_lm.config.data_sections import packs_documents
 from spmd_lm.config.schema import Model, RunConfig
 from spmd_lm.config.suggest import Obstacle, divisors, nearest, nearest_multiple
 from spmd_lm.config.types import Dtype
@@ -60,10 +60,10 @@ FUSED_KERNELS = {
 
 
 def obstacles(
-    kernel: FusedKernel, model: Model, compute: str, *, packs: str = "", deterministic: bool = False
+    kernel: FusedKernel, model: Model, compute: str, *, packs: bool = False, deterministic: bool = False
 ) -> Iterator[Obstacle]:
     """Whatever keeps a fused kernel from running this model, of layers of one kind, in the dtype `compute`, on any
-    device.  packs: the key by which rows hold several documents.  deterministic: as run.deterministic."""
+    device.  packs: whether rows hold several documents.  deterministic: as run.deterministic."""
     if deterministic and not kernel.deterministic:
         # One H200: IndexError, absl raw_hash_map::at, from the step's execution; four of four runs.
         reason = (
@@ -88,7 +88,7 @@ def obstacles(
         else:
             yield Obstacle(f"{model.width=} and {model.heads=}", reason, nearest(f"{model.heads=}", heads))
     if packs and model.causal and not kernel.packs_causal:
-        yield Obstacle(f"{packs}=true", f"{kernel.name} has no causal mask of documents", f"{packs}=false")
+        yield Obstacle("data.pack=true", f"{kernel.name} has no causal mask of documents", "data.pack=false")
     if model.span and not model.causal and not kernel.two_way_windows:
         yield Obstacle(f"span={model.span} of model.period", f"{kernel.name}'s windows are causal", "model.kind=gpt")
     if model.context % kernel.context_multiple:
@@ -114,7 +114,7 @@ def choose_kernel(config: RunConfig, platform: str, device_kind: str = "") -> Ke
     if name == "xla":
         return KernelChoice(name, "as configured" if asked == "xla" else f"no fused kernel for {platform}")
     kernel = FUSED_KERNELS[name]
-    packs, deterministic = packing_key(config.data), config.run.deterministic
+    packs, deterministic = packs_documents(config.data), config.run.deterministic
     found = obstacles(kernel, config.model, config.precision.compute, packs=packs, deterministic=deterministic)
     problems = [f"{o.settings}: {o.reason}" for o in found]
     if device_kind.lower().startswith(kernel.not_on):

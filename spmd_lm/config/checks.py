@@ -24,7 +24,7 @@ from spmd_lm.config.data_sections import (
     Synthetic,
     Task,
     Tokens,
-    packing_key,
+    packs_documents,
 )
 from spmd_lm.config.schema import Checkpoint, MaskedLM, Model, Objective, OptimizerConfig, Precision, Run, Train
 from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple, use
@@ -312,7 +312,7 @@ def precisions_suit_each_other(precision: Precision) -> Problems:
 def kernel_supports_model(run: Run, model: Model, precision: Precision, data: Data | Synthetic) -> Problems:
     """Refuses an explicit choice that would fail later; `auto` falls back to XLA."""
     if kernel := FUSED_KERNELS.get(model.attention):
-        packs, deterministic = packing_key(data), run.deterministic
+        packs, deterministic = packs_documents(data), run.deterministic
         for settings, reason, alternative in obstacles(
             kernel, model, precision.compute, packs=packs, deterministic=deterministic
         ):

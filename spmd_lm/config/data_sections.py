@@ -98,7 +98,7 @@ class Instructions(Data):
     path: str | list[str]  # training conversations; files, globs or directories
     validation_path: str | list[str] | None = None  # validation conversations
     # rows hold several conversations, each of which attends to itself alone; false: one conversation per row
-    packing: bool = True
+    pack: bool = True
     chat_template: ValidPath | None = None  # a Jinja file that makes a text of messages; default: the tokenizer's own
 
     @property
@@ -132,13 +132,6 @@ class CustomData(Data):
     validation_samples: Count = 1024  # the first of them; training takes the others
 
 
-def packing_key(data: Data | Synthetic) -> str:
-    """The key by which rows of a causal model hold several documents, each of which attends to itself alone; '' if they
-    do not."""
-    if isinstance(data, Tokens) and data.pack:
-        return "data.pack"
-    return "data.packing" if isinstance(data, Instructions) and data.packing else ""
-
-
 def packs_documents(data: Data | Synthetic) -> bool:
-    return packing_key(data) != ""
+    """Whether rows of a causal model hold several documents, each of which attends to itself alone."""
+    return isinstance(data, Tokens | Instructions) and data.pack

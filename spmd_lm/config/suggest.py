@@ -44,7 +44,7 @@ OTHER_NAMES = {  # of keys: what other trainers or earlier versions call them
     "objective.max_answer_length": ["longest"],
     "data.validation_fraction": ["validation"],
     "data.validation_path": ["validation"],
-    "data.packing": ["pack_sequences", "sample_packing"],
+    "data.pack": ["packing", "pack_sequences", "sample_packing"],
     "parallel.pipe": ["pipeline", "pp"],
     "parallel.data": ["dp"],
     "parallel.model": ["tensor", "tensor_parallel", "tp"],
@@ -63,6 +63,12 @@ OTHER_NAMES = {  # of keys: what other trainers or earlier versions call them
     "train.steps": ["max_steps", "iterations"],
     "train.batch": ["batch_size"],
     "checkpoint.async": ["asynchronous"],
+    "adapter.rank": ["r", "lora_rank"],
+    "adapter.alpha": ["lora_alpha"],
+    "adapter.targets": ["target_modules"],
+    "adapter.dropout": ["lora_dropout"],
+    "adapter.rslora": ["use_rslora"],
+    "adapter.base": ["load_in_4bit", "load_in_8bit", "quantization"],
 }
 RENAMED_VALUES = {"remat.policy=every": "block"}
 TYPES = {

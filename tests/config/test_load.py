@@ -433,6 +433,8 @@ def test_a_wrong_key_or_value_is_reported_with_its_fix(write, override, message)
 
 
 TASK = ("model.kind=bert", "data.source=task", "data.task=mnli", "data.path=a", "data.validation_path=b")
+INSTRUCTIONS = ("data.source=instructions", "data.path=a")
+LORA = ("adapter.kind=lora",)
 
 
 @pytest.mark.parametrize(
@@ -450,6 +452,16 @@ TASK = ("model.kind=bert", "data.source=task", "data.task=mnli", "data.path=a", 
         (("objective.kind=masked_lm", "model.kind=bert"), "objective.short=0.2", "short_seq_prob"),
         ((*TASK, "objective.kind=span"), "objective.stride=64", "doc_stride"),
         ((*TASK, "objective.kind=span"), "objective.longest=20", "max_answer_length"),
+        (INSTRUCTIONS, "data.packing=false", "pack"),
+        (LORA, "adapter.r=4", "rank"),
+        (LORA, "adapter.lora_rank=4", "rank"),
+        (LORA, "adapter.lora_alpha=4", "alpha"),
+        (LORA, "adapter.lora_dropout=0.1", "dropout"),
+        (LORA, "adapter.target_modules=[query]", "targets"),
+        (LORA, "adapter.use_rslora=true", "rslora"),
+        (LORA, "adapter.load_in_4bit=true", "base"),
+        (LORA, "adapter.load_in_8bit=true", "base"),
+        (LORA, "adapter.quantization=nf4", "base"),
     ],
 )
 def test_an_old_key_is_refused_with_its_new_name(write, overrides, old, new):

@@ -89,14 +89,14 @@ def test_a_run_on_conversations(files, capfd):
         ("data.validation_fraction=0.1", "'validation_fraction' belongs to data.source=python-stdlib"),
         (
             "model.attention=cudnn precision.compute=bfloat16",
-            "data.packing=true: cuDNN has no causal mask",
+            "data.pack=true: cuDNN has no causal mask",
         ),
     ],
 )
 def test_configurations_that_do_not_suit(tmp_path, overrides, problem):
     path = tmp_path / "config.yaml"
     path.write_text(dump(make_config(tmp_path, "run", eval_every=0)))
-    given = ["data.validation_path=null", "data.packing=true", *overrides.split()]
+    given = ["data.validation_path=null", "data.pack=true", *overrides.split()]
     with pytest.raises(ConfigError) as error:
         load(path, given)
     assert problem in str(error.value)

@@ -15,7 +15,7 @@ LEARNED = 16  # instructions
 DEVICES = ["--devices", "8"]
 TRAIN = ["adapter.kind=lora", "adapter.rank=16", "adapter.base=nf4-double", "adapter.modules_to_save=[embed_tokens]"]
 TRAIN += ["precision.compute=float32", "precision.frozen=bfloat16", "parallel.zero=3", "checkpoint.every=100"]
-TRAIN += ["optim.lr=1e-2", "optim.decay=constant", "optim.weight_decay=0", "model.context=64", "data.packing=false"]
+TRAIN += ["optim.lr=1e-2", "optim.decay=constant", "optim.weight_decay=0", "model.context=64", "data.pack=false"]
 
 
 def instructions(count: int) -> list[tuple[str, str]]:

@@ -29,8 +29,8 @@ def path(tmp_path):
     return write_lines(tmp_path / "a.jsonl", *lines)
 
 
-def config(path, packing=True, parallel="one", **train) -> RunConfig:
-    data = {"source": "instructions", "path": path, "validation_path": path, "packing": packing}
+def config(path, pack=True, parallel="one", **train) -> RunConfig:
+    data = {"source": "instructions", "path": path, "validation_path": path, "pack": pack}
     model = {"context": CONTEXT, "vocab": 256, "dropout": 0.0, "attention_dropout": 0.0}
     return make_config(data=data, model=model, parallel=LAYOUTS[parallel], train={"batch": ROWS, "steps": 10} | train)
 
@@ -72,10 +72,10 @@ def test_best_fit():
     assert pack_best_fit(np.array([3, 7, 5, 2, 5, 8]), 10) == [[5, 3], [1, 0], [2, 4]]
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_an_epoch_has_every_conversation_once(path, packing):
-    made = loader(config(path, packing))
-    assert made.num_examples == COUNT if not packing else made.num_examples < COUNT / 1.5
+@pytest.mark.parametrize("pack", [True, False])
+def test_an_epoch_has_every_conversation_once(path, pack):
+    made = loader(config(path, pack))
+    assert made.num_examples == COUNT if not pack else made.num_examples < COUNT / 1.5
     rows = all_rows(made, range(made.num_examples))  # as many epochs as a step has rows
     found = [text for text, _ in texts(rows)]
     assert len(found) == ROWS * COUNT and len({*found}) == COUNT
@@ -98,7 +98,7 @@ def test_a_batch_is_a_function_of_the_step(path):
 
 
 def test_validation_pads_its_last_batch(path):
-    made = loader(config(path, packing=False, eval_batches=100), "validation")
+    made = loader(config(path, pack=False, eval_batches=100), "validation")
     rows = all_rows(made, range(len(made)))
     assert len(made) == 6 and len(rows.tokens) == 24 and (rows.loss_weights[COUNT:] == 0).all()
     assert len({text for text, _ in texts(rows)}) == COUNT
@@ -106,8 +106,8 @@ def test_validation_pads_its_last_batch(path):
 
 @pytest.mark.parametrize("layout", ["one", "data2-model4-sequence-zero1"])
 def test_packed_losses_are_those_of_conversations_by_themselves(x64, path, layout):
-    def losses(packing: bool, change=lambda batch: batch) -> np.ndarray:
-        run = config(path, packing, layout)
+    def losses(pack: bool, change=lambda batch: batch) -> np.ndarray:
+        run = config(path, pack, layout)
         made, total = loader(run, "validation"), np.zeros(3)
         laid_out = program(run)
         params = program(config("never opened", True, layout)).init().params
@@ -119,7 +119,7 @@ def test_packed_losses_are_those_of_conversations_by_themselves(x64, path, layou
             total += np.array(laid_out.evaluate(params, placed)["causal_lm"])  # loss, correct, weight
         return total
 
-    separate, packed = losses(packing=False), losses(packing=True)
+    separate, packed = losses(pack=False), losses(pack=True)
     np.testing.assert_allclose(packed, separate, rtol=1e-12)
     mixed = losses(True, lambda batch: dataclasses.replace(batch, segments=np.ones_like(batch.segments)))
     assert abs(mixed[0] - packed[0]) > 1e-3
