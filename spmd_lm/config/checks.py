@@ -249,9 +249,13 @@ def tasks_can_be_evaluated(objective: Objective, train: Train) -> Problems:
 def best_checkpoints_have_figures(train: Train, checkpoint: Checkpoint) -> Problems:
     if not checkpoint.keep_best:
         return
-    key = "eval_every" if checkpoint.keep_best.startswith("eval_") else "log_every"
+    of_evaluations = checkpoint.keep_best.startswith("eval_")
+    key = "eval_every" if of_evaluations else "log_every"
     chosen, every = f"{checkpoint.keep_best=!s}", getattr(train, key)
-    if not checkpoint.every:
+    if not of_evaluations and not checkpoint.keep_best.endswith("loss"):
+        problem = f"{chosen}, which says nothing of how good a model is, as losses and figures of evaluations do"
+        yield use(problem, "checkpoint.keep_best=eval_loss", "checkpoint.keep_best=loss")
+    elif not checkpoint.every:
         yield use(f"{chosen} with checkpoint.every=0, which saves nothing", f"checkpoint.every={every or 100}")
     elif not every:
         yield use(f"{chosen} with train.eval_every=0, which evaluates nothing", f"train.eval_every={checkpoint.every}")

@@ -385,8 +385,8 @@ class LocalCheckpoint(Section):
 class Checkpoint(Section):
     every: CountOrZero = 0  # steps; 0: never
     keep: Count = 2  # the newest checkpoints
-    # a figure of metrics.jsonl, as eval_loss: the checkpoint with the best one is kept beside the newest. That is the
-    # highest; of a loss, a perplexity or nats the lowest
+    # a loss or a figure of evaluations in metrics.jsonl, as eval_loss: the checkpoint with the best one is kept beside
+    # the newest. That is the highest; of a loss, a perplexity or nats the lowest
     keep_best: Annotated[str, Field(pattern=r"^\w+$", max_length=200)] | None = None
     asynchronous: bool = Field(True, alias="async")  # written while training goes on
     verify: bool = True  # whatever reads a checkpoint compares it with the fingerprints of what was saved

@@ -54,8 +54,8 @@ def is_number(value: Any) -> bool:
 
 
 def lower_is_better(figure: str) -> bool:
-    """Of two values of a figure of metrics.jsonl."""
-    return any(name in figure for name in ("loss", "perplexity", "nats"))
+    """Whether the lower of two values of a figure of metrics.jsonl is the better one: by the words of its name."""
+    return bool({"loss", "perplexity", "nats"} & {*figure.split("_")})
 
 
 def read_records(path: Path) -> list[Record]:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from spmd_lm.runtime.formatting import format_duration, format_quantity
-from spmd_lm.runtime.metrics import Record
+from spmd_lm.runtime.metrics import Record, lower_is_better
 from spmd_lm.runtime.outputs import escape_controls, unfailing
 
 
@@ -98,7 +98,7 @@ def _evaluation_metrics(record: Record) -> list[str]:
     shares = {
         name.removeprefix("eval_").removesuffix("_accuracy"): value
         for name, value in record.items()
-        if name.startswith("eval_") and not name.endswith(("_loss", "_perplexity", "_per_byte"))
+        if name.startswith("eval_") and not (lower_is_better(name) or name.endswith("_per_byte"))
     }
     if "eval_perplexity" in record and len(shares) < 2:
         per_byte = [f"{record[key]:.3f} a byte"] if (key := "eval_nats_per_byte") in record else []

@@ -48,6 +48,15 @@ def problems(*overrides: str) -> list[str]:
             "have no figure",
             "checkpoint.every=8 or 12, or train.eval_every=10",
         ),
+        *(
+            (
+                f"checkpoint.keep_best={figure}",
+                f"checkpoint.keep_best={figure}, which says nothing of how good a model is, as losses and figures of "
+                "evaluations do",
+                "checkpoint.keep_best=eval_loss, or checkpoint.keep_best=loss",
+            )
+            for figure in ("loss_scale", "seconds", "grad_norm", "lr")
+        ),
         (
             "checkpoint.keep_best=loss checkpoint.every=0",
             "checkpoint.keep_best=loss with checkpoint.every=0, which saves nothing",

@@ -183,3 +183,22 @@ def test_a_record_as_text():
     assert format_record({"step": 120, "loss": 2.31, **speed}) == "  loss 2.3100  31k tok/s  MFU 12%"
     assert format_record({"step": 120, "loss": 2.31, **speed, "mfu": None}) == "  loss 2.3100  31k tok/s"
     assert format_record({"step": 9, "eval_loss": 1.0, "eval_perplexity": 2.718}) == "  eval 1.0000 (perplexity 2.72)"
+
+
+def test_only_shares_are_printed_as_percentages():
+    """Not what zero-shot tasks measure in nats, or as a perplexity."""
+    of_tasks = {"eval_validation_nats_per_token": 2.3, "eval_wikitext_word_perplexity": 41.0}
+    of_tasks |= {"eval_choice_accuracy": 0.5, "eval_choice_accuracy_per_byte": 0.6}
+    record = {"step": 9, "eval_loss": 1.0, "eval_perplexity": 2.7, "eval_accuracy": 0.25} | of_tasks
+    assert format_record(record) == "  eval 1.0000 (accuracy 25.0%, choice 50.0%)"
+
+
+@pytest.mark.parametrize(
+    ("figure", "lower"),
+    [
+        *((name, True) for name in ("loss", "eval_loss", "eval_text_nats_per_byte", "eval_lambada_perplexity")),
+        *((name, False) for name in ("eval_lossless_accuracy", "eval_gloss_accuracy", "eval_accuracy")),
+    ],
+)
+def test_words_of_a_name_say_which_value_is_better(figure, lower):
+    assert metrics.lower_is_better(figure) == lower
