@@ -2,7 +2,7 @@
 
     python docs/make_reference.py
 
-Types, bounds and defaults are pydantic's; a key's meaning is its comment in schema.py or data_sections.py."""
+Types, bounds and defaults are pydantic's; a key's meaning is its comment where its section is declared."""
 
 import ast
 import io
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from spmd_lm import errors
 from spmd_lm.cli import POSITIONALS, VERBS, make_parser
-from spmd_lm.config import data_sections, layers, rope, schema
+from spmd_lm.config import adapters, data_sections, layers, rope, schema
 from spmd_lm.config.schema import RunConfig, variants
 from spmd_lm.config.section import sections_within, yaml_fields
 from spmd_lm.prepare import schema as recipe_schema
@@ -56,7 +56,7 @@ def comments(path: str) -> dict[str, dict[str, str]]:
 
 COMMENTS = {
     name: fields
-    for each in (recipe_schema, data_sections, layers, rope, schema)
+    for each in (recipe_schema, adapters, data_sections, layers, rope, schema)
     for name, fields in comments(each.__file__).items()
 }
 
@@ -91,6 +91,8 @@ def value_name(value: Any) -> str:
         value, recipe_schema.CleaningSteps | recipe_schema.SplitShares
     ):  # a table follows
         return ""
+    if isinstance(value, list | tuple):
+        return f"`[{', '.join(map(str, value))}]`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

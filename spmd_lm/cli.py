@@ -103,7 +103,9 @@ VERBS = {
         ("DIR", "RUN_DIR"),
     ),
     "export": Verb("makes a Hugging Face directory of a run", export_hf.run, export_hf.add_options, ("RUN_DIR", "DIR")),
-    "merge": Verb("makes a run of one with adapters, without them", merge.run, merge.add_options, ("RUN_DIR", "OUT")),
+    "merge": Verb(
+        "merges a run's adapters into its base, as a new run", merge.run, merge.add_options, ("RUN_DIR", "OUT")
+    ),
     "config": Verb("prints the resolved YAML", config.run),
 }
 

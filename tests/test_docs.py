@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from spmd_lm.config import checks, layout_checks
+from spmd_lm.config.adapters import IA3, LoRA
 from spmd_lm.config.load import dump, load
+from spmd_lm.config.schema import RunConfig, variants
 from spmd_lm.errors import ConfigError
 from tests import processes
 
@@ -72,13 +74,26 @@ def test_examples_of_fine_tuning_take_model_and_vocabulary_of_their_beginning(
     assert mine.model == base.model.model_copy(update={"context": context}) and mine.data.tokenizer == "vocab.txt"
 
 
-def test_the_reference_is_that_of_the_schema_and_the_parser():
-    """If not: python docs/make_reference.py"""
+def make_reference():
     spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name, page in module.PAGES.items():
+    return module
+
+
+def test_the_reference_is_that_of_the_schema_and_the_parser():
+    """If not: python docs/make_reference.py"""
+    for name, page in make_reference().PAGES.items():
         assert (ROOT / "docs/reference" / name).read_text() == page(), name
+
+
+def test_the_reference_has_the_comments_of_every_section():
+    """And values as YAML has them."""
+    module = make_reference()
+    sections = [section for name in RunConfig.model_fields for section in variants(name).values()]
+    assert [section.__name__ for section in sections if section.__name__ not in module.COMMENTS] == []
+    assert all(module.meaning(LoRA, key) for key in LoRA.model_fields if key != "kind")
+    assert module.value_name(IA3.model_fields["targets"].default) == "`[key, value, down]`"
 
 
 def test_the_example_in_the_readme_plans_trains_and_samples(tmp_path):

@@ -1,4 +1,4 @@
-"""`spmd-lm merge`: makes a run of a run with adapters, without them."""
+"""`spmd-lm merge`: merges a run's adapters into its base, as a new run."""
 
 import argparse
 from pathlib import Path

@@ -108,10 +108,10 @@ class LoRA(Adapter):
     """Low-rank adaptation (arXiv:2106.09685): a matrix W becomes W + scaling x A B."""
 
     kind: Literal["lora"]
-    rank: Count = 8
+    rank: Count = 8  # columns of A, rows of B
     alpha: Alpha = 16.0  # scaling is alpha / rank
     rank_pattern: Pattern[Count] = ()  # of some matrices, by names or regular expressions
-    alpha_pattern: Pattern[Alpha] = ()
+    alpha_pattern: Pattern[Alpha] = ()  # likewise
     rslora: bool = False  # scaling is alpha / sqrt(rank) (arXiv:2312.03732)
     dropout: DropoutRate = 0.0  # of what A is multiplied with
     bias: Literal["none", "all", "lora_only"] = "none"  # biases that are trained too; lora_only: of adapted matrices
