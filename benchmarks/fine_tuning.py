@@ -2,7 +2,7 @@
 
     python benchmarks/fine_tuning.py
 
-Prints the table of docs/finetuning.md: GiB of a device that `spmd-lm plan` finds, under ZeRO-3 where there are several,
+Prints the table of docs/adapters.md: GiB of a device that `spmd-lm plan` finds, under ZeRO-3 where there are several,
 for one row of 2,048 tokens a device; its state alone; and whether it fits what a run may take of the device.  Nothing
 runs, and nothing is compiled."""
 
