@@ -1,7 +1,8 @@
 """Zero-shot tasks, all by one compiled program: `spmd-lm eval --task` on a run's newest checkpoint, and
 `train.eval_tasks` while it trains."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -32,7 +33,11 @@ def evaluate_tasks(config: RunConfig, tasks: Sequence[str], stride: int | None =
     require_causal(config)
     if getattr(data_of_run(config), "tokenizer", None) in TRAINED_TOKENIZERS:
         open_run(config, fallback)  # says that the tokenizer is gone, or that the run has not begun
-    made = make_tasks(config, tasks, stride)
+    with naming("--task"):
+        kinds = [kind for kind, _ in parse_tasks(tasks)]
+    check_stride(stride, config.model.context, kinds)
+    with naming("--task"):
+        made = make_tasks(config, tasks, stride)
     program, params, step = open_run(config, fallback)
     return {"step": step, "tasks": {name: each.to_dict() for name, each in score_tasks(program, params, made).items()}}
 
@@ -48,24 +53,25 @@ def require_causal(config: RunConfig) -> None:
     if not isinstance(config.objective, CausalLM):
         raise ConfigError(
             f"{config.run.directory}: objective.kind={config.objective.kind} gives a text no likelihood, which "
-            "zero-shot tasks are scored by. Evaluate a run with objective.kind=causal_lm, or leave out --task."
+            "zero-shot tasks are scored by. Evaluate a run with objective.kind=causal_lm."
         )
 
 
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Puts the key by which tasks are given before what is wrong with them."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{key}: {error}") from error
+
+
 def make_tasks(
-    config: RunConfig,
-    specs: Sequence[str],
-    stride: int | None = None,
-    data: Dataset | None = None,
-    option: str = "--task",
+    config: RunConfig, specs: Sequence[str], stride: int | None = None, data: Dataset | None = None
 ) -> list[EvalTask]:
-    """The tasks of NAME or NAME=PATH, with their items read.  data: the run's own, read again if it is None.  option:
-    by which tasks are given, for messages.  Raises ConfigError and DataError."""
-    parsed = [parse_task(spec, option) for spec in specs]
-    names = [kind.name for kind, _ in parsed]
-    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ConfigError(f"{option} {repeated[0]} is given twice, and figures go by its name. Evaluate one at a time.")
-    check_stride(stride, config.model.context, [kind for kind, _ in parsed])
+    """The tasks of NAME or NAME=PATH, with their items read.  data: the run's own, read again if it is None.  Raises
+    ConfigError and DataError, which begin with the task or its file."""
+    parsed = parse_tasks(specs)
     encoder = Encoder(data.tokenizer if data else make_run_tokenizer(config), config.model.vocab)
 
     def split(name: str) -> SplitText:
@@ -74,10 +80,10 @@ def make_tasks(
             way = "Raise data.validation_fraction"
             if isinstance(config.data, Tokens):
                 way = f"Raise split.{name} where the data is prepared"
-            raise DataError(f"{option} {name}: the split has {len(text.tokens)} tokens. {way}.")
+            raise DataError(f"{name}: the split has {len(text.tokens)} tokens. {way}.")
         return text
 
-    return [kind(TaskInput(path, encoder, config.model.context, stride, split, option)) for kind, path in parsed]
+    return [kind(TaskInput(path, encoder, config.model.context, stride, split)) for kind, path in parsed]
 
 
 def read_split(config: RunConfig, tokenizer: Tokenizer, name: str, data: Dataset | None = None) -> SplitText:
@@ -86,13 +92,13 @@ def read_split(config: RunConfig, tokenizer: Tokenizer, name: str, data: Dataset
     section = data_of_run(config)
     if name == "test" and not isinstance(section, Tokens):
         what = f"data.source={section.source} has no test split, as data sets of `spmd-lm prepare` may have"
-        raise ConfigError(f"--task test: {what}. Use --task validation.")
+        raise ConfigError(f"test: {what}. Use validation.")
     if name == "test":
         assert isinstance(section, Tokens)
         return read_shards(open_test_splits(section, tokenizer, config.model.vocab), tokenizer)
     if isinstance(section, CustomData | Instructions):
         what = f"data.source={section.source} has rows, and no text"
-        raise ConfigError(f"--task validation: {what}. Leave --task out.")
+        raise ConfigError(f"validation: {what}. Leave it out.")
     data = data or load_run_data(config)
     if isinstance(data, Corpus):
         return SplitText(data.validation, count_bytes(data.tokenizer, data.validation))
@@ -117,17 +123,26 @@ def count_bytes(tokenizer: Tokenizer, tokens: np.ndarray) -> int | None:
     return None if sizes is None else int(sizes[tokens].sum())
 
 
-def parse_task(spec: str, option: str) -> tuple[type[EvalTask], str]:
+def parse_tasks(specs: Sequence[str]) -> list[tuple[type[EvalTask], str]]:
+    """Each as `parse_task` does.  Raises ConfigError for one that is given twice."""
+    parsed = [parse_task(spec) for spec in specs]
+    names = [kind.name for kind, _ in parsed]
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError(f"{repeated[0]} is given twice, and figures go by its name. Evaluate one at a time.")
+    return parsed
+
+
+def parse_task(spec: str) -> tuple[type[EvalTask], str]:
     """The task, and its path or ''.  Raises ConfigError for one that is unknown, or lacks its path."""
     (name, equals, path), known = spec.partition("="), find_tasks()
     if name not in known:
         near = did_you_mean(name, known)
         suggestion = f"Did you mean {near}?" if near else f"Tasks: {', '.join(known)}."
-        raise ConfigError(f"{option} {spec}: no task '{name}'. {suggestion}")
+        raise ConfigError(f"{spec}: no task '{name}'. {suggestion}")
     if known[name].takes_path and not path:
-        raise ConfigError(f"{option} {spec}: no file is named. Write {option} {name}=PATH.")
+        raise ConfigError(f"{spec}: no file is named. Write {name}=PATH.")
     if equals and not known[name].takes_path:
-        raise ConfigError(f"{option} {spec}: this task reads the run's own data. Write {option} {name}.")
+        raise ConfigError(f"{spec}: this task reads the run's own data. Write {name}.")
     return known[name], path
 
 

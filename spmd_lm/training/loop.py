@@ -21,7 +21,7 @@ from spmd_lm.data.loader import Loader, batches_ahead
 from spmd_lm.data.tokenizers.tokenizer import hash_of_vocabulary
 from spmd_lm.errors import CheckpointError, DamagedCheckpointError, DataError, Exit, OutputError
 from spmd_lm.evaluation.tasks.task import EvalTask
-from spmd_lm.evaluation.zero_shot import make_tasks
+from spmd_lm.evaluation.zero_shot import make_tasks, naming
 from spmd_lm.files import write_atomically
 from spmd_lm.generation.generate import encode_prompt, generate_text
 from spmd_lm.generation.sampling import Sampling
@@ -123,8 +123,10 @@ def open_data(run_dir: RunDir, progress: Progress, messages: list[str]) -> tuple
 
 def open_tasks(config: RunConfig, corpus: Dataset) -> list[EvalTask]:
     """The tasks of every evaluation."""
-    specs = config.train.eval_tasks
-    return make_tasks(config, specs, data=corpus, option="train.eval_tasks:") if specs else []
+    if not config.train.eval_tasks:
+        return []
+    with naming("train.eval_tasks"):
+        return make_tasks(config, config.train.eval_tasks, data=corpus)
 
 
 def initial_state(

@@ -113,9 +113,9 @@ def test_the_test_split_of_prepared_data_is_scored(tmp_path):
 
     assert task("a").windows.tokens.tolist() == [98, 98, 99, 0] and task("a").num_bytes == 3
     assert task("a", "b", "c").num_tokens == 8
-    with pytest.raises(DataError, match=r"--task test: no test split in .*/b\. Prepare it with .* split\.test=0\.01"):
+    with pytest.raises(DataError, match=r"^test: no test split in .*/b\. Prepare it with .* split\.test=0\.01"):
         task("b")
-    with pytest.raises(ConfigError, match=r"--task test: data\.source=text has no test split.* Use --task validation"):
+    with pytest.raises(ConfigError, match=r"^test: data\.source=text has no test split.* Use validation"):
         make_tasks(CONFIG, ["test"])
     config = make_config(model={"vocab": 256}, data={"source": "tokens", "path": str(tmp_path / "a")})
     with pytest.raises(DataError, match=r"the split has 0 tokens\. Raise split\.validation where the data is prepared"):
@@ -285,7 +285,7 @@ def test_bytes_of_the_validation_split(tmp_path):
 def test_a_validation_split_without_tokens(tmp_path):
     prepare(tmp_path / "out", write_lines(tmp_path / "a.jsonl", [{"text": "one " * 100}]), split={"validation": 0.0})
     config = make_config(model={"vocab": 256}, data={"source": "tokens", "path": str(tmp_path / "out")})
-    with pytest.raises(DataError, match="--task validation: the split has 0 tokens"):
+    with pytest.raises(DataError, match=r"^validation: the split has 0 tokens"):
         make_tasks(config, ["validation"])
 
 
@@ -318,21 +318,29 @@ def test_an_empty_context_needs_a_token_that_starts_a_document(tmp_path):
 @pytest.mark.parametrize(
     ("tasks", "stride", "message"),
     [
-        (["lambda=x"], None, "--task lambda=x: no task 'lambda'. Did you mean lambada"),
-        (["nope"], None, "no task 'nope'. Tasks: choice, lambada, race, test, text, validation, wikitext."),
-        (["lambada"], None, "--task lambada: no file is named. Write --task lambada=PATH."),
-        (["validation=x"], None, "--task validation=x: this task reads the run's own data."),
-        (["text=TEXT", "text=TEXT"], None, "--task text is given twice"),
-        (["text=TEXT"], 17, "--stride 17: windows of model.context=16 tokens move by 1 to 16.* Use --stride 16."),
-        (["text=TEXT"], 0, "--stride 0: .* Use --stride 1."),
-        (["lambada=TEXT"], 4, "--stride 4: no task here has windows that move; test, text, validation, wikitext have."),
-        ([], 4, "--stride 4: no task here"),
+        (["lambda=x"], None, "^--task: lambda=x: no task 'lambda'. Did you mean lambada"),
+        (
+            ["nope"],
+            None,
+            "^--task: nope: no task 'nope'. Tasks: choice, lambada, race, test, text, validation, wikitext.",
+        ),
+        (["lambada"], None, "^--task: lambada: no file is named. Write lambada=PATH."),
+        (["validation=x"], None, "^--task: validation=x: this task reads the run's own data. Write validation."),
+        (["text=TEXT", "text=TEXT"], None, "^--task: text is given twice"),
+        (["text=TEXT"], 17, "^--stride 17: windows of model.context=16 tokens move by 1 to 16.* Use --stride 16."),
+        (["text=TEXT"], 0, "^--stride 0: .* Use --stride 1."),
+        (
+            ["lambada=TEXT"],
+            4,
+            "^--stride 4: no task here has windows that move; test, text, validation, wikitext have.",
+        ),
+        ([], 4, "^--stride 4: no task here"),
     ],
 )
 def test_bad_options(tasks, stride, message, tmp_path):
     (tmp_path / "text.txt").write_text("so it was")
     with pytest.raises(ConfigError, match=message):
-        make_tasks(CONFIG, [task.replace("TEXT", str(tmp_path / "text.txt")) for task in tasks], stride)
+        evaluate_tasks(CONFIG, [task.replace("TEXT", str(tmp_path / "text.txt")) for task in tasks], stride)
 
 
 @pytest.mark.parametrize("kind", ["masked_lm", *TASKS])
@@ -352,9 +360,13 @@ def test_the_command_says_it_in_one_line(tmp_path, capsys):
     specs = write_items(tmp_path)
     (tmp_path / "bad.jsonl").write_text(json.dumps({"text": 3}))
     for options, code, message in (
-        (["--task", "lambada=missing.jsonl"], Exit.DATA, "--task lambada=missing.jsonl: no such file or directory"),
-        (["--task", f"lambada={tmp_path}/bad.jsonl"], Exit.DATA, f"{tmp_path}/bad.jsonl: line 1: text: Input should"),
-        (["--task", "lambda=x"], Exit.CONFIG, "--task lambda=x: no task 'lambda'. Did you mean lambada?"),
+        (["--task", "lambada=missing.jsonl"], Exit.DATA, "--task: lambada=missing.jsonl: no such file or directory"),
+        (
+            ["--task", f"lambada={tmp_path}/bad.jsonl"],
+            Exit.DATA,
+            f"--task: {tmp_path}/bad.jsonl: line 1: text: Input should",
+        ),
+        (["--task", "lambda=x"], Exit.CONFIG, "--task: lambda=x: no task 'lambda'. Did you mean lambada?"),
         (["--task", specs[0], "--stride", "0"], Exit.CONFIG, "spmd-lm eval: argument --stride: expected a whole"),
         (["--task", specs[0], "--stride", "99"], Exit.CONFIG, "--stride 99: windows of model.context=16 tokens"),
         (["--stride", "3"], Exit.CONFIG, "--stride 3: no task here has windows that move"),

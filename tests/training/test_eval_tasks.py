@@ -57,9 +57,9 @@ def test_figures_are_those_of_the_checkpoint(tmp_path, one_device, capfd):
 @pytest.mark.parametrize(
     ("task", "error", "problem"),
     [
-        ("lambda=x", ConfigError, r"train.eval_tasks: lambda=x: no task 'lambda'. Did you mean lambada\?"),
-        ("choice=none.jsonl", DataError, r"train.eval_tasks: choice=none.jsonl: no such file"),
-        ("test", ConfigError, r"data.source=text has no test split"),
+        ("lambda=x", ConfigError, r"^train.eval_tasks: lambda=x: no task 'lambda'. Did you mean lambada\?"),
+        ("choice=none.jsonl", DataError, r"^train.eval_tasks: choice=none.jsonl: no such file"),
+        ("test", ConfigError, r"^train.eval_tasks: test: data.source=text has no test split.* Use validation\.$"),
     ],
 )
 def test_a_wrong_task_is_refused_before_the_first_step(tmp_path, one_device, task, error, problem):

@@ -129,8 +129,8 @@ def open_test_splits(data: Tokens, tokenizer: Tokenizer, model_vocab: int) -> li
             opened.append(ShardedTokens(shards, vocab_size, manifest["eos_token_id"], verify))
     if not opened:
         raise DataError(
-            f"--task test: no test split in {', '.join(map(str, roots))}. Prepare it with a share, as in "
-            "split.test=0.01, or use --task validation."
+            f"test: no test split in {', '.join(map(str, roots))}. Prepare it with a share, as in "
+            "split.test=0.01, or use validation."
         )
     return opened
 

@@ -50,7 +50,7 @@ class ChoiceTask(EvalTask):
     def __init__(self, given: TaskInput):
         questions = list(self.questions(given))
         if not questions:
-            raise DataError(f"{given.option} {self.name}={given.path}: no questions. Give a file that has some.")
+            raise DataError(f"{self.name}={given.path}: no questions. Give a file that has some.")
         items = [
             given.encoder.continuation(question.context, choice, question.location)
             for question in questions

@@ -37,7 +37,7 @@ class LambadaTask(EvalTask):
         lines = (line for document in self.documents(given) for line in load_json(Passage, document, by_line=True))
         items = [last_word(given.encoder, passage.text, location) for location, passage in lines]
         if not items:
-            raise DataError(f"{given.option} lambada={given.path}: no passages. {Passage.__doc__}")
+            raise DataError(f"lambada={given.path}: no passages. {Passage.__doc__}")
         self.windows, truncated = continuation_windows(items, given.context)
         self.truncated = int(truncated.sum())
 

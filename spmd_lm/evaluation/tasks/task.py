@@ -27,14 +27,13 @@ class SplitText(NamedTuple):
 class TaskInput(NamedTuple):
     """path: what follows NAME= where tasks are given; '' for a task without files.  context: tokens that the model
     reads.  stride: as the user gave it; None for the task's default.  split: reads the run's own split of this name;
-    DataError if it has too few tokens, or there is none.  option: by which tasks are given, for messages."""
+    DataError if it has too few tokens, or there is none."""
 
     path: str
     encoder: Encoder
     context: int
     stride: int | None
     split: Callable[[str], SplitText]
-    option: str = "--task"
 
 
 class TaskFigures(NamedTuple):
@@ -73,7 +72,7 @@ class EvalTask(abc.ABC):
     @classmethod
     def documents(cls, given: TaskInput) -> list[Document]:
         """The files that `path`, a file, glob or directory, names."""
-        return read_documents([given.path], f"{given.option} {cls.name}", cls.suffixes)
+        return read_documents([given.path], cls.name, cls.suffixes)
 
 
 def find_tasks() -> dict[str, type[EvalTask]]:
