@@ -28,13 +28,13 @@ from spmd_lm.ops.few_bits import BLOCK_SIZE
 from spmd_lm.parallel.trees import leaves_by_path
 
 TASK_HEAD = "head"
-"""Trained too where an objective predicts no tokens: it is new."""
+"""The part that is trained too where an objective predicts no tokens: it is new."""
 
 
 @functools.lru_cache(maxsize=64)
 def adapters_of(adapter: Adapter | NoAdapter, model: LanguageModel) -> Adapters:
-    """Those of the matrices of each block of a model.  ConfigError for a target that matches none, or one in some
-    layers alone."""
+    """The adapters of the matrices of each block of a model.  ConfigError for a target that matches none, or one in
+    some layers alone."""
     if isinstance(adapter, NoAdapter):
         return ()
     chosen = _of_layers("targets", _targets(adapter.targets), model)
@@ -70,7 +70,7 @@ class _Found(NamedTuple):
 
 
 def _targets(targets: str | Sequence[str]) -> _Found:
-    """As PEFT reads them: a regular expression of a whole name, or names and ends of names."""
+    """Targets as PEFT reads them: a regular expression of a whole name, or names and ends of names."""
     if targets == ALL_LINEAR:
         return _Found(lambda names: ([ALL_LINEAR], True), [ALL_LINEAR])
     if isinstance(targets, str):
@@ -86,7 +86,7 @@ def _targets(targets: str | Sequence[str]) -> _Found:
 
 
 def _pattern(key: str, pattern: Sequence[tuple[str, float]]) -> _Found:
-    """As PEFT reads them: numbers by regular expressions of the ends of names; the first that matches counts."""
+    """Numbers by regular expressions of the ends of names, as PEFT reads them; the first that matches counts."""
     compiled = [(name, _compiled(key, rf"(.*\.)?({name})"), number) for name, number in pattern]
 
     def find(names: Sequence[str]) -> tuple[Collection[str], Any]:
@@ -155,8 +155,9 @@ def require_whole_blocks(model: LanguageModel, shards: int) -> None:
 
 
 def frozen_patterns(adapter: Adapter | NoAdapter, model: LanguageModel, freeze: Sequence[str] = ()) -> tuple[str, ...]:
-    """As of optim.freeze: all parameters but adapters, those of `modules_to_save`, and the head of a task.  ConfigError
-    for modules_to_save that are no part of the model, are in few bits, or are frozen by `freeze`, the run's own."""
+    """Patterns like those of optim.freeze, of all parameters but adapters, those of `modules_to_save`, and the head of
+    a task.  ConfigError for modules_to_save that are no part of the model, are in few bits, or are frozen by `freeze`,
+    the run's own."""
     if isinstance(adapter, NoAdapter):
         return ()
     own = [path for path in _paths(model) if not is_adapter(path.split("."))]
@@ -188,7 +189,7 @@ def frozen_patterns(adapter: Adapter | NoAdapter, model: LanguageModel, freeze: 
 
 
 def _paths(model: LanguageModel) -> list[str]:
-    """Of the parameters, without places in a period."""
+    """Paths of the parameters, without places in a period."""
     paths = (layer_path(tuple(path.split("."))) for path in leaves_by_path(model.shapes))
     return [*dict.fromkeys(".".join(path) for _, path in paths)]
 

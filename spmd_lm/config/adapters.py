@@ -36,7 +36,7 @@ CODED = ("codes", "absmax", "nested_absmax", "offset")
 """Last keys of the parameters that stand for a matrix in few bits, which are used in the dtypes that they have."""
 
 SUFFIX = "_adapter"
-"""Of the key of an adapter, beside that of its matrix: query_adapter."""
+"""End of the key of an adapter, beside that of its matrix: query_adapter."""
 
 
 def is_adapter(path: Sequence[str]) -> bool:
@@ -63,10 +63,10 @@ HF_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "mlp.down": ("output.dense",),
     },
 }
-"""By model.kind, what Hugging Face's families call the matrices of a layer."""
+"""Names by model.kind: what Hugging Face's families call the matrices of a layer."""
 
 HF_LAYERS = {"gpt": ("model.layers", "transformer.h", "gpt_neox.layers"), "bert": ("bert.encoder.layer",)}
-"""What they call their layers, before the number of each."""
+"""Names of their layers, before the number of each."""
 
 HF_NAMES = {
     **dict.fromkeys(("embed_tokens", "wte", "embed_in", "word_embeddings"), "embedding.tokens"),
@@ -74,7 +74,7 @@ HF_NAMES = {
     **dict.fromkeys(("classifier", "score", "qa_outputs"), "head"),
     "pooler": "head.pooler",
 }
-"""Ours of what they call parts of a model outside of its layers."""
+"""Our names of what they call parts of a model outside of its layers."""
 
 
 class NoAdapter(Section):

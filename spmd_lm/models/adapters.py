@@ -33,17 +33,17 @@ class LowRank:
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The same: of its outputs, or of its inputs where it is transposed."""
+    """IA3's scales of one matrix: of its outputs, or of its inputs where products use it transposed."""
 
     transposed: bool = False
 
 
 Adapters = tuple[tuple[str, LowRank | Scaling], ...]
-"""By the path of the matrix in its block, as attention.query."""
+"""Adapters by the paths of their matrices in a block, as attention.query."""
 
 
 class LowRankAdapter(nnx.Module):
-    """a, of a matrix's inputs, drawn as PEFT draws it, U(±1/√inputs); and b, of its outputs, zeros."""
+    """Two factors: a, of a matrix's inputs, drawn as PEFT draws it, U(±1/√inputs); and b, of its outputs, zeros."""
 
     def __init__(self, init: ParamInit, adapter: LowRank, matrix: nnx.Param, site: int):
         (width, other), (_, name) = matrix.shape, matrix.get_metadata()["out_sharding"]
@@ -83,7 +83,7 @@ class ScalingAdapter(nnx.Module):
 
 
 class Coded(nnx.Module):
-    """In place of a matrix: its codes and scales, of which each is a parameter."""
+    """Codes and scales in place of a matrix, each of them a parameter."""
 
     def __init__(self, matrix: nnx.Param, kind: Coding, transposed: bool, path: str):
         (width, other), (_, name) = matrix.shape, _names(matrix)

@@ -91,11 +91,11 @@ class ScaledMatrix:
         return self.matrix.entries * self.scale
 
     def select(self, columns: Columns) -> "ScaledMatrix":
-        """As of Matrix."""
+        """The matrix of some of its columns, with their scales."""
         return ScaledMatrix(self.matrix.select(columns), columns(self.scale))
 
     def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
-        """As of Matrix."""
+        """The product, as Matrix.multiply has it."""
         x = x * broadcast_over_tokens(self.scale, x) if transpose else x
         y = self.matrix.multiply(x, transpose=transpose)
         return y if transpose else y * broadcast_over_tokens(self.scale, y)

@@ -143,12 +143,12 @@ class CodedMatrix:
     columns: Columns | None = dataclasses.field(default=None, metadata={"static": True})
 
     def select(self, columns: Columns) -> "CodedMatrix":
-        """As of Matrix."""
+        """The matrix of some of its columns."""
         return dataclasses.replace(self, columns=columns)
 
     @property
     def entries(self) -> Array:
-        """float32."""
+        """The decoded matrix, float32."""
         codes, dim = self.stored["codes"], 1 if self.transposed else 0
         if self.kind == "int8":
             w = codes.astype(jnp.float32) * jnp.expand_dims(self.stored["absmax"] / 127, dim)
@@ -159,7 +159,7 @@ class CodedMatrix:
 
     @property
     def _scales(self) -> Array:
-        """Of the blocks, float32."""
+        """Scales of the blocks, float32."""
         absmax = self.stored["absmax"]
         if self.kind == "nf4":
             return absmax
@@ -173,13 +173,13 @@ class CodedMatrix:
         return _gather(dynamic_codebook(), absmax) * nested + self.stored["offset"]
 
     def multiply(self, x: Array, *, transpose: bool = False) -> Array:
-        """As of Matrix."""
+        """The product, as Matrix.multiply has it."""
         return _product(self, x, transpose)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(matrix: CodedMatrix, x: Array, transpose: bool) -> Array:
-    """As of dense.  Nothing is saved but what is stored: backward decodes again."""
+    """The product, as dense has it.  Nothing is saved but what is stored: backward decodes again."""
     return contract(x, matrix.entries.astype(x.dtype), (x.ndim - 1,), (int(transpose),))
 
 

@@ -16,8 +16,8 @@ from spmd_lm.ops.few_bits import CodedMatrix
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InputDropout:
-    """Of what a matrix is multiplied with.  key: of the layer.  rate, site: of the matrix.  name: of the dimension that
-    is not width.  checkpoint: jax.checkpoint, so that backward draws the mask again."""
+    """Dropout of a LoRA input.  key: of the layer.  rate, site: of the matrix.  name: of the dimension that is not
+    width.  checkpoint: jax.checkpoint, so that backward draws the mask again."""
 
     key: DropoutKey
     rate: float = dataclasses.field(metadata={"static": True})
@@ -57,11 +57,12 @@ class LowRankSum:
         return self.matrix.entries + self.scaling * dense(left, right)
 
     def select(self, columns: Columns) -> "LowRankSum":
-        """As of Matrix."""
+        """The sum with some of its columns."""
         return dataclasses.replace(self, matrix=self.matrix.select(columns), columns=columns)
 
     def multiply(self, x: jax.Array, *, transpose: bool = False) -> jax.Array:
-        """As of Matrix.  ConfigError for a matrix of one's own that does not say that it is used transposed."""
+        """The product, as Matrix.multiply has it.  ConfigError for a matrix of one's own that does not say that it is
+        used transposed."""
         if transpose != self.transposed:
             how = "transposed" if transpose else "as it is"
             raise ConfigError(

@@ -257,7 +257,7 @@ class Plan:
         return dataclasses.replace(self, shapes=shapes)
 
     def untrained(self, tree: Tree) -> Tree:
-        """The leaves, of a tree like the parameters, of those that are not."""
+        """The frozen leaves of a tree like the parameters."""
         return exclude(tree, self._trained_names)
 
     @functools.cached_property
