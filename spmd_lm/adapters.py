@@ -17,6 +17,7 @@ from spmd_lm.config.adapters import (
     Adapter,
     LoRA,
     NoAdapter,
+    SUFFIX,
     is_adapter,
 )
 from spmd_lm.config.layers import layer_path, path_in_block
@@ -154,16 +155,30 @@ def require_whole_blocks(model: LanguageModel, shards: int) -> None:
             )
 
 
-def frozen_patterns(adapter: Adapter | NoAdapter, model: LanguageModel, freeze: Sequence[str] = ()) -> tuple[str, ...]:
-    """Patterns like those of optim.freeze, of all parameters but adapters, those of `modules_to_save`, and the head of
-    a task.  ConfigError for modules_to_save that are no part of the model, are in few bits, or are frozen by `freeze`,
-    the run's own."""
+def require_free_names(model: LanguageModel) -> None:
+    """ConfigError where a parameter of one's own module has a name that means an adapter, or a matrix in few bits."""
+    for path in _paths(model):
+        if is_adapter(path.split(".")) or path.rpartition(".")[2] in CODED:
+            raise ConfigError(
+                f"{path}: names that end in {SUFFIX} are of adapters, and {', '.join(CODED)} of matrices in few bits. "
+                "Rename this parameter."
+            )
+
+
+def trainable_paths(
+    adapter: Adapter | NoAdapter, model: LanguageModel, freeze: Sequence[str] = ()
+) -> frozenset[str] | None:
+    """The paths of adapters, of `modules_to_save` and of the head of a task; None without adapters, where all are.
+
+    ConfigError for modules_to_save that are no part of the model, are in few bits, or are frozen by `freeze`, the
+    patterns of optim.freeze."""
     if isinstance(adapter, NoAdapter):
-        return ()
-    own = [path for path in _paths(model) if not is_adapter(path.split("."))]
+        return None
+    paths = _paths(model)
+    own = [path for path in paths if not is_adapter(path.split("."))]
     saved = {each: [path for path in own if _is_part(each, path)] for each in adapter.modules_to_save}
-    for each, paths in saved.items():
-        if not paths:
+    for each, parts in saved.items():
+        if not parts:
             if HF_NAMES.get(each, each) == "head.tokens" and model.objective.ties_embeddings(model.c):
                 raise ConfigError(
                     f"adapter.modules_to_save: {each} is the token table of the embedding (model.tie_embeddings=true). "
@@ -174,18 +189,16 @@ def frozen_patterns(adapter: Adapter | NoAdapter, model: LanguageModel, freeze: 
             raise ConfigError(f"adapter.modules_to_save: {each} is no part of this model. {hint}")
     if not model.objective.predicts_tokens:
         saved[TASK_HEAD] = [path for path in own if _is_part(TASK_HEAD, path)]
-    for each, paths in saved.items():
-        if coded := [path for path in paths if path.rpartition(".")[2] in CODED]:
+    for each, parts in saved.items():
+        if coded := [path for path in parts if path.rpartition(".")[2] in CODED]:
             what = f"adapter.modules_to_save: {each} is in few bits (adapter.base={adapter.base}), as {coded[0]}"
             raise ConfigError(f"{what}. Leave it out, or use adapter.base=none.")
-        if frozen := [pattern for pattern in freeze if all(fnmatchcase(path, pattern) for path in paths)]:
+        if frozen := [pattern for pattern in freeze if all(fnmatchcase(path, pattern) for path in parts)]:
             raise ConfigError(
                 f"optim.freeze={frozen[0]} freezes all of {each}, which the adapter trains. Leave it out."
             )
-    trained = {path for paths in saved.values() for path in paths} | {
-        path for path in own if _trains_bias(adapter, path, model)
-    }
-    return tuple(re.sub(r"^blocks\.", "blocks.*.", path) for path in own if path not in trained)
+    adapters = set(paths).difference(own)
+    return frozenset(adapters.union(*saved.values(), (path for path in own if _trains_bias(adapter, path, model))))
 
 
 def _paths(model: LanguageModel) -> list[str]:

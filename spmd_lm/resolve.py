@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from spmd_lm.adapters import adapters_of, frozen_patterns, require_whole_blocks
+from spmd_lm.adapters import adapters_of, require_free_names, require_whole_blocks, trainable_paths
 from spmd_lm.axes import MODEL
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
@@ -63,6 +63,8 @@ def make_model(
     scan = plan.scan if plan else choose_loop(config, platform).scan
     in_parts = plan.collective_matmul if plan else ()
     model = LanguageModel(m, config.objective, p.params, kernels, config.remat_policy, logits, scan, in_parts, modules)
+    if modules.own:
+        require_free_names(model)
     return dataclasses.replace(model, adapters=adapters_of(config.adapter, model), base=config.adapter.base)
 
 
@@ -104,7 +106,8 @@ def abstract_plan(
         collective_matmul=in_parts,
         scan=choose_loop(config, platform, prefetch=bool(first_parts), scatters=zero.scatters_in_backward).scan,
         device_kind=kind,
-        freeze=(*config.optim.freeze.split(), *frozen_patterns(config.adapter, model, config.optim.freeze.split())),
+        freeze=tuple(config.optim.freeze.split()),
+        trainable=trainable_paths(config.adapter, model, config.optim.freeze.split()),
         own_rules=model.modules.rules,
         replicated=("kv_heads",) if any((c.kv_heads or c.heads) % p.model for c in config.model.of_each_kind) else (),
     )

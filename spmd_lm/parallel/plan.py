@@ -98,7 +98,8 @@ class Plan:
     while the layer before it runs.  prefetch_chunks: whether a breadth-first pipeline gathers a chunk while the one
     before it runs.  collective_matmul: keys of the branches of a layer whose products run in parts beside their
     collectives.  scan: whether layers run in a loop, in training.  device_kind: as jax calls it, where it is known.
-    freeze: patterns of the parameters that training leaves as they are; ConfigError where `frozen_mask` refuses one.
+    freeze, trainable: patterns of the parameters that training leaves as they are, and paths of those that it may
+    change; ConfigError where `frozen_mask` refuses one.
     own_rules: mesh axes of dimension names that parallel/rules.py does not list.  replicated: names of dimensions that
     this layout cannot divide: `kv_heads`, where there are fewer than devices along `model`."""
 
@@ -118,6 +119,7 @@ class Plan:
     scan: bool = True
     device_kind: str = ""
     freeze: tuple[str, ...] = ()
+    trainable: frozenset[str] | None = None
     own_rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
     replicated: tuple[str, ...] = ()
 
@@ -230,7 +232,7 @@ class Plan:
     @functools.cached_property
     def frozen(self) -> Tree:
         """A `frozen_mask` of the parameters."""
-        return frozen_mask(self.freeze, self.names, self.shapes)
+        return frozen_mask(self.freeze, self.names, self.shapes, self.trainable)
 
     @functools.cached_property
     def _trained_names(self) -> Tree:

@@ -63,7 +63,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
         "parameters": parameters,
         "parameter_count": parameter_count(plan),  # without padding
         "trained_count": trained_count(plan.frozen, plan.shapes),
-        "saved_by_freezing": _describe_freezing(config, plan) if plan.freeze else None,
+        "saved_by_freezing": _describe_freezing(config, plan) if plan.freeze or plan.trainable else None,
         "vocab": {"model": m.vocab, "padded": padded_vocab(m.vocab, layout.model)},
         "state_bytes": sum(memory.state(config, plan).values()),
         "memory": table,

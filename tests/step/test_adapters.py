@@ -13,6 +13,7 @@ from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.step.program import Program
 from tests.helpers import ORIGINAL_BERT, TASKS, assert_states_close, make_config, program, trained
+from tests.own import MIXER, write_module
 
 SLOW = pytest.mark.slow
 LORA = {"kind": "lora", "rank": 3, "alpha": 12.0, "dropout": 0.25}
@@ -163,3 +164,16 @@ def test_what_an_adapter_cannot_have_is_told(adapter, problem):
     with pytest.raises(ConfigError) as caught:
         Program(make_config(adapter=LORA | adapter), jax.devices()[:1])
     assert problem in str(caught.value)
+
+
+def test_parameters_of_one_s_own_may_be_called_as_factors_are(tmp_path):
+    module = write_module(tmp_path, "Mixer", MIXER.replace("self.decay", "self.b"))
+    plan = Program(make_config(model={"module": module}, adapter=LORA), jax.devices()[:1]).plan
+    trained = {".".join(each.path) for each in plan.trained_parameters}
+    assert trained == {f"blocks.{matrix}_adapter.{factor}" for matrix in ("up", "down") for factor in "ab"}
+
+
+def test_parameters_of_one_s_own_are_not_called_as_codes_are(tmp_path):
+    module = write_module(tmp_path, "Mixer", MIXER.replace("self.decay", "self.offset"))
+    with pytest.raises(ConfigError, match=r"blocks.offset: names that end in _adapter .* Rename this parameter."):
+        Program(make_config(model={"module": module}), jax.devices()[:1])
