@@ -23,6 +23,7 @@ from spmd_lm.models.layers import ScaledMatrix
 from spmd_lm.ops.dense import Matrix
 from spmd_lm.ops.few_bits import CodedMatrix, Coding
 from spmd_lm.ops.low_rank import LowRankSum
+from spmd_lm.ops.norm import widen
 from spmd_lm.parallel.trees import Tree, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.processes import require_single_process
@@ -39,25 +40,24 @@ def merged_config(config: RunConfig, directory: Path) -> RunConfig:
 
 
 def merge_adapters(params: Mapping[str, jax.Array], model: LanguageModel) -> dict[str, jax.Array]:
-    """The parameters of the model without adapters and codes, by path, of this one's.  One matrix is computed at a
-    time, sharded as it is."""
+    """The parameters of the model without adapters and codes, by path, of this one's: computed in at least float32,
+    one matrix at a time, sharded as it is."""
     adapters, result = dict(model.adapters), dict[str, jax.Array]()
     for path, x in params.items():
         matrix, _, key = path.rpartition(".")
+        if is_adapter(path.split(".")) or key in CODED[1:]:
+            continue
         if key == CODED[0]:
             stored = {each: params[f"{matrix}.{each}"] for each in CODED if f"{matrix}.{each}" in params}
-            result[matrix] = _decode(stored, model.base, model.matrices[path_in_block(matrix)]).astype(model.dtype)
-        elif key not in CODED and not is_adapter(path.split(".")):
-            result[path] = x.astype(model.dtype)
-    for path in result:
-        adapter = adapters.get(path_in_block(path))
-        if adapter is None:
-            continue
-        factors = ("scale",) if isinstance(adapter, Scaling) else ("a", "b")
-        stored = {factor: params[f"{path}{SUFFIX}.{factor}"] for factor in factors}
-        result[path] = _entries(result[path], stored, adapter)
-        if isinstance(adapter, Scaling) and not adapter.transposed and f"{path}_bias" in result:
-            result[f"{path}_bias"] *= stored["scale"]
+            path, x = matrix, _decode(stored, model.base, model.matrices[path_in_block(matrix)])
+        if adapter := adapters.get(path_in_block(path)):
+            factors = ("scale",) if isinstance(adapter, Scaling) else ("a", "b")
+            x = _entries(x, {factor: params[f"{path}{SUFFIX}.{factor}"] for factor in factors}, adapter)
+        of = path.removesuffix("_bias")
+        scaling = adapters.get(path_in_block(of)) if of != path else None
+        if isinstance(scaling, Scaling) and not scaling.transposed:
+            x = x * params[f"{of}{SUFFIX}.scale"]
+        result[path] = x.astype(model.dtype)
     return result
 
 
@@ -68,7 +68,8 @@ def _decode(stack: dict[str, jax.Array], kind: Coding, transposed: bool) -> jax.
 
 @functools.partial(jax.jit, static_argnums=2)
 def _entries(stack: jax.Array, stored: dict[str, jax.Array], adapter: LowRank | Scaling) -> jax.Array:
-    """Of the stacked matrices with their adapters, by the arrays of these."""
+    """The stacked matrices with their adapters, by the arrays of these."""
+    stack, stored = jax.tree.map(widen, (stack, stored))
 
     def entries(matrix: jax.Array, stored: dict[str, jax.Array]) -> jax.Array:
         if isinstance(adapter, Scaling):
