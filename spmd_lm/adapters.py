@@ -14,10 +14,10 @@ from spmd_lm.config.adapters import (
     HF_LAYERS,
     HF_MODULES,
     HF_NAMES,
+    SUFFIX,
     Adapter,
     LoRA,
     NoAdapter,
-    SUFFIX,
     is_adapter,
 )
 from spmd_lm.config.layers import layer_path, path_in_block

@@ -232,9 +232,15 @@ def fill_mask(run: str | Path | RunConfig, text: str, top: int = 5) -> "list[lis
 
 
 def make_model(config: RunConfig) -> "LanguageModel":
-    """The model of a configuration, for a training loop of one's own: see docs/own-loop.md."""
+    """The model of a configuration, for a training loop of one's own: see docs/own-loop.md.  ConfigError for one with
+    adapters."""
     import jax
 
+    if config.adapter.kind != "none":
+        raise ConfigError(
+            f"adapter.kind={config.adapter.kind}: a loop of one's own would train its base too. Use spmd-lm train, or "
+            "adapter.kind=none."
+        )
     set_up_devices(config)
     from spmd_lm.resolve import enable_float64, make_model
 

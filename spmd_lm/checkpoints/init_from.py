@@ -16,10 +16,9 @@ from spmd_lm.checkpoints.saved_run import (
 from spmd_lm.config.adapters import CODED, is_adapter
 from spmd_lm.config.layers import path_in_block
 from spmd_lm.config.own_modules import ModuleRef
-from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
 from spmd_lm.ops.few_bits import encode
-from spmd_lm.parallel.trees import Tree, leaves_by_path
+from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 
@@ -68,7 +67,7 @@ class PretrainedRun:
         modules = (saved["objective"].get("module"), config.objective.module)
         same_module = len({text and ModuleRef.parse(text)[1:] for text in modules}) == 1
         self.same_objective = saved["objective"]["kind"] == config.objective.kind and same_module
-        uncoded = program if config.adapter.base == "none" else Program(_without_codes(config))
+        uncoded = program if config.adapter.base == "none" else _without_codes(program)
         own = leaves_by_path(uncoded.abstract_canonical().params)
         reused = [name for name, leaf in own.items() if self._fits(name, leaf.shape)]
         self.new = [name for name in own if name not in reused]
@@ -119,8 +118,7 @@ class PretrainedRun:
         """The canonical parameters before the first step."""
         like = self.program.abstract_canonical().params
         own = self.program.initial_params(self.new) | self.params
-        params = jax.tree.unflatten(jax.tree.structure(like), [own[path] for path in leaves_by_path(like)])
-        return jax.tree.map(_first_rows, params, like)
+        return jax.tree.map(_first_rows, from_paths(own, like), like)
 
     def describe(self) -> str:
         """Where the parameters come from, and which do not, in a line."""
@@ -131,9 +129,11 @@ class PretrainedRun:
         return message + (f", not used: {', '.join(unused)}" if unused else "")
 
 
-def _without_codes(config: RunConfig) -> RunConfig:
-    """The same run, its base not in few bits."""
-    return config.model_copy(update={"adapter": config.adapter.model_copy(update={"base": "none"})})
+def _without_codes(program: Program) -> Program:
+    """The program of the same run whose base is not in few bits."""
+    adapter = program.config.adapter.model_copy(update={"base": "none"})
+    config = program.config.model_copy(update={"adapter": adapter})
+    return Program(config, [*program.plan.mesh.devices.flat], program.model.modules)
 
 
 def _first_rows(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,20 +1,17 @@
 """`spmd-lm merge`: a run with adapters, as a run of the model that they make of their base."""
 
 import functools
-import shutil
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
+from spmd_lm.checkpoints.new_run import copy_tokenizer, write_new_run
 from spmd_lm.checkpoints.restored import restore_run
 from spmd_lm.config.adapters import CODED, SUFFIX, NoAdapter, is_adapter
 from spmd_lm.config.layers import path_in_block
-from spmd_lm.config.load import TOKENIZER_DIR, dump
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.models.adapters import LowRank, Scaling
@@ -24,7 +21,7 @@ from spmd_lm.ops.dense import Matrix
 from spmd_lm.ops.few_bits import CodedMatrix, Coding
 from spmd_lm.ops.low_rank import LowRankSum
 from spmd_lm.ops.norm import widen
-from spmd_lm.parallel.trees import Tree, leaves_by_path
+from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.processes import require_single_process
 from spmd_lm.step.program import Program
@@ -95,15 +92,10 @@ def merge_run(config: RunConfig, target: Path, fallback: bool = False) -> dict[s
     to = merged_config(config, target)
     with atomic_directory(target) as directory:
         program = Program(to)
-        like = program.plan.shapes
-        tree: Tree = jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in leaves_by_path(like)])
+        tree = from_paths(leaves, program.plan.shapes)
         moved = _moved(_logits(adapted, params), _logits(program, tree))
-        meta = make_meta(to.model_dump(by_alias=True), num_samples=0, fingerprint="")
-        with closing(Checkpointer(directory / "checkpoints", to.checkpoint, new_run_id())) as checkpointer:
-            checkpointer.save(0, program.initial_canonical(tree), meta)
-        if (config.run.directory / TOKENIZER_DIR).is_dir():
-            shutil.copytree(config.run.directory / TOKENIZER_DIR, directory / TOKENIZER_DIR)
-        (directory / "config.yaml").write_text(dump(to), "utf-8")
+        write_new_run(program, tree, directory)
+        copy_tokenizer(config.run.directory, directory)
     return {"directory": str(target), "step": step, "adapters": len(adapted.model.adapters), "moved": moved}
 
 

@@ -8,7 +8,6 @@ import hashlib
 from pathlib import Path
 from typing import Annotated, Self
 
-import jax
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spmd_lm.checkpoints.checkpointer import Checkpointer
@@ -25,7 +24,7 @@ from spmd_lm.checkpoints.saved_run import (
 )
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import CheckpointError
-from spmd_lm.parallel.trees import Tree, leaves_by_path, merge
+from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path, merge
 from spmd_lm.step.program import Program
 from spmd_lm.step.state import TrainState
 
@@ -53,12 +52,15 @@ class SavedBase(BaseModel):
             raise CheckpointError(f"{run}: {what}. Restore the checkpoint from a copy.") from None
 
 
-def meta_of_base(saved: Meta, program: Program, pretrained: PretrainedRun | None, state: TrainState) -> Meta:
-    """What checkpoints say of the base; {} for a run without adapters.  saved: the meta that the run resumes from."""
-    if BASE_KEY in saved or program.config.adapter.kind == "none":
-        return {BASE_KEY: saved[BASE_KEY]} if BASE_KEY in saved else {}
+def meta_of_base(saved: Meta, program: Program, pretrained: PretrainedRun | None, params: Tree) -> Meta:
+    """What checkpoints say of the base; {} for a run without adapters.  saved: the meta that the run resumes from.
+    params: canonical."""
+    if BASE_KEY in saved:
+        return {BASE_KEY: saved[BASE_KEY]}
+    if program.config.adapter.kind == "none":
+        return {}
     directory, step = (str(pretrained.directory.absolute()), pretrained.step) if pretrained else ("", 0)
-    fingerprint = _fingerprint(program.plan.untrained(program.canonical(state).params))
+    fingerprint = _fingerprint(program.plan.untrained(params))
     return {BASE_KEY: SavedBase(directory=directory, step=step, fingerprint=fingerprint).model_dump()}
 
 
@@ -112,7 +114,7 @@ def _with_base(trained: Tree, meta: Meta, program: Program) -> Tree:
         base = program.plan.untrained(PretrainedRun(program, directory, step=saved.step).initial_params())
     else:
         leaves = program.initial_params(leaves_by_path(frozen).keys())
-        base = jax.tree.unflatten(jax.tree.structure(frozen), [leaves[path] for path in leaves_by_path(frozen)])
+        base = from_paths(leaves, frozen)
     if (found := _fingerprint(base)) != saved.fingerprint:
         where = f"step {saved.step} of {directory}" if directory else "what train.seed draws"
         raise CheckpointError(

@@ -34,7 +34,7 @@ def run(arguments: Arguments) -> int:
         answer = generate_run
     pairs, blocks = list[dict[str, str]](), list[str]()
     for adapter in arguments.adapter or [None]:
-        opened = _open(config, adapter)
+        opened = _open(config, adapter, arguments.fallback)
         texts = answer(config, prompts, sampling, arguments.fallback, opened)
         own = {"adapter": adapter} if adapter else {}
         pairs += [own | {"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
@@ -42,13 +42,13 @@ def run(arguments: Arguments) -> int:
     return write_result(arguments, pairs, "\n\n".join(blocks))
 
 
-def _open(config: "RunConfig", adapter: str | None) -> "tuple[Program, Tree] | None":
+def _open(config: "RunConfig", adapter: str | None, fallback: bool) -> "tuple[Program, Tree] | None":
     """The run with this adapter; None for the run as it is."""
     if adapter is None:
         return None
     from spmd_lm.huggingface.peft import open_adapter
 
-    return open_adapter(config, Path(adapter))
+    return open_adapter(config, Path(adapter), fallback)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

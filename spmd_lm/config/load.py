@@ -91,6 +91,20 @@ def load(
     return _resolve(layers, inherited is None, problems)
 
 
+def given_value(path: str | Path | None, overrides: Iterable[str], *keys: str) -> Any:
+    """What the file at `path` or `overrides` set a key to, unchecked; ... if they do not."""
+    problems: list[str] = []
+    files = [] if path is None else _read_chain(locate(path), problems)
+    return _get(_merge_layers([*files, _parse_overrides(overrides, problems)]), *keys)
+
+
+def checked(config: RunConfig, where: str) -> RunConfig:
+    """The configuration; ConfigError, about `where`, if its sections contradict one another."""
+    if problems := checks.problems(dict(config)):
+        raise ConfigError(*(f"{where}: {problem}" for problem in problems))
+    return config
+
+
 def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of the run in `directory`, which may have been moved, changed by `overrides`; raises as `load`
     does, and if the overrides name another tokenizer than the run's own."""

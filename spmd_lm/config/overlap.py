@@ -43,11 +43,7 @@ def prefetches(config: RunConfig, platform: str) -> bool:
     return wanted and not any(prefetch_obstacles(config.model, p, config.remat))
 
 
-def collective_matmul_obstacles(
-    model: Model,
-    parallel: Parallel,
-    adapter: Adapter | NoAdapter = NoAdapter(),  # noqa: B008 - frozen
-) -> Iterator[Obstacle]:
+def collective_matmul_obstacles(model: Model, parallel: Parallel, adapter: Adapter | NoAdapter) -> Iterator[Obstacle]:
     """Whatever keeps a run from multiplying in parts."""
     if parallel.model == 1:
         yield Obstacle(f"{parallel.model=}", "no product needs another device's shards", "parallel.model=2")

@@ -21,23 +21,23 @@ def least_traffic(config: RunConfig, plan: Plan) -> dict[str, float]:
     tokens = microbatches * tokens_per_device(config, layout)
     vocab = padded_vocab(config.model.vocab, layout.model) if config.objective.predicts_tokens else 0
     logits = compute if p.logits == "compute" else wide
-    weights = microbatches * used_elements(plan, gathered=True)
-    gradients = microbatches * used_elements(plan, gathered=not plan.zero.scatters_in_backward, trained=True)
+    weights = microbatches * used_bytes(plan, p.compute, gathered=True)
+    gradients = microbatches * used_bytes(plan, p.compute, gathered=not plan.zero.scatters_in_backward, trained=True)
     state = 2 * (1 + moments_per_parameter(config.optim)) * dtype_bytes(p.params) + 2 * dtype_bytes(p.reduce) + compute
     return {
         "saved values": saved_traffic(config, plan),
         "logits": 2 * (logits + compute) * tokens * vocab / layout.model / layout.pipe,
-        "weights": (1 + (layer_passes(config, plan)[1] > 0)) * compute * weights,
-        "gradients": (compute + 2 * wide if microbatches > 1 or layout.pipe > 1 else 2 * compute) * gradients,
+        "weights": (1 + (layer_passes(config, plan)[1] > 0)) * weights,
+        "gradients": (1 + 2 * wide / compute if microbatches > 1 or layout.pipe > 1 else 2) * gradients,
         "optimizer": float(state * plan.elements_per_device(trained=True)),
     }
 
 
-def used_elements(plan: Plan, *, gathered: bool, trained: bool = False) -> float:
-    """Elements of the parameters, or of the trained ones, that a device uses for a microbatch: of embedding and head,
-    those of the one stage that uses them, divided among all."""
-    layers = plan.elements_per_device("blocks", gathered=gathered, trained=trained)
-    rest = plan.elements_per_device(gathered=gathered, trained=trained) - layers
+def used_bytes(plan: Plan, dtype: str, *, gathered: bool, trained: bool = False) -> float:
+    """Bytes of the parameters in this dtype, or of the trained ones, that a device uses for a microbatch: of embedding
+    and head, those of the one stage that uses them, divided among all."""
+    layers = plan.bytes_per_device(dtype, "blocks", gathered=gathered, trained=trained)
+    rest = plan.bytes_per_device(dtype, gathered=gathered, trained=trained) - layers
     return layers + rest / plan.layout.pipe
 
 

@@ -408,8 +408,8 @@ def _chunk_weights(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, i
 def _copied_attention(plan: Plan, sizes: _Sizes) -> int:
     """Half of the query, key and value matrices: about every second compiled step copies them (docs/log.md)."""
     keys = ("query", "key", "value")
-    elements = sum(plan.elements_per_device("blocks", "attention", key, gathered=True) for key in keys)
-    return elements * sizes.itemsize // 2
+    compute = sizes.config.precision.compute
+    return sum(plan.bytes_per_device(compute, "blocks", "attention", key, gathered=True) for key in keys) // 2
 
 
 def _chunk_gradients(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, int]:

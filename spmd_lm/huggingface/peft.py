@@ -7,23 +7,21 @@ a copy; exported, theirs are stacked, and B has a block for each."""
 import dataclasses
 import os
 import re
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
 from spmd_lm.checkpoints.init_from import PretrainedRun
+from spmd_lm.checkpoints.new_run import copy_tokenizer, write_new_run
 from spmd_lm.checkpoints.restored import meta_of_base, open_run, restore_trained
 from spmd_lm.config.adapters import IA3, SUFFIX, Adapter, LoRA, is_adapter
 from spmd_lm.config.layers import path_in_block
-from spmd_lm.config.load import TOKENIZER_DIR, dump, load_run
+from spmd_lm.config.load import TOKENIZER_DIR, checked, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import CONFIG_JSON
 from spmd_lm.errors import ConfigError, NonFiniteError
@@ -34,7 +32,7 @@ from spmd_lm.huggingface.peft_config import ADAPTER_CONFIG, ADAPTER_FILE, valida
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, SafetensorsReader, read_json, write_json, write_tensors
 from spmd_lm.huggingface.transfer import STATE, cast, gather_param
 from spmd_lm.models.adapters import LowRank, Scaling
-from spmd_lm.parallel.trees import Tree, leaves_by_path
+from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
 from spmd_lm.runtime.formatting import abbreviate
 from spmd_lm.runtime.processes import require_single_process
@@ -288,33 +286,39 @@ class AdaptedRun(NamedTuple):
     adapter_size: int
 
 
-def read_adapters(directory: Path, config: RunConfig) -> AdaptedRun:
-    """The run of `config`, with the adapters of a directory of PEFT.  Raises as `import_peft` does."""
+def read_adapters(directory: Path, config: RunConfig, fallback: bool = False) -> AdaptedRun:
+    """The run of `config`, with the adapters of a directory of PEFT.  Raises as `import_peft` does.
+
+    fallback: takes the newest checkpoint of run.init_from that is not damaged."""
+    assert config.run.init_from
     program = Program(config)
-    pretrained = PretrainedRun(program, Path(str(config.run.init_from)).expanduser())
+    pretrained = PretrainedRun(program, Path(config.run.init_from).expanduser(), fallback)
     names = PeftNames(config, program, pretrained.directory)
     if isinstance(config.adapter, IA3):
         names.require_inputs(directory)
     read, params = names.read(directory), pretrained.initial_params()
     like = leaves_by_path(params)
     leaves = like | {path: jax.device_put(value, like[path].sharding) for path, value in read.items()}
-    params = jax.tree.unflatten(jax.tree.structure(params), [leaves[path] for path in like])
-    return AdaptedRun(program, pretrained, params, sum(value.size for value in read.values()))
+    return AdaptedRun(program, pretrained, from_paths(leaves, params), sum(value.size for value in read.values()))
 
 
-def open_adapter(base: RunConfig, directory: Path) -> tuple[Program, Tree]:
-    """A program of the run `base` with adapters, of a directory of PEFT or of another run, and its parameters, as
-    compiled functions take them.  ConfigError for what is neither."""
-    init_from = f"run.init_from={base.run.directory}"
+def open_adapter(base: RunConfig, directory: Path, fallback: bool = False) -> tuple[Program, Tree]:
+    """A program of the run `base` with adapters, of a directory of PEFT or of another run, in the layout of `base`, and
+    its parameters, as compiled functions take them.  ConfigError for what is neither.  fallback: takes the newest
+    checkpoints that are not damaged."""
+    where = f"--adapter {directory}"
     if os.path.lexists(directory / ADAPTER_CONFIG):
         adapter = validated_settings(directory)
         run = base.run.model_copy(update={"init_from": str(base.run.directory)})
-        adapted = read_adapters(directory, base.model_copy(update={"run": run, "adapter": adapter}))
+        config = checked(base.model_copy(update={"run": run, "adapter": adapter}), where)
+        adapted = read_adapters(directory, config, fallback)
         return adapted.program, adapted.program.params_from_canonical(adapted.params)
-    config = load_run(directory, [init_from])
+    config = load_run(directory, [f"run.init_from={base.run.directory}"])
     if config.adapter.kind == "none":
-        raise ConfigError(f"--adapter {directory}: adapter.kind=none, it is a run of its own. Generate from it.")
-    program, params, _ = open_run(config)
+        raise ConfigError(f"{where}: adapter.kind=none, it is a run of its own. Generate from it.")
+    precision = config.precision.model_copy(update={"compute": base.precision.compute})
+    config = config.model_copy(update={"parallel": base.parallel, "precision": precision})
+    program, params, _ = open_run(checked(config, where), fallback)
     return program, params
 
 
@@ -327,14 +331,9 @@ def import_peft(directory: Path, config: RunConfig) -> dict[str, Any]:
     with atomic_directory(config.run.directory) as run_dir:
         adapted = read_adapters(directory, config)
         program, pretrained = adapted.program, adapted.pretrained
-        state = program.initial_canonical(adapted.params)
-        meta = make_meta(config.model_dump(by_alias=True), num_samples=0, fingerprint="")
-        meta |= meta_of_base({}, program, pretrained, program.from_canonical(state))
-        with closing(Checkpointer(run_dir / "checkpoints", config.checkpoint, new_run_id())) as checkpointer:
-            checkpointer.save(0, program.saved_part(state), meta)
-        if (pretrained.directory / TOKENIZER_DIR).is_dir():
-            shutil.copytree(pretrained.directory / TOKENIZER_DIR, run_dir / TOKENIZER_DIR)
-        (run_dir / "config.yaml").write_text(dump(config), "utf-8")
+        meta = meta_of_base({}, program, pretrained, adapted.params)
+        write_new_run(program, adapted.params, run_dir, meta)
+        copy_tokenizer(pretrained.directory, run_dir)
     return {
         "directory": str(config.run.directory),
         "architecture": f"an adapter of {pretrained.directory}",

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from spmd_lm.config.adapters import ALL_LINEAR, IA3, Adapter, LoRA
-from spmd_lm.config.load import Layer, load, load_run
+from spmd_lm.config.load import Layer, given_value, load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.config.suggest import wrong_values
 from spmd_lm.errors import ConfigError
@@ -99,22 +99,28 @@ def validated_settings(directory: Path) -> Adapter:
         raise ConfigError(*problems) from None
 
 
-INIT_FROM = "run.init_from="
-
-
 def make_adapter_config(directory: Path, run_dir: str, config_file: str | None, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a run in `run_dir` with this adapter of the run that run.init_from names.  ConfigError also
-    where it names none."""
+    """The configuration of a run in `run_dir` with this adapter of the run that run.init_from names.
+
+    Raises ConfigError, also where it names none, or if an override would change the adapter."""
     settings = read_settings(directory)
     base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
-    runs = [each.removeprefix(INIT_FROM) for each in overrides if each.startswith(INIT_FROM)]
-    if not runs:
+    run = given_value(config_file, overrides, "run", "init_from")
+    if not isinstance(run, str) or not run:
         raise ConfigError(
             f"{directory} is an adapter of {base or 'a model that it does not name'}. Import that first, and name its "
             "run, as in run.init_from=runs/base."
         )
     adapter = Layer(str(directory / ADAPTER_CONFIG), {"adapter": settings, "run": {"dir": run_dir}})
-    of_base = load_run(Path(runs[-1]).expanduser()).model_dump(
-        by_alias=True, include={"objective", "data", "precision"}
-    )
-    return load(config_file, overrides, under=Layer("defaults of import", DEFAULTS | of_base), cell=adapter)
+    sections = {"objective", "data", "precision"}
+    of_base = load_run(Path(run).expanduser()).model_dump(by_alias=True, include=sections)
+    config = load(config_file, overrides, under=Layer("defaults of import", DEFAULTS | of_base), cell=adapter)
+    problems = []
+    for key, value in validated_settings(directory):
+        if key != "base" and (other := getattr(config.adapter, key, value)) != value:
+            problems.append(f"adapter.{key}={other}: {directory / ADAPTER_CONFIG} sets {value}. Leave it out.")
+    if config.run.dir != run_dir:
+        problems.append(f"run.dir={config.run.dir}: the run is created in {run_dir}. Leave it out.")
+    if problems:
+        raise ConfigError(*problems)
+    return config

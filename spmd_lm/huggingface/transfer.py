@@ -6,16 +6,15 @@ hold, one at a time; export gathers one tensor at a time."""
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from spmd_lm.checkpoints.checkpointer import Checkpointer, make_meta, new_run_id
+from spmd_lm.checkpoints.new_run import write_new_run
 from spmd_lm.checkpoints.restored import restore_run
-from spmd_lm.config.load import TOKENIZER_DIR, dump
+from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import CONFIG_JSON
 from spmd_lm.errors import ConfigError, NonFiniteError
@@ -67,13 +66,9 @@ def import_hf(model_dir: ModelDirectory, config: RunConfig, hub_model: HubModel 
         shapes = {path: leaf.shape for path, leaf in leaves_by_path(program.plan.shapes).items()}
         file_names = match_tensors(model_dir, shapes)
         params = read_params(model_dir, file_names, program.abstract_canonical().params)
-        state = program.initial_canonical(params)
-        meta = make_meta(config.model_dump(by_alias=True), num_samples=0, fingerprint="")
-        with closing(Checkpointer(run_dir / "checkpoints", config.checkpoint, new_run_id())) as checkpointer:
-            checkpointer.save(0, state, meta)
+        write_new_run(program, params, run_dir)
         (run_dir / TOKENIZER_DIR).mkdir()
         copy_files(model_dir.path, (CONFIG_JSON, *model_dir.tokenizer_files), run_dir / TOKENIZER_DIR)
-        (run_dir / "config.yaml").write_text(dump(config), "utf-8")
         if hub_model:
             write_json(run_dir / SOURCE_FILE, hub_model.record)
     architecture = model_dir.config.architecture

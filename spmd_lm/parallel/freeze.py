@@ -17,9 +17,7 @@ MAX_UNMATCHED = 3
 """Patterns that match nothing which get a sentence: looking for the nearest of 60,000 names takes a second."""
 
 
-def frozen_mask(
-    patterns: Sequence[str], names: Tree, shapes: Tree, trainable: Collection[str] | None = None
-) -> Tree:
+def frozen_mask(patterns: Sequence[str], names: Tree, shapes: Tree, trainable: Collection[str] | None = None) -> Tree:
     """Whether training leaves each parameter as it is, bool; for a stack, bool [layers].
 
     patterns: shell globs of paths in the tree of parameters, in which a layer has its index: embedding.tokens,
@@ -36,11 +34,11 @@ def frozen_mask(
     def leaf_mask(path: tuple, dim_names: DimNames, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         keys = tuple(key.key for key in path)
         place, (first, *rest) = layer_path(keys)
-        kept = trainable is not None and ".".join((first, *rest)) not in trainable
+        stays = trainable is not None and ".".join((first, *rest)) not in trainable
         if "layers" not in dim_names or not patterns:
-            return np.array(is_frozen(first, *rest) or kept)
+            return np.array(is_frozen(first, *rest) or stays)
         step = len(names[first]) if (first, *rest) != keys else 1  # layers of a period
-        return np.array([is_frozen(first, str(place + i * step), *rest) or kept for i in range(leaf.shape[0])])
+        return np.array([is_frozen(first, str(place + i * step), *rest) or stays for i in range(leaf.shape[0])])
 
     mask = jax.tree_util.tree_map_with_path(leaf_mask, names, shapes, is_leaf=is_dim_names)
     problems: list[str] = []

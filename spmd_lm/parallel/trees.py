@@ -1,7 +1,7 @@
 """Trees of arrays: casts, sums, and the residuals of a VJP, which is a tree as well."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,11 @@ def leaves_by_path(tree: Tree) -> dict[str, Any]:
     """The leaves of a tree of dicts and dataclasses by path, as in 'blocks.attention.query'."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+
+
+def from_paths(leaves: Mapping[str, Any], like: Tree) -> Tree:
+    """A tree like `like` of the leaves that `leaves` has by path; it may have others."""
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in leaves_by_path(like)])
 
 
 def cast(tree: Tree, dtype: jnp.dtype) -> Tree:

@@ -76,7 +76,7 @@ def audit_step(
     devices = topology.devices() if topology else jax.devices()
     platform, notice = devices[0].platform, None
     if topology and platform == "gpu":
-        config, notice = _with_available_kernel(config)
+        config, notice = _with_available_kernel(config, devices[0].device_kind)
     program = Program(config, devices)
     notices = notice, check_own_modules(config, program.model.modules, program.plan)
     notice = "; ".join(filter(None, notices)) or None
@@ -188,11 +188,11 @@ def _per_layer(
     ]
 
 
-def _with_available_kernel(config: RunConfig) -> tuple[RunConfig, str | None]:
+def _with_available_kernel(config: RunConfig, device_kind: str) -> tuple[RunConfig, str | None]:
     """For an absent GPU: `config` with an attention kernel that compiles here, and a notice if that is another one.
 
     The kernel does not change what the step sends."""
-    kernels = {choose_kernel(of_kind, "gpu").kernel for of_kind in config.of_each_kind}
+    kernels = {choose_kernel(of_kind, "gpu", device_kind).kernel for of_kind in config.of_each_kind}
     if "cudnn" not in kernels or is_installed("nvidia.cudnn"):
         return config, None
     model = config.model.model_copy(update={"attention": "xla"})

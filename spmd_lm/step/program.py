@@ -21,7 +21,7 @@ from spmd_lm.parallel.mesh import domains_of_model, is_absent, make_mesh
 from spmd_lm.parallel.padding import pad_or_crop
 from spmd_lm.parallel.pipeline.schedule import make_schedule
 from spmd_lm.parallel.sharded_model import ShardedModel
-from spmd_lm.parallel.trees import Tree, leaves_by_path, subset_of
+from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path, subset_of
 from spmd_lm.resolve import abstract_plan, make_model, require_model_within_domain
 from spmd_lm.runtime.first_execution import alone_at_first
 from spmd_lm.runtime.xla_options import options_for
@@ -153,7 +153,7 @@ class Program:
             return {path: new[path] for path in missing}
 
         leaves = saved | jax.jit(init, out_shardings=missing)(canonical.params)
-        return jax.tree.unflatten(jax.tree.structure(wanted), [leaves[path] for path in leaves_by_path(wanted)])
+        return from_paths(leaves, wanted)
 
     def params_from_canonical(self, canonical: Tree) -> Tree:
         """Canonical parameters, padded and in stage order."""

@@ -35,9 +35,9 @@ def test_a_merged_matrix_is_rounded_once(kind):
             expected[name] = expected[name] * wide[f"{name}_adapter.scale"][:, None]
             if path != "mlp.down" and f"{name}_bias" in expected:
                 expected[f"{name}_bias"] = expected[f"{name}_bias"] * wide[f"{name}_adapter.scale"]
-    merged = merge_adapters(params, program.model)
-    assert merged.keys() == expected.keys()
-    for path, x in merged.items():
+    result = merge_adapters(params, program.model)
+    assert result.keys() == expected.keys()
+    for path, x in result.items():
         assert x.dtype == jnp.bfloat16
         rounded = np.asarray(jnp.asarray(expected[path], jnp.bfloat16), np.float64)
         assert np.mean(np.asarray(x, np.float64) != rounded) < 1e-3, path

@@ -14,7 +14,7 @@ from spmd_lm.checkpoints.merge import merge_run
 from spmd_lm.checkpoints.restored import open_run, restore_run
 from spmd_lm.config.load import load_run
 from spmd_lm.errors import ConfigError
-from spmd_lm.huggingface.peft import export_peft, import_peft
+from spmd_lm.huggingface.peft import export_peft, import_peft, open_adapter
 from spmd_lm.huggingface.peft_config import ADAPTER_CONFIG, ADAPTER_FILE, make_adapter_config
 from spmd_lm.parallel.trees import leaves_by_path, merge
 from tests.huggingface.small_models import FLOAT32, FLOAT64, GPT2, SIZES, import_directory, random_model
@@ -243,3 +243,22 @@ def test_a_damaged_file_is_told(run, tmp_path):
         import_peft(tmp_path / "theirs", config)
     with pytest.raises(ConfigError, match=r"is an adapter of .*\. Import that first, and name its run"):
         make_adapter_config(tmp_path / "theirs", str(tmp_path / "run"), None, [])
+
+
+def test_an_import_takes_its_base_from_a_file_and_keeps_the_adapter(run, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"run: {{init_from: {run / 'base'}}}\n")
+    here, file = str(tmp_path / "run"), str(tmp_path / "mine.yaml")
+    config = make_adapter_config(run / "theirs", here, file, FLOAT32)
+    assert config.run.init_from == str(run / "base") and config.run.dir == here
+    with pytest.raises(ConfigError, match=r"adapter.rank=4: .*adapter_config.json sets 3. Leave it out."):
+        make_adapter_config(run / "theirs", here, file, ["adapter.rank=4"])
+    with pytest.raises(ConfigError, match=r"run.dir=other: the run is created in .*run. Leave it out."):
+        make_adapter_config(run / "theirs", here, file, ["run.dir=other"])
+
+
+def test_an_adapter_is_opened_in_the_layout_of_its_base(run):
+    base = load_run(run / "base", ["parallel.model=1", "parallel.data=8"])
+    program, _ = open_adapter(base, run / "theirs")
+    assert program.plan.layout.model == 1
+    with pytest.raises(ConfigError, match=r"--adapter .*theirs: .*parallel.partitioner=types"):
+        open_adapter(load_run(run / "base", ["parallel.partitioner=types"]), run / "theirs")

@@ -776,8 +776,9 @@ def test_a_kernel_that_is_not_installed_is_replaced_and_said(monkeypatch):
     config = make_config(model=BIG | {"attention_dropout": 0.0}, precision=BF16)
     for installed, attention in ((True, "auto"), (False, "xla")):
         monkeypatch.setattr("spmd_lm.planning.audit.is_installed", lambda name, installed=installed: installed)
-        compiled, notice = _with_available_kernel(config)
+        compiled, notice = _with_available_kernel(config, "NVIDIA H100 80GB HBM3")
         assert (compiled.model.attention, notice is None) == (attention, installed)
+    assert _with_available_kernel(config, "Tesla T4") == (config, None)  # which takes XLA's all the same
 
 
 OTHER_KERNELS = 74.7e9  # bytes, jax 0.10.2

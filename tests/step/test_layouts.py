@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from spmd_lm.config.adapters import NoAdapter
 from spmd_lm.config.checks import problems
 from spmd_lm.config.layout_checks import check_devices
 from spmd_lm.config.overlap import collective_matmul_obstacles
@@ -52,7 +53,7 @@ def runs(draw):
     devices = math.prod(parallel[axis] for axis in ("pipe", "replica", "data", "model"))
     hypothesis.assume(2 <= devices <= 8)
     sized, laid_out = Model(**model), Parallel(**parallel)
-    if not any(collective_matmul_obstacles(sized, laid_out)):
+    if not any(collective_matmul_obstacles(sized, laid_out, NoAdapter())):
         parallel["collective_matmul"] = draw(st.sampled_from(["on", "off"]))
     remat = {"policy": draw(st.sampled_from(["none", "selective", "residual", "full"]))}
     sections = {"model": model, "train": {"batch": 24}, "optim": {"clip": draw(st.sampled_from([0.0, 0.05]))}}
