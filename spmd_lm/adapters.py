@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -55,8 +55,8 @@ def adapters_of(adapter: Adapter | NoAdapter, model: LanguageModel) -> Adapters:
         rank, alpha = ranks.get(path, adapter.rank), alphas.get(path, adapter.alpha)
         if rank > (most := min(shapes[path])):
             raise ConfigError(
-                f"adapter.rank={rank}: {path} is {[*shapes[path]]}, and no matrix of its size has a rank above {most}. "
-                "Use a smaller one."
+                f"adapter.{'rank_pattern' if path in ranks else 'rank'}={rank}: {path} is {[*shapes[path]]}, and no "
+                f"matrix of its size has a rank above {most}. Use a smaller one."
             )
         return LowRank(rank, alpha / (rank**0.5 if adapter.rslora else rank), adapter.dropout, model.matrices[path])
 
@@ -91,9 +91,8 @@ def _pattern(key: str, pattern: Sequence[tuple[str, float]]) -> _Found:
     compiled = [(name, _compiled(key, rf"(.*\.)?({name})"), number) for name, number in pattern]
 
     def find(names: Sequence[str]) -> tuple[Collection[str], Any]:
-        matches = ((name, number) for name, each, number in compiled if any(map(each.fullmatch, names)))
-        name, number = next(matches, ("", None))
-        return [name] * bool(name), number
+        matches = {name: number for name, each, number in compiled if any(map(each.fullmatch, names))}
+        return matches.keys(), next(iter(matches.values()), None)
 
     return _Found(find, [name for name, _ in pattern])
 
@@ -128,7 +127,7 @@ def _of_layers(key: str, found: _Found, model: LanguageModel) -> dict[str, Any]:
     if unused:
         target = min(unused)
         ends = (name.rpartition(".")[2] for path in model.matrices for name in HF_MODULES[kind].get(path, ()))
-        near = did_you_mean(target, [*model.matrices, *dict.fromkeys(ends)])
+        near = did_you_mean(target, [ALL_LINEAR, *model.matrices, *dict.fromkeys(ends)])
         hint = f"Did you mean {near}?" if near else f"There are {', '.join(model.matrices)}."
         if near == target:
             hint = f"A text is a regular expression of a whole name. Write [{target}]."
@@ -176,19 +175,21 @@ def trainable_paths(
         return None
     paths = _paths(model)
     own = [path for path in paths if not is_adapter(path.split("."))]
-    saved = {each: [path for path in own if _is_part(each, path)] for each in adapter.modules_to_save}
+    saved = {each: _parameters_of(each, own) for each in adapter.modules_to_save}
     for each, parts in saved.items():
         if not parts:
-            if HF_NAMES.get(each, each) == "head.tokens" and model.objective.ties_embeddings(model.c):
+            if _our_name(each) == "head.tokens" and model.objective.ties_embeddings(model.c):
                 raise ConfigError(
                     f"adapter.modules_to_save: {each} is the token table of the embedding (model.tie_embeddings=true). "
                     "Use embedding.tokens, which trains both, or model.tie_embeddings=false."
                 )
-            near = did_you_mean(each, [*own, *HF_NAMES, *HF_NAMES.values()])
+            theirs = [name for name in HF_NAMES if _parameters_of(name, own)]
+            ours = {".".join(path.split(".")[:count]) for path in own for count in range(1, 6)}
+            near = did_you_mean(each, [*sorted(ours), *theirs])
             hint = f"Did you mean {near}?" if near else f"Names are like {own[0]} and {own[-1]}."
             raise ConfigError(f"adapter.modules_to_save: {each} is no part of this model. {hint}")
     if not model.objective.predicts_tokens:
-        saved[TASK_HEAD] = [path for path in own if _is_part(TASK_HEAD, path)]
+        saved[TASK_HEAD] = _parameters_of(TASK_HEAD, own)
     for each, parts in saved.items():
         if coded := [path for path in parts if path.rpartition(".")[2] in CODED]:
             what = f"adapter.modules_to_save: {each} is in few bits (adapter.base={adapter.base}), as {coded[0]}"
@@ -197,8 +198,30 @@ def trainable_paths(
             raise ConfigError(
                 f"optim.freeze={frozen[0]} freezes all of {each}, which the adapter trains. Leave it out."
             )
+    _require_one_training(saved, freeze, model)
     adapters = set(paths).difference(own)
     return frozenset(adapters.union(*saved.values(), (path for path in own if _trains_bias(adapter, path, model))))
+
+
+def _require_one_training(saved: Mapping[str, Sequence[str]], freeze: Sequence[str], model: LanguageModel) -> None:
+    """ConfigError for a matrix with an adapter that is itself trained, as a part of `saved`, or whose adapter patterns
+    freeze."""
+    for path, _ in model.adapters:
+        if parts := [each for each, paths in saved.items() if f"blocks.{path}" in paths]:
+            raise ConfigError(
+                f"adapter.modules_to_save: {parts[0]} trains {path} itself, which has an adapter too. Leave it out of "
+                "adapter.modules_to_save, or of adapter.targets."
+            )
+        if any(_freezes(freeze, f"blocks.{path}{SUFFIX}.{key}", model) for key in ("a", "b", "scale")):
+            raise ConfigError(
+                f"optim.freeze={' '.join(freeze)} freezes the adapter of {path}. Leave {path} out of adapter.targets."
+            )
+
+
+def _freezes(freeze: Sequence[str], path: str, model: LanguageModel) -> bool:
+    """Whether patterns of optim.freeze match this parameter of a block in all layers."""
+    names = (path.replace("blocks", f"blocks.{layer}", 1) for layer in range(model.c.layers))
+    return all(any(fnmatchcase(name, pattern) for pattern in freeze) for name in names)
 
 
 def _paths(model: LanguageModel) -> list[str]:
@@ -214,6 +237,13 @@ def _trains_bias(adapter: Adapter, path: str, model: LanguageModel) -> bool:
     return adapter.bias == "all" or any(of == adapted for adapted, _ in model.adapters)
 
 
-def _is_part(part: str, path: str) -> bool:
-    """Whether the parameter at `path` is of this part of a model."""
-    return f"{path.removesuffix('_bias')}.".startswith(f"{HF_NAMES.get(part, part)}.")
+def _parameters_of(part: str, own: Sequence[str]) -> list[str]:
+    """Those of the paths `own` below a part of a model, by our name or Hugging Face's: head.norm, model.norm."""
+    for name in (part, _our_name(part)):
+        if found := [path for path in own if f"{path.removesuffix('_bias')}.".startswith(f"{name}.")]:
+            return found
+    return []
+
+
+def _our_name(part: str) -> str:
+    return HF_NAMES.get(part.rpartition(".")[2], part)

@@ -13,7 +13,7 @@ from spmd_lm.checkpoints.restored import restore_run
 from spmd_lm.config.adapters import CODED, SUFFIX, NoAdapter, is_adapter
 from spmd_lm.config.layers import path_in_block
 from spmd_lm.config.schema import RunConfig
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import ConfigError, NonFiniteError
 from spmd_lm.models.adapters import LowRank, Scaling
 from spmd_lm.models.language_model import LanguageModel
 from spmd_lm.models.layers import ScaledMatrix
@@ -33,7 +33,9 @@ def merged_config(config: RunConfig, directory: Path) -> RunConfig:
     """The run in `directory` of the model that a run's adapters make: to evaluate, generate, export or train."""
     run = config.run.model_copy(update={"dir": str(directory), "init_from": None})
     precision = config.precision.model_copy(update={"frozen": None})
-    return config.model_copy(update={"run": run, "precision": precision, "adapter": NoAdapter()})
+    optim = config.optim.model_copy(update={"freeze": ""})
+    changes = {"run": run, "precision": precision, "optim": optim, "adapter": NoAdapter()}
+    return config.model_copy(update=changes)
 
 
 def merge_adapters(params: Mapping[str, jax.Array], model: LanguageModel) -> dict[str, jax.Array]:
@@ -82,7 +84,7 @@ def merge_run(config: RunConfig, target: Path, fallback: bool = False) -> dict[s
     number of `adapters`, and by how much of the largest logit its logits have `moved`.  fallback: as of `restore_run`.
 
     Raises ConfigError for a run without adapters, and if `target` is not empty or cannot be written; CheckpointError
-    without a checkpoint, or its base."""
+    without a checkpoint, or its base; NonFiniteError where logits are NaN."""
     require_single_process("merge")
     require_absent_or_empty(target)
     if config.adapter.kind == "none":
@@ -109,6 +111,8 @@ def _logits(program: Program, params: Tree) -> list[np.ndarray]:
 
 def _moved(before: list[np.ndarray], after: list[np.ndarray]) -> float:
     """The largest difference, as a share of what is largest before.  Padding of the vocabulary, -inf, stays so."""
+    if any(np.isnan(a).any() for a in before):
+        raise NonFiniteError("Nothing is merged: logits of the run with adapters are NaN. Use an earlier checkpoint.")
     with np.errstate(invalid="ignore"):
         moved = max(np.where(a == b, 0, np.abs(a - b)).max() for a, b in zip(before, after, strict=True))
     return float(moved / max(np.abs(a[np.isfinite(a)]).max() for a in before))

@@ -119,7 +119,8 @@ def _with_base(trained: Tree, meta: Meta, program: Program) -> Tree:
         where = f"step {saved.step} of {directory}" if directory else "what train.seed draws"
         raise CheckpointError(
             f"{program.config.run.directory} holds adapters of another model than {where} is now: fingerprint "
-            f"{saved.fingerprint} when it was trained, {found} now. Bring that back, or choose another run.init_from."
+            f"{saved.fingerprint} when it was trained, {found} now. "
+            + ("Bring that back, or choose another run.init_from." if directory else "Set train.seed back.")
         )
     return merge(base, trained)
 

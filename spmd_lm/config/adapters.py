@@ -72,6 +72,7 @@ HF_NAMES = {
     **dict.fromkeys(("embed_tokens", "wte", "embed_in", "word_embeddings"), "embedding.tokens"),
     **dict.fromkeys(("lm_head", "embed_out"), "head.tokens"),
     **dict.fromkeys(("classifier", "score", "qa_outputs"), "head"),
+    **dict.fromkeys(("norm", "ln_f", "final_layer_norm"), "head.norm"),
     "pooler": "head.pooler",
 }
 """Our names of what they call parts of a model outside of its layers."""

@@ -36,6 +36,7 @@ def chat_run(
     An answer ends at the end-of-sequence token, at what the template writes after an answer, or after sampling.tokens.
     Raises ConfigError for a model that is not causal or has no chat template, DataError for what the template
     refuses."""
+    config = opened[0].config if opened else config
     require_generative(config)
     data = data_of_run(config)
     if not isinstance(data, Data):

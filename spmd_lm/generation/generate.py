@@ -17,7 +17,7 @@ from spmd_lm.config.load import TOKENIZER_DIR
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.tokenizer import Tokenizer, begin, check_ids
 from spmd_lm.data.tokenizers.vocabulary import read_end_ids
-from spmd_lm.errors import ConfigError, DataError
+from spmd_lm.errors import ConfigError, DataError, NonFiniteError
 from spmd_lm.generation.sampling import Sampling
 from spmd_lm.parallel.trees import Tree
 from spmd_lm.runtime.first_execution import alone_at_first
@@ -178,13 +178,15 @@ class Generator:
         rows = np.arange(self.rows, dtype=np.int32)
         by_row = jax.device_put((tokens, lengths, rows), plan.sharding(self._batch_spec))
         replicated = jax.device_put((np.int32(generated), np.int32(count)), plan.sharding(P()))
-        tokens = np.asarray(self._prefill_and_decode(params, *by_row, *replicated))
+        tokens, is_nan = map(np.asarray, self._prefill_and_decode(params, *by_row, *replicated))
+        if is_nan[: len(windows)].any():
+            raise NonFiniteError(f"{self.program.config.run.directory}: logits are NaN. Use an earlier checkpoint.")
         return [tokens[i, len(window) : len(window) + count] for i, window in enumerate(windows)]
 
     @functools.cached_property
     def _prefill_and_decode(self):
         """(params, tokens [batch, context + 1], lengths [batch], rows [batch], generated, count) -> tokens with `count`
-        more in each row."""
+        more in each row, and whether any of its logits was NaN [batch]."""
         program, sampling, allowed = self.program, self.sampling, self.allowed
         plan, model, dtype = program.plan, program.model, jnp.dtype(program.config.precision.compute)
 
@@ -197,20 +199,22 @@ class Generator:
             logits, cache = read(model.empty_cache(prompts.shape[0], dtype), prompts, positions, lengths - 1)
 
             def decode_step(i, carry):
-                tokens, logits, cache = carry
+                tokens, logits, cache, is_nan = carry
                 new = sample_token(mask_logits(logits, allowed), rows, generated + i, sampling)
                 position = lengths + i
                 tokens = tokens.at[local_rows, position].set(new)
                 logits, cache = read(cache, new[:, None], position[:, None], jnp.zeros_like(position))
-                return tokens, logits, cache
+                return tokens, logits, cache, is_nan | jnp.isnan(logits).any(-1)
 
             # The last token is sampled outside the loop: the model need not read it.
-            tokens, logits, _ = jax.lax.fori_loop(0, count - 1, decode_step, (tokens, logits, cache))
+            carry = tokens, logits, cache, jnp.isnan(logits).any(-1)
+            tokens, logits, _, is_nan = jax.lax.fori_loop(0, count - 1, decode_step, carry)
             last = sample_token(mask_logits(logits, allowed), rows, generated + count - 1, sampling)
-            return tokens.at[local_rows, lengths + count - 1].set(last)
+            return tokens.at[local_rows, lengths + count - 1].set(last), is_nan
 
         batch = self._batch_spec
-        sharded = plan.shard_map(body, (plan.param_specs, batch, batch, batch, P(), P()), batch, whole_sequence=True)
+        specs = plan.param_specs, batch, batch, batch, P(), P()
+        sharded = plan.shard_map(body, specs, (batch, batch), whole_sequence=True)
         replicated, options = plan.sharding(P()), program.xla_options.deterministic  # every process can read it
         return alone_at_first(jax.jit(sharded, out_shardings=replicated, compiler_options=options))
 

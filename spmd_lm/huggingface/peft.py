@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from spmd_lm.checkpoints.new_run import copy_tokenizer, write_new_run
 from spmd_lm.checkpoints.restored import meta_of_base, open_run, restore_trained
 from spmd_lm.config.adapters import IA3, SUFFIX, Adapter, LoRA, is_adapter
 from spmd_lm.config.layers import path_in_block
-from spmd_lm.config.load import TOKENIZER_DIR, checked, load_run
+from spmd_lm.config.load import CONFIG_FILE, TOKENIZER_DIR, checked, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.data.tokenizers.vocabulary import CONFIG_JSON
 from spmd_lm.errors import ConfigError, NonFiniteError
@@ -30,7 +30,7 @@ from spmd_lm.huggingface.config_json import build_config
 from spmd_lm.huggingface.directory import copy_files, tokenizer_files
 from spmd_lm.huggingface.peft_config import ADAPTER_CONFIG, ADAPTER_FILE, validated_settings
 from spmd_lm.huggingface.safetensors_io import FLOAT_DTYPES, SafetensorsReader, read_json, write_json, write_tensors
-from spmd_lm.huggingface.transfer import STATE, cast, gather_param
+from spmd_lm.huggingface.transfer import SOURCE_FILE, STATE, cast, gather_param
 from spmd_lm.models.adapters import LowRank, Scaling
 from spmd_lm.parallel.trees import Tree, from_paths, leaves_by_path
 from spmd_lm.runtime.directories import atomic_directory, require_absent_or_empty
@@ -173,7 +173,6 @@ class PeftNames:
         saved = (name.removeprefix(PREFIX).rpartition(".") for name in self.tensors)
         return tensors, settings | {
             "task_type": TASK_TYPES.get(self.objective.kind),
-            "base_model_name_or_path": None,
             "target_modules": self._targets(dict.fromkeys(_in_layer(module.name) for module in self.modules)),
             "modules_to_save": [*dict.fromkeys(module for module, _, kind in saved if kind == "weight")] or None,
             "fan_in_fan_out": self.architecture.model_type == "gpt2",
@@ -307,12 +306,18 @@ def open_adapter(base: RunConfig, directory: Path, fallback: bool = False) -> tu
     its parameters, as compiled functions take them.  ConfigError for what is neither.  fallback: takes the newest
     checkpoints that are not damaged."""
     where = f"--adapter {directory}"
+    if base.adapter.kind != "none":
+        base_run = base.run.init_from or "another run"
+        raise ConfigError(f"{where}: {base.run.directory} holds adapters itself, of {base_run}. Give that run instead.")
+    base = base.model_copy(update={"optim": base.optim.model_copy(update={"freeze": ""})})
     if os.path.lexists(directory / ADAPTER_CONFIG):
         adapter = validated_settings(directory)
         run = base.run.model_copy(update={"init_from": str(base.run.directory)})
         config = checked(base.model_copy(update={"run": run, "adapter": adapter}), where)
         adapted = read_adapters(directory, config, fallback)
         return adapted.program, adapted.program.params_from_canonical(adapted.params)
+    if not os.path.lexists(directory / CONFIG_FILE):
+        raise ConfigError(f"{where}: neither a run ({CONFIG_FILE}) nor a directory of PEFT ({ADAPTER_CONFIG}).")
     config = load_run(directory, [f"run.init_from={base.run.directory}"])
     if config.adapter.kind == "none":
         raise ConfigError(f"{where}: adapter.kind=none, it is a run of its own. Generate from it.")
@@ -343,6 +348,13 @@ def import_peft(directory: Path, config: RunConfig) -> dict[str, Any]:
     }
 
 
+def _hub_name(runs: Sequence[Path]) -> str | None:
+    """ORG/NAME of the model of the hub that one of the runs was imported from."""
+    sources = (read_json(run / SOURCE_FILE) for run in runs if (run / SOURCE_FILE).is_file())
+    names = (str(source.get("reference", "")).removeprefix("hf://").partition("@")[0] for source in sources)
+    return next(filter(None, names), None)
+
+
 def export_peft(config: RunConfig, target: Path, dtype: str, fallback: bool = False) -> dict[str, Any]:
     """Creates `target`, a directory of PEFT with a run's newest adapters in `dtype`.  Raises as `export_hf` does."""
     require_single_process("export")
@@ -356,7 +368,7 @@ def export_peft(config: RunConfig, target: Path, dtype: str, fallback: bool = Fa
         shapes = {name: value.shape for name, value in tensors.items()}
         values = (cast(name, value, dtype) for name, value in tensors.items())
         write_tensors(directory, shapes, np.dtype(dtype), values, sys.maxsize, ADAPTER_FILE)
-        write_json(directory / ADAPTER_CONFIG, settings)
+        write_json(directory / ADAPTER_CONFIG, settings | {"base_model_name_or_path": _hub_name(bases)})
         tokenizer_dir = config.run.directory / TOKENIZER_DIR
         copied = tokenizer_files(tokenizer_dir)
         copy_files(tokenizer_dir, copied, directory)

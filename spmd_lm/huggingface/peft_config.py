@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from spmd_lm.config.adapters import ALL_LINEAR, IA3, Adapter, LoRA
-from spmd_lm.config.load import Layer, given_value, load, load_run
+from spmd_lm.config.adapters import ALL_LINEAR, Adapter
+from spmd_lm.config.load import VALIDATORS, Layer, given_value, load, load_run
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.config.suggest import wrong_values
 from spmd_lm.errors import ConfigError
@@ -93,7 +93,7 @@ def validated_settings(directory: Path) -> Adapter:
     """The same, as the section."""
     settings, path = read_settings(directory), directory / ADAPTER_CONFIG
     try:
-        return (LoRA if settings["kind"] == "lora" else IA3).model_validate(settings)
+        return VALIDATORS["adapter"].validate_python(settings)
     except ValidationError as error:
         problems = (f"{path}: {problem}" for _, problem in wrong_values("adapter", error))
         raise ConfigError(*problems) from None

@@ -112,7 +112,8 @@ class RunDir:
             if lost_step := self._lost_newest():
                 messages.append(f"{directory / str(lost_step)} was saved, and is gone.")
             saved, since = self.meta["config"], f"since step {self.saved_step} was saved"
-            if init_from not in (None, saved["run"].get("init_from")):
+            adapts = self.config.adapter.kind != "none"  # then run.init_from is where its base is now
+            if not adapts and init_from not in (None, saved["run"].get("init_from")):
                 messages.append(f"run.init_from={init_from} has no effect: this run resumes from its own checkpoint.")
         if changes := check_compatible(saved, self.config.model_dump(by_alias=True), self.path):
             messages += [f"Changed {since} (then -> now):", *changes, *self._rate_changes(saved)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spmd_lm.data.tokenizers.tokenizer import ByteTokenizer
-from spmd_lm.errors import ConfigError
+from spmd_lm.errors import ConfigError, NonFiniteError
 from spmd_lm.generation.generate import (
     Generator,
     filter_logits,
@@ -78,6 +78,12 @@ def test_every_layout_samples_the_same_text(layout, x64):
     got, want = (generate(where, PROMPTS, tokens=30, seed=1) for where in (layout, "one"))
     assert [text.tolist() for text in got] == [text.tolist() for text in want]
     assert max(map(max, want)) < VOCAB  # padding of the vocabulary is never sampled
+
+
+def test_logits_that_are_no_numbers_are_told(x64):
+    broken = jax.tree.map(lambda x: x * np.nan, params("one"))
+    with pytest.raises(NonFiniteError, match=r"logits are NaN. Use an earlier checkpoint."):
+        generator("one", 1, tokens=4, greedy=True).generate(broken, [np.array([1, 2])])
 
 
 def test_a_row_does_not_depend_on_its_neighbours(x64):

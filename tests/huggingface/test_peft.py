@@ -233,6 +233,33 @@ def test_what_cannot_be_read_is_told_and_nothing_is_made(run, tmp_path, changes,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"target_modules": 5}, "adapter.targets: expected a list or text, got 5."),
+        ({"rank_pattern": {"attn.c_attn": "12"}}, "adapter.rank_pattern"),
+        ({"lora_alpha": 0}, "adapter.alpha: must be more than 0, got 0."),
+    ],
+    ids=str,
+)
+def test_what_generate_cannot_read_is_told(run, tmp_path, changes, problem):
+    shutil.copytree(run / "theirs", tmp_path / "theirs")
+    settings = json.loads((tmp_path / "theirs" / ADAPTER_CONFIG).read_text())
+    (tmp_path / "theirs" / ADAPTER_CONFIG).write_text(json.dumps(settings | changes))
+    with pytest.raises(ConfigError) as caught:
+        open_adapter(load_run(run / "base"), tmp_path / "theirs")
+    assert problem in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_what_is_no_adapter_of_the_run_is_told(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"--adapter .*: neither a run \(config.yaml\) nor a directory of PEFT"):
+        open_adapter(load_run(run / "base"), tmp_path)
+    with pytest.raises(ConfigError, match=r"run holds adapters itself, of .*base. Give that run instead."):
+        open_adapter(load_run(run / "run"), run / "theirs")
+    freezes = load_run(run / "base", ["optim.freeze=blocks.*.attention.*"])  # as it was trained
+    open_adapter(freezes, run / "theirs")
+
+
 def test_a_damaged_file_is_told(run, tmp_path):
     shutil.copytree(run / "theirs", tmp_path / "theirs")
     content = (tmp_path / "theirs" / ADAPTER_FILE).read_bytes()

@@ -143,6 +143,35 @@ def test_what_is_to_be_trained_is_not_frozen():
         Program(config, jax.devices()[:1])
 
 
+def test_an_adapter_is_not_frozen():
+    config = make_config(adapter=LORA, optim={"freeze": "blocks.*.query_adapter.*"})
+    with pytest.raises(ConfigError, match=r"freezes the adapter of attention.query. Leave attention.query out of"):
+        Program(config, jax.devices()[:1])
+    some = make_config(adapter=LORA, optim={"freeze": "blocks.0.*_adapter*"})  # of one layer of several
+    assert Program(some, jax.devices()[:1]).plan.trains("blocks", "attention", "query_adapter")
+
+
+@pytest.mark.parametrize(
+    ("part", "paths"),
+    [
+        ("model.embed_tokens", {"embedding.tokens"}),
+        ("transformer.ln_f", {"head.norm.scale", "head.norm.bias"}),
+        ("head.norm", {"head.norm.scale", "head.norm.bias"}),
+        ("blocks.norm1", {"blocks.norm1.scale", "blocks.norm1.bias"}),
+    ],
+)
+def test_parts_are_trained_by_our_names_and_hugging_face_s(part, paths):
+    plan = Program(make_config(adapter=LORA | {"modules_to_save": [part]}), jax.devices()[:1]).plan
+    trained = {".".join(each.path) for each in plan.trained_parameters}
+    assert {path for path in trained if "_adapter" not in path} == paths
+
+
+def test_the_first_of_several_patterns_counts():
+    adapter = LORA | {"rank_pattern": {"q.*": 2, "query": 3}, "targets": ["query"]}
+    plan = Program(make_config(adapter=adapter), jax.devices()[:1]).plan
+    assert plan.shapes["blocks"]["attention"]["query_adapter"]["a"].shape[-1] == 2
+
+
 @pytest.mark.parametrize(
     ("adapter", "problem"),
     [
@@ -158,6 +187,10 @@ def test_what_is_to_be_trained_is_not_frozen():
         ({"modules_to_save": ["lm_head"]}, "lm_head is the token table of the embedding (model.tie_embeddings=true)"),
         ({"base": "nf4"}, "adapter.base=nf4: attention.key has 32 inputs, which blocks of 64 do not divide."),
         ({"modules_to_save": ["hed"]}, "adapter.modules_to_save: hed is no part of this model. Did you mean head?"),
+        ({"modules_to_save": ["poolr"]}, "poolr is no part of this model. Names are like"),  # of which it has none
+        ({"modules_to_save": ["blocks.mlp"]}, "blocks.mlp trains mlp.down itself, which has an adapter too."),
+        ({"targets": ["all_linear"]}, "all_linear matches no matrix of a block. Did you mean all-linear?"),
+        ({"rank_pattern": {"query": 40}}, "adapter.rank_pattern=40: attention.query is [32, 32]"),
     ],
 )
 def test_what_an_adapter_cannot_have_is_told(adapter, problem):
