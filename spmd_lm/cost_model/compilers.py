@@ -48,7 +48,8 @@ class Compiler(NamedTuple):
     narrower dtype are rounded ahead of it, those of all layers.  keeps_weights: they stay until a step's end, read
     again or not.  unrolled_sums: residual streams that each of several unrolled layers holds besides when their
     backward begins, where all-reduces over `model` sum few tokens.  unrolled_gathers: the same where the sequence is
-    sharded, of whole streams.  attention_arrays, forward_arrays: by remat policy, at the points of attention's
+    sharded, of whole streams.  decoded: float32 arrays as large as the largest matrix in few bits, which its product
+    holds.  attention_arrays, forward_arrays: by remat policy, at the points of attention's
     backward, and of forward, at which a layer may hold most where a fused kernel computes attention; measured without
     post norm and dropout.  rotary_attention_arrays, rotary_forward_arrays: at those that rotary positions add."""
 
@@ -70,6 +71,7 @@ class Compiler(NamedTuple):
     keeps_weights: bool = False
     unrolled_sums: float = 0
     unrolled_gathers: float = 0
+    decoded: int = 0
     attention_arrays: Points = MappingProxyType({})
     forward_arrays: Points = MappingProxyType({})
     rotary_attention_arrays: Points = MappingProxyType({})
@@ -83,6 +85,7 @@ COMPILER_OF_PLATFORM = {
         in_turn=frozenset({"full", "residual"}),
         keeps_gathers=frozenset({"full"}),
         logits=1,
+        decoded=2,
         copies_replicas=True,
         reuses_chunk=True,
         rounds_stacks=True,

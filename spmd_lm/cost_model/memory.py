@@ -16,7 +16,7 @@ from spmd_lm.ops import cross_entropy
 from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
-from spmd_lm.parallel.plan import Parameter, Plan
+from spmd_lm.parallel.plan import Parameter, Plan, numbers_per_element
 from spmd_lm.runtime.gpu_memory import ALLOCATED_BY_DEFAULT
 
 
@@ -150,9 +150,17 @@ class _Sizes:
         def in_hbm(per_token: float) -> int:
             return max(0, int(tokens * per_token) - on_chip)
 
-        self.workspace = in_hbm(layer.workspace) + self.compiler.kernel_workspace
+        decoded = self.compiler.decoded * self._largest_decoded()
+        self.workspace = in_hbm(layer.workspace) + self.compiler.kernel_workspace + decoded
         self.attention_workspace = in_hbm(layer.attention_workspace)
-        self.forward_workspace = in_hbm(layer.forward_workspace if self.backward else layer.forward_alone)
+        forward_workspace = in_hbm(layer.forward_workspace if self.backward else layer.forward_alone)
+        self.forward_workspace = forward_workspace + decoded
+
+    def _largest_decoded(self) -> int:
+        """The largest matrix of a layer that is in few bits, in float32."""
+        coded = [each for each in self.plan.parameters if each.coded]
+        numbers = [each.gathered_elements * numbers_per_element(each.path[-1], each.dtype) for each in coded]
+        return dtype_bytes("float32") * max(numbers, default=0) // self.layers
 
     def _on_chip(self) -> int:
         """About what a TPU's compiler keeps of a layer's working set on the chip, not in HBM: half of the memory there,

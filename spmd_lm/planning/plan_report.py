@@ -7,7 +7,6 @@ from typing import Any
 from spmd_lm.analysis.topology import Topology
 from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
-from spmd_lm.config.adapters import CODED
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.own_modules import modules_of
@@ -23,7 +22,7 @@ from spmd_lm.parallel.freeze import trained_count
 from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline import schedule as schedules
-from spmd_lm.parallel.plan import Plan
+from spmd_lm.parallel.plan import Plan, numbers_per_element
 from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.planning.capacity import capacity_of, describe_capacity
@@ -90,14 +89,7 @@ def describe(config: RunConfig, plan: Plan | None = None, topology: Topology | N
 def parameter_count(plan: Plan) -> int:
     """Numbers of the model, without padding."""
     leaves = leaves_by_path(plan.shapes).items()
-    return sum(leaf.size * _entries(path.rpartition(".")[2], str(leaf.dtype)) for path, leaf in leaves)
-
-
-def _entries(key: str, dtype: str) -> int:
-    """How many numbers of the model each element of an array stands for, by its last key."""
-    if key in CODED:
-        return 0 if key != CODED[0] else 2 if dtype == "uint8" else 1
-    return 1
+    return sum(leaf.size * numbers_per_element(path.rpartition(".")[2], str(leaf.dtype)) for path, leaf in leaves)
 
 
 def _describe_capacity(plan: Plan, topology: Topology | None, needed: float) -> dict[str, Any]:
@@ -133,7 +125,9 @@ def _describe_parameters(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
 def _describe_freezing(config: RunConfig, plan: Plan) -> dict[str, float]:
     """What frozen parameters save: bytes of moments on a device, and the share of the model FLOPs of training all."""
     everything = 3 * config.train.batch * flops.forward_per_sequence(config)
-    frozen = sum(each.elements * _entries(each.path[-1], each.dtype) for each in plan.parameters if not each.trained)
+    frozen = sum(
+        each.elements * numbers_per_element(each.path[-1], each.dtype) for each in plan.parameters if not each.trained
+    )
     moments = moments_per_parameter(config.optim) * frozen * dtype_bytes(config.precision.params)
     return {"moment_bytes": moments, "flops": 1 - flops.train_step(config, plan) / everything}
 

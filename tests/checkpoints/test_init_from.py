@@ -41,7 +41,9 @@ def warm_start(directory, model=BERT, **sections):
     return p, run.initial_state(), run.describe()
 
 
-@pytest.mark.parametrize("parallel", [{"data": 1}, {"pipe": 2, "model": 2, "microbatches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{"data": 1}, pytest.param({"pipe": 2, "model": 2, "microbatches": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_all_but_the_head_is_reused_under_any_layout_and_the_rest_is_newly_initialized(pretrained, parallel):
     directory, theirs = pretrained
     p, state, message = warm_start(directory, parallel=parallel)

@@ -230,10 +230,10 @@ def test_an_interrupted_import_leaves_nothing_behind(directory, tmp_path, number
     program = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from spmd_lm.huggingface import transfer\n"
+        "from spmd_lm.checkpoints import new_run\n"
         "from spmd_lm.cli import main\n"
         "def save(*_): os.kill(os.getpid(), int(sys.argv[1])); time.sleep(60)\n"
-        "transfer.Checkpointer.save = save\n"
+        "new_run.Checkpointer.save = save\n"
         "sys.exit(main(sys.argv[2:]))"
     )
     line = [sys.executable, "-c", program, str(int(number)), "import", str(directory), str(tmp_path / "a" / "run")]

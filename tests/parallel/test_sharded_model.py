@@ -100,12 +100,12 @@ def columns_summed(matrices):
 @pytest.mark.parametrize(
     ("kind", "chunks", "layers_per_remat_block", "zero", "layers"),
     [
-        ("gpipe", 1, 2, 0, 8),
+        pytest.param("gpipe", 1, 2, 0, 8, marks=pytest.mark.slow),
         ("1f1b", 1, 1, 0, 8),
         ("1f1b", 1, 1, 3, 2),  # one layer per stage
-        ("interleaved", 2, 1, 0, 8),
+        pytest.param("interleaved", 2, 1, 0, 8, marks=pytest.mark.slow),
         ("interleaved", 2, 2, 0, 8),
-        ("breadth_first", 2, 1, 0, 8),
+        pytest.param("breadth_first", 2, 1, 0, 8, marks=pytest.mark.slow),
         ("breadth_first", 2, 1, 3, 8),
     ],
 )

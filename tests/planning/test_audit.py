@@ -196,7 +196,7 @@ def test_each_zero_stage_sends_its_collectives_over_data(name, parallel):
 
 
 TYPED = [
-    ("cpu:8", "none", {"zero": 3, "sequence": True, "microbatches": 2}, {}),
+    pytest.param("cpu:8", "none", {"zero": 3, "sequence": True, "microbatches": 2}, {}, marks=slow),
     ("v5p:4x4x4", "full", {"zero": 1, "sequence": True}, {}),
     pytest.param("v5p:4x4x4", "none", {}, {}, marks=slow),
     pytest.param("v5p:4x4x4", "selective", {"zero": 3, "replica": 2, "microbatches": 2}, ORIGINAL_BERT, marks=slow),

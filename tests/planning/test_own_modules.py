@@ -89,6 +89,7 @@ def test_zero_and_gradients_are_those_of_theory_and_a_layer_s_collectives_are_sh
     )
 
 
+@pytest.mark.slow
 def test_gradients_that_are_sent_twice_are_found_under_a_block_of_ones_own(gptj, monkeypatch):
     """Parts that theory judges are judged."""
 

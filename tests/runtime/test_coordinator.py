@@ -80,6 +80,7 @@ def accept(server: socket.socket, answer: bytes | None) -> None:
             connections[-1].sendall(answer)
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_connect_ends_with_a_line(tmp_path):
     """To a coordinator that accepts and stays silent, to other programs, and a first process whose peer never comes."""
     servers = {name: socket.create_server(("127.0.0.1", 0)) for name in ANSWERS}

@@ -78,6 +78,7 @@ def test_a_seed_s_run_equals_train_with_that_seed(two, tmp_path):
     assert [record[name] for name in ("loss", *METRICS)] == [last(two, 6)[name] for name in ("loss", *METRICS)]
 
 
+@pytest.mark.slow
 def test_the_medians_are_of_the_last_evaluations(two):
     result = result_of(two, "two.json")
     assert list(result["median"]) == list(result["seeds"]) == METRICS
@@ -88,6 +89,7 @@ def test_the_medians_are_of_the_last_evaluations(two):
     assert (result["directory"], result["exit_code"]) == (str(two / "runs"), 0)
 
 
+@pytest.mark.slow
 def test_the_same_command_again_trains_nothing_and_reports_the_same(two, capsys):
     before = snapshot(two)
     assert command(two, 2, "again.json") == Exit.DONE
@@ -122,6 +124,7 @@ def test_without_evaluations_there_is_nothing_to_compare(tmp_path, capsys):
     assert capsys.readouterr().err == message and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_without_an_evaluation_is_named(again, capsys):
     path = again / "runs" / "cells" / "seed-6" / "metrics.jsonl"
     path.write_text("")
@@ -131,6 +134,7 @@ def test_a_finished_run_without_an_evaluation_is_named(again, capsys):
     )
 
 
+@pytest.mark.slow
 def test_another_recipe_is_refused_before_anything_is_trained(again, capsys):
     before = snapshot(again)
     assert command(again, 3, "other.json", "optim.lr=1e-2") == Exit.CONFIG

@@ -69,7 +69,7 @@ def config_of(name: str, root: Path, directory: Path, **changes) -> RunConfig:
 
 
 NAMES = ["bytes", "bpe", "wordpiece", "wordpiece file", "byte level", "task", "tokens", "synthetic", "init_from"]
-LATER = ("bpe", "wordpiece", "wordpiece file", "byte level", "synthetic")
+LATER = ("bpe", "wordpiece", "wordpiece file", "byte level", "synthetic", "tokens", "bytes")
 
 
 class Snapshots:
