@@ -109,7 +109,7 @@ class PeftNames:
     def read(self, directory: Path) -> dict[str, np.ndarray]:
         """The parameters, by path, of a directory of PEFT; without those of a task's head that it leaves as they are in
         the base.  ConfigError for tensors that are missing, of another shape, or of no parameter of this run."""
-        reader, names = SafetensorsReader(directory), set[str]()
+        reader, names = SafetensorsReader(directory, ADAPTER_FILE), set[str]()
         params = {
             path: np.empty(leaf.shape, leaf.dtype) for path, leaf in self.leaves.items() if is_adapter(path.split("."))
         }

@@ -84,7 +84,7 @@ def _modules(directory: Path) -> list[str]:
     """The modules that the tensors of a directory adapt."""
     names = (
         re.fullmatch(r"base_model\.model\.(.*)\.(lora_A\.weight|ia3_l)", name)
-        for name in SafetensorsReader(directory).tensors
+        for name in SafetensorsReader(directory, ADAPTER_FILE).tensors
     )
     return [name[1] for name in names if name]
 

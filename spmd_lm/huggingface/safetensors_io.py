@@ -57,20 +57,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 class SafetensorsReader:
-    """All tensors of a model's directory: of the files that model.safetensors.index.json lists, or of the only
-    .safetensors file.  `tensors` has the library's slices by name: get_dtype() and get_shape() read no data, an index
-    reads that part.
+    """All tensors of a model's directory: of the files that model.safetensors.index.json lists, of the only
+    .safetensors file, or of the file `name`.  `tensors` has the library's slices by name: get_dtype() and get_shape()
+    read no data, an index reads that part.
 
     Raises ConfigError, one line per problem, if files are missing, damaged, or pickles."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, name: str = ""):
         self.directory = directory
         self.tensors: dict[str, Any] = {}
         self.files: list[Path] = []
-        has_index = os.path.lexists(directory / INDEX_FILE)
-        files = (
-            self._read_index() if has_index else {directory / find_single_file(directory, os.listdir(directory)): []}
-        )
+        files = {directory / name: list[str]()} if name else self._find_files()
         problems = [problem for path, listed in files.items() if (problem := self._open(path, listed))]
         if problems:
             raise ConfigError(*problems)
@@ -82,6 +79,12 @@ class SafetensorsReader:
         except Exception as error:  # the library raises a class of its own, derived from Exception alone
             reason = _first_line(error)
             raise ConfigError(f"{self.directory}: {name} cannot be read: {reason}. Download it again.") from error
+
+    def _find_files(self) -> dict[Path, list[str]]:
+        """The files of a model, each with the names of its tensors, as far as an index lists them."""
+        if os.path.lexists(self.directory / INDEX_FILE):
+            return self._read_index()
+        return {self.directory / find_single_file(self.directory, os.listdir(self.directory)): []}
 
     def _read_index(self) -> dict[Path, list[str]]:
         """The files that the index lists, each with the names of its tensors."""

@@ -262,11 +262,15 @@ def test_what_is_no_adapter_of_the_run_is_told(run, tmp_path):
 
 def test_a_damaged_file_is_told(run, tmp_path):
     shutil.copytree(run / "theirs", tmp_path / "theirs")
+    shutil.copy(run / "theirs" / ADAPTER_FILE, tmp_path / "theirs" / "model.safetensors")  # which is not read
     content = (tmp_path / "theirs" / ADAPTER_FILE).read_bytes()
     (tmp_path / "theirs" / ADAPTER_FILE).write_bytes(content[: len(content) // 2])
     overrides = [f"run.init_from={run / 'base'}", *FLOAT32]
     config = make_adapter_config(tmp_path / "theirs", str(tmp_path / "run"), None, overrides)
     with pytest.raises(ConfigError, match="damaged, or not safetensors"):
+        import_peft(tmp_path / "theirs", config)
+    (tmp_path / "theirs" / ADAPTER_FILE).unlink()
+    with pytest.raises(ConfigError, match=r"adapter_model.safetensors: cannot be read: No such file"):
         import_peft(tmp_path / "theirs", config)
     with pytest.raises(ConfigError, match=r"is an adapter of .*\. Import that first, and name its run"):
         make_adapter_config(tmp_path / "theirs", str(tmp_path / "run"), None, [])

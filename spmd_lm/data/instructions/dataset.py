@@ -27,13 +27,15 @@ SLICE = 4096  # conversations that are texts at a time
 class InstructionSplit:
     """Conversations of the training or the validation data: N of them, K tokens in all.
 
-    truncated: conversations that lost their end.  dropped: further ones, of which no answer was left."""
+    truncated: conversations that lost their end.  dropped: further ones, of which no answer was left.  unanswered:
+    those of them that never had one."""
 
     tokens: np.ndarray  # unsigned [K]
     is_answer: np.ndarray  # bool [K]
     bounds: np.ndarray  # int64 [N + 1]: conversation n is tokens[bounds[n] : bounds[n + 1]]
     truncated: int
     dropped: int
+    unanswered: int
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -87,6 +89,9 @@ def load_instructions(data: Instructions, tokenizer: Tokenizer, vocab_size: int,
         if paths:
             lines = read_instructions(paths, key)
             splits.append(_make_split(lines, data, tokenizer, vocab_size, context))
+            if splits[-1].unanswered == len(lines):
+                problem = "no line has an answer: a message with the role assistant, which the chat template writes"
+                raise DataError(f"{key}={', '.join(paths)}: {problem}. Correct the files, or the template.")
             if splits[-1].dropped == len(lines):
                 problem = f"no line has an answer in its first {context + 1:,} tokens"
                 raise DataError(f"{key}={', '.join(paths)}: {problem}. Raise model.context, or name other files.")
@@ -97,13 +102,14 @@ def _make_split(
     lines: Lines, data: Instructions, tokenizer: Tokenizer, vocab_size: int, context: int
 ) -> InstructionSplit:
     """Of what is longer than a row's positions and the last target, the end is left out."""
-    ids, answers, truncated, dropped = [], [], 0, 0
+    ids, answers, truncated, dropped, unanswered = [], [], 0, 0, 0
     for line, (ids_of_line, is_answer) in zip(lines, _tokenize(lines, data, tokenizer), strict=True):
         if tokenizer.vocab_size > vocab_size:
             check_ids(ids_of_line, vocab_size, line.location)
         fitting = slice(context + 1)
         if not is_answer[fitting][1:].any():  # the first token is no target
             dropped += 1
+            unanswered += not is_answer.any()
             continue
         truncated += len(ids_of_line) > context + 1
         ids.append(ids_of_line[fitting])
@@ -114,6 +120,7 @@ def _make_split(
         bounds=np.cumsum([0, *map(len, ids)], dtype=np.int64),
         truncated=truncated,
         dropped=dropped,
+        unanswered=unanswered,
     )
 
 

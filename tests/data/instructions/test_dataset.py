@@ -75,6 +75,9 @@ def test_what_is_too_long_is_cut_and_counted(tmp_path):
     line = made.describe()
     assert f"{path}: 1 training conversations, 1 validation conversations, 2 truncated to 8 tokens" in line
     assert "4 dropped, with no answer in 8 tokens, 16 tokens, 10 of them answers, sha256 " in line
+    unanswered = write_lines(tmp_path / "b.jsonl", {"messages": [{"role": "user", "content": "1"}]})
+    with pytest.raises(DataError, match=r"no line has an answer: a message with the role assistant"):
+        load(unanswered, context=7, chat_template=str(tmp_path / "t.jinja"))
     with pytest.raises(DataError, match=r"no line has an answer in its first 3 tokens\. Raise model\.context"):
         load(write_lines(tmp_path / "b.jsonl", lines[1]), context=2)
 
