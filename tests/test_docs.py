@@ -56,7 +56,7 @@ def test_the_tour_passes_every_file_it_names():
     [
         (0, "bert/bert-base", [], 128),
         (1, "qwen/2.5-0.5b", ["run.dir=runs/qwen"], 2048),
-        (2, "llama/3.1-8b", [], 8192),
+        (2, "llama/3.1-8b", [], 2048),
     ],
 )
 def test_examples_of_fine_tuning_take_model_and_vocabulary_of_their_beginning(

@@ -216,6 +216,12 @@ def _zero3_options(config: RunConfig, plan: Plan) -> list[dict[str, Any]]:
     return [option | {"recommended": option is best} for option in options]
 
 
+def _saved_by_freezing(saved: dict[str, float]) -> str:
+    flops = f"{abs(saved['flops']):.0%}"
+    share = f"{flops} of the FLOPs" if saved["flops"] >= 0 else f"adds {flops} to the FLOPs"
+    return f"saves {format_bytes(saved['moment_bytes'])} of moments per device and {share}"
+
+
 def summary(description: dict[str, Any]) -> str:
     """The plan in a few lines, as a run prints it at its start."""
     d, batch, vocab, attention = description, *(description[key] for key in ("batch", "vocab", "attention"))
@@ -228,9 +234,7 @@ def summary(description: dict[str, Any]) -> str:
     options += [f"products of {' and '.join(d['collective_matmul'])} in parts"] if d["collective_matmul"] else []
     parameters = f"{d['parameter_count']:,} parameters"
     if d["trained_count"] != d["parameter_count"]:
-        saved = d["saved_by_freezing"]
-        parameters += f", {d['trained_count']:,} of them trained, which saves {format_bytes(saved['moment_bytes'])} of "
-        parameters += f"moments per device and {saved['flops']:.0%} of the FLOPs"
+        parameters += f", {d['trained_count']:,} of them trained, which {_saved_by_freezing(d['saved_by_freezing'])}"
     if vocab["padded"] != vocab["model"]:
         parameters += f", vocabulary {vocab['model']} padded to {vocab['padded']}"
     compute = d["precision"]["compute"]

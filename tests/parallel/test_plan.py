@@ -111,6 +111,16 @@ def test_canonical_arrays_are_split_where_their_own_size_divides():
     assert plan(Layout(model=8), vocab=64).canonical_specs == made.param_specs
 
 
+@pytest.mark.mutants
+def test_shared_heads_of_keys_are_divided_where_they_can_be():
+    """Undivided ones compute the same, and are held and sent by every device."""
+    sections = {"model": {"heads": 4, "kv_heads": 2}}
+    one, two = (abstract_plan(make_config(parallel={"model": n}, **sections), n, "cpu", "") for n in (1, 2))
+    for key in ("query", "key", "value"):
+        path = "blocks", "attention", key
+        assert 2 * two.elements_per_device(*path) == one.elements_per_device(*path)
+
+
 def test_a_model_sees_names_and_the_mesh_axes_that_hold_them():
     axis_rules = plan(Layout(data=4, model=2)).axis_rules
     assert [axis_rules.axes(name) for name in ("batch", "sequence", "heads")] == [

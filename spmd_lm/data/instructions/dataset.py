@@ -28,7 +28,8 @@ class InstructionSplit:
     """Conversations of the training or the validation data: N of them, K tokens in all.
 
     truncated: conversations that lost their end.  dropped: further ones, of which no answer was left.  unanswered:
-    those of them that never had one."""
+    those of them that never had one.  resplit: conversations whose first answer follows other tokens than those of
+    what is before it alone, which generation begins from."""
 
     tokens: np.ndarray  # unsigned [K]
     is_answer: np.ndarray  # bool [K]
@@ -36,6 +37,7 @@ class InstructionSplit:
     truncated: int
     dropped: int
     unanswered: int
+    resplit: int
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -69,12 +71,14 @@ class InstructionDataset:
     def describe(self) -> str:
         """One line: sizes, what was cut off, and the fingerprint."""
         truncated, dropped = sum(s.truncated for s in self._splits), sum(s.dropped for s in self._splits)
+        resplit = sum(s.resplit for s in self._splits)
         tokens, answers = sum(s.tokens.size for s in self._splits), sum(int(s.is_answer.sum()) for s in self._splits)
         return (
             f"{self.name}: {len(self.train):,} training conversations, "
             + (f"{len(self.validation):,} validation conversations, " if self.validation else "")
             + (f"{truncated:,} truncated to {self.context + 1:,} tokens, " if truncated else "")
             + (f"{dropped:,} dropped, with no answer in {self.context + 1:,} tokens, " if dropped else "")
+            + (f"{resplit:,} whose answer follows other tokens than generate begins from, " if resplit else "")
             + f"{tokens:,} tokens, {answers:,} of them answers, sha256 {self.fingerprint[:12]}"
         )
 
@@ -102,8 +106,8 @@ def _make_split(
     lines: Lines, data: Instructions, tokenizer: Tokenizer, vocab_size: int, context: int
 ) -> InstructionSplit:
     """Of what is longer than a row's positions and the last target, the end is left out."""
-    ids, answers, truncated, dropped, unanswered = [], [], 0, 0, 0
-    for line, (ids_of_line, is_answer) in zip(lines, _tokenize(lines, data, tokenizer), strict=True):
+    ids, answers, truncated, dropped, unanswered, resplit = [], [], 0, 0, 0, 0
+    for line, (ids_of_line, is_answer, is_resplit) in zip(lines, _tokenize(lines, data, tokenizer), strict=True):
         if tokenizer.vocab_size > vocab_size:
             check_ids(ids_of_line, vocab_size, line.location)
         fitting = slice(context + 1)
@@ -112,6 +116,7 @@ def _make_split(
             unanswered += not is_answer.any()
             continue
         truncated += len(ids_of_line) > context + 1
+        resplit += is_resplit
         ids.append(ids_of_line[fitting])
         answers.append(is_answer[fitting])
     return InstructionSplit(
@@ -121,11 +126,13 @@ def _make_split(
         truncated=truncated,
         dropped=dropped,
         unanswered=unanswered,
+        resplit=resplit,
     )
 
 
-def _tokenize(lines: Lines, data: Instructions, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The ids of each line, and which of them are of answers."""
+def _tokenize(lines: Lines, data: Instructions, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
+    """The ids of each line, which of them are of answers, and whether those before the first answer are others than of
+    that text alone."""
     if any(isinstance(line, Completion) for line in lines) and tokenizer.eos_token_id is None:
         raise ConfigError(
             f"data.tokenizer={data.tokenizer}: it has no token that ends a text, with which a completion ends. Use "
@@ -136,11 +143,14 @@ def _tokenize(lines: Lines, data: Instructions, tokenizer: Tokenizer) -> Iterato
         some = lines[start : start + SLICE]
         rendered = [*itertools.islice(texts, len(some))]
         encoded = encode_markup(tokenizer, [each.text for each in rendered])
-        for line, (_, answers), (ids, starts) in zip(some, rendered, encoded, strict=True):
+        before = encode_markup(tokenizer, [text[: answers[0][0]] if answers else "" for text, answers in rendered])
+        for line, (_, answers), (ids, starts), (alone, _) in zip(some, rendered, encoded, before, strict=True):
             is_answer = np.zeros(len(ids), bool)
             for first, past in answers:
                 is_answer |= (starts >= first) & (starts < past)
-            yield _complete(ids, is_answer, tokenizer) if isinstance(line, Completion) else (ids, is_answer)
+            resplit = bool(answers) and not np.array_equal(ids[starts < answers[0][0]], alone)
+            row = _complete(ids, is_answer, tokenizer) if isinstance(line, Completion) else (ids, is_answer)
+            yield *row, resplit
 
 
 def _render(lines: Lines, data: Instructions, tokenizer: Tokenizer) -> Iterator[Rendered]:

@@ -62,6 +62,9 @@ def test_completions(tmp_path):
     decode, texts = made.tokenizer.decode, conversations(made.train)
     assert [decode(ids) for ids, _ in texts] == ["<s>Why? is</s>", "<s>Why? is</s>", "<s>Yes</s>"]
     assert [decode(learned) for _, learned in texts] == [" is</s>", "</s>", "Yes</s>"], "a token is where it begins"
+    assert made.train.resplit == 1  # "Why? " ends in the space that begins " is"
+    assert "1 whose answer follows other tokens than generate begins from" in made.describe()
+    assert load(path).train.resplit == 0
     assert conversations(load(path).train)[0] == ([0, *b"Why? is", 0], [*b" is", 0])
     assert conversations(load(path, bos=False).train)[0] == ([*b"Why? is", 0], [*b" is", 0])
 
