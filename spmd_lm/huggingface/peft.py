@@ -321,7 +321,8 @@ def open_adapter(base: RunConfig, directory: Path, fallback: bool = False) -> tu
     config = load_run(directory, [f"run.init_from={base.run.directory}"])
     if config.adapter.kind == "none":
         raise ConfigError(f"{where}: adapter.kind=none, it is a run of its own. Generate from it.")
-    precision = config.precision.model_copy(update={"compute": base.precision.compute})
+    computes = {key: getattr(base.precision, key) for key in ("compute", "reduce", "loss_scale")}
+    precision = config.precision.model_copy(update=computes)
     config = config.model_copy(update={"parallel": base.parallel, "precision": precision})
     program, params, _ = open_run(checked(config, where), fallback)
     return program, params

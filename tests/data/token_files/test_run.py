@@ -42,7 +42,7 @@ def test_every_mesh_and_two_processes_see_the_same_samples(tmp_path, blend):
     for devices in (1, 2, 4, 8):
         processes.run(*train(tmp_path / str(devices), blend, devices))
     job = launch(2, *train(tmp_path / "two", blend, 8))
-    code, output = end(job, 600)
+    code, output = end(job)
     assert code == Exit.DONE, output
     want = losses(tmp_path / "1")
     assert list(want) == list(range(1, 13))
