@@ -5,6 +5,7 @@ and their fingerprint, so that many adapters share one base and none is used wit
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -52,15 +53,17 @@ class SavedBase(BaseModel):
             raise CheckpointError(f"{run}: {what}. Restore the checkpoint from a copy.") from None
 
 
-def meta_of_base(saved: Meta, program: Program, pretrained: PretrainedRun | None, params: Tree) -> Meta:
+def meta_of_base(
+    saved: Meta, program: Program, pretrained: PretrainedRun | None, make_params: Callable[[], Tree]
+) -> Meta:
     """What checkpoints say of the base; {} for a run without adapters.  saved: the meta that the run resumes from.
-    params: canonical."""
+    make_params: returns the canonical parameters, which may be a copy, and is called for a new base alone."""
     if BASE_KEY in saved:
         return {BASE_KEY: saved[BASE_KEY]}
     if program.config.adapter.kind == "none":
         return {}
     directory, step = (str(pretrained.directory.absolute()), pretrained.step) if pretrained else ("", 0)
-    fingerprint = _fingerprint(program.plan.untrained(params))
+    fingerprint = _fingerprint(program.plan.untrained(make_params()))
     return {BASE_KEY: SavedBase(directory=directory, step=step, fingerprint=fingerprint).model_dump()}
 
 

@@ -44,6 +44,14 @@ def is_adapter(path: Sequence[str]) -> bool:
     return any(key.endswith(SUFFIX) for key in path)
 
 
+def numbers_per_element(key: str, dtype: str) -> int:
+    """How many numbers of the model an element of a parameter stands for, by its last key: of codes in a byte two or
+    one, of their scales none."""
+    if key not in CODED:
+        return 1
+    return 0 if key != CODED[0] else 2 if dtype == "uint8" else 1
+
+
 HF_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt": {
         "attention.query": ("self_attn.q_proj", "attn.c_attn", "attention.query_key_value", "self_attn.qkv_proj"),

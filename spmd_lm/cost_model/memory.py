@@ -5,6 +5,7 @@ most: `benchmarks/predictions.py` compares the sum with compilers' peaks, for ra
 
 from typing import NamedTuple
 
+from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.schema import RunConfig
 from spmd_lm.cost_model import logit_chunks
 from spmd_lm.cost_model.activations import at_least_float32, dtype_bytes, layer_activations, tokens_per_device
@@ -16,7 +17,7 @@ from spmd_lm.ops import cross_entropy
 from spmd_lm.own_optimizer import moments_per_parameter
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline.schedule_counts import schedule_counts
-from spmd_lm.parallel.plan import Parameter, Plan, numbers_per_element
+from spmd_lm.parallel.plan import Parameter, Plan
 from spmd_lm.runtime.gpu_memory import ALLOCATED_BY_DEFAULT
 
 

@@ -337,7 +337,7 @@ def import_peft(directory: Path, config: RunConfig) -> dict[str, Any]:
     with atomic_directory(config.run.directory) as run_dir:
         adapted = read_adapters(directory, config)
         program, pretrained = adapted.program, adapted.pretrained
-        meta = meta_of_base({}, program, pretrained, adapted.params)
+        meta = meta_of_base({}, program, pretrained, lambda: adapted.params)
         write_new_run(program, adapted.params, run_dir, meta)
         copy_tokenizer(pretrained.directory, run_dir)
     return {

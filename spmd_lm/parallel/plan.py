@@ -67,14 +67,6 @@ def interleave(x: Array, dim: int, first: int, second: int) -> Array:
     return split.swapaxes(dim, dim + 1).reshape(x.shape)
 
 
-def numbers_per_element(key: str, dtype: str) -> int:
-    """How many numbers of the model an element of a parameter stands for, by its last key: of codes in a byte two or
-    one, of their scales none."""
-    if key not in CODED:
-        return 1
-    return 0 if key != CODED[0] else 2 if dtype == "uint8" else 1
-
-
 class Parameter(NamedTuple):
     """One array of the parameters.  path: its keys in the tree.  names: of its dimensions.  sharded_names: as ZeRO
     shards them between steps.  shape: padded.  elements, gathered_elements: on one device between steps, and gathered

@@ -7,6 +7,7 @@ from typing import Any
 from spmd_lm.analysis.topology import Topology
 from spmd_lm.axes import BATCH_AXES, MODEL, PIPE, devices_along
 from spmd_lm.config import checks
+from spmd_lm.config.adapters import numbers_per_element
 from spmd_lm.config.attention_kernels import choose_kernel
 from spmd_lm.config.layer_loop import choose_loop
 from spmd_lm.config.own_modules import modules_of
@@ -22,7 +23,7 @@ from spmd_lm.parallel.freeze import trained_count
 from spmd_lm.parallel.mesh import devices_within_domain, require_replicas_between
 from spmd_lm.parallel.padding import padded_vocab
 from spmd_lm.parallel.pipeline import schedule as schedules
-from spmd_lm.parallel.plan import Plan, numbers_per_element
+from spmd_lm.parallel.plan import Plan
 from spmd_lm.parallel.rules import PARAMETERS
 from spmd_lm.parallel.trees import leaves_by_path
 from spmd_lm.planning.capacity import capacity_of, describe_capacity

@@ -89,7 +89,7 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
             corpus, vocabulary, loader, validation = open_data(run_dir, progress, messages)
             tasks = open_tasks(config, corpus)
             state = initial_state(run_dir, program, pretrained, progress)
-            base = meta_of_base(run_dir.meta, program, pretrained, program.canonical(state).params)
+            base = meta_of_base(run_dir.meta, program, pretrained, lambda: program.canonical(state).params)
             if base and pretrained:
                 checkpoint = pretrained.checkpoints.path(pretrained.step)
                 progress.log(f"checkpoints hold what is trained alone, and go with {checkpoint}: keep that one.")
