@@ -1,4 +1,4 @@
-"""What the pages point to is there."""
+"""Links, counts and examples of the pages hold."""
 
 import functools
 import importlib.util
@@ -36,6 +36,16 @@ def test_lines_fit_where_they_are_read(page):
     """A table's row cannot be broken."""
     lines = page.read_text().splitlines()
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def test_keys_that_the_pages_name_exist():
+    """Names like `model.safetensors` are those of files."""
+    sections = {name: [s.model_fields for s in variants(name).values()] for name in RunConfig.model_fields}
+    keys = {f"{name}.{field.alias or key}" for name, each in sections.items() for f in each for key, field in f.items()}
+    for page in {*WRAPPED} - {ROOT / "docs/log.md"}:
+        code = " ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
+        named = re.findall(rf"(?<![\w./{{])((?:{'|'.join(sections)})\.[a-z]\w+)(?![\w(])", code)
+        assert not [name for name in named if name not in keys and not name.endswith((".log", ".safetensors"))], page
 
 
 def test_make_help_names_every_target_that_is_for_people():
@@ -82,7 +92,7 @@ def make_reference():
 
 
 def test_the_reference_is_that_of_the_schema_and_the_parser():
-    """If not: python docs/make_reference.py"""
+    """Regenerate with: python docs/make_reference.py"""
     for name, page in make_reference().PAGES.items():
         assert (ROOT / "docs/reference" / name).read_text() == page(), name
 
@@ -97,7 +107,7 @@ def test_the_reference_has_the_comments_of_every_section():
 
 
 def test_the_example_in_the_readme_plans_trains_and_samples(tmp_path):
-    """As it stands, in a process of its own; configs/debug.yaml trains for 20 steps."""
+    """The example runs unchanged; configs/debug.yaml trains for 20 steps."""
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(example.split("\n\n")[1].splitlines()) == 4  # and one that imports
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -110,7 +120,7 @@ def test_the_example_in_the_readme_plans_trains_and_samples(tmp_path):
 
 @pytest.mark.slow
 def test_the_pictures_of_docs_reports_are_drawn(monkeypatch):
-    """Each call of `plots` as it stands, its value a figure that has axes."""
+    """Calls of `plots` run unchanged, and return a figure that has axes."""
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/reports.md").read_text(), re.DOTALL)
     assert example.count("\nplots.") >= 5
     monkeypatch.chdir(ROOT)
@@ -122,7 +132,7 @@ def test_the_pictures_of_docs_reports_are_drawn(monkeypatch):
 
 @pytest.mark.slow
 def test_the_benchmark_runs():
-    """Its smallest size, for its agreement on the losses; times are for people to judge."""
+    """The smallest size agrees on the losses; times are for people to judge."""
     line = [sys.executable, ROOT / "benchmarks/cpu_step.py", "tiny", "--rounds", "1", "--bar", "1000"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "hand-written" in done.stdout, done.stdout + done.stderr
@@ -168,7 +178,7 @@ def test_the_readme_has_the_ratios_of_the_benchmarks():
 
 
 def test_what_layouts_refuse_is_in_the_table(monkeypatch):
-    """Each row is refused, and each check of layouts refuses one."""
+    """The rows are all refused, and the checks of layouts all refuse one."""
     refusing, caught = set(), set()
 
     def seen(check):

@@ -94,8 +94,21 @@ def train_from_newest(run_dir: RunDir, progress: Progress, signals: StopSignals,
                 checkpoint = pretrained.checkpoints.path(pretrained.step)
                 progress.log(f"checkpoints hold what is trained alone, and go with {checkpoint}: keep that one.")
         with run_dir.open_files(status, corpus.tokenizer, progress.log) as metrics_log:
-            fixed = program, corpus, vocabulary, rules_of(run_dir.meta), validation, run_dir.tiers
-            run = TrainingRun(*fixed, status, clock, metrics_log, progress, state, base, tasks=tasks)
+            run = TrainingRun(
+                program=program,
+                corpus=corpus,
+                vocabulary=vocabulary,
+                rules=rules_of(run_dir.meta),
+                validation=validation,
+                tiers=run_dir.tiers,
+                status=status,
+                clock=clock,
+                metrics_log=metrics_log,
+                progress=progress,
+                state=state,
+                base=base,
+                tasks=tasks,
+            )
             if run.replica_check and not run.replica_check.has_copies():
                 progress.log("train.replica_check_every: this layout has one copy of each array: nothing to compare.")
             with StepWatch(config.train.watchdog, lambda: ACTIVITIES.get(clock.bucket, ""), run.report_hang) as watch:
