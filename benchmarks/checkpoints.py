@@ -1,4 +1,4 @@
-"""What verified checkpoints cost beside plain orbax: the longest gap between steps, time per save, and restoring.
+"""Time verified checkpoints beside plain orbax: the longest gap between steps, time per save, and restoring.
 
     python benchmarks/checkpoints.py [--mebibytes 1024] [--saves 20] [--directory DIR]
 
@@ -72,7 +72,7 @@ def plain(directory: Path, state: dict[str, jax.Array], saves: int) -> tuple[flo
 
 
 def restore_seconds(directory: Path, state: dict[str, jax.Array], is_plain: bool) -> float:
-    """Of the newest checkpoint: by orbax alone, or verified."""
+    """Seconds to restore the newest checkpoint: by orbax, or verified."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     reader = Checkpointer(directory)
     step = reader.steps()[-1]

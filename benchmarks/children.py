@@ -7,6 +7,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which Python finds this checkout's package first, then what PYTHONPATH had."""
+    """os.environ, with this checkout first on PYTHONPATH."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path}

@@ -37,7 +37,7 @@ def generate(count: int) -> tuple[list[str], set[int]]:
 
 
 def by_spmd_lm(texts: list[str], directory: Path) -> int:
-    """How many documents are removed."""
+    """Number of documents removed."""
     file = directory / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     keys = {"steps": {"near_duplicates": {"jaccard": THRESHOLD}}, "split": {"validation": 0.0}, "workers": 1}

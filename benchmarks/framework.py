@@ -1,4 +1,4 @@
-"""The same step by spmd-lm, through the code path of every layout: Program, Plan, TrainState.
+"""The benchmark's step by spmd-lm, through the code path of every layout: Program, Plan, TrainState.
 
 Random weights of its first state are replaced by the workload's."""
 

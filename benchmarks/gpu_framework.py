@@ -40,7 +40,7 @@ def write_start(program: Program, state: TrainState, directory: Path) -> None:
 
 
 def executed_kernels(trace: Path) -> list[Kernel]:
-    """Those of the devices in an xprof trace: a GPU's streams, or the instructions that XLA's CPU threads ran."""
+    """Kernels of the devices in an xprof trace: a GPU's streams, or the instructions that XLA's CPU threads ran."""
     (file,) = trace.rglob("*.xplane.pb")
     return [
         Kernel(event.name, event.start_ns * 1e-9, event.duration_ns * 1e-9)
@@ -52,7 +52,7 @@ def executed_kernels(trace: Path) -> list[Kernel]:
 
 
 def is_instruction(event: ProfileEvent) -> bool:
-    """Whether it is one of a CPU's; a loop or a call holds others, which have events of their own."""
+    """True for a CPU's instruction; a loop or a call contains others, which have events of their own."""
     return not event.name.startswith(("while", "call")) and any(name == "hlo_op" for name, _ in event.stats)
 
 

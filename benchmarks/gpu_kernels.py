@@ -1,4 +1,4 @@
-"""Where a profiled step's time goes: matrix products, attention, other kernels, copies, and idle time between them."""
+"""A profiled step's time by kind: matrix products, attention, other kernels, copies, and idle time between them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """Of KINDS, the one that a kernel of CUDA's libraries, XLA, Inductor or PyTorch belongs to, by its name."""
+    """The kind, by its name, of a kernel of CUDA's libraries, XLA, Inductor or PyTorch."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower())), OTHER)
 
 
@@ -40,7 +40,7 @@ def busy_seconds(kernels: Iterable[Kernel]) -> float:
 
 
 def summarize(kernels: list[Kernel], steps: int) -> dict:
-    """What a program answers about its profile of so many steps: seconds a step, by kernel, and in which none runs.
+    """A program's report on its profile of `steps` steps: seconds a step by kernel, and idle seconds.
 
     Raises ValueError for a profile without kernels."""
     if not kernels:

@@ -1,4 +1,4 @@
-"""What gpu_step.py times: shipped models, with batches that leave room for two programs in 80 GB."""
+"""Sizes that gpu_step.py times: shipped models, with batches that leave room for two programs in 80 GB."""
 
 from pathlib import Path
 from typing import NamedTuple

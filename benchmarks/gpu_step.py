@@ -122,7 +122,7 @@ def render(result: dict) -> str:
 
 
 def explain(result: dict) -> list[str]:
-    """What keeps each program from GOAL, where the device's peak is known."""
+    """Reasons why each program misses GOAL; needs the device's peak."""
     if not result["peak_flops"]:
         return []
     goal = result["flops"] / result["peak_flops"] / GOAL

@@ -1,4 +1,4 @@
-"""The same step by PyTorch, for gpu_step.py: a GPT as nanoGPT builds it, or Hugging Face's BERT, compiled.
+"""The step of gpu_step.py by PyTorch: a GPT as nanoGPT builds it, or Hugging Face's BERT, compiled.
 
 Weights are float32, matrix products bfloat16 by autocast on a GPU; AdamW is PyTorch's fused one."""
 
@@ -99,7 +99,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def executed_kernels(trace: torch.profiler.profile) -> list[Kernel]:
-    """Those of the GPU; on a CPU, the operations, each without those that it calls."""
+    """Kernels of the GPU; on a CPU, the operations, each without those that it calls."""
     kernels = []
     for event in trace.events():
         on_gpu = event.device_type == torch.autograd.DeviceType.CUDA

@@ -1,4 +1,4 @@
-"""What steps of gpu_sizes.py move through an absent H200's memory, and the seconds that audit's count and plan's model
+"""Memory traffic of steps of gpu_sizes.py on an absent H200, and the seconds that audit's count and plan's model
 predict.
 
     python benchmarks/gpu_traffic.py [SIZE ...] [section.key=value ...]

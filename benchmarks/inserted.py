@@ -1,4 +1,4 @@
-"""Who inserts the collectives: one gated MLP on the residual stream, its gradients included, written three times.
+"""One gated MLP on the residual stream, with gradients, by three ways to insert the collectives.
 
     python benchmarks/inserted.py [TOPOLOGY ...]       default: v5p:4x4x4 h100:2x8 cpu:8
 
@@ -117,7 +117,7 @@ def step_of(way: str, stream: P) -> Callable:
 
 
 def census(way: str, stream: P, topology: str) -> Counter:
-    """How many arrays of more than a kilobyte a device sends, by kind and mesh axes."""
+    """Number of arrays of more than a kilobyte that a device sends, by kind and mesh axes."""
     target = parse_topology(topology)
     axis_type = AxisType.Explicit if way == "types" else AxisType.Auto
     devices = np.array(target.devices()).reshape(-1, MODEL)

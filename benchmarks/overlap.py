@@ -1,4 +1,4 @@
-"""What hides a step's communication: compiled steps with and without XLA's options, prefetch and products in parts.
+"""Hidden communication: compiled steps with and without XLA's options, prefetch and collective matmul.
 
     python benchmarks/overlap.py                 every row, as a table: a minute or two each
     python benchmarks/overlap.py --only h100     rows whose topology and layout have this in it
@@ -104,7 +104,7 @@ class Variant(NamedTuple):
 
 
 def has_options(target: Topology) -> bool:
-    """Whether `auto` sets more than the compiler needs at all."""
+    """True if `auto` sets more options than the compiler needs."""
     kind = target.devices()[0].device_kind
     auto, none = (options_for(setting, target.platform, kind, absent=True).values for setting in ("auto", "none"))
     return auto != none

@@ -1,4 +1,4 @@
-"""What XLA inserts where a step is left to its sharding types: each compiled step beside theory.
+"""Collectives that XLA inserts into a step of sharding types, beside theory.
 
     python benchmarks/partitioners.py                  every case, as a table
     python benchmarks/partitioners.py --only h100      those whose name has this in it
@@ -51,7 +51,7 @@ FACTORS = {
     "microbatches": (1, 2),
 }
 MOST = 1e-3
-"""Of theory's bytes: missing and excess bytes together."""
+"""Missing and excess bytes together, relative to theory's."""
 
 Case = dict[str, str | int | bool]
 
@@ -90,7 +90,7 @@ def config_of(case: Case, partitioner: str) -> RunConfig:
 
 
 def over_model(rows: list[dict], one: float) -> dict[str, float]:
-    """How many activations cross `model`, by kind: the bytes sent over it, in those of one activation."""
+    """Activations that cross `model`, by kind: bytes sent over it, divided by one activation's."""
     counts: dict[str, float] = {}
     for row in rows:
         if row["axes"] == ["model"]:
@@ -101,7 +101,7 @@ def over_model(rows: list[dict], one: float) -> dict[str, float]:
 
 
 def judged(name: str, case: Case, partitioner: str) -> tuple[bool, list[str]]:
-    """Whether a case is exact, and its row of the table."""
+    """True for an exact case, and its row of the table."""
     target = topology.parse_topology(name)
     result = spmd_lm.audit(config_of(case, partitioner), name)
     shards = target.size // TENSOR_PARALLEL * case["microbatches"]
@@ -125,7 +125,7 @@ STEP_SECTIONS = {
     "precision": {"compute": "float32", "reduce": "float32"},
     "train": {"batch": 32},
 }
-"""What a step is timed with: no more than a machine of two cores computes in half a second."""
+"""A step for timing: a machine of two cores computes it in half a second at most."""
 
 
 def time_steps() -> None:
@@ -163,7 +163,7 @@ CHOSEN_BY = {
     "precision": {"reduce": "float32"},
     "train": {"batch": 32},
 }
-"""What both are compiled with: large enough that arrays are not rounding, small enough for a minute."""
+"""A step to compile: arrays large enough not to be rounding, small enough for a minute."""
 SHARDED = {"neither": ((1,), False), "model": ((2, 8), False), "sequence too": ((2, 8), True)}
 """Degrees of `model`, and whether the sequence is sharded over it.  Over all devices of a torus a compiler does without
 some of the collectives that it inserts along one line of them."""

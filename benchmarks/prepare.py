@@ -1,4 +1,4 @@
-"""How fast `spmd-lm prepare` is, and how much memory all of its processes take: PSS, which counts shared pages once.
+"""Time `spmd-lm prepare`, and measure the memory of all of its processes: PSS, which counts shared pages once.
 
     python benchmarks/prepare.py [--megabytes 100] [--workers 2] [--tokenizer FILE]
 

@@ -1,4 +1,4 @@
-"""How long a start takes to its first step with compiled programs on disk, beside one that compiles.
+"""Time a start to its first step with compiled programs on disk, beside one that compiles.
 
     python benchmarks/restart.py [--rounds 2] [KEY=VALUE ...]
 
@@ -16,7 +16,7 @@ UNROLLED = ["model.layers=12", "model.scan=false", "train.steps=1", "train.log_e
 
 
 def seconds_to_first_step(directory: Path, overrides: list[str]) -> float:
-    """From the start of the process to the record of step 1."""
+    """Seconds from the start of the process to the record of step 1."""
     command = [sys.executable, "-m", "spmd_lm", "train", "configs/debug.yaml", "--devices", "8", *UNROLLED]
     start, metrics = time.perf_counter(), directory / "metrics.jsonl"
     process = subprocess.Popen(

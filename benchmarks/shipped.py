@@ -1,4 +1,4 @@
-"""Every shipped configuration that names its hardware, compiled for it: bytes sent, memory, and compile time.
+"""Shipped configurations that name their hardware, compiled for it: bytes sent, memory, and compile time.
 
     python benchmarks/shipped.py            all of them
     python benchmarks/shipped.py ptd-p/1t   those whose names contain an argument

@@ -1,4 +1,4 @@
-"""What every program of the benchmark trains: sizes, initial weights, one batch, and the protocol for steps.
+"""The benchmark's training: sizes, initial weights, one batch, and the protocol for steps.
 
 A program ends in `serve(step)`: it reports its first losses, then makes one step for each empty line on standard
 input."""
@@ -29,7 +29,7 @@ class Sizes:
 
     @property
     def matmul_flops(self) -> int:
-        """Of one step, forward and backward, with the full square of attention scores."""
+        """FLOPs of one step, forward and backward, with the full square of attention scores."""
         tokens, w = self.batch * self.context, self.width
         layer = 12 * w * w + 2 * self.context * w
         return 6 * tokens * (self.layers * layer + self.vocab * w)

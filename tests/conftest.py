@@ -54,7 +54,7 @@ def narrow():
 
 @pytest.fixture(scope="module", autouse=True)
 def keep_what_is_left():
-    """What a module leaves in caches, gigabytes in the end, is not searched for garbage again."""
+    """Caches that a module leaves, gigabytes in the end, are not searched for garbage again."""
     yield
     gc.collect()
     gc.freeze()
@@ -62,7 +62,7 @@ def keep_what_is_left():
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """What the API runs in a child runs here, with what the test has replaced, and without a second start of jax."""
+    """Runs here what the API runs in a child, with the test's replacements, and without a second start of jax."""
     monkeypatch.setattr("spmd_lm.api.run_in_child", lambda target, function, *arguments: function(*arguments))
 
 

@@ -33,7 +33,7 @@ def fail(error: Exception, *_: object) -> None:
 
 
 class NoPickle(Exception):
-    """That pickle cannot make again."""
+    """An exception that pickle cannot restore."""
 
     def __init__(self, name: str, reason: str):
         super().__init__(f"{name} {reason}")

@@ -83,7 +83,7 @@ def run_of(layout: str, microbatches: int = 1, form: str = "scan", remat: str = 
 
 
 def partitioned(config: RunConfig, partitioner: str) -> RunConfig:
-    """The same run, its collectives written out (manual) or inserted by XLA (types)."""
+    """`config` with its collectives written out (manual) or inserted by XLA (types)."""
     parallel = config.parallel.model_copy(update={"partitioner": partitioner})
     return config.model_copy(update={"parallel": parallel})
 
@@ -94,7 +94,7 @@ def degrees(config: RunConfig) -> Layout:
 
 @functools.cache
 def program(config: RunConfig) -> Program:
-    """On as many devices as the layout needs.  Float64 programs want the fixture x64 wherever they are used."""
+    """The program on the layout's number of devices.  Float64 programs need the fixture x64 wherever they are used."""
     return Program(config, jax.devices()[: degrees(config).devices])
 
 
@@ -136,7 +136,7 @@ def device_batch(p: Program, step: int) -> Batch:
 
 
 def canonical(p: Program, state: TrainState) -> TrainState:
-    """On the host, without padding, layers in order; nothing of ours cuts or turns it."""
+    """The state on the host, unpadded, layers in order; made without the package's own conversion."""
     c = p.config.parallel
     chunks = c.chunks if c.pipe > 1 else 1
 
@@ -184,7 +184,7 @@ def train_steps(p: Program) -> Outcome:
 
 
 def assert_replicated(tree: Tree) -> None:
-    """All devices have the same arrays: each process reads those of its first device alone."""
+    """Asserts equal arrays on all devices: each process reads those of its first device alone."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         copies = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
         assert leaf.is_fully_replicated and len(copies) == 1, jax.tree_util.keystr(path)
@@ -192,7 +192,7 @@ def assert_replicated(tree: Tree) -> None:
 
 @functools.cache
 def trained_reference(config: RunConfig) -> Outcome:
-    """The same from the reference, in float64: only the first weights are the package's, and they are one device's."""
+    """The reference's run in float64; only the first weights are the package's, and they are one device's."""
     one = config.model_copy(update={"parallel": make_config().parallel})
     first = canonical(program(one), program(one).init())
     params = jax.tree.map(np.float64, first.params)

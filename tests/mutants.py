@@ -107,7 +107,7 @@ FIRST = {
     "pipeline": ["tests/parallel", "test_pipeline"],
     "step": ["test_loss_scale"],
 }
-"""By the package of what is broken: the watchers that are likely to notice, or cheap to ask."""
+"""Watchers likely to notice, or cheap to run, by the package of what is broken."""
 
 EQUIVALENT = {
     # part of a mutant's name: why nobody who watches numbers and communication can see it
@@ -215,7 +215,7 @@ def snapshot(of: Path, place: Path) -> None:
 
 
 def caught(package: Path, file: str | None = None, source: str = "") -> str | None:
-    """By which watcher's test; None for a survivor.  Without a file: the package as it is, which nothing may catch."""
+    """Name of the test that fails; None for a survivor.  Without a file the package is whole, and nothing may fail."""
     with tempfile.TemporaryDirectory() as place:
         snapshot(package, Path(place))
         if file:

@@ -47,8 +47,8 @@ def start_command(
 
 
 def family(*pids: int) -> dict[int, float]:
-    """These processes, and all that they started: seconds of CPU time of each, with those of children that it has
-    waited for.  A session is of the process that began it, which may have ended.  Empty where there is no /proc."""
+    """CPU seconds of these processes and all their descendants, with those of children that they have waited for.  A
+    session is that of the process that began it, which may have ended.  Empty without /proc."""
     stats = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
@@ -62,8 +62,7 @@ def family(*pids: int) -> dict[int, float]:
 
 
 class Progress:
-    """Whether processes, and those that they start, still get on: by their CPU time, of which they get some however
-    busy the machine is."""
+    """Progress of processes and their descendants, by CPU time: however busy the machine is, they get some."""
 
     def __init__(self, *pids: int):
         self.pids = pids

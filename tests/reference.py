@@ -206,7 +206,7 @@ def loss(params, config: RunConfig, batch, dropout: Dropout | None = None):
 
 
 def trainable_mask(patterns, params):
-    """For each entry of the parameters 0 if its name matches one of these patterns, else 1; layers have an index."""
+    """0 for each parameter whose name matches one of these patterns, else 1; layers have an index."""
 
     def leaf_mask(path, leaf):
         first, *rest = (key.key for key in path)
@@ -223,7 +223,7 @@ def trainable_mask(patterns, params):
 
 
 def trained_part(patterns, params, tree):
-    """Of a tree like the parameters the leaves of those that are not wholly frozen: nested dicts."""
+    """Leaves of `tree`, shaped like the parameters, that are not wholly frozen: nested dicts."""
 
     def part(mask, tree):
         if isinstance(tree, dict):

@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 def copy_repository(to: Path) -> None:
-    """All files of the working tree that git tracks or would track."""
+    """Copies the files of the working tree that git tracks or would track."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in names:

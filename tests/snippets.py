@@ -21,9 +21,9 @@ PAGES = [ROOT / "README.md"] + [
     page for page in sorted((ROOT / "docs").rglob("*.md")) if not page.relative_to(ROOT).as_posix().startswith(UNTESTED)
 ]
 COMMANDS = ("spmd-lm", "launch/local")
-"""What tests run."""
+"""Commands that tests run."""
 OTHER_COMMANDS = ("make", "sbatch", "pip", "python", "mpirun", "sky", "kubectl", "gcloud", "curl", "git")
-"""What they do not: a comment must say why."""
+"""Others: a comment must say why they are not run."""
 COMMENT = re.compile(r"<!-- (not run|run with|run first)(?:, ([^:]+))?: (.+) -->")
 
 
@@ -49,12 +49,12 @@ class Block(NamedTuple):
         return f"{self.page.relative_to(ROOT)}:{self.number}"
 
     def said(self, kind: str, line: str) -> list[str]:
-        """What the comments of this kind say about a line."""
+        """Texts of the comments of this kind on a line."""
         return [comment.text for comment in self.comments if comment.kind == kind and comment.word in line]
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """All blocks of a page, in order."""
+    """Blocks of a page, in order."""
     lines, number, comments = page.read_text().splitlines(), 0, []
     while number < len(lines):
         line = lines[number]
@@ -80,7 +80,7 @@ def first_word(line: str) -> str:
 
 
 def is_snippet(block: Block) -> bool:
-    """Whether somebody would run it, and not only read it."""
+    """True for code that somebody would run, not only read."""
     if block.fence is None or block.fence in ("python", "bash", "sh", "shell", "console"):
         return True
     return first_word(block.lines[0]).startswith((*COMMANDS, *OTHER_COMMANDS, "launch/"))
@@ -103,5 +103,5 @@ def strip_explanation(line: str) -> str:
 
 
 def arguments(line: str) -> list[str]:
-    """What a shell would pass to `spmd-lm`."""
+    """Arguments that a shell would pass to `spmd-lm`."""
     return shlex.split(line)[1:]

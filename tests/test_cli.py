@@ -196,7 +196,7 @@ def test_a_result_steers_no_terminal(text, capsys):
 
 
 def test_characters_that_the_terminal_cannot_show_are_escaped(work, monkeypatch):
-    """As in a container without a locale."""
+    """A container may have no locale."""
     work("spmd_lm.generation.generate", "generate_run", ["caf\xe9 \U0001f600"])
     with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as out:
         monkeypatch.setattr(sys, "stdout", out)

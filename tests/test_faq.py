@@ -35,7 +35,7 @@ def examples() -> list[Example]:
 
 
 def steps(example: Example) -> list:
-    """Those that train take longer."""
+    """Marks: examples that train are slow."""
     computes = len([line for line in example.commands if " train " in line]) > 1 or example.code == 6
     return [pytest.mark.slow] if computes else []
 

@@ -1,4 +1,4 @@
-"""What `make mutants` watches each broken package with: parity and audit of layouts that use every collective."""
+"""Watchers of `make mutants`: parity and audit of layouts that use every collective."""
 
 import jax
 import numpy as np

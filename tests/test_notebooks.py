@@ -18,7 +18,7 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 MOST_LINES = 25  # of a cell
 
 PACKAGE_IMPORTS = {"spmd_lm", "spmd_lm.analysis.scaling_law", "spmd_lm.runtime.notebook_setup"}
-"""What a notebook imports of the package; of `spmd_lm` also `plots`."""
+"""Modules that notebooks may import; `plots` is a name of `spmd_lm`."""
 
 
 def read(path: Path) -> dict:
@@ -101,7 +101,7 @@ def test_the_first_cell_clones_the_repository_it_is_given(tmp_path):
 
 COLAB = ["jax==0.7.2", "jaxlib==0.7.2", "flax==0.11.2", "orbax-checkpoint==0.12.4", "tokenizers==0.22.2"]
 COLAB += ["numpy==2.1.3", "ipykernel"]
-"""What Google Colab had on Python 3.13 in August 2026."""
+"""Versions on Google Colab with Python 3.13 in August 2026."""
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def colab(tmp_path) -> tuple[Callable[[str], subprocess.CompletedProcess], Path]
 
 @pytest.mark.slow
 def test_the_first_cell_in_colab(colab, tmp_path):
-    """It ends with a jax that serves; or, where the kernel had imported the old one, says what to do, and then does."""
+    """The cell installs a jax that serves; if the kernel has imported the old one, it says what to do, and does."""
     install, python = colab
     clone = tmp_path / "spmd-lm"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

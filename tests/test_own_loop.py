@@ -201,7 +201,7 @@ DEEP = {"layers": 12, "width": 64}
 
 
 def compiled_gradients(rules: dict, policy: str = "none") -> jax.stages.Compiled:
-    """Of a deep model on data 8."""
+    """Gradients of a deep model on data 8."""
     with jax.set_mesh(mesh_of((8, 1))), spmd_lm.axis_rules(batch="data", **rules):
         model, params, batch = laid_out(DEEP, policy)
         return jax.jit(jax.grad(model.mean_loss)).lower(params, batch).compile()
@@ -255,7 +255,7 @@ def test_rules_of_another_mesh_are_refused():
 @slow
 @pytest.mark.parametrize("zero", ["", ', zero="data"'])
 def test_the_example_trains_to_the_losses_of_train(zero, tmp_path):
-    """On data 4 x model 2, with dropout, in float64."""
+    """The mesh is data 4 x model 2, with dropout, in float64."""
     example = tmp_path / "own_loop.py"
     example.write_text((ROOT / "docs/examples/own_loop.py").read_text().replace('batch="data"', 'batch="data"' + zero))
     keys = {f"precision.{what}": "float64" for what in ("params", "compute", "reduce")}

@@ -91,7 +91,7 @@ def test_a_terminated_run_resumes_as_if_it_had_not_stopped(tmp_path):
 
 @pytest.mark.slow
 def test_text_is_learned_evaluated_and_generated(tmp_path):
-    """From the standard library to a checkpoint, an evaluation and a continuation, on a mesh."""
+    """The standard library becomes a checkpoint, an evaluation and a continuation, on a mesh."""
     directory, start = tmp_path / "run", time.perf_counter()
     overrides = ["parallel.model=4", "train.steps=60", "train.eval_every=30", "checkpoint.every=30", "optim.lr=3e-3"]
     losses = [record["loss"] for record in run(directory, 8, *overrides, "train.log_every=1").values()]

@@ -25,11 +25,11 @@ for line in sys.argv[1:]:
         sys.exit(f"exit code {code}")
 """
 TESTED_ELSEWHERE = {"README.md": "python", "docs/reports.md": "python", "docs/faq.md": "$ "}
-"""By page, how blocks begin that tests/test_docs.py and tests/test_faq.py run."""
+"""Beginnings of blocks that tests/test_docs.py and tests/test_faq.py run, by page."""
 
 
 def problems(block: Block) -> list[str]:
-    """What is wrong with a snippet's comments, or with a command that nothing is known about."""
+    """Errors in a snippet's comments, and commands that nothing is known about."""
     if not is_snippet(block):
         return []
     known = TESTED_ELSEWHERE.get(block.page.relative_to(ROOT).as_posix())
@@ -43,7 +43,7 @@ def problems(block: Block) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """What of a page is run, in order, with the arguments that make it short."""
+    """Lines of a page that are run, in order, with the arguments that make them short."""
     found = []
     for block in filter(is_snippet, blocks(page)):
         found += [comment.text for comment in block.comments if comment.kind == "run first"]
@@ -54,14 +54,14 @@ def commands(page: Path) -> list[str]:
 
 
 def directory_of_a_reader(path: Path) -> Path:
-    """What the pages' commands find where they run: this repository's files."""
+    """A directory with the repository's files that the pages' commands read."""
     for name, target in {"configs": "configs", "launch": "launch", "docs": "docs"}.items():
         (path / name).symlink_to(ROOT / target)
     return path
 
 
 def run(lines: list[str], directory: Path) -> None:
-    """In one process, but each that compiles for absent hardware, or starts processes, in one of its own: jax cannot
+    """Runs lines in one process, but one each for those that compile for absent hardware or start processes: jax cannot
     change its devices."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     environment |= {"PYTHONPATH": str(ROOT)}
@@ -125,7 +125,7 @@ def test_commands_are_read_without_what_explains_them(tmp_path):
 
 
 def test_commands_that_compute_nothing_run(tmp_path):
-    """Those of all pages, in one process, as they stand."""
+    """Pages' commands run unchanged, in one process."""
     lines = [line for page in PAGES for line in commands(page) if first_word(line) == "spmd-lm"]
     quick = [line for line in dict.fromkeys(lines) if arguments(line)[0] in QUICK]
     assert len(quick) >= 3

@@ -33,7 +33,7 @@ def test_no_test_waits_by_seconds():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """What a process and the wall's clock show: changed by a test."""
+    """Readings of CPU time and the clock, which a test sets."""
     shown = {"cpu": 5.0, "now": 0.0}
     monkeypatch.setattr(processes, "family", lambda *_: {1: shown["cpu"]})
     monkeypatch.setattr(processes.time, "monotonic", lambda: shown["now"])

@@ -1,4 +1,4 @@
-"""What pip installs, without the repository."""
+"""A wheel works without the repository."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ TINY = ["model.layers=1", "train.steps=2", "train.eval_every=0"]
 @pytest.mark.skipif(not UV.exists(), reason="no uv in this environment to build a wheel with")
 @pytest.mark.parametrize("options", [["--wheel"], []], ids=["of a clone", "of an sdist"])
 def test_a_wheel_plans_and_trains_what_it_ships(options, tmp_path):
-    """In this environment: its packages are those that pip would install beside the wheel."""
+    """The environment is this one: its packages are those that pip would install beside the wheel."""
     subprocess.run([UV, "build", "--quiet", *options, "--out-dir", tmp_path / "dist", processes.ROOT], check=True)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"

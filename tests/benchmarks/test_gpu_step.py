@@ -94,7 +94,7 @@ def test_a_wrong_size_or_setting_is_one_line():
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["gpt2-tiny", "bert-tiny"])
 def test_both_programs_train_the_same_model(tmp_path, size):
-    """On a CPU, in float32.  PyTorch does not compile here: that takes a C++ compiler, and longer than the rest."""
+    """A CPU computes them in float32; PyTorch is not compiled, which takes a C++ compiler and longer than the rest."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     file = tmp_path / "rows.json"

@@ -166,7 +166,7 @@ def test_what_else_differs_is_refused_as_before(tmp_path, wide, change, complain
 
 @pytest.mark.slow
 def test_the_log_of_a_run_tells_once_and_a_replay_computes_the_same(tmp_path, capsys):
-    """From the command line, through checkpoints in the run's directory and local ones."""
+    """Moments are kept in checkpoints of the run's directory and in local ones."""
     run, memory = tmp_path / "run", tmp_path / "memory"
     tree = {
         "run": {"name": "r", "dir": str(run), "trackers": []},
@@ -181,7 +181,7 @@ def test_the_log_of_a_run_tells_once_and_a_replay_computes_the_same(tmp_path, ca
     config.write_text(json.dumps(tree))
 
     def train(freeze: str, steps: int) -> list[str]:
-        """What the log says about optim.freeze and moments."""
+        """Lines of the log about optim.freeze and moments."""
         assert main(["train", str(config), f"optim.freeze={freeze}", f"train.steps={steps}"]) == 0
         lines = capsys.readouterr().out.splitlines()
         return [line.strip() for line in lines if "moments of" in line or "optim.freeze" in line]

@@ -183,7 +183,7 @@ def test_a_save_that_fails_in_the_background_surfaces_at_the_next_one(tmp_path):
 @pytest.mark.parametrize("removed", ["saving*", "*"])
 @pytest.mark.parametrize("when", ["while arrays are written", "once they are written", "once their record is"])
 def test_a_save_that_is_removed_while_it_is_written_costs_that_save(tmp_path, monkeypatch, when, removed):
-    """By somebody else: the directory of the save, or that of all checkpoints."""
+    """Somebody else removes the directory of the save, or that of all checkpoints."""
     told: list[str] = []
     saver = Checkpointer(tmp_path / "checkpoints", Checkpoint(keep=9), log=told.append)
     write = Checkpointer._write_record
@@ -322,7 +322,7 @@ def test_kill_during_a_save_leaves_the_one_before(tmp_path):
 
 @pytest.mark.slow
 def test_ten_kills_at_random_times_in_saves_and_deletes(tmp_path):
-    """Each time the newest checkpoint holds what was saved as it, and the next process goes on from there."""
+    """The newest checkpoint holds what was saved as it, and the next process resumes from it."""
     program = """
         import sys
         import jax.numpy as jnp
@@ -405,7 +405,7 @@ def test_a_key_newer_than_the_checkpoint_is_at_its_default(tmp_path):
 
 
 def test_sizes_derived_from_other_keys_may_be_explicit(tmp_path):
-    """As an imported model's config.json does."""
+    """An imported model's config.json writes them out."""
     model = {"layers": 1, "width": 8, "heads": 2, "context": 8, "vocab": 16}
     implicit, explicit = {"model": model}, {"model": model | {"mlp_width": 32, "kv_heads": 2}}
     for saved, config in ((implicit, explicit), (explicit, implicit)):

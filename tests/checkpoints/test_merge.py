@@ -18,7 +18,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_merged_matrix_is_rounded_once(kind):
-    """Of parameters in 16 bits: to what float64 says, or a neighbour where a sum in float32 lies between two."""
+    """Parameters of 16 bits equal float64's result, or its neighbour where a float32 sum lies between two."""
     precision = {"params": "bfloat16", "compute": "bfloat16"}
     program = Program(make_config(adapter=ADAPTERS[kind], precision=precision), jax.devices()[:1])
     draw = np.random.default_rng(0)

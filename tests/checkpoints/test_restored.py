@@ -67,7 +67,7 @@ def test_what_is_saved_is_what_is_trained(runs):
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "error"), [(LAYOUT, 0), (["parallel.pipe=2", "parallel.zero=1"], 1e-11)])
 def test_a_run_goes_on_on_any_mesh_as_if_it_had_not_stopped(copy, layout, error):
-    """On its own mesh to the bit."""
+    """Layouts agree to 1e-11; its own gives the same bits."""
     how = [f"run.init_from={copy / 'base'}", *LORA, "adapter.base=nf4-double", "optim.decay_steps=3"]
     how += [f"precision.{each}=float64" for each in ("params", "compute", "reduce")]
     straight = configure(copy, "straight", "train.steps=3", *how, *LAYOUT)

@@ -667,7 +667,7 @@ def test_exactly_the_divisible_sizes_pass(heads, model, mlp_width, batch, micro,
 @settings(max_examples=50)
 @given(**sizes, micro=degrees, devices=degrees, choices=st.sampled_from([1, 4]))
 def test_every_suggested_setting_fixes_its_problem(heads, model, mlp_width, batch, micro, devices, choices):
-    """Each suggestion on its own, whatever other problems there are."""
+    """Suggestions are tried one at a time, whatever other problems there are."""
     given = overrides_for(heads, model, mlp_width, batch, micro, devices, choices)
     for problem in problems(*given):
         suggestions = problem.split(". Use ")[1]

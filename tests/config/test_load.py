@@ -205,7 +205,7 @@ def test_a_section_within_a_section_names_its_keys(write, value, problem):
 
 
 def test_another_optimizer_keeps_the_schedule_and_asks_for_its_own_lr(write):
-    """Its updates have another size, and b2 has another meaning."""
+    """Lion's updates have another size, and its b2 another meaning."""
     write(a=TINY.replace("lr: 3e-4", "lr: 3e-4, warmup: 5, clip: 0.5, b2: 0.999, eps: 1e-6"))
     assert load("a.yaml", ["optim.kind=lion", "optim.lr=1e-4"]).optim == Lion(kind="lion", lr=1e-4, warmup=5, clip=0.5)
     missing = "optim.lr: missing. Set it in the file, or as optim.lr=... on the command line."
@@ -516,7 +516,7 @@ SHIPPED_NAMES = [str(path.relative_to(FOLDER).with_suffix("")) for path in CONFI
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED_NAMES if "finetune/" not in name])
 def test_a_shipped_configuration_is_found_by_its_name(name, write):
-    """From an empty directory, with its bases, and as a base."""
+    """The name works in an empty directory, and as a base."""
     write(mine=f"base: {name}\nrun: {{name: mine}}")
     config, mine = load(name), load("mine.yaml")
     assert config == load(FOLDER / f"{name}.yaml") and (mine.run.name, mine.model) == ("mine", config.model)

@@ -1,4 +1,4 @@
-"""Which runs prefetch, and multiply in parts, where the configuration leaves it open."""
+"""Defaults of prefetch and collective matmul: the runs that get them."""
 
 import pytest
 

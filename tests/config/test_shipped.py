@@ -1,4 +1,4 @@
-"""Every file under configs/ is a run that can be planned: as it stands, and laid out over 8 devices."""
+"""Files under configs/ can be planned as they stand, and laid out over 8 devices."""
 
 import math
 import re
@@ -88,7 +88,7 @@ def planned(path: Path, *overrides: str) -> tuple[RunConfig, dict]:
 
 @shipped
 def test_it_is_planned_as_it_stands(path):
-    """On the devices that it simulates, or that its degrees make, or else on one."""
+    """The devices are those that it simulates, else as many as its degrees need."""
     config = load(path)
     p = config.parallel
     degrees = {axis: max(degree, 1) for axis, degree in p.degrees.items()}
@@ -101,7 +101,7 @@ def test_it_is_planned_as_it_stands(path):
 
 @shipped
 def test_it_has_as_many_parameters_as_were_published(path):
-    """To the last digit that is printed."""
+    """They agree to the last printed digit."""
     name, count = name_of(path), model_parameters(load(path))
     assert (name in PARAMETERS) + (name in ROUNDED) + (name in FINETUNED | ADAPTED) + (name in TRIALS) == 1
     if name in PARAMETERS:
@@ -149,13 +149,13 @@ def test_its_header_has_its_parameters_and_hardware_that_it_fits(path):
 
 @shipped
 def test_its_last_state_is_kept(path):
-    """For eval and generate, which come next."""
+    """eval and generate read it next."""
     assert load(path).checkpoint.every > 0
 
 
 @pytest.mark.parametrize("name", FINETUNED)
 def test_a_fine_tuning_begins_as_bert_base_and_goes_on_as_it_would(name):
-    """Every key of what the base reads and is trained for is gone, and its model is the same."""
+    """No key of the base's data or training is left, and the model is the same."""
     config, base = load(CONFIGS / f"{name}.yaml"), load(CONFIGS / "bert" / "bert-base.yaml")
     assert config.data.task == Path(name).stem and config.data.task in TASKS
     assert config.run.init_from == str(base.run.directory) != str(config.run.directory)

@@ -51,7 +51,7 @@ SIZES = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, share=st.floats(0.005, 0.5), alike=st.booleans(), seed=st.integers(0, 99))
 def test_the_share_that_is_asked_for_is_held_out_whatever_the_sizes(sizes, share, alike, seed):
-    """To a twentieth of it, and the character at the cut; nothing is lost, and neither order nor names count."""
+    """The share is within a twentieth and the character at the cut; nothing is lost; order and names do not count."""
     letters = random.Random(seed)
     texts = [b"x" * size if alike else bytes(letters.choices([10, *range(97, 123)], k=size)) for size in sizes]
     given = [Document(f"{number}.txt", Path("x"), text) for number, text in enumerate(texts)]
@@ -103,7 +103,7 @@ def test_another_share_than_was_asked_for_is_told(tmp_path):
 
 
 def test_a_run_that_began_by_older_rules_keeps_its_tokens(tmp_path):
-    """What the same files were before: as sha256 of both splits."""
+    """sha256 of both splits, as the same files gave before."""
     for number in range(5):
         (tmp_path / f"{number}.txt").write_text(f"{number} " * 40)
     data = Text(source="text", path=str(tmp_path), validation_fraction=0.4)

@@ -231,7 +231,7 @@ def test_during_some_steps_no_batch_is_made():
 
 
 def test_only_the_caller_holds_a_batch():
-    """So that the last one is freed when the caller drops it, not while it waits for the next one."""
+    """The last batch is freed when the caller drops it, not while it waits for the next one."""
 
     class Made:
         pass
@@ -249,7 +249,7 @@ def test_only_the_caller_holds_a_batch():
 
 
 def test_a_process_reads_the_rows_of_its_own_devices(monkeypatch):
-    """Of two microbatches of eight rows the third and the fourth."""
+    """Two devices hold rows 3 and 4 of 8 in both microbatches."""
 
     class OfOneProcess:
         def addressable_devices_indices_map(self, shape):

@@ -96,7 +96,7 @@ def theirs(request, imported):
 
 
 def contexts(count: int) -> list[str]:
-    """Of 1 to 60 words of Python's own documentation: the longest do not fit before what is scored."""
+    """Contexts of 1 to 60 words of Python's own documentation; the longest do not fit before what is scored."""
     words = re.findall(r"\S+", f"{inspect.__doc__} {types.__doc__} {inspect.getdoc(re)}")
     return [" ".join(words[7 * i % 150 :][: 1 + i * 7 % 60]) for i in range(count)]
 
@@ -173,7 +173,7 @@ def test_choices_are_as_likely_and_as_right(imported, scorer, theirs, tmp_path):
 
 
 def test_each_context_begins_with_the_token_once(imported, tmp_path):
-    """What is compared above, in the ids themselves."""
+    """Ids show what is compared above."""
     bos = imported.tokenizer.bos_token_id
     encoder = Encoder(make_run_tokenizer(imported.config), imported.config.model.vocab)
     questions, _ = write_questions(tmp_path / "choice.jsonl")

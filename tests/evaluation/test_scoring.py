@@ -1,4 +1,4 @@
-"""What is scored, and that nothing but the model and the text decides the figures: no layout, stride or batch."""
+"""Scores depend on the model and the text alone: not on layout, stride or batch."""
 
 import functools
 import json
@@ -59,7 +59,7 @@ def test_windows_move_by_the_stride():
 
 @pytest.fixture
 def items(tmp_path):
-    """Of token ids, which synthetic data consists of."""
+    """Files of token ids, which synthetic data consists of."""
 
     def ids(seed, count):
         return " ".join(map(str, np.random.default_rng(seed).integers(0, 61, count)))
@@ -76,7 +76,7 @@ def items(tmp_path):
 
 @functools.cache
 def weights():
-    """Of one device, on the host, large enough for logits to differ."""
+    """One device's parameters, on the host, large enough for logits to differ."""
     one = program(make_config(model={"layers": 4}))
     return jax.tree.map(lambda w: 8 * w, canonical(one, one.init()).params)
 

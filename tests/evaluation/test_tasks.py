@@ -1,4 +1,4 @@
-"""What tasks read: files, conventions of WikiText, and the messages for what cannot be evaluated."""
+"""Inputs of tasks: files, conventions of WikiText, and the messages for what cannot be evaluated."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def test_counts_of_wikitext_103_s_validation_text(tmp_path):
 
 @pytest.mark.slow
 def test_published_passages_and_articles(tmp_path):
-    """Every token of a passage is read, and all of a last word is scored."""
+    """A passage is read to its last token, and its last word scored in full."""
     tokenizer = gpt2(tmp_path)
     path, articles = published("lambada_first1000.jsonl"), published("race_dev_middle.jsonl")
     config = make_config(model={"vocab": 50257, "context": 1024}, data=BYTES | {"tokenizer": str(tmp_path)})
@@ -100,7 +100,7 @@ def test_published_passages_and_articles(tmp_path):
 
 
 def test_the_test_split_of_prepared_data_is_scored(tmp_path):
-    """Of a blend those of all data sets that have one."""
+    """A blend's test splits are all scored."""
     for name, splits in {"a": ["train", "test"], "b": ["train"], "c": ["train", "test"]}.items():
         given = {split: [[[97 + i, 98, 99]]] for i, split in enumerate(splits)} | {"validation": []}
         write_dataset(tmp_path / name, given, vocab=256, eos=0)
@@ -157,7 +157,7 @@ def test_the_last_word_of_a_passage():
 
 
 def test_a_text_is_resampled_in_blocks_of_neighbours(tmp_path):
-    """Of a short one, tokens by themselves; two documents have a window each and no token in common."""
+    """A short text is resampled by token; two documents have a window each and no token in common."""
     (tmp_path / "a.txt").write_text("a" * 13)
     (tmp_path / "b.txt").write_text("b" * 9)
     (task,) = make_tasks(CONFIG, [f"text={tmp_path}"])
@@ -266,7 +266,7 @@ def test_a_file_of_one_token_among_others_is_skipped(name, tmp_path):
 
 
 def test_bytes_of_the_validation_split(tmp_path):
-    """Of prepared data those of the documents, whatever their tokens spell; else of tokens that spell bytes."""
+    """Prepared data counts the documents' bytes, whatever their tokens spell; other data, its tokens' bytes."""
     lines = write_lines(tmp_path / "a.jsonl", [{"text": f"Naïve Ärger  {i}!"} for i in range(60)])
     for kind, bytes_told in (("wordpiece", False), ("bpe", True)):
         out = tmp_path / kind

@@ -36,7 +36,7 @@ def models(request, tmp_path_factory):
 
 
 def their_scores(model, context: bytes, ids: bytes) -> list[tuple[float, bool]]:
-    """Of each byte after the context its log-likelihood, and whether it is the greedy choice; one forward pass each."""
+    """Log-likelihood of each byte after the context, and if it is the greedy choice; a forward pass each."""
     import torch
 
     result = []
@@ -49,7 +49,7 @@ def their_scores(model, context: bytes, ids: bytes) -> list[tuple[float, bool]]:
 
 
 def their_continuation(model, context: str, text: str) -> tuple[float, bool]:
-    """As the harness has it: one row, whose left end is cut off."""
+    """The harness's row, cut off at its left end."""
     whole, length = (context + text).encode(), len(text.encode())
     scores = their_scores(model, whole[-model.config.n_positions - 1 : -length], whole[-length:])
     return math.fsum(score for score, _ in scores), all(greedy for _, greedy in scores)

@@ -24,13 +24,13 @@ CLS, SEP, MASK, PAD = range(256, 260)
 
 @functools.cache
 def predictions(layout: str) -> list[dict[str, float]]:
-    """For each hidden token of TEXT, the probabilities of all tokens that are ASCII, in the order they come in."""
+    """Probabilities of the ASCII tokens for each hidden token of TEXT, in the order they come in."""
     found = fill_mask(program(run_of(layout, **BERT)), params(layout), TEXT, 260)
     return [{token: probability for token, probability in each if token.isascii()} for each in found]
 
 
 def params(layout: str):
-    """Those of a fresh model give all tokens all but the same probability."""
+    """Parameters that spread probabilities: a fresh model's are all but equal."""
     return jax.tree.map(lambda leaf: leaf * 8, program(run_of(layout, **BERT)).init().params)
 
 
@@ -103,7 +103,7 @@ def test_a_batch_is_what_a_step_trains_on():
 
 
 def test_ids_without_a_token_are_never_predicted(x64):
-    """Of a vocabulary that is padded to 320."""
+    """The vocabulary is padded to 320."""
     padded = BERT | {"model": BERT["model"] | {"vocab": 320}}
     p = program(make_config(**padded))
     for each in fill_mask(p, jax.tree.map(lambda leaf: leaf * 8, p.init().params), TEXT, 260):

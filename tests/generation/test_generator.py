@@ -87,7 +87,7 @@ def test_logits_that_are_no_numbers_are_told(x64):
 
 
 def test_a_row_does_not_depend_on_its_neighbours(x64):
-    """But on its index: the same prompt twice in a batch gives two texts."""
+    """A row's index counts: the same prompt twice in a batch gives two texts."""
     together = generate("one", PROMPTS, tokens=30, seed=1)
     for i, prompt in enumerate(PROMPTS):
         others = [PROMPTS[0]] * i
@@ -160,7 +160,7 @@ def test_greedy_options(sampling):
 @pytest.mark.parametrize("temperature", [1e-6, 1.0, 1e3, 1e6])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 99}, {"top_p": 0.999}, {"top_k": 7, "top_p": 1e-9}], ids=str)
 def test_what_has_no_text_is_never_sampled(temperature, filters):
-    """Its logits are -inf."""
+    """Their logits are -inf."""
     logits = jnp.asarray(LOGITS).at[:, 3:].set(-jnp.inf)
     sampling = Sampling(temperature=temperature, **filters)
     assert all((sample_token(logits, jnp.arange(4), i, sampling) < 3).all() for i in range(5))
@@ -234,7 +234,7 @@ class Padded(ByteTokenizer):
 @pytest.mark.parametrize("layout", ["one", pytest.param("data4-model2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sampling", [{"greedy": True}, {"seed": 3}, {"temperature": 50.0}, {"top_k": 4, "top_p": 0.9}])
 def test_what_the_tokenizer_has_no_token_for_is_never_sampled(layout, sampling, x64):
-    """But for what ends a text: the separator of documents, 0."""
+    """The separator of documents, 0, may end a text."""
     each = Generator(program(run_of(layout)), len(PROMPTS), Sampling(tokens=20, **sampling), Padded())
     for prompt, ids in zip(PROMPTS, each.generate(params(layout), PROMPTS), strict=True):
         new = ids[len(prompt) :]

@@ -1,4 +1,4 @@
-"""What cannot be imported or exported is refused with its name, before anything is left behind."""
+"""Imports and exports that cannot succeed fail by name, before anything is left behind."""
 
 import json
 import math

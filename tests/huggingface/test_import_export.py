@@ -77,7 +77,7 @@ def some_rows(config: RunConfig) -> Rows:
 
 
 def our_logits(program: Program, params, rows: Rows) -> dict[str, np.ndarray]:
-    """By output name; [rows, ...]."""
+    """Logits [rows, ...] by output name."""
     abstract = program.abstract_batch()
     given = {"tokens": rows.tokens, "token_type_ids": rows.types, "segments": rows.real}
     given["positions"] = np.broadcast_to(np.arange(rows.tokens.shape[1], dtype=np.int32), rows.tokens.shape)
@@ -291,7 +291,7 @@ def their_nll(logits: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> f
 
 @pytest.mark.parametrize("which", ["bert", "llama"])
 def test_losses_agree_with_transformers(hf, tmp_path, which):
-    """On held-out text.  BERT's labels agree too: 0 where the second segment follows the first."""
+    """The text is held out.  BERT's labels agree too: 0 where the second segment follows the first."""
     directory, model = hf(which, "float32")
     config = import_directory(directory, tmp_path / "run", *FLOAT32)
     program, corpus = Program(config), load_data(config.data, config.train.seed, config.model.vocab)

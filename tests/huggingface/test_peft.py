@@ -158,7 +158,7 @@ def test_logits_agree_with_peft_both_ways_and_merged(peft, tmp_path, case):
 
 @pytest.mark.slow
 def test_gradients_are_those_of_peft(peft, tmp_path):
-    """Of separate projections, in float64."""
+    """Projections are separate; gradients, float64."""
     import torch
 
     theirs, config = imported(peft, "llama", tmp_path, *FLOAT64)

@@ -62,7 +62,7 @@ PUBLISHED = {  # what the config.json of the released models says
 }
 published = pytest.mark.parametrize("name", PUBLISHED)
 MAY_DIFFER = {"max_position_embeddings", "sliding_window_pattern", *SPECIAL_TOKEN_KEYS}
-"""Of config.json as transformers reads it: the length of rows, and a key that layer_types stands for."""
+"""Keys that transformers may read otherwise: the length of rows, and one that layer_types stands for."""
 
 
 def shipped_run(name: str) -> RunConfig:
@@ -75,7 +75,7 @@ def test_all_are_compared():
 
 @published
 def test_the_model_is_that_of_the_published_config_json(name):
-    """But for the length of rows, which is one of its pretraining."""
+    """The length of rows may differ, which pretraining chooses."""
     parsed, config = parse_config(PUBLISHED[name]), shipped_run(name)
     assert comparable(config.model.model_dump() | {"context": 0}) == comparable(parsed.model | {"context": 0})
     assert config.model.context <= parsed.model["context"] and not parsed.unknown_keys
@@ -85,7 +85,7 @@ def test_the_model_is_that_of_the_published_config_json(name):
 
 @published
 def test_transformers_makes_models_of_that_size(name):
-    """Of the published config.json, and of the one that export writes, which it reads alike; no array is made."""
+    """The published config.json gives it, and the exported one reads alike; no array is made."""
     torch = pytest.importorskip("torch", reason="the extra `hf` is not installed")
     transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     config = shipped_run(name)

@@ -208,7 +208,7 @@ def test_ids_are_those_of_transformers(tmp_path, name):
 
 
 def test_added_tokens_beyond_the_vocabulary_matter_where_a_text_has_them(tmp_path, capsys):
-    """As <image_soft_token>, which Gemma 3's text models lack."""
+    """<image_soft_token> is one, which Gemma 3's text models lack."""
     pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     made, settings = gemma()
     sizes = TINY | {"vocab_size": (size := made.get_vocab_size())}

@@ -54,7 +54,7 @@ READ_TASK = "import sky, sys; task = sky.Task.from_yaml(sys.argv[1]); print(task
 @pytest.mark.slow
 @pytest.mark.skipif(not UV.exists(), reason="no uv in this environment to install SkyPilot with")
 def test_skypilot_reads_its_file(tmp_path):
-    """In an environment of its own: SkyPilot is 459 MB."""
+    """An environment of its own runs it: SkyPilot is 459 MB."""
     command = [UV, "run", "--quiet", "--no-project", "--with", "skypilot==0.14.1", "python", "-c", READ_TASK]
     text = (LAUNCH / "skypilot.yaml").read_text()
     (tmp_path / "wrong.yaml").write_text(text.replace("num_nodes", "num_nodez"))

@@ -57,7 +57,7 @@ def launch_instead(directory: Path, code: str) -> subprocess.Popen:
 
 
 def test_output_of_any_bytes_is_copied(tmp_path):
-    """Not UTF-8, longer than a pipe holds, and without a newline at the end."""
+    """The bytes are not UTF-8, longer than a pipe holds, and without a final newline."""
     line = b"a\0\xe9\r" + b"x" * 200_000
     job = launch_instead(tmp_path, f"sys.stdout.buffer.write({line!r} + b'\\n[Gloo] no\\nlast')")
     output, _ = processes.communicate(job)
@@ -121,7 +121,7 @@ def test_two_jobs_at_once_each_do_a_benchmark():
 
 @pytest.mark.slow
 def test_a_verb_that_does_not_train_ends_at_once(tmp_path):
-    """In a job as alone; jax, once it watches SIGTERM, would go on to the end."""
+    """A job's SIGTERM ends eval; jax, once it watches SIGTERM, would continue."""
     processes.run(*train(tmp_path / "run", "train.steps=1"))
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     cache["JAX_ENABLE_COMPILATION_CACHE"] = "1"
@@ -175,7 +175,7 @@ def test_a_job_whose_launcher_is_killed_saves(tmp_path):
 
 @pytest.mark.slow
 def test_seeds_are_trained_by_all_processes(tmp_path):
-    """Each seed is a job of its own: the processes of the sweep start the same one, and agree on its end."""
+    """A seed is a job of its own: the processes of the sweep start the same one, and agree on its end."""
     job = launch(
         2,
         *train(tmp_path, "train.steps=2", "optim.warmup=0", "train.eval_every=2", "train.eval_batches=1"),
@@ -211,7 +211,7 @@ def start_apart(directories: list[Path], own: list[list[str]], *overrides: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_fails_ends_the_others_without_a_launcher(tmp_path, victim):
-    """With its exit code; they say which one it was."""
+    """The others end with its exit code, and name it."""
     for number in range(2):
         (tmp_path / str(number)).mkdir()
     (tmp_path / str(1 - victim) / "text.txt").write_text("to be or not to be " * 200)

@@ -54,7 +54,7 @@ def check(got, want, tolerance=1e-13):
     ("time", "packed"), [(1, False), (7, True), (126, False), (128, False), (128, True), (129, False), (130, True)]
 )
 def test_xla_attention_is_the_naive_one(time, packed, x64):
-    """From 128 on, an even number of positions is done in two blocks."""
+    """An even number of positions, from 128 on, is computed in two blocks."""
     segments = documents(time) if packed else None
 
     def ours(q, k, v):
@@ -219,7 +219,7 @@ def test_cudnn_is_the_xla_attention(width, span):
 
 
 def test_cudnn_is_asked_for_the_same_window(monkeypatch, x64):
-    """By jax's name for it; on a CPU jax's own attention answers."""
+    """The argument is jax's; on a CPU jax's own attention answers."""
     monkeypatch.setattr(
         jax.nn, "dot_product_attention", functools.partial(jax.nn.dot_product_attention, implementation="xla")
     )

@@ -83,7 +83,7 @@ def test_padding_takes_no_probability(model, x64):
 
 
 def test_the_value_without_gradients_is_the_same(want):
-    """It is another program."""
+    """The program is another one."""
     got = over_model(ours, 4, INS, ())(H, TABLE, BIAS, TARGETS, WEIGHTS)
     assert 3 * float(got) == pytest.approx(float(want[0]), rel=1e-14)
 
@@ -141,7 +141,7 @@ def test_scores_of_each_target(model, chunk_rows, x64, monkeypatch):
 
 @pytest.mark.parametrize("padded", [0, 5, 24])
 def test_normalizers_in_one_pass_are_those_in_two(padded, x64):
-    """Of rows with padding, and of a shard of nothing else."""
+    """Rows have padding; one shard has nothing else."""
     logits = np.random.default_rng(1).normal(size=(6, 24)) * 30
     logits[:, 24 - padded :] = -np.inf
     one, two = (pass_(jnp.asarray(logits)) for pass_ in (module._in_one_pass, module._in_two_passes))

@@ -18,7 +18,7 @@ LLAMA3 = Llama3Rope(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fa
 
 
 def expected_frequency(rotary: Rotary, pair: int, pairs: int) -> float:
-    """As the papers have it."""
+    """The papers' formula."""
     s, theta, frequency = rotary.scaling, rotary.theta, rotary.theta ** (-pair / pairs)
     if s is None:
         return frequency

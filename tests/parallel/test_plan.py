@@ -157,7 +157,7 @@ def test_what_is_left_to_sum_of_a_gradient(sequence):
     ],
 )
 def test_stages_on_a_tpu_scatter_a_table_of_more_columns(platform, keys, tiles):
-    """Where they scatter in branches: its 233 tiles, a prime, would not halve."""
+    """Branches scatter the table: its 233 tiles, a prime, would not halve."""
     parallel = {"pipe": 4, "data": 4, "zero": 2, "microbatches": 4} | keys
     config = make_config(model={"layers": 4, "width": 256, "vocab": 128 * 233}, parallel=parallel)
     plan = abstract_plan(config, 4 * parallel["pipe"], platform, "")

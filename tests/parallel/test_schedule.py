@@ -99,7 +99,7 @@ def test_one_chunk_is_the_plain_schedule():
 
 
 def test_breadth_first_takes_each_chunk_once():
-    """So that its weights are gathered once in each direction."""
+    """Weights are gathered once in each direction."""
     for s in ALL:
         if s.kind == "breadth_first":
             chunks = [task.chunk for task in s.forward_order]

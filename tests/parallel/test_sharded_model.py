@@ -110,7 +110,7 @@ def columns_summed(matrices):
     ],
 )
 def test_every_schedule_computes_what_one_device_does(kind, chunks, layers_per_remat_block, zero, layers, x64):
-    """With ZeRO the rows are divided over data too, and 2 does not divide the 3 rows of a matrix."""
+    """Rows are divided over data too under ZeRO, and 2 does not divide the 3 rows of a matrix."""
     layout, microbatches = Layout(pipe=2, data=2 if zero else 1), 4
     r = np.random.default_rng(0)
     params = {"blocks": {"w": jnp.asarray(r.normal(size=(layers, 3, 2)))}, "start": jnp.asarray(r.normal(size=(3, 2)))}

@@ -54,8 +54,8 @@ def test_shards_that_do_not_divide_are_padded():
 @pytest.mark.parametrize("more_columns", [0, 3])
 @pytest.mark.parametrize("layout", [Layout(data=4, model=2), Layout(replica=2, data=2, model=2)], ids=str)
 def test_gathering_and_scattering_are_exact(layout, more_columns):
-    """Each device's gradient is its own number; the shards hold the sum over data, and then over replica.
-    more_columns: how many are added before the scatter and cropped after it, as in a pipeline on TPUs."""
+    """A device's gradient is its own number; shards hold the sum over data, and then over replica.
+    more_columns: added before the scatter and cropped after it, as in a pipeline on TPUs."""
     made = plan(layout, 3, jax.devices())
     padded_shape = made._scattered_shape
 

@@ -28,7 +28,7 @@ def pipeline():
 
 
 def texts(figure) -> list[str]:
-    """All that is written in a figure."""
+    """Texts written in a figure."""
     figure.to_svg()  # labels of axes are made when it is drawn
     return [each.get_text() for each in figure.findobj(lambda a: hasattr(a, "get_text")) if each.get_text()]
 

@@ -46,7 +46,7 @@ def no_log(line: str) -> None:
 
 
 def texts(out: Path, split: str = "train") -> list[str]:
-    """Of a data set of bytes, whose documents end with NUL."""
+    """Documents of a data set of bytes; NUL ends each."""
     return [bytes(ids[:-1].astype(np.uint8)).decode() for ids in id_arrays(out, split)]
 
 
@@ -61,6 +61,6 @@ def step(report: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Every file but the one that has times."""
+    """Contents of all files but the one that has times."""
     found = [path for path in sorted(out.rglob("*")) if path.is_file() and path.name != "report.json"]
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in found}

@@ -1,4 +1,4 @@
-"""What is no document is counted with its place, or ends with it; what is left is as if it had not been there."""
+"""Input that is no document is counted with its place, or ends with it; the rest is as if it had not been there."""
 
 import gzip
 import json
@@ -140,7 +140,7 @@ def test_a_damaged_file_is_read_up_to_there(suffix, damage, tmp_path):
 
 
 def test_what_decompresses_is_what_was_compressed(tmp_path):
-    """Of two frames, one after another, as `cat` joins them."""
+    """Two frames follow each other, as `cat` joins them."""
     for suffix in (".gz", ".zst"):
         path = tmp_path / f"a.txt{suffix}"
         path.write_bytes(compressed(b"one ", suffix) + compressed(b"two" * 100_000, suffix))
@@ -225,7 +225,7 @@ LONG = {  # of which there is the most to keep: words of one letter, of few and 
 @pytest.mark.parametrize("role", ["document", "evaluation text"])
 @pytest.mark.parametrize("case", LONG)
 def test_a_process_takes_14_times_its_longest_document(case, role, tmp_path):
-    """As docs/prepare.md promises, besides what it has before."""
+    """docs/prepare.md promises this, besides what it has before."""
     for name in ("document", "evaluation text"):
         (tmp_path / f"{name}.txt").write_bytes(LONG[case]() if name == role else b"z y x " * 9)
     (tmp_path / "short.txt").write_text("short")
@@ -314,7 +314,7 @@ def test_a_full_disk_ends_in_a_line_and_leaves_no_half_file(tmp_path, monkeypatc
 
 
 def test_where_no_document_is_left_it_says_why_and_leaves_nothing(tmp_path):
-    """So that the same command, mended, makes the data set."""
+    """Nothing hinders a second run of the command, once its source is mended."""
     source = tmp_path / "race.jsonl"
     source.write_text('{"article": "An article.", "questions": ["q"]}\n' * 3)
     with pytest.raises(DataError) as told:

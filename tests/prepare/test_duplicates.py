@@ -82,7 +82,7 @@ def test_exact_duplicates_differ_in_white_space_and_composition_alone(tmp_path):
 
 
 def test_ranges_of_keys_and_chunks_change_nothing(tmp_path, monkeypatch):
-    """Of 300 documents, in chunks of 7 and ranges of 1,000 keys; and one that many share."""
+    """300 documents, one of them shared by many, in chunks of 7 and ranges of 1,000 keys."""
     given = [sentence(seed % 90, 60) + f" {seed % 5}" for seed in range(300)]
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in given])
     steps = {"exact_duplicates": True, **NEAR}

@@ -1,4 +1,4 @@
-"""All that is wrong with a file is told at once, and before anything is read."""
+"""Errors of a recipe are told all at once, and before anything is read."""
 
 from pathlib import Path
 

@@ -302,7 +302,7 @@ def test_chunks_that_are_gone_are_told(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["titles", "files"])
 def test_leaks_are_those_that_it_was_begun_with(name, tmp_path, monkeypatch):
-    """Of a list of titles, or an evaluation text, that changes in between no mixture is made."""
+    """A list of titles, or an evaluation text, that changes in between makes no mixture."""
     source, listed = write_lines(tmp_path / "a.jsonl", [{"text": "one two"}, {"text": "three"}]), tmp_path / "listed"
     steps = {"leaks": {"ngram": 2, name: str(listed) if name == "titles" else [str(listed)]}}
 
@@ -371,7 +371,7 @@ def array(shape, dtype="<u8", fill=0) -> bytes:
 
 
 def forged_array(path: Path, content: bytes) -> None:
-    """With a record that is of it."""
+    """Writes the array, and a record to match."""
     path.write_bytes(content)
     name, _, suffix = path.name.partition(".")
     record = path.with_name(f"{name}.json")

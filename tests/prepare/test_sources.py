@@ -1,4 +1,4 @@
-"""Every kind of source gives its documents, in an order of their own."""
+"""Sources of every kind give their documents, in an order of their own."""
 
 import gzip
 import hashlib
@@ -194,7 +194,7 @@ def test_standard_input(tmp_path):
 
 
 def test_a_hugging_face_data_set(tmp_path, monkeypatch):
-    """Its library is stood in for: what it is asked, and what becomes of its rows."""
+    """A fake library records the call and gives the rows."""
     asked = []
 
     def load_dataset(*arguments, **options):
@@ -221,7 +221,7 @@ def test_a_hugging_face_data_set(tmp_path, monkeypatch):
 
 
 def test_files_of_a_directory_that_are_not_read_are_told(tmp_path):
-    """In the reports; the manifest has the same bytes with and without them."""
+    """Reports name them; the manifest has the same bytes with and without them."""
     for name in ("a.txt", "b.tex", "c.tex", "d.tar.gz", "Makefile", ".hidden.tex"):
         (tmp_path / "in").mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text("text")
@@ -234,7 +234,7 @@ def test_files_of_a_directory_that_are_not_read_are_told(tmp_path):
 
 
 def test_sources_and_files_that_nothing_was_read_of_are_told(tmp_path):
-    """Those that are empty are not: they have nothing to read."""
+    """Empty ones are not: they have nothing to read."""
     (tmp_path / "in").mkdir()
     good = write_lines(tmp_path / "in/good.jsonl", [{"text": "one"}])
     bad = write_lines(tmp_path / "in/bad.jsonl", [{"id": "1", "article": "a text", "questions": []}] * 2)

@@ -67,7 +67,7 @@ def test_a_document_longer_than_a_shard_has_one_of_its_own(tmp_path):
 
 
 def test_the_split_of_a_text_is_its_own(tmp_path, source):
-    """But for those few, at the bounds, that make the shares of the text what they are to be."""
+    """Texts at the bounds are excepted, which make the shares what they are to be."""
     shares = {"validation": 0.1, "test": 0.2}
     make(tmp_path / "out", source, split=shares)
     in_split = {text: split for split in SPLITS for text in texts(tmp_path / "out", split)}
@@ -124,7 +124,7 @@ SIZES = st.one_of(
     seed=st.integers(0, 99),
 )
 def test_shares_are_those_that_are_asked_for_whatever_the_sizes(sizes, validation, test, seed):
-    """To a twentieth of each and of what is left to train on, and a byte."""
+    """The error is a twentieth of each and of the training text, and a byte."""
     rng = np.random.default_rng(seed)
     digests, lengths = rng.integers(0, 2**64, len(sizes), dtype=np.uint64), np.array(sizes, np.uint64)
     shares = SplitShares(validation=validation, test=test)
@@ -151,7 +151,7 @@ def test_the_parts_of_a_text_are_all_of_it_and_divide_no_character(text, at_end,
 
 
 def test_another_share_of_the_text_than_was_asked_for_is_told(tmp_path):
-    """Where there is too little of it; and where documents go out that are too short."""
+    """The text is too short; or documents that are too short are removed."""
     report = make(tmp_path / "little", write_lines(tmp_path / "a.jsonl", [{"text": "one"}]), split={"test": 0.001})
     told = (
         "33.33% of the text is in the split test, not split.test=0.10%. Name more sources, or lower steps.min_tokens."
@@ -240,7 +240,7 @@ CUTS = {"bert": tokens.KNOWN_CUTS, "gpt2": tokens.KNOWN_CUTS, "metaspace": token
 
 @pytest.mark.parametrize("kind", CUTS)
 def test_a_long_document_has_the_ids_of_all_of_it(kind, tmp_path, monkeypatch):
-    """It is tokenized in parts where that is the same, so that it takes little memory."""
+    """Parts are tokenized apart where that gives the same ids, to save memory."""
     tokenizer = vocabulary_of(kind, tmp_path)
     text = published("tinyshakespeare.txt").read_text()[:60_000] + published("wikitext2_test.txt").read_text()[:60_000]
     text = text[:30_000].upper() + text[30_000:]

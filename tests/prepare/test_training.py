@@ -1,4 +1,4 @@
-"""From raw text to a model: a run on what `prepare` made."""
+"""Raw text to a model: a run on what `prepare` made."""
 
 import json
 from pathlib import Path

@@ -39,7 +39,7 @@ WRITES = {  # audit events, and which of their arguments are paths
     "os.removexattr": [0],
 }
 RUNS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pickle.find_class")
-"""What a file that is read must never lead to, except TRIAL, to which a tokenizer.json is given to try."""
+"""Calls that reading a file must never lead to, except TRIAL, to which a tokenizer.json is given to try."""
 TRIAL = [sys.executable, "-P", trial.__file__]
 
 

@@ -80,7 +80,7 @@ def losses(directory: Path) -> list[tuple]:
 
 
 def child(process: subprocess.Popen) -> int:
-    """Of a supervisor, once it has one."""
+    """A supervisor's child, once it has one."""
     while True:
         for task in Path(f"/proc/{process.pid}/task").iterdir():
             if pids := (task / "children").read_text().split():

@@ -216,7 +216,7 @@ def change_lines(choose: Choose, data: bytes, values: list[str], more: list[str]
 
 
 def change_file(choose: Choose, path: Path) -> None:
-    """What is no file, no longer there, or longer than any memory, in place of it."""
+    """Replaces a file by something that is no file, is gone, or is longer than any memory."""
     path.unlink()
     kind = choose(
         st.sampled_from(["missing", "directory", "pipe", "loop", "dangling", "device", "endless", "unreadable"])

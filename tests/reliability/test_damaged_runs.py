@@ -94,5 +94,5 @@ def test_a_damaged_run_ends_each_verb_that_misses_what_is_damaged(run, what, how
 
 
 def test_a_run_that_is_whole_is_said_to_have_changed_in_nothing(run):
-    """Not even in its tokenizer, which is the one that it trained."""
+    """Even its tokenizer is unchanged, which it trained."""
     assert run_verb(*line_of("replay", run), limited=False)[::2] == (Exit.DONE, "")

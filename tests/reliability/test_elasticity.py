@@ -74,7 +74,7 @@ CYCLE = [
 
 @pytest.mark.slow
 def test_a_cycle_of_layouts_over_two_processes(tmp_path):
-    """Each start of two processes goes on under the next of 8 layouts, in float64."""
+    """Two processes start again and again, each time under the next of 8 layouts, in float64."""
     run = [*(f"precision.{key}=float64" for key in ("params", "compute", "reduce")), "model.layers=2", "train.batch=8"]
     run += ["optim.decay=constant", "checkpoint.every=0"]
     for number, layout in enumerate(CYCLE, 1):

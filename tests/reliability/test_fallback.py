@@ -143,7 +143,7 @@ def test_a_newest_checkpoint_that_is_gone_is_missed(run, text, capsys):
 
 
 def test_training_never_starts_over_in_silence(run, text, capsys):
-    """All damaged; and all gone, which status.json contradicts."""
+    """Checkpoints are damaged, or gone, which status.json contradicts."""
     for step in (2, 4, 6):
         path = max((run / "checkpoints" / str(step)).rglob("*"), key=lambda path: path.stat().st_size)
         path.write_bytes(path.read_bytes()[:-1])
@@ -207,7 +207,7 @@ def test_a_directory_that_cannot_be_looked_into_is_not_damaged(run, text, monkey
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "diff", "eval", "generate", "export", "train"])
 def test_a_directory_without_permission_is_not_empty(run, text, monkeypatch, tmp_path, capsys, verb):
-    """As by another user: root, who runs the tests, may read all."""
+    """Another user is simulated: root, who runs the tests, may read all."""
     listdir, scandir = os.listdir, os.scandir
 
     def refused(call):

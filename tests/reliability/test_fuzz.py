@@ -52,7 +52,7 @@ BERT = (
 
 
 class StopsAtInit(FakeProgram):
-    """All that is read has been read by then."""
+    """A program that stops once everything is read."""
 
     def __init__(self, config):
         self.config = config
@@ -100,7 +100,7 @@ def here(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def stops(here, monkeypatch) -> Path:
-    """The same, and verbs that read and check, and compile nothing."""
+    """`here`, with verbs that read and check, and compile nothing."""
     monkeypatch.setattr("spmd_lm.training.loop.Program", StopsAtInit)
     monkeypatch.setattr("spmd_lm.training.loop.plan_report", PLAN_REPORT)
     monkeypatch.setattr("spmd_lm.evaluation.evaluate.validation_metrics", stop)
@@ -183,7 +183,7 @@ TRIED: dict[str, tuple[Callable[[Choose, Path], int], int]] = {  # and how often
 
 
 def fuzz(kind: str, cases: int, here: Path) -> Counter[int]:
-    """How many examples ended with each exit code."""
+    """Number of examples by exit code."""
     codes: Counter[int] = Counter()
 
     @hypothesis.settings(max_examples=cases, suppress_health_check=list(hypothesis.HealthCheck))
@@ -218,7 +218,7 @@ def test_two_thousand_changed_files(kind, stops, record_property, capsys):
 
 
 def test_a_run_writes_into_its_directory_alone(here, monkeypatch):
-    """Of the watched run above, and of what follows it."""
+    """The watched run above does, and the verbs that follow it."""
     monkeypatch.chdir(here / "elsewhere")
     with watching(here / "run", here / "exported", *CACHES):
         for line in (["eval", here / "run"], ["report", here / "run"], ["ckpt", "verify", here / "run"]):

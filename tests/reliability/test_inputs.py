@@ -1,4 +1,4 @@
-"""What is read is data: it neither runs, nor hangs, nor fills the memory, nor loses a part in silence."""
+"""Input is data: it neither runs, nor hangs, nor fills the memory, nor loses a part in silence."""
 
 import ast
 import hashlib
@@ -174,7 +174,7 @@ RECORD |= {"meta": {"config": {}, "data": {"samples": 0, "fingerprint": ""}, "ve
     ids=str,
 )
 def test_a_record_of_another_form_is_refused(tmp_path, wrong):
-    """Its digest is right: whoever can write to the directory can write that too."""
+    """The digest is right: a writer of the directory can write that too."""
     for fields, reads in ((RECORD, True), (RECORD | wrong, False)):
         line = json.dumps(fields).encode()
         directory = tmp_path / str(fields["step"])

@@ -90,7 +90,7 @@ def test_a_line_that_cannot_be_printed_harms_nothing():
 
 
 def test_a_reader_that_is_slow_costs_lines_and_no_more():
-    """Of a pipe that whoever started us made non-blocking."""
+    """The pipe is non-blocking, as a parent may make it."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     with open(write, "w") as stream, open(read, "rb") as reader:
@@ -137,7 +137,7 @@ sys.exit(main())
     ("output", "lines"), [("> /dev/full", 0), ("2> /dev/full > /dev/full", 9), (">&- 2>&-", 9), ("| true", 9)]
 )
 def test_what_trains_without_output_ends_with_its_own_code(output, lines):
-    """Not with Python's 120, for what it cannot flush at exit."""
+    """Python's own code would be 120, for what it cannot flush at exit."""
     line = (
         f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(TRAINS.replace('LINES', str(lines)))} {output}"
     )
@@ -180,7 +180,7 @@ def test_a_closed_stream_is_not_the_next_file(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("answer", "code"), [(signal.SIG_DFL, Exit.PREEMPTED), (signal.SIG_IGN, Exit.DONE)])
 def test_a_run_outlives_its_terminal(tmp_path, answer, code):
-    """It is saved at once, or goes on under nohup."""
+    """A run is saved at once, or continues under nohup."""
     steps = tmp_path / "metrics.jsonl"
     line = f"{sys.executable} -m spmd_lm train {SMALL} train.steps=300 run.dir={tmp_path}"
     pid, terminal = pty.fork()
@@ -361,8 +361,8 @@ def test_a_file_on_a_read_only_disk_is_told(tmp_path):
 
 @pytest.mark.slow
 def test_disks_of_every_size(tmp_path, disk):
-    """From none for the first files to all but the last: exit 2, or 5 where a checkpoint finds no room, one sentence,
-    and with room the same command goes on."""
+    """Room for nothing up to all but the last file: exit 2, or 5 where a checkpoint does not fit, one sentence, and the
+    same command continues once there is room."""
     train = f"spmd-lm train {SMALL} run.dir={tmp_path / 'disk' / 'run'} train.steps=120 checkpoint.every=40"
     codes = []
     for size in ("4k", "12k", "40k", "200k", "900k", "1800k", "2600k", "40m"):

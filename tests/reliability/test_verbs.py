@@ -1,4 +1,4 @@
-"""Every verb that reads a checkpoint, on one that is damaged, and on one that was made to do harm.
+"""Verbs that read a checkpoint, on one that is damaged, and on one that was made to do harm.
 
 Arrays of megabytes, so that most of what is flipped is array data.  No verb compiles a step: each is stopped where it
 has what it restored, which is compared with what was saved, bit for bit."""
@@ -45,7 +45,7 @@ def finished(tmp_path_factory, text) -> Path:  # noqa: F811
 
 
 class Restored(Exception):
-    """What a verb goes on with."""
+    """Carries what a verb restored."""
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def verbs(finished, tmp_path, text, stop_when_restored) -> Verbs:  # noqa: F811
 
 
 def check_verb(verbs: Verbs, verb: str, number: int) -> None:
-    """So many of each: bits and blocks of array data, bits of other files, cut, deleted and empty files."""
+    """Checks `number` cases each of flipped bits, zeroed blocks, and cut, deleted and empty files."""
     rng, found = random.Random(verb), "fell back" if verb == "train" else "detected"
     data, others = verbs.files(step := BEFORE if verb == "replay" else NEWEST)
     assert data and others[0] == Path("record.json") and verbs.result(verb, step) == "harmless"

@@ -32,7 +32,7 @@ TEXTS = """() => {
   }
   return found;
 }"""
-"""Every visible text with its size on the screen, and whether its figure holds it."""
+"""Visible texts with their size on the screen, and if their figure holds them."""
 
 OVERLAPS = """() => {
   const pairs = [];

@@ -46,7 +46,7 @@ def test_equal_collectives_have_channels_of_their_own_on_cpus_alone(kind, check_
 
 
 def test_a_pipeline_under_zero_3_has_no_channel_twice():
-    """Its program for CPUs; that for TPUs keeps channel 1."""
+    """The program is for CPUs; one for TPUs keeps channel 1."""
     parallel = {"pipe": 2, "data": 2, "microbatches": 2, "zero": 3}
     p = program(make_config(model={"layers": 4}, parallel=parallel))
     traced = p.train_step.trace(p.abstract_state(), p.abstract_batch())

@@ -1,4 +1,4 @@
-"""What compiles for a topology dies alone: every death is one line, and what a child returns or raises comes back."""
+"""A child compiles for a topology: its death is one line, and what it returns or raises comes back."""
 
 import json
 import os
@@ -160,7 +160,7 @@ def test_a_child_ends_with_its_parent(number, tmp_path):
 
 @linux
 def test_an_interrupted_cell_leaves_no_child(tmp_path):
-    """As a notebook is interrupted: the signal reaches its kernel alone."""
+    """A notebook's interrupt reaches its kernel alone."""
     pid = tmp_path / "pid"
 
     def interrupt() -> None:
@@ -175,7 +175,7 @@ def test_an_interrupted_cell_leaves_no_child(tmp_path):
 
 @linux
 def test_ctrl_c_ends_both_in_silence():
-    """As a terminal sends it: to both."""
+    """A terminal signals both."""
     command = [sys.executable, "-m", "spmd_lm", "audit", "configs/debug.yaml", "--topology", "v5p:2x2x2"]
     parent = subprocess.Popen(command, cwd=processes.ROOT, stderr=subprocess.PIPE, start_new_session=True)
     wait_for(lambda: parent.poll() is not None or children(parent.pid))
@@ -206,7 +206,7 @@ def audit_on_v5p(model: str, zero: int, **environment: str) -> tuple[int, str, s
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "zero"), [(LLAMA, 3), (GPT, 1)], ids=["llama", "gpt"])
 def test_steps_whose_products_nest_deep_compile(model, zero):
-    """With libtpu's own stacks it dies of them."""
+    """libtpu's own stacks would overflow."""
     code, out, err = audit_on_v5p(model, zero)
     assert code == Exit.DONE and json.loads(out)["ok"], err
 

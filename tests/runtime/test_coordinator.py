@@ -82,7 +82,7 @@ def accept(server: socket.socket, answer: bytes | None) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_cannot_connect_ends_with_a_line(tmp_path):
-    """To a coordinator that accepts and stays silent, to other programs, and a first process whose peer never comes."""
+    """The coordinators: one that accepts and stays silent, other programs, and a process 0 whose peer never comes."""
     servers = {name: socket.create_server(("127.0.0.1", 0)) for name in ANSWERS}
     for name, server in servers.items():
         threading.Thread(target=accept, args=(server, ANSWERS[name]), daemon=True).start()

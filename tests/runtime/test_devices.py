@@ -9,7 +9,7 @@ from spmd_lm.runtime.devices import COMPILER_STACKS, IN_ORDER, deepen_compiler_s
 
 
 def run(code: str, **environment: str) -> str:
-    """What a new process prints."""
+    """Output of a new process."""
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
@@ -34,7 +34,7 @@ def test_other_flags_stay_and_the_count_is_replaced():
     "own", ["", "--xla_a=1", "--fibers_default_thread_stack_size=65536", "--xla_a='b c' --undefok=xla_a"]
 )
 def test_a_tpu_s_compiler_has_stacks_and_what_the_user_sets_holds(monkeypatch, own):
-    """Of flags that are given twice the last counts."""
+    """The last of two equal flags counts."""
     monkeypatch.setenv("LIBTPU_INIT_ARGS", own)
     for _ in range(2):
         deepen_compiler_stacks()

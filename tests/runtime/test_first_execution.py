@@ -6,7 +6,7 @@ from spmd_lm.runtime.first_execution import alone_at_first
 
 
 class Array:
-    """Of a device that computes it until somebody waits."""
+    """An array that its device computes until somebody waits."""
 
     def __init__(self, name, events):
         self.name, self.events = name, events

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory jax allocates, by the variables that jaxlib reads."""
+"""The fraction of a GPU's memory that jax allocates, by the variables that jaxlib reads."""
 
 import inspect
 
@@ -51,7 +51,7 @@ def test_jaxlib_reads_the_variables_of_these_names():
 
 
 def test_jax_does_not_start_on_gpus_with_a_fraction_that_it_would_not_take(monkeypatch):
-    """It would lose its plugin, and run on the CPU."""
+    """jax would lose its plugin, and run on the CPU."""
     monkeypatch.setenv(FRACTION, "most")
     assert devices_present()[0].platform == "cpu"
     monkeypatch.setattr("spmd_lm.runtime.devices.GPU_FILES", ("/dev/null",))

@@ -1,4 +1,4 @@
-"""Each step has one record, numbers keep their bits, and a reader never sees half a file."""
+"""A step has one record, numbers keep their bits, and a reader never sees half a file."""
 
 import json
 import math
@@ -186,7 +186,7 @@ def test_a_record_as_text():
 
 
 def test_only_shares_are_printed_as_percentages():
-    """Not what zero-shot tasks measure in nats, or as a perplexity."""
+    """Zero-shot tasks' nats and perplexities are not."""
     of_tasks = {"eval_validation_nats_per_token": 2.3, "eval_wikitext_word_perplexity": 41.0}
     of_tasks |= {"eval_choice_accuracy": 0.5, "eval_choice_accuracy_per_byte": 0.6}
     record = {"step": 9, "eval_loss": 1.0, "eval_perplexity": 2.7, "eval_accuracy": 0.25} | of_tasks

@@ -1,4 +1,4 @@
-"""What a notebook's first cell finds, installs and refuses."""
+"""A notebook's first cell: what it finds, installs and refuses."""
 
 import sys
 from email.message import Message
@@ -71,7 +71,7 @@ def test_a_driver_without_a_gpu_is_none(machine):
     ],
 )
 def test_an_odd_answer_is_no_gpu(machine, answer, capsys):
-    """It is said, in one line and without its codes."""
+    """The message is one line, without the answer's escape codes."""
     machine(answer)
     assert find_accelerators() is None
     said = capsys.readouterr().out

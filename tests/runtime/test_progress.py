@@ -1,4 +1,4 @@
-"""What a run prints, on a terminal and to a file."""
+"""The output of a run, on a terminal and in a file."""
 
 import io
 import subprocess

@@ -69,7 +69,7 @@ def test_crc32c_of_the_standard():
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path, read_events):
-    """As TensorBoard reads it: a session's start drops what is there of its step and of later ones."""
+    """TensorBoard drops, at a session's start, what it has of that step and later ones."""
     for resume_step, steps in ((0, range(1, 6)), (3, range(4, 8))):
         log = MetricsLog(tmp_path, resume_step)
         for step in steps:

@@ -65,7 +65,7 @@ def test_a_step_or_a_save_that_hangs_ends_the_process(activity, what):
 
 @pytest.mark.parametrize("is_aborted, said", [(False, ""), (True, ", or jax has lost another: see what stands above")])
 def test_the_first_process_is_not_blamed_where_jax_has_aborted_the_one_that_asks(monkeypatch, is_aborted, said):
-    """Its thread that takes answers is within the handler of SIGABRT then, and process 0 may be itself."""
+    """The thread that takes answers is in the handler of SIGABRT then, and process 0 may be the one that asks."""
     aborted = threading.Event()
     monkeypatch.setattr(watchdog, "published", lambda name: threading.Event().wait())  # it never answers
     monkeypatch.setattr(watchdog, "aborted", aborted)

@@ -1,4 +1,4 @@
-"""Which options XLA compiles with, by setting and hardware."""
+"""XLA's compiler options, by setting and hardware."""
 
 import itertools
 

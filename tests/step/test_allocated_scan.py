@@ -1,4 +1,4 @@
-"""What a loop saves for backward goes into arrays that a GPU allocates and does not fill."""
+"""Residuals of a loop go into arrays that a GPU allocates and does not fill."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ SLOW = pytest.mark.slow
 )
 @pytest.mark.slow
 def test_what_was_in_the_arrays_reaches_nothing(parallel, monkeypatch, x64):
-    """As if each had held NaN, in a step made as for a GPU."""
+    """Arrays of NaN, in a step made as for a GPU, change nothing."""
     layers = 4 if "pipe" in parallel else 3
     config = make_config(model={"layers": layers}, parallel={"data": 1} | parallel, optim={"eps": 1e-6})
     model_fns, allocate, allocated = train_step.model_fns, allocated_scan._allocate, []

@@ -1,4 +1,4 @@
-"""What run.deterministic makes of a GPU's program, compiled where no GPU is."""
+"""The effect of run.deterministic on a GPU's program, compiled without a GPU."""
 
 import re
 
@@ -29,7 +29,7 @@ def gpu_program(**run) -> Program:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["auto", "none"])
 def test_no_two_gradients_are_added_to_one_row_at_once(options):
-    """Those of the tables of tokens and positions, which a GPU adds up with atomics otherwise."""
+    """The embeddings of tokens and positions otherwise get theirs by atomics on a GPU."""
     plain, deterministic = (
         SCATTER.findall(gpu_program(compiler_options=options, deterministic=each).compiled.as_text())
         for each in (False, True)

@@ -1,4 +1,4 @@
-"""How deep the step is: the frames of this package from the train step's body to the products of attention."""
+"""The step's depth: the frames of this package from the train step's body to attention's matmuls."""
 
 import sys
 
@@ -31,7 +31,7 @@ def package_frames() -> list[str]:
     [(True, 1), (False, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, 2), (False, 1)])],
 )
 def test_the_step_is_shallow(scan, microbatches, remat, monkeypatch):
-    """Each product of queries, keys and values in ops/attention.py is an einsum, of which jax makes a dot_general."""
+    """The matmuls of queries, keys and values in ops/attention.py are einsums, which jax turns into dot_general."""
     paths, einsum = [], jnp.einsum
 
     def recording_einsum(*args, **options):

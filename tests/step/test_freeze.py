@@ -1,4 +1,4 @@
-"""Which parameters a pattern names; that these stay where they are is test_step's."""
+"""Parameters that a pattern names; test_step checks that they stay unchanged."""
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ def masks(patterns: str, config=CONFIG) -> dict[str, np.ndarray]:
 
 
 def names(patterns: str, config=CONFIG) -> set[str]:
-    """Of the parameters that are frozen, each layer's apart."""
+    """Names of the frozen parameters, each layer's apart."""
     found = set()
     for path, mask in masks(patterns, config).items():
         first, rest = path.split(".", 1)

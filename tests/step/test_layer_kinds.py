@@ -23,7 +23,7 @@ MODELS = {
     "5:1, cut short": {"layers": 8, "period": [WINDOW] * 5 + ["block"]},
 }
 COMMON = {"width": 16, "heads": 4, "positions": "rotary", "use_bias": False, "attention_dropout": 0.1}
-"""Of MODELS.  Rotary positions: `rope_theta` of a kind has an effect."""
+"""Keys of all MODELS.  Rotary positions: `rope_theta` of a kind has an effect."""
 
 
 def run(name: str, scan: bool = True, remat: str = "none", **parallel):
@@ -108,7 +108,7 @@ def test_text_is_that_of_full_forward_passes():
 
 
 def test_two_layers_alike_are_one_kind():
-    """So that the tree, the checkpoints and the stages of a pipeline are those of the shorter period."""
+    """The tree, checkpoints and pipeline stages are those of the shorter period."""
 
     def names(period, layers=4):
         return make_model(make_config(model={"layers": layers, "period": period}), "cpu").names["blocks"].keys()

@@ -138,7 +138,7 @@ def test_a_step_after_a_skipped_one_is_the_update_that_it_would_have_been():
 @pytest.mark.mutants
 @pytest.mark.slow
 def test_the_loss_is_told_unscaled_and_small_gradients_are_kept():
-    """With the scale in the loss the update follows float32; without, what float16 has no number for is lost."""
+    """Scaled, the update follows float32; unscaled, what float16 has no number for is lost."""
     p, exact = program(ONE), program(one_step(FLOAT32, data=1, microbatches=8))
     want, told = exact.step(exact.init(), device_batch(exact, 0))
     errors = {}
@@ -152,7 +152,7 @@ def test_the_loss_is_told_unscaled_and_small_gradients_are_kept():
 
 
 def distance(a, b) -> float:
-    """Of two trees, as a share of the second's norm."""
+    """Relative distance of two trees, in the norm of the second."""
 
     def norm(tree):
         return np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(tree)))
@@ -259,7 +259,7 @@ def test_a_run_finds_its_scale_and_ends_where_float32_does(scaled, tmp_path):
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_for_bit(scaled, tmp_path):
-    """From the middle of a window, after an overflow: every scalar counts."""
+    """The run resumes within a window, after an overflow: every scalar counts."""
     directory = tmp_path / "run"
     shutil.copytree(scaled, directory)
     for step in range(40, 91, 10):
@@ -285,7 +285,7 @@ def test_a_state_without_a_scale_gets_one():
 
 
 def test_a_run_saved_with_another_initial_scale_keeps_its_own_scale():
-    """As runs did whose scale began at 2^32."""
+    """Scales of older runs began at 2^32."""
     before, now = (Program(make_config(precision=p), jax.devices()[:1]) for p in (TOO_LARGE, FLOAT16))
     again = now.from_canonical(before.canonical(before.init()))
     assert again.loss_scale.scale.item() == 2**32 and now.init().loss_scale.scale.item() == 2**16

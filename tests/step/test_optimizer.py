@@ -198,7 +198,7 @@ def test_the_schedule_at_its_corners(decay):
 @pytest.mark.parametrize("warmup", [0, 1, 2, 7, 20])
 @pytest.mark.parametrize("decay", ["cosine", "linear", "sqrt", "constant"])
 def test_the_schedule_step_by_step(decay, warmup, start, x64):
-    """To the end of the run, where no other end is named, and past it; lr until `start`, if that is named."""
+    """Decay begins at decay_start, if set, and ends with the run; steps past the end are compared too."""
     start = None if warmup > (start or 0) or decay == "constant" else start
     config = AdamW(lr=3e-4, min_lr=1e-5, warmup=warmup, decay=decay, decay_start=start)
     got = lr_schedule(config, 20)(jnp.arange(25.0))

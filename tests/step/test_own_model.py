@@ -59,7 +59,7 @@ def gptj(tmp_path_factory) -> str:
 )
 @pytest.mark.slow
 def test_every_layout_computes_the_same(gptj, layout):
-    """With dropout, which is a function of a token's place."""
+    """Dropout is on; it is a function of a token's place."""
     sections = {"model": COMMON | {"module": gptj, "dropout": 0.1}, "optim": {"eps": 1e-6}}
     remat = {"policy": REMAT.get(layout, "none")}
     got = trained(make_config(parallel=DRAWN[layout], remat=remat, **sections))
@@ -112,7 +112,7 @@ def test_the_example_is_short():
 )
 @pytest.mark.slow
 def test_a_dimension_and_an_auxiliary_loss_of_ones_own(tmp_path, parallel):
-    """Its generation is that of full forward passes."""
+    """Generation equals full forward passes."""
     model = COMMON | {"module": write_module(tmp_path, "Mixer", MIXER), "layers": 2}
     p, one = (program(make_config(model=model, parallel=each)) for each in (parallel, {"data": 1}))
     assert p.plan.param_specs["blocks"]["up"][2] == "model"
@@ -146,7 +146,7 @@ def test_text_is_that_of_full_forward_passes(gptj, tmp_path, name):
 
 @pytest.mark.slow
 def test_an_objective_of_ones_own(tmp_path):
-    """Its loss is that of the same rows where the first half has no weight; evaluation too."""
+    """Training and evaluation have the loss of the same rows with no weight on the first half."""
     module = write_example(tmp_path, "LateTokens")
     model = {"layers": 1} | NO_DROPOUT
     objective = {"kind": "causal_lm", "module": module}
@@ -331,7 +331,7 @@ MISTAKES = {
     [pytest.param(name, marks=() if name in ("no copy", "a parameter of all") else SLOW) for name in MISTAKES],
 )
 def test_collectives_that_are_wrong_are_found_before_training(tmp_path, mistake):
-    """By comparison with one device; the same block as it is passes."""
+    """A comparison with one device finds them, and passes the right block."""
     right, wrong = MISTAKES[mistake]
 
     def check(source):

@@ -41,7 +41,7 @@ def test_16_bits_round_both_by_as_much(compute):
 
 
 def test_a_step_of_types_is_traced_on_global_arrays():
-    """Its products are outside of every shard_map, and a manual step's inside of one."""
+    """The matmuls are outside every shard_map; those of a manual step are inside one."""
     products = {}
     for partitioner in PARTITIONERS:
         p = program(partitioned(run_of("data4-model2"), partitioner))

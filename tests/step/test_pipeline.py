@@ -115,7 +115,7 @@ def test_one_stage_has_one_chunk():
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=slow)])
 @pytest.mark.slow
 def test_evaluation_sampling_and_canonical_states(schedule):
-    """What does not train finds the same model."""
+    """Evaluation and sampling find the same model."""
     chunks = 2 if schedule == "interleaved" else 1
     config = make_config(
         parallel={"pipe": 2, "data": 2, "microbatches": 2, "zero": 3, "schedule": schedule, "chunks": chunks},

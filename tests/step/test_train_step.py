@@ -108,7 +108,7 @@ SEVERAL_AXES = [
 
 @pytest.mark.parametrize(("parallel", "sizes"), SEVERAL_AXES, ids=str)
 def test_an_axis_that_is_several_of_the_mesh_computes_the_reference(parallel, sizes, monkeypatch):
-    """As on a TPU's torus."""
+    """A TPU's torus has such axes."""
     want, config = trained_reference(make_config()), make_config(parallel=parallel)
     monkeypatch.setattr(mesh, "_axis_sizes", lambda layout: {axis: (n,) for axis, n in layout.sizes.items()} | sizes)
     bound = Program(config, jax.devices()[: degrees(config).devices])

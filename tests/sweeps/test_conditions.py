@@ -1,4 +1,4 @@
-"""What a sweep's `when` can say, and what it refuses."""
+"""A sweep's `when`: what it can express, and what it refuses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which cells run, when, and what is kept of their ends; the processes are fake."""
+"""Order and outcomes of cells; the processes are fake."""
 
 import csv
 import json
@@ -159,7 +159,7 @@ def test_a_signal_is_passed_on_and_nothing_more_starts(cells, number, code):
 
 
 def test_a_cell_that_is_told_to_stop_before_it_can_answer_is_preempted(cells):
-    """As a process is while Python starts."""
+    """A process is in that state while Python starts."""
     local = LocalJobs()
     local._processes["a"] = subprocess.Popen(["/bin/sleep", "60"])
     local.stop(signal.SIGTERM)

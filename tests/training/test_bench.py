@@ -14,7 +14,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_random_batch_fits_the_step(name):
-    """In every field; and every weight is 1."""
+    """Shapes and dtypes are the step's; weights are 1."""
     p = program(make_config(parallel={"data": 2, "model": 2, "microbatches": 2}, precision=FLOAT32, **RUNS[name]))
     batch, wanted = random_batch(p), p.abstract_batch()
     assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)

@@ -37,7 +37,7 @@ TREE = {
 
 
 def masked_counts(rows: Loader, batches: int) -> np.ndarray:
-    """How often each token is masked, and so predicted, in the first batches [vocab]."""
+    """Number of times that each token is masked, and so predicted, in the first batches [vocab]."""
     read = (rows.rows(step, 0, rows.batch_size) for step in range(batches))
     return sum(np.bincount(b.targets.ravel(), b.loss_weights.ravel(), TREE["model"]["vocab"]) for b in read)
 

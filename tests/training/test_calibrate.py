@@ -86,14 +86,14 @@ def test_a_pass_reads_and_writes_its_array_and_nothing_else(here):
 
 
 def test_small_kernels_are_as_many_as_are_counted(here):
-    """On a GPU without a loop, whose counters and conditions are kernels."""
+    """A GPU's program has no loop, whose counters and conditions are kernels."""
     for times in (5, 9):
         module = compiled(here, here.small_kernels(times), (8,))
         assert kernels_of(module, 0 if here.platform == "gpu" else 17) == [(times, 16, 16)]
 
 
 def test_products_are_those_that_are_counted(here):
-    """In their order: a matrix by its own transpose first would be less."""
+    """Their order is kept: a matrix by its own transpose first would be fewer FLOPs."""
     rows, inner = 1024, 256
     for pairs in (calibrate.FEW_PAIRS, calibrate.MANY_PAIRS):
         module = compiled(here, calibrate.products(pairs), (rows, inner), (inner, rows))

@@ -263,7 +263,7 @@ def test_stopping_by_signal_and_resuming_equals_never_having_stopped(tmp_path, r
 
 
 def test_a_start_that_is_refused_is_no_restart(tmp_path, capsys):
-    """Its data is not the run's: status.json says that it failed, and the lives are those that did steps."""
+    """The data is not the run's: status.json says that it failed, and lists the attempts that took steps."""
     config = make_config(tmp_path)
     kill_at(3, signal.SIGTERM)
     loop.train(config)
@@ -416,7 +416,7 @@ def test_a_state_that_its_update_made_non_finite_is_never_saved(tmp_path, monkey
 
 
 def overflow(monkeypatch, steps, scale):
-    """These steps are skipped, at this scale."""
+    """Skips these steps, at this scale."""
     take = FakeProgram.step
 
     def step(self, state, batch):

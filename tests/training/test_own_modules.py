@@ -70,7 +70,7 @@ def test_a_run_keeps_its_modules_and_resumes_with_the_same_ones_alone(mine, tmp_
 
 @pytest.mark.slow
 def test_a_run_resumes_under_another_layout_and_is_used_by_its_copies(mine, tmp_path, capsys):
-    """Its files are at another place by then, one of them under another name; and gone in the end."""
+    """The files have moved by then, one under another name; in the end they are gone."""
     assert start(mine, "parallel.model=2", "parallel.zero=3") == 0
     shutil.move(mine.parent / "parts", tmp_path / "moved")
     shutil.move(tmp_path / "moved/gptj.py", tmp_path / "moved/block.py")

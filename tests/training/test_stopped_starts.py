@@ -36,7 +36,7 @@ def byte_level(directory: Path) -> Path:
 
 
 def config_of(name: str, root: Path, directory: Path, **changes) -> RunConfig:
-    """Of a run whose data and tokenizer have this name."""
+    """A run's config whose data and tokenizer have this name."""
     root.mkdir(exist_ok=True)
     (root / "text.txt").write_text(TEXT)
     shape = {"train__steps": 4, "checkpoint__every": 2, "train__log_every": 1, "train__eval_every": 0}
@@ -161,7 +161,7 @@ MOMENTS = {  # what a start calls, in order
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("name", ["init_from", *(pytest.param(name, marks=slow) for name in ("bpe", "byte level"))])
 def test_a_start_that_is_terminated_at_any_moment_is_started_again(name, moment, tmp_path, monkeypatch):
-    """By the same command, and by the run's directory, of which `supervise` and people make use."""
+    """A second start takes the same command, or the run's directory, which `supervise` and people use."""
     monkeypatch.setattr(loop, "sample", lambda run: "")
     monkeypatch.setattr(loop, "draw_loss", lambda records, title: b"picture")
     configs = [config_of(name, tmp_path / "data", tmp_path / each) for each in ("alone", "run")]
@@ -182,7 +182,7 @@ def test_a_start_that_is_terminated_at_any_moment_is_started_again(name, moment,
 
 
 def test_what_an_unsaved_start_trained_is_trained_again(tmp_path, monkeypatch):
-    """Its text was other text: nothing that is saved depends on its tokenizer."""
+    """The text was another: nothing saved depends on its tokenizer."""
     monkeypatch.setattr(loop, "sample", lambda run: "")
     config = config_of("bpe", tmp_path / "data", tmp_path / "run")
     (tmp_path / "data/text.txt").write_text(TEXT.replace("same", "zzyzx"))

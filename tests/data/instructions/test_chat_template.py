@@ -51,7 +51,7 @@ def test_texts_are_those_of_transformers(tmp_path, style):
 
 
 def test_a_template_marks_answers_itself():
-    """So that it may write earlier messages otherwise once others follow."""
+    """A template may write earlier messages otherwise once others follow."""
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' %}<a>{% generation %}{{ m.content }}"
         "{{ '!' if loop.last else '.' }}{% endgeneration %}{% else %}<u>{{ m.content }}{% endif %}{% endfor %}"
@@ -78,7 +78,7 @@ def test_an_answer_begins_where_the_generation_prompt_ends():
     [("<end>\n", "Yes<end>"), ("</s>", "Yes</s>"), ("\n", "Yes\n"), ("", "Yes"), (" <end> \n\n", "Yes <end>")],
 )
 def test_white_space_after_the_end_of_a_turn_is_not_learned(ending, learned):
-    """Where nothing else ends it, white space does."""
+    """White space alone may end a turn, and is then learned."""
     source = "{% for m in messages %}{{ m.content + end }}{% endfor %}"
     assert answers(render(source, USER, {"role": "assistant", "content": "Yes"}, end=ending)) == [learned]
 

@@ -30,7 +30,7 @@ def load(path, tokenizer="bytes", vocab=VOCAB, context=4096, **keys) -> Instruct
 
 
 def conversations(split: InstructionSplit) -> list[tuple[list[int], list[int]]]:
-    """Of each its ids, and those of its answers."""
+    """Ids of each conversation, and ids of its answers."""
     parts = [slice(*pair) for pair in zip(split.bounds[:-1], split.bounds[1:], strict=True)]
     return [(split.tokens[part].tolist(), split.tokens[part][split.is_answer[part]].tolist()) for part in parts]
 

@@ -54,7 +54,7 @@ def spans_of(word_starts, replacements) -> np.ndarray:
 
 
 def split_words(word_starts, lengths, replacements) -> int:
-    """How many tokens have another replacement than the one before them in their word."""
+    """Number of tokens with another replacement than the token before them in their word."""
     inside = ~word_starts[:, 1:] & (np.arange(1, word_starts.shape[1]) < lengths[:, None])
     return int((inside & (replacements[:, 1:] != replacements[:, :-1])).sum())
 

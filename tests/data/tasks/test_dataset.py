@@ -67,7 +67,7 @@ def test_vocabulary_files_are_checked(root, tmp_path):
 
 
 def test_rows_of_word_pieces_equal_those_of_hugging_face_tokenizers():
-    """Its own template and truncation.  An even number of tokens fits: of equally long texts it truncates the other."""
+    """Template and truncation are the library's.  The room is even: of equally long texts it truncates the other."""
     from tokenizers.processors import BertProcessing
 
     path = str(published("mnli_dev_matched_raw_first.tsv"))

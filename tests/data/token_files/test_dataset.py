@@ -126,7 +126,7 @@ def test_a_blend_of_masked_text_has_rows_of_every_field(tmp_path):
 
 
 def pieces(batch: Batch) -> list[tuple[list[int], list[float]]]:
-    """Of each row, its documents' tokens and weights."""
+    """Tokens and weights of each document, row by row."""
     found = []
     for tokens, segments, weights in zip(batch.tokens, batch.segments, batch.loss_weights, strict=True):
         assert segments[0] == 1 and (np.diff(segments) >= 0).all()

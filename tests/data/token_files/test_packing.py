@@ -24,7 +24,7 @@ def packed_batch(rng: np.random.Generator) -> Batch:
 
 
 def apart(batch: Batch) -> list[Batch]:
-    """As many batches as a row has documents, at most: in the k-th, each row is its k-th document, padded."""
+    """Batches of one document a row, padded: the k-th holds the k-th document of each row."""
     batches = []
     for k in range(1, int(batch.segments.max()) + 1):
         of_document = batch.segments == k

@@ -72,7 +72,7 @@ def test_tokenizer_config_sets_the_case(tmp_path):
 
 
 def test_tokens_added_to_a_byte_level_vocabulary_are_spelled_as_they_are(tmp_path):
-    """All other tokens are spelled with a letter per byte."""
+    """Other tokens are spelled with a letter per byte."""
     library = SubwordTokenizer(str(byte_level(tmp_path, ("<s>", "</s>", "<mask>", "<pad>")))).backend
     library.add_tokens(["two words", "\u00e9t\u00e9"])
     library.save(str(tmp_path / "tokenizer.json"))

@@ -43,7 +43,7 @@ def test_frequent_words_become_tokens():
 
 
 def test_the_same_documents_make_the_same_file():
-    """In another process too, whose hash tables have another order."""
+    """Another process gives it too, whose hash tables have another order."""
     outputs = [
         subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True).stdout.splitlines()
         for _ in range(2)
@@ -66,7 +66,7 @@ def documents(tmp_path):
 
 
 def test_held_out_documents_train_no_token(tmp_path):
-    """Each has a letter of its own."""
+    """A document has a letter of its own."""
     letters = "abcdefghij"
     for letter in letters:
         (tmp_path / f"{letter}.txt").write_text(f"{letter * 4} " * 20)
@@ -110,7 +110,7 @@ def config(tmp_path, documents, *overrides):
 
 @pytest.mark.slow
 def test_a_run_keeps_what_it_trained(tmp_path, documents):
-    """It resumes with it, even where its documents would train another; and refuses to go on without."""
+    """The run resumes with it, even if its documents would train another, and fails without it."""
     assert loop.train(config(tmp_path, documents)) is Exit.DONE
     file = tmp_path / "run/tokenizer/tokenizer.json"
     kept = file.read_text()

@@ -125,7 +125,7 @@ def test_a_stop_does_not_make_a_tokenizer_a_bad_one(tmp_path):
 
 
 def ignored_signals(pid: int) -> str:
-    """As a hexadecimal mask."""
+    """The mask, in hexadecimal."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(line.split()[1] for line in lines if line.startswith("SigIgn:"))
 

@@ -1,4 +1,4 @@
-"""Where a vocabulary is found, and that the copy that a run keeps of it encodes text the same way."""
+"""Search for a vocabulary; the copy that a run keeps of it encodes text the same way."""
 
 import json
 from pathlib import Path
