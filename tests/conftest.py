@@ -67,6 +67,16 @@ def in_this_process(monkeypatch):
 
 
 @pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Takes the branch for CUDA of every lax.platform_dependent, and lists them."""
+    import jax
+
+    taken = []
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, default: taken.append(cuda) or cuda(*args))
+    return taken
+
+
+@pytest.fixture
 def x64():
     """float64, for comparisons to rounding; only in the tests that ask for it."""
     import jax

@@ -96,7 +96,7 @@ class Calibration:
         """Least seconds of each on every device, in turns, with random arrays of these shapes: a GPU multiplies ones
         faster."""
         programs = [self.compiled(body, *shapes, in_place=in_place) for body in bodies]
-        first, *rest = (self._random(shape) for shape in shapes)
+        first, *rest = (self.random_array(shape) for shape in shapes)
         inputs = jnp.copy(first)
         times: list[list[float]] = [[] for _ in programs]
         for _ in range(1 + REPEATS):  # once to warm up
@@ -111,7 +111,7 @@ class Calibration:
     def _global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (len(self.devices) * shape[0], *shape[1:])
 
-    def _random(self, shape: tuple[int, ...]) -> Array:
+    def random_array(self, shape: tuple[int, ...]) -> Array:
         """Normal, of a variance of 1 / its last dimension: such products neither grow nor vanish."""
         make = jax.jit(
             lambda key: jax.random.normal(key, self._global_shape(shape), self.dtype) / shape[-1] ** 0.5,

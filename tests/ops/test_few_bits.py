@@ -1,13 +1,10 @@
 """Codes of few bits are bitsandbytes', to the bit."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_lm.ops import few_bits
 from spmd_lm.ops.few_bits import NF4, CodedMatrix, dynamic_codebook, encode
 
 DRAWS = {
@@ -73,11 +70,12 @@ def test_eight_bits_are_the_nearest():
         assert np.all(np.abs(np.asarray(matrix.entries) - w) <= step / 2 * (1 + 1e-5))
 
 
-def test_a_gpu_looks_up_the_same_values():
-    codes = np.arange(16, dtype=np.uint8).reshape(4, 4)
-    on_gpu = jax.jit(functools.partial(few_bits._gather, NF4))(codes)
-    assert np.array_equal(on_gpu, NF4.reshape(4, 4))
-    assert np.array_equal(on_gpu, jax.jit(functools.partial(few_bits._select, NF4))(codes))
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_values_of_nf4_are_kept(on_gpu, request):
+    if on_gpu:
+        request.getfixturevalue("as_on_a_gpu")
+    w = np.tile(NF4, (3, 4)).T
+    assert np.array_equal(CodedMatrix(encode("nf4", jnp.asarray(w), False), "nf4", "mlp", False).entries, w)
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4-double", pytest.param("nf4", marks=pytest.mark.slow)])

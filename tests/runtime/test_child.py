@@ -64,9 +64,9 @@ def test_a_child_that_dies_while_it_answers_is_one_line_too(code, written, monke
         run_in_child("cpu:8", print_and_return)
 
 
-@pytest.mark.parametrize(("verb", "function"), [("audit", "_audit"), ("preflight", "_preflight")])
-def test_a_verb_outlives_its_compiler(verb, function, monkeypatch, capsys):
-    monkeypatch.setattr(api, function, read_nowhere)
+@pytest.mark.parametrize("verb", ["audit", "preflight"])
+def test_a_verb_outlives_its_compiler(verb, monkeypatch, capsys):
+    monkeypatch.setattr(api, "run_in_child", lambda target, *_: run_in_child(target, read_nowhere))
     assert main([verb, "configs/debug.yaml", "--topology", "v5p:2x2x2"]) == Exit.CONFIG
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1

@@ -93,8 +93,8 @@ import sys, types, jax
 report = lambda *arguments: {"platform": jax.default_backend()}
 sys.modules["spmd_lm.planning.audit"] = types.SimpleNamespace(audit=report, render=str)
 from spmd_lm import api
-from spmd_lm.analysis.topology import parse_topology
-print(api._audit(api.load_config("configs/debug.yaml"), parse_topology("h100:1x8"), None)["platform"])
+api.run_in_child = lambda target, function, *arguments: function(*arguments)
+print(api.audit(api.load_config("configs/debug.yaml"), "h100:1x8")["platform"])
 """
 
 

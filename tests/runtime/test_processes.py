@@ -85,17 +85,20 @@ JAX = {**JAX_ADDRESS, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 POD = {"JAX_COORDINATOR_ADDRESS": "train-workers-0-0.train:1234", "JAX_NUM_PROCESSES": "4", "JOB_COMPLETION_INDEX": "2"}
 
 
-@pytest.fixture
-def names(monkeypatch):
-    """Hosts that have an address: a set, to change."""
-    known = {"n004", "10.0.0.4"}
-
+def resolver(known: set[str]):
     def getaddrinfo(host, _):
         if host not in known:
             raise OSError
         return [host]
 
-    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
+    return getaddrinfo
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Hosts that have an address: a set, to change."""
+    known = {"n004", "10.0.0.4"}
+    monkeypatch.setattr("socket.getaddrinfo", resolver(known))
     return known
 
 
@@ -206,7 +209,7 @@ def test_other_texts_are_no_addresses(host, port):
 
 @given(host=IPV6 | ZONED)
 def test_an_ipv6_address_of_slurm_s_gets_brackets(host):
-    with mock.patch("spmd_lm.runtime.launchers._resolves", lambda name: name == host):
+    with mock.patch("socket.getaddrinfo", resolver({host})):
         process = detect_process(SLURM | {"SLURM_LAUNCH_NODE_IPADDR": host})
     assert process.coordinator_address == f"[{host}]:61506"
 

@@ -120,17 +120,10 @@ def test_an_axis_that_is_several_of_the_mesh_computes_the_reference(parallel, si
     "sections", [{}, pytest.param({"model": {"norm_type": "rms"}}, marks=slow)], ids=["layer", "rms"]
 )
 @pytest.mark.slow
-def test_what_a_gpu_computes_in_one_pass_is_the_reference(sections, monkeypatch):
+def test_what_a_gpu_computes_in_one_pass_is_the_reference(sections, monkeypatch, as_on_a_gpu):
     """Statistics of norms and normalizers of logits, of a table whose last shard has padding too."""
-    config, on_cuda = run_of("data2-model4", 2, "unrolled", **sections), []
-
-    def as_on_a_gpu(*args, cuda, default):
-        on_cuda.append(cuda)
-        return cuda(*args)
-
-    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_a_gpu)
-    got = train_steps(Program(config, jax.devices()))
-    assert {each.__name__ for each in on_cuda} >= {"_in_one_pass", "optimization_barrier"}
+    got = train_steps(Program(run_of("data2-model4", 2, "unrolled", **sections), jax.devices()))
+    assert {each.__name__ for each in as_on_a_gpu} >= {"_in_one_pass", "optimization_barrier"}
     monkeypatch.undo()
     assert_same_run(got, trained_reference(make_config(**sections)))
 

@@ -1,5 +1,6 @@
 """Order and outcomes of cells; the processes are fake."""
 
+import contextlib
 import csv
 import json
 import signal
@@ -158,16 +159,20 @@ def test_a_signal_is_passed_on_and_nothing_more_starts(cells, number, code):
     assert [each.outcomes[id].status for id in "abcd"] == ["preempted", "preempted", "pending", "pending"]
 
 
-def test_a_cell_that_is_told_to_stop_before_it_can_answer_is_preempted(cells):
+def test_a_cell_that_is_told_to_stop_before_it_can_answer_is_preempted(cells, monkeypatch):
     """A process is in that state while Python starts."""
-    local = LocalJobs()
-    local._processes["a"] = subprocess.Popen(["/bin/sleep", "60"])
-    local.stop(signal.SIGTERM)
-    local._processes["a"].wait()
-    assert local.poll(cells[0]) == Exit.PREEMPTED
-    local._processes["b"] = subprocess.Popen(["/bin/sh", "-c", "kill -TERM $$"])
-    local._processes["b"].wait()
-    assert local.poll(cells[1]) == 128 + signal.SIGTERM
+    local, start, started = LocalJobs(), subprocess.Popen, []
+    commands = iter([["/bin/sleep", "60"], ["/bin/sh", "-c", "kill -TERM $$"]])
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **options: started.append(start(next(commands), **options)) or started[-1]
+    )
+    for cell, is_told, code in ((cells[0], True, Exit.PREEMPTED), (cells[1], False, 128 + signal.SIGTERM)):
+        cell.prepare()
+        local.start(cell, 0)
+        if is_told:
+            local.stop(signal.SIGTERM)
+        started[-1].wait()
+        assert local.poll(cell) == code
 
 
 def test_jobs_that_outlive_the_sweep_are_left_in_their_queue(cells):
@@ -188,14 +193,18 @@ def test_jobs_that_outlive_the_sweep_are_left_in_their_queue(cells):
     assert log[-1] == "4 cells stay in the queue of paper. The same command waits for them."
 
 
-def test_a_cell_that_another_process_trains_is_waited_for(cells, tmp_path):
-    jobs, signals, log = FakeJobs(), StopSignals(), []
-    each = Runner(cells[:2], jobs, 2, log.append)
+def test_a_cell_that_another_process_trains_is_waited_for(cells):
+    jobs, lock = FakeJobs(), contextlib.ExitStack()
+
+    def finish_it() -> None:
+        if jobs.started:
+            finish(cells[0])
+            lock.close()
+
     cells[0].directory.mkdir(parents=True)
-    with lock_directory(cells[0].directory, print, True):
-        assert each._start_waiting() and jobs.started == ["b"]
-        finish(cells[0])
-    assert each.run(signals, lambda: None) == Exit.DONE and jobs.started == ["b"]
+    lock.enter_context(lock_directory(cells[0].directory, print, True))
+    code, _, log = run(cells[:2], jobs, 2, finish_it)
+    assert code == Exit.DONE and jobs.started == ["b"]
     assert log[0] == f"a: another process trains {cells[0].directory}; waiting until it ends"
 
 
@@ -275,15 +284,19 @@ def test_a_damaged_owner_is_told(text, tmp_path):
         read_owner(tmp_path / "sweep.yaml")
 
 
-def test_another_process_of_a_job_starts_what_the_first_one_has_prepared(cells):
-    """And goes by exit codes: the first one writes status.json, maybe later."""
-    jobs = FakeJobs()
-    each = Runner(cells[:1], jobs, 1, lambda line: None, is_first=False)
-    assert not each._start_waiting() and not jobs.started
-    cells[0].prepare()
-    before = sorted(cells[0].directory.iterdir())
-    with lock_directory(cells[0].directory, print, True):  # by the cell's first process
-        assert each._start_waiting() and jobs.started == ["a"]
+def test_another_process_of_a_job_starts_what_the_first_one_has_prepared(cells, monkeypatch):
+    """Exit codes count: the first one writes status.json, maybe later."""
+    jobs, prepared = FakeJobs(), []
     jobs.poll = lambda cell: 0
-    assert each.run(StopSignals(), lambda: None) == Exit.DONE and each.outcomes["a"].status == "done"
-    assert sorted(cells[0].directory.iterdir()) == before
+    each = Runner(cells[:1], jobs, 1, lambda line: None, is_first=False)
+
+    def prepare(_: float) -> None:
+        assert not jobs.started
+        cells[0].prepare()
+        prepared.extend(sorted(cells[0].directory.iterdir()))
+
+    monkeypatch.setattr("time.sleep", prepare)
+    cells[0].directory.mkdir(parents=True)
+    with lock_directory(cells[0].directory, print, True):  # by the cell's first process
+        assert each.run(StopSignals(), lambda: None) == Exit.DONE and each.outcomes["a"].status == "done"
+        assert jobs.started == ["a"] and sorted(cells[0].directory.iterdir()) == prepared

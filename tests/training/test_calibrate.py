@@ -103,7 +103,7 @@ def test_products_are_those_that_are_counted(here):
 
 def test_what_is_multiplied_is_random_and_stays_as_large():
     here = calibrate.Calibration("float32")
-    left, right = here._random((64, 32)), here._random((32, 64))
+    left, right = here.random_array((64, 32)), here.random_array((32, 64))
     assert len({*left.ravel().tolist()}) > 0.9 * left.size and left.sharding == here.sharding
     largest = abs(here.compiled(calibrate.products(5), (64, 32), (32, 64))(left, right)).max()
     assert 1e-3 < largest < 1e3

@@ -495,16 +495,17 @@ def test_a_saved_state_that_leads_to_a_non_finite_loss_is_named(tmp_path):
 
 
 def test_the_host_runs_at_most_two_steps_ahead(tmp_path, monkeypatch):
-    read = []
-    original = TrainingRun.advance
+    read, ahead = [], []
+    advance, device_get = TrainingRun.advance, jax.device_get
 
-    def advance(run, step, *results):
-        original(run, step, *results)
-        read.append(step - len(run._in_flight))
+    def advance_and_count(*arguments):
+        advance(*arguments)
+        ahead.append(len(read))
 
-    monkeypatch.setattr(TrainingRun, "advance", advance)
+    monkeypatch.setattr(TrainingRun, "advance", advance_and_count)
+    monkeypatch.setattr(jax, "device_get", lambda arrays: read.append(arrays) or device_get(arrays))
     loop.train(make_config(tmp_path, train__log_every=100, train__eval_every=0, checkpoint__every=0))
-    assert read == [0, 0, *range(1, 11)]
+    assert ahead == [0, 0, *range(1, 11)]
 
 
 def test_without_periodic_saves_only_a_signal_saves(tmp_path, capsys):
