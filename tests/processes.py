@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from spmd_lm.errors import Exit
@@ -25,6 +25,16 @@ MOST_CPU_SECONDS = 1800
 # For several processes of a job: only the first finds its program in the suite's cache, and gives up when the others,
 # which compile it, are not there after 30 s.
 UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+
+
+@contextmanager
+def handled(number: signal.Signals, handler):
+    """This process's handler of a signal; what a shell's background job or nohup sets is restored."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def free_port() -> int:

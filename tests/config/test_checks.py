@@ -442,15 +442,6 @@ def problems(*overrides: str) -> list[str]:
             "model.layers=6 is not divisible by parallel.pipe=4",
             "parallel.pipe=1 or 2, or model.layers=4 or 8",
         ),
-    ],
-)
-def test_conflicting_sections_are_reported_with_the_nearest_valid_settings(overrides, what, use):
-    assert problems(*overrides.split()) == [f"{what}. Use {use}."]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "what", "use"),
-    [
         (
             "precision.loss_scale=dynamic precision.compute=bfloat16",
             "precision.loss_scale=dynamic with precision.compute=bfloat16: only float16 has so small a range that "
@@ -474,7 +465,7 @@ def test_conflicting_sections_are_reported_with_the_nearest_valid_settings(overr
         ),
     ],
 )
-def test_float16_needs_loss_scaling_and_wider_reductions(overrides, what, use):
+def test_conflicting_sections_are_reported_with_the_nearest_valid_settings(overrides, what, use):
     assert problems(*overrides.split()) == [f"{what}. Use {use}."]
 
 

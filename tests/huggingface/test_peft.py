@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import closing
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -197,6 +198,14 @@ def run(peft, tmp_path_factory):
     return where
 
 
+def changed(run: Path, tmp_path: Path, changes: dict) -> Path:
+    """A copy of the adapter, with other settings."""
+    theirs = shutil.copytree(run / "theirs", tmp_path / "theirs")
+    settings = json.loads((theirs / ADAPTER_CONFIG).read_text())
+    (theirs / ADAPTER_CONFIG).write_text(json.dumps(settings | changes))
+    return theirs
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -221,14 +230,10 @@ def run(peft, tmp_path_factory):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_what_cannot_be_read_is_told_and_nothing_is_made(run, tmp_path, changes, problem):
-    shutil.copytree(run / "theirs", tmp_path / "theirs")
-    settings = json.loads((tmp_path / "theirs" / ADAPTER_CONFIG).read_text())
-    (tmp_path / "theirs" / ADAPTER_CONFIG).write_text(json.dumps(settings | changes))
+    theirs = changed(run, tmp_path, changes)
     with pytest.raises(ConfigError) as caught:
-        config = make_adapter_config(
-            tmp_path / "theirs", str(tmp_path / "run"), None, [f"run.init_from={run / 'base'}", *FLOAT32]
-        )
-        import_peft(tmp_path / "theirs", config)
+        overrides = [f"run.init_from={run / 'base'}", *FLOAT32]
+        import_peft(theirs, make_adapter_config(theirs, str(tmp_path / "run"), None, overrides))
     assert problem in str(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -243,11 +248,9 @@ def test_what_cannot_be_read_is_told_and_nothing_is_made(run, tmp_path, changes,
     ids=str,
 )
 def test_what_generate_cannot_read_is_told(run, tmp_path, changes, problem):
-    shutil.copytree(run / "theirs", tmp_path / "theirs")
-    settings = json.loads((tmp_path / "theirs" / ADAPTER_CONFIG).read_text())
-    (tmp_path / "theirs" / ADAPTER_CONFIG).write_text(json.dumps(settings | changes))
+    theirs = changed(run, tmp_path, changes)
     with pytest.raises(ConfigError) as caught:
-        open_adapter(load_run(run / "base"), tmp_path / "theirs")
+        open_adapter(load_run(run / "base"), theirs)
     assert problem in str(caught.value) and str(tmp_path) in str(caught.value)
 
 

@@ -65,26 +65,23 @@ def test_shardings_without_a_mesh_are_refused():
         param_shardings({}, {})
 
 
-def test_sizes_that_the_mesh_does_not_divide_are_refused():
+@pytest.mark.parametrize(
+    ("axes", "width", "what", "shards"),
+    [
+        ({"vocab": "model"}, 8, "'vocab' of size 61", 2),
+        ({"batch": "data", "zero": "data"}, 30, "'width' of size 30", 4),
+    ],
+)
+def test_sizes_that_the_mesh_does_not_divide_are_refused(axes, width, what, shards):
     devices = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    names, shapes = {"table": ("vocab", "width")}, {"table": jax.ShapeDtypeStruct((61, 8), "float32")}
-    rules = rules_on_mesh(mesh(AxisType.Explicit), {"vocab": "model"})
+    names = {"scale": ("layers", "width"), "table": ("vocab", "width")}
+    shapes = {name: jax.ShapeDtypeStruct((size, width), "float32") for name, size in (("scale", 2), ("table", 61))}
+    rules = rules_on_mesh(mesh(AxisType.Explicit), axes)
     with jax.set_mesh(devices), use_axis_rules(rules), pytest.raises(LayoutError) as error:
         param_shardings(names, shapes)
     problem, advice = error.value.problems
-    assert problem == "dimension 'vocab' of size 61 is not divisible by the 2 devices of its axes."
+    assert problem == f"dimension {what} is not divisible by the {shards} devices of its axes."
     assert advice.startswith("Only spmd-lm train pads")
-
-
-def test_a_width_that_zero_does_not_divide_is_refused():
-    devices = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    names = {"scale": ("layers", "width"), "table": ("vocab", "width")}
-    shapes = {"scale": jax.ShapeDtypeStruct((2, 30), "float32"), "table": jax.ShapeDtypeStruct((62, 30), "float32")}
-    rules = rules_on_mesh(mesh(AxisType.Explicit), {"batch": "data", "zero": "data"})
-    with jax.set_mesh(devices), use_axis_rules(rules), pytest.raises(LayoutError) as error:
-        param_shardings(names, shapes)
-    problem, _ = error.value.problems
-    assert problem == "dimension 'width' of size 30 is not divisible by the 4 devices of its axes."
 
 
 def test_other_rules_trace_a_function_again():

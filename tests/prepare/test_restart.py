@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 import zlib
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -121,6 +122,13 @@ def test_processes_that_are_stopped_while_they_start_say_nothing(number, tmp_pat
 
 class Stopped(Exception):
     pass
+
+
+@contextmanager
+def stopped_at(stage: str):
+    """`prepare` ends where it would call this function of its pipeline."""
+    with mock.patch(f"spmd_lm.prepare.pipeline.{stage}", side_effect=Stopped), pytest.raises(Stopped):
+        yield
 
 
 def flipped(data: bytes) -> bytes:
@@ -256,11 +264,7 @@ def test_workers_make_what_one_process_makes_and_import_no_jax(tmp_path, monkeyp
 def test_bad_input_that_was_skipped_before_it_was_stopped_is_an_error_where_it_is_to_be(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": 2}])
 
-    def stop(*_):
-        raise Stopped
-
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr("spmd_lm.prepare.pipeline.find_duplicates", stop)
+    with stopped_at("find_duplicates"):
         make(tmp_path / "out", source)
     with pytest.raises(DataError, match=r"a\.jsonl:2: no text under 'text' \(not text\)\. Mend it"):
         make(tmp_path / "out", source, on_bad="error")
@@ -289,11 +293,7 @@ def test_what_is_left_where_tidying_up_was_stopped_is_not_taken_for_all(tmp_path
 def test_chunks_that_are_gone_are_told(tmp_path, monkeypatch):
     source = write_lines(tmp_path / "a.jsonl", [{"text": "one"}])
 
-    def stop(*_):
-        raise Stopped
-
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr("spmd_lm.prepare.pipeline.find_duplicates", stop)
+    with stopped_at("find_duplicates"):
         make(tmp_path / "out", source)
     next((tmp_path / "out.partial/read").glob("*.json")).unlink()
     with pytest.raises(DataError, match="1 of its 1 chunks are gone"):
@@ -306,12 +306,8 @@ def test_leaks_are_those_that_it_was_begun_with(name, tmp_path, monkeypatch):
     source, listed = write_lines(tmp_path / "a.jsonl", [{"text": "one two"}, {"text": "three"}]), tmp_path / "listed"
     steps = {"leaks": {"ngram": 2, name: str(listed) if name == "titles" else [str(listed)]}}
 
-    def stop(*_):
-        raise Stopped
-
     listed.write_text("three four")
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr("spmd_lm.prepare.pipeline.find_duplicates", stop)
+    with stopped_at("find_duplicates"):
         make(tmp_path / "out", source, steps=steps)
     listed.write_text("one two")
     changed = rf"a different value of sha256\.steps\.leaks\.{name}\. "
@@ -436,11 +432,7 @@ def test_what_records_say_is_not_trusted(case, tmp_path, monkeypatch):
     source = write_documents(tmp_path / "a.jsonl", 120)
     tokenizer = TRAINED if case == "tokenizer" else "bytes"
 
-    def stop(*_):
-        raise Stopped
-
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr(f"spmd_lm.prepare.pipeline.{stage}", stop)
+    with stopped_at(stage):
         make(tmp_path / "out", source, **KEYS, tokenizer=tokenizer)
     path = tmp_path / name
     if change in KINDS:
@@ -465,11 +457,7 @@ def test_what_is_damaged_between_a_stop_and_a_start_is_told(case, tmp_path, monk
     source = write_documents(tmp_path / "a.jsonl", 200)
     keys = {**KEYS, "tokenizer": TRAINED}
 
-    def stop(*_):
-        raise Stopped
-
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr(f"spmd_lm.prepare.pipeline.{stage}", stop)
+    with stopped_at(stage):
         make(tmp_path / "out", source, **keys)
     path = tmp_path / name
     if change:

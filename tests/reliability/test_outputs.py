@@ -56,9 +56,8 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
 @pytest.fixture
 def hangup():
     """Python's own answer to SIGHUP, which a process under nohup begins without."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
+    with processes.handled(signal.SIGHUP, signal.SIG_DFL):
+        yield
 
 
 @pytest.fixture

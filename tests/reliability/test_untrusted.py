@@ -23,7 +23,6 @@ from spmd_lm.reports.runs import write_report
 from spmd_lm.runtime.directories import is_locked, lock_directory, was_killed
 from spmd_lm.sweeps.jobs import LocalJobs
 from spmd_lm.training import loop
-from spmd_lm.training.run import TrainingRun
 from tests.data.tokenizers.test_subwords import TINY, wordpiece
 from tests.training import test_loop
 from tests.training.test_loop import FakeProgram, make_config
@@ -168,16 +167,7 @@ def test_nor_can_an_option_s_file_have_them(option, capsys):
     assert "no file can have this name" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run, to be copied."""
-    directory = tmp_path_factory.mktemp("runs") / "trained"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Program", FakeProgram)
-        patch.setattr(TrainingRun, "utilization", test_loop.UTILIZATION)
-        patch.setattr(loop, "plan_report", test_loop.PLAN_REPORT)
-        loop.train(make_config(directory))
-    return directory
+trained = test_loop.reference
 
 
 @pytest.mark.parametrize(

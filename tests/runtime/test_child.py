@@ -27,9 +27,8 @@ A_FAULT, MEMORY = "try another remat.policy", "on a machine with more memory"
 @pytest.fixture(autouse=True)
 def interruptible():
     """A shell's `&` has SIGINT ignored, here and in all that is started."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    with processes.handled(signal.SIGINT, signal.default_int_handler):
+        yield
 
 
 DEATHS = [

@@ -7,22 +7,21 @@ import pytest
 
 from spmd_lm.runtime.directories import atomic_directory
 from spmd_lm.runtime.signals import STOP_SIGNALS, StopSignals
+from tests import processes
 
 
 @pytest.fixture
 def ctrl_c():
     """Python's own handler, which a shell's background job begins without."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    with processes.handled(signal.SIGINT, signal.default_int_handler):
+        yield
 
 
 @pytest.fixture(autouse=True)
 def hangup():
     """The system's own answer, which a process under nohup begins without."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
+    with processes.handled(signal.SIGHUP, signal.SIG_DFL):
+        yield
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -12,6 +12,7 @@ from spmd_lm.commands.supervise import saved_steps
 from spmd_lm.errors import Exit
 from spmd_lm.runtime import supervisor
 from spmd_lm.runtime.supervisor import Supervisor
+from tests.processes import handled
 
 
 @pytest.fixture(autouse=True)
@@ -70,21 +71,15 @@ def test_a_stopped_process_is_killed(tmp_path, monkeypatch):
 
 def test_ctrl_c_while_it_waits_is_told_as_that(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_WAIT", 9.0)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    try:
+    with handled(signal.SIGINT, signal.default_int_handler):
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         assert supervise(tmp_path, "exit 8")[:2] == (Exit.INTERRUPTED, 1)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_a_hangup_that_was_ignored_stays_ignored(tmp_path, monkeypatch):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with handled(signal.SIGHUP, signal.SIG_IGN):
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGHUP)).start()
         assert supervise(tmp_path, "sleep 0.6; kill -HUP $$; exit 0")[:2] == (Exit.DONE, 1)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("script", ["trap 'exit 3' TERM; sleep 9 & wait", "exit 8"], ids=["passed on", "while waiting"])
