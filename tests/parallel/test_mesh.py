@@ -1,6 +1,5 @@
 import dataclasses
 import itertools
-import math
 
 import jax
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from spmd_lm.axes import MESH_AXES
 from spmd_lm.cost_model.expected_collectives import expected_collectives
 from spmd_lm.errors import LayoutError
-from spmd_lm.parallel.mesh import Layout, _sizes_on_torus, abstract_mesh, domains_of_model, make_mesh
+from spmd_lm.parallel.mesh import Layout, abstract_mesh, domains_of_model, make_mesh
 from spmd_lm.resolve import abstract_plan, layout_on
 from spmd_lm.runtime.formatting import format_bytes
 from spmd_lm.step.program import Program
@@ -107,27 +106,29 @@ def test_what_does_not_divide_is_refused(parallel, said):
 class TorusDevice(Device):
     coords: tuple[int, ...] = ()
     platform: str = "tpu"
+    device_kind: str = "TPU v5"
+    core_on_chip: int = 0
 
 
 def on_torus(layout: Layout, *dims: int, slices: int = 1) -> dict[str, int]:
-    """The sizes of the mesh's axes that have more than one device."""
-    coords = list(itertools.product(*map(range, dims)))
+    """Sizes of the mesh's axes that have more than one device."""
+    coords = [(*at, 0, 0)[:3] for at in itertools.product(*map(range, dims))]
     devices = [TorusDevice(s, i, coords=at, slice_index=s) for s in range(slices) for i, at in enumerate(coords)]
-    best = _sizes_on_torus(layout, devices, slices)[0]
-    assert math.prod(itertools.chain.from_iterable(best.values())) == len(devices)
-    return {axis: sizes if len(sizes) > 1 else sizes[0] for axis, sizes in best.items() if sizes != (1,)}
+    mesh = make_mesh(layout, devices)
+    assert {*mesh.devices.flat} == {*devices}
+    return {axis: size for axis, size in mesh.shape.items() if size > 1}
 
 
 def test_data_is_two_axes_where_no_dimension_of_the_torus_holds_it():
     assert on_torus(Layout(data=4, model=4), 4, 4) == {"data": 4, "model": 4}
-    assert on_torus(Layout(data=8, model=2), 4, 4) == {"data": (2, 4), "model": 2}
-    assert on_torus(Layout(data=64), 4, 4, 4) == {"data": (16, 4)}
-    assert on_torus(Layout(data=96), 12, 8) == {"data": (8, 12)}  # the long ring is the inner one
+    assert on_torus(Layout(data=8, model=2), 4, 4) == {"data0": 2, "data1": 4, "model": 2}
+    assert on_torus(Layout(data=64), 4, 4, 4) == {"data0": 16, "data1": 4}
+    assert on_torus(Layout(data=96), 12, 8) == {"data0": 8, "data1": 12}  # the long ring is the inner one
 
 
 def test_model_is_two_axes_where_it_is_a_whole_slice():
-    assert on_torus(Layout(model=8), 2, 2, 2) == {"model": (4, 2)}
-    assert on_torus(Layout(model=16), 4, 4) == {"model": (4, 4)}
-    assert on_torus(Layout(replica=2, model=16), 4, 4, slices=2) == {"replica": 2, "model": (4, 4)}
+    assert on_torus(Layout(model=8), 2, 2, 2) == {"model0": 4, "model1": 2}
+    assert on_torus(Layout(model=16), 4, 4) == {"model0": 4, "model1": 4}
+    assert on_torus(Layout(replica=2, model=16), 4, 4, slices=2) == {"replica": 2, "model0": 4, "model1": 4}
     assert on_torus(Layout(data=2, model=8), 4, 4) == {"data": 2, "model": 8}
     assert on_torus(Layout(model=4), 4) == {"model": 4}  # a ring
