@@ -37,7 +37,7 @@ def make_state(mebibytes: int) -> dict[str, jax.Array]:
 
 
 def run(saves: int, save: Callable[[int], None], is_complete: Callable[[int], bool]) -> tuple[float, float]:
-    """Longest gap between two steps, and seconds in all until the last save is complete.  Steps go on meanwhile; the
+    """Longest gap between two steps, and seconds until the last save is complete.  Steps continue meanwhile; the
     next save starts when the one before is complete."""
     start = last = time.perf_counter()
     longest_gap = 0.0

@@ -195,7 +195,7 @@ def choose(name: str) -> None:
 
 
 def _shares_of_manual(case: Case, degree: int, name: str) -> tuple[float, float]:
-    """Exposed time and memory of a step of types, with so many devices along `model`, by those of the manual one."""
+    """Exposed time and memory of a step of types relative to the manual one, with this many devices along `model`."""
     found = {}
     for partitioner in ("manual", "types"):
         config = config_of(case | {"microbatches": 1}, partitioner)

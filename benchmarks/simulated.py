@@ -39,7 +39,7 @@ MODEL = [
 
 
 def spmd_lm(*arguments: str) -> dict[str, Any]:
-    """The JSON of a command, in a process of its own."""
+    """The JSON output of a command, in another process."""
     line = [sys.executable, "-m", "spmd_lm", *arguments, "--json", "-"]
     done = subprocess.run(line, env=environment("tuned") | {"NPROC": "64"}, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -20,7 +20,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 STALLED_SECONDS = 120
 """A process that takes less than a second of CPU time in these hangs."""
 MOST_CPU_SECONDS = 1800
-"""One that has taken more turns in circles."""
+"""A process that takes more is in an endless loop."""
 
 # For several processes of a job: only the first finds its program in the suite's cache, and gives up when the others,
 # which compile it, are not there after 30 s.
@@ -99,7 +99,7 @@ def kill(*pids: int) -> None:
 
 
 def wait_until(happened: Callable[[], object], *processes: subprocess.Popen, told: Callable[[], str] = str) -> None:
-    """Waits until this is true, as long as one of the processes is there and they get on.  told: what they said."""
+    """Waits until this is true, as long as one of the processes lives and makes progress.  told: what they said."""
     pids = [process.pid for process in processes]
     progress = Progress(*pids)
     while not happened():

@@ -247,7 +247,7 @@ def learning_rate(o: AdamW, steps: int, step: int) -> float:
 
 
 def adamw(o: AdamW, steps: int, step: int, params, mu, nu, grads):
-    """One update of trees whose vectors are called ...bias or scale: the new params, mu, nu; the gradients' norm."""
+    """An update of trees, whose vectors are called ...bias or scale: the new params, mu, nu; the gradients' norm."""
     trainable = trainable_mask(o.freeze.split(), params)
     grads = jax.tree.map(lambda g, trains: np.asarray(g) * trains, grads, trainable)
     size = math.sqrt(sum(float((np.asarray(g) ** 2).sum()) for g in jax.tree.leaves(grads)))

@@ -43,7 +43,7 @@ def copy_repository(to: Path) -> None:
 
 
 async def execute(client: NotebookClient) -> None:
-    """Raises TimeoutError once the kernel, which is all that this process has started, does not get on."""
+    """Raises TimeoutError once the kernel, the only child process, makes no progress."""
     running, progress = asyncio.ensure_future(client.async_execute(cleanup_kc=True)), Progress(os.getpid())
     while not (await asyncio.wait([running], timeout=5))[0]:
         if problem := progress.problem():

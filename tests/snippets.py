@@ -93,7 +93,7 @@ def command_lines(block: Block) -> list[str]:
 
 
 def strip_explanation(line: str) -> str:
-    """Without what follows two spaces and more, unless these are between the parts of a command that was joined."""
+    """The line up to two or more spaces, unless these are between the parts of a command that was joined."""
     command, *rest = re.split(r" {2,}", line)
     for part in rest:
         if not re.match(r"[\w.]+=|--|[\"']", part):

@@ -1,4 +1,4 @@
-"""The public functions, as a notebook uses them: in a process of its own, whatever was imported before."""
+"""The public functions, as a notebook uses them: in another process, whatever was imported before."""
 
 import subprocess
 import sys

@@ -425,7 +425,7 @@ def test_every_verb_has_help(line, capsys):
     ],
 )
 def test_help_and_errors_are_fast(line, code, heavy):
-    """They import nothing slow; README has the measured seconds."""
+    """No import is slow; README has the measured seconds."""
     ask = f"print('heavy:', *({heavy.split()} & sys.modules.keys()))".replace("[", "{").replace("]", "}")
     program = (
         f"import sys, atexit; atexit.register(lambda: {ask}); from spmd_lm.cli import main; sys.exit(main({line}))"

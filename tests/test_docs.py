@@ -98,7 +98,7 @@ def test_the_reference_is_that_of_the_schema_and_the_parser():
 
 
 def test_the_reference_has_the_comments_of_every_section():
-    """And values as YAML has them."""
+    """Values are written as in YAML."""
     module = make_reference()
     sections = [section for name in RunConfig.model_fields for section in variants(name).values()]
     assert [section.__name__ for section in sections if section.__name__ not in module.COMMENTS] == []

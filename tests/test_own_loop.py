@@ -1,4 +1,4 @@
-"""Models under a jit, a mesh and rules of one's own."""
+"""Models under the caller's jit, mesh and rules."""
 
 import functools
 import json
@@ -109,7 +109,7 @@ def test_blocks_of_ones_own_compute_the_same_too(x64, tmp_path, rules, source):
 
 @slow
 def test_layers_of_several_kinds_have_the_loss_and_the_logits_of_the_reference(x64):
-    """The last period is cut short; each layer has dropout masks of its own."""
+    """The last period is cut short; layers have different dropout masks."""
     config = make_config(model=SIZES | PERIOD)
     model = spmd_lm.make_model(config)
     params, batch = model.init(0), host_batch(config, 0)

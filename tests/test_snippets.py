@@ -85,7 +85,7 @@ def test_every_command_of_a_page_is_run_or_says_why_not(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_has_verbs_and_options_that_exist(page):
-    """Also those that are not run; a synopsis, with its [...], is none."""
+    """Commands that are not run count too; a synopsis, with its [...], is none."""
     lines = [line for block in filter(is_snippet, blocks(page)) for line in command_lines(block)]
     for line in lines:
         if first_word(line) == "spmd-lm" and "[" not in line.replace("blocks.[", "") and not line.startswith("$"):

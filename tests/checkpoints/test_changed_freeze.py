@@ -1,4 +1,4 @@
-"""A run resumes with other parameters frozen: moments that were kept go on, others start at zero, and it is told."""
+"""A run resumes with other parameters frozen: kept moments continue, others start at zero, and the log says so."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def save(directory, state: TrainState, storage=None) -> None:
 
 
 def by_hand(freeze: str, saved: TrainState) -> tuple[Any, Any]:
-    """Moments of all parameters: those that are trained now and have some go on, of others they are zero."""
+    """Moments of all parameters: kept if the parameter is trained now and had some, else zero."""
     params = jax.tree.map(np.asarray, saved.params)
     trained = leaves_by_path(reference.trained_part(freeze.split(), params, params))
 

@@ -71,7 +71,7 @@ def test_an_objective_without_a_pooler_does_not_use_it(pretrained):
     ("kind", "new"), [("classification", set()), pytest.param("multiple choice", HEAD, marks=pytest.mark.slow)]
 )
 def test_a_head_is_reused_by_its_own_objective_alone(pretrained, tmp_path, kind, new):
-    """One output here, two there: of other shapes as well, but a span's and two classes' are alike."""
+    """Heads differ in outputs, and so in shapes; a span's and two classes' shapes are equal."""
     p, state, _ = warm_start(pretrained[0])
     changed = jax.tree.map(lambda x: x + 1, state.params)
     with closing(Checkpointer(tmp_path / "checkpoints", Checkpoint(asynchronous=False))) as checkpoints:

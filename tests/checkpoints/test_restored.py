@@ -41,7 +41,7 @@ def configure(where, name: str, *overrides: str):
 
 @pytest.fixture
 def copy(runs, tmp_path):
-    """Both runs, where a test may change them, as if they had always been there."""
+    """A copy of both runs, which a test may change, complete with paths."""
     copy = shutil.copytree(runs, tmp_path / "runs")
     checkpoints = Checkpointer(copy / "adapted" / "checkpoints")
     for step in checkpoints.steps():

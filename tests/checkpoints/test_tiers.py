@@ -54,7 +54,7 @@ def parts(tmp_path):
 
 @pytest.fixture
 def killed(tmp_path):
-    """After step 8, of which there is a local checkpoint, and one of step 6; the durable one is of step 5."""
+    """A run that ended after step 8, with local checkpoints of 6 and 8, and a durable one of step 5."""
     config = config_with_local(tmp_path)
     train_until(config, 9)
     assert sorted(path.name for path in parts(tmp_path).iterdir()) == ["6", "8"]

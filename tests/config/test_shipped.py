@@ -101,7 +101,7 @@ def test_it_is_planned_as_it_stands(path):
 
 @shipped
 def test_it_has_as_many_parameters_as_were_published(path):
-    """They agree to the last printed digit."""
+    """Counts agree to the last printed digit."""
     name, count = name_of(path), model_parameters(load(path))
     assert (name in PARAMETERS) + (name in ROUNDED) + (name in FINETUNED | ADAPTED) + (name in TRIALS) == 1
     if name in PARAMETERS:

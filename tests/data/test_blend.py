@@ -35,7 +35,7 @@ def test_decimal_weights_hold_at_every_prefix_of_a_long_run(k):
 
 
 def test_always_taking_the_furthest_behind_drifts():
-    """Why the order is not that, which is one line."""
+    """The one-line order that was not taken."""
     weights = [1] * 9 + [2] * 2 + [3] * 9
     counts, corpus = np.zeros(20), []
     for n in range(1, sum(weights) + 1):

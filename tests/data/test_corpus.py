@@ -32,7 +32,7 @@ def test_neither_split_is_ever_empty(names, fraction):
 
 @given(names=NAMES, fraction=FRACTION)
 def test_a_document_stays_in_its_split_when_others_are_added(names, fraction):
-    """Except the one that had moved to fill an empty split, which may move back."""
+    """A document that had moved to fill an empty split may move back."""
     fewer = names[: max(2, len(names) // 2)]
     before, after = hold_out(fewer, fraction), hold_out(names, fraction)
     assert sum(a != b for a, b in zip(before, after, strict=False)) <= 1

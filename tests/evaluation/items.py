@@ -28,7 +28,7 @@ def write_lines(path: Path, values: list) -> Path:
 
 
 def write_items(root: Path) -> list[str]:
-    """One file for each task; returns what --task says of them."""
+    """Writes a file for each task; returns the values of --task."""
     (root / "text.txt").write_text(TEXT)
     (root / "wiki.txt").write_text(" \n = Title = \n \n It 's a cold day , a one @-@ off ( so it was ) . \n")
     write_lines(root / "lambada.jsonl", [{"text": passage} for passage in PASSAGES])

@@ -126,7 +126,7 @@ def test_squad_1_has_no_empty_answers(tmp_path):
 
 
 def test_answers_are_spans_of_the_context_and_not_too_long(root):
-    """Even where the question, [SEP] and padding have higher logits."""
+    """The question, [SEP] and padding have higher logits."""
     held_out = validation("squad", root, max_answer_length=3)
     rows = all_rows(held_out, len(held_out))
     logits = np.where((rows.token_type_ids == 0)[..., None], 50.0, random_logits(*rows.token_type_ids.shape, 2))[

@@ -354,7 +354,7 @@ def test_a_run_without_likelihoods(kind):
 
 
 def test_the_command_says_it_in_one_line(tmp_path, capsys):
-    """And with the exit code that scripts see, before the checkpoint is opened."""
+    """The exit code is the one that scripts see, and the checkpoint is not opened."""
     config = CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"dir": str(tmp_path)})})
     (tmp_path / "config.yaml").write_text(dump(config))
     specs = write_items(tmp_path)

@@ -1,4 +1,4 @@
-"""Generated text depends neither on the KV cache nor on batch or layout, and goes on past the context."""
+"""Generated text does not depend on the KV cache, batch or layout, and continues past the context."""
 
 import functools
 import math

@@ -136,7 +136,7 @@ BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def mistral() -> Made:
-    """And Llama 2, in the form in which SentencePiece models were converted."""
+    """Mistral's and Llama 2's, in the form to which SentencePiece models were converted."""
     letters, merges = merges_of(pre_tokenizers.Metaspace(), [])
     specials = ["<unk>", "<s>", "</s>"]
     made = bpe(specials, [*BYTE_TOKENS, *letters], merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)

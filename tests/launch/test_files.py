@@ -54,7 +54,7 @@ READ_TASK = "import sky, sys; task = sky.Task.from_yaml(sys.argv[1]); print(task
 @pytest.mark.slow
 @pytest.mark.skipif(not UV.exists(), reason="no uv in this environment to install SkyPilot with")
 def test_skypilot_reads_its_file(tmp_path):
-    """An environment of its own runs it: SkyPilot is 459 MB."""
+    """SkyPilot is 459 MB, and has an environment to itself."""
     command = [UV, "run", "--quiet", "--no-project", "--with", "skypilot==0.14.1", "python", "-c", READ_TASK]
     text = (LAUNCH / "skypilot.yaml").read_text()
     (tmp_path / "wrong.yaml").write_text(text.replace("num_nodes", "num_nodez"))
@@ -155,7 +155,7 @@ def test_every_file_that_starts_gpus_has_jax_allocate_most_of_them():
     ],
 )
 def test_slurm_keeps_a_fraction_of_one_s_own(tmp_path, given, expected):
-    """Under either of its names, of which jax takes one."""
+    """The fraction has two names; jax takes one."""
     script = 'echo "$XLA_PYTHON_CLIENT_MEM_FRACTION,$XLA_CLIENT_MEM_FRACTION" > told'
     for name, text in (("srun", script), ("squeue", "echo COMPLETING"), ("scancel", ""), ("scontrol", "")):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")

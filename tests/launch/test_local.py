@@ -100,7 +100,7 @@ def test_a_killed_process_ends_the_others(tmp_path, victim):
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["the launcher", "one process"])
 def test_a_job_that_is_told_to_stop_saves(tmp_path, to):
-    """Told to one process alone, all stop after the same step."""
+    """A signal to one process alone stops all after the same step."""
     job = launch(2, *train(tmp_path, *LONG))
     lines_until(job, "step 3/")
     os.kill(job.pid if to == "the launcher" else children(job)[1], signal.SIGTERM)
@@ -175,7 +175,7 @@ def test_a_job_whose_launcher_is_killed_saves(tmp_path):
 
 @pytest.mark.slow
 def test_seeds_are_trained_by_all_processes(tmp_path):
-    """A seed is a job of its own: the processes of the sweep start the same one, and agree on its end."""
+    """Seeds are jobs: the processes of the sweep start the same one, and agree on its end."""
     job = launch(
         2,
         *train(tmp_path, "train.steps=2", "optim.warmup=0", "train.eval_every=2", "train.eval_batches=1"),

@@ -70,7 +70,7 @@ class Slurm:
         return done.stdout.strip()
 
     def wait_until_idle(self) -> None:
-        """Both nodes, each in both partitions."""
+        """Both nodes are in both partitions."""
         command, end = ["sinfo", "--noheader", "--Node", "--format=%T"], time.monotonic() + 60
         while True:
             done = subprocess.run(command, env=self.environment, capture_output=True, text=True)

@@ -50,7 +50,7 @@ def test_layer_norm_of_bfloat16_takes_its_statistics_in_float32():
 
 
 def test_a_bias_of_bfloat16_adds_its_gradients_up_in_float32():
-    """One by one in bfloat16 they would stop at 256."""
+    """Added one by one in bfloat16 they would stop at 256."""
     bias = jnp.zeros(2, jnp.bfloat16)
     _, back = jax.vjp(lambda b: add_bias(jnp.zeros((4, 1024, 2), jnp.bfloat16), nnx.Param(b)), bias)
     assert back(jnp.ones((4, 1024, 2), jnp.bfloat16))[0].tolist() == [4096, 4096]

@@ -239,7 +239,7 @@ def test_cudnn_is_asked_for_the_same_window(monkeypatch, x64):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("span", [None, 3, 40, 100, 200])
 def test_shares_of_scores_are_those_of_masks_and_of_blocks(causal, span):
-    """And blocks leave out none that a mask shows, nor compute more for a window than without one."""
+    """Blocks leave out nothing that a mask shows, and compute no more for a window than without one."""
     time = 128
     row, column = np.arange(time)[:, None], np.arange(time)
     mask = (column <= row if causal else True) & (abs(row - column) < (span or time))

@@ -56,7 +56,7 @@ def test_value_and_gradients(model, chunk_rows, want, monkeypatch):
 
 @pytest.mark.parametrize("model", [1, 4])
 def test_capped_logits(model, x64, monkeypatch):
-    """3 tanh(logits / 3), of which padding has none; the loss, its gradients, and the scores of evaluation."""
+    """Logits are 3 tanh(logits / 3), without padding; compared are the loss, its gradients, and evaluation's scores."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 7 * PADDED // model * 8)
 
     def capped(h, table, bias, targets, weights):

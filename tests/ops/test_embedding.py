@@ -31,7 +31,7 @@ def test_a_gradient_has_the_table_s_dtype():
 
 
 def test_a_row_of_bfloat16_adds_its_gradients_up_in_float32():
-    """One by one in bfloat16 they would stop at 256."""
+    """Added one by one in bfloat16 they would stop at 256."""
     tokens, table = jnp.zeros((4, 1024), jnp.int32), jnp.zeros((3, 2), jnp.bfloat16)
     _, back = jax.vjp(lambda table: lookup(table, tokens, "vocab"), table)
     assert back(jnp.ones((4, 1024, 2), jnp.bfloat16))[0][0].tolist() == [4096, 4096]

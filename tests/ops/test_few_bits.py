@@ -80,7 +80,7 @@ def test_values_of_nf4_are_kept(on_gpu, request):
 
 @pytest.mark.parametrize("kind", ["int8", "nf4-double", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_a_product_saves_what_is_stored_alone(kind):
-    """And its gradient is that of the decoded matrix."""
+    """The gradient is that of the decoded matrix."""
     r = np.random.default_rng(1)
     for transposed, shape in ((False, (64, 24)), (True, (24, 64))):
         matrix = CodedMatrix(encode(kind, jnp.asarray(r.normal(size=shape)), transposed), kind, "mlp", transposed)

@@ -40,7 +40,7 @@ def test_rules_that_no_model_can_follow_are_refused(kind, axes, message):
 
 
 def test_a_rule_of_a_dimension_that_the_model_does_not_have_is_refused():
-    """Modules of one's own may have others."""
+    """User modules may have others."""
     devices = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:1])
     names, shapes = {"w": ("width", "state")}, {"w": jax.ShapeDtypeStruct((8, 8), "float32")}
     with jax.set_mesh(devices), use_axis_rules(rules_on_mesh(devices.abstract_mesh, {"state": "model"})):

@@ -164,7 +164,7 @@ def test_a_chunk_s_weights_are_loaded_twice_less_where_the_directions_meet():
 
 
 def test_a_chunk_is_left_where_the_next_task_is_of_another_one():
-    """There the next one is gathered, by prefetch: in all tasks but these a stage stays in its chunk."""
+    """Prefetch gathers the next chunk there; in all other tasks a stage stays in its chunk."""
     for s in SOME:
         table = schedule_table(s)
         for stage in range(s.stages):

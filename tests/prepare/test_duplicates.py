@@ -32,7 +32,7 @@ def test_every_true_pair_of_a_thousand_articles_is_found_and_no_other(tmp_path):
 
 
 def pair_of_similarity(seed: int, wanted: float) -> tuple[str, str]:
-    """Two texts of 300 words of which the second has an end of its own: s shared of 2n - s shingles."""
+    """Two texts of n = 300 words with different ends: s of their 2n - s shingles are shared."""
     words, n = 300, 298
     shared = round(2 * n * wanted / (1 + wanted))
     first = [f"{seed}x{i}" for i in range(words)]

@@ -1,4 +1,4 @@
-"""Documents that evaluation texts are in go out, and no other does."""
+"""Documents that contain evaluation texts are removed, and only those."""
 
 import random
 

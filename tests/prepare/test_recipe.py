@@ -1,4 +1,4 @@
-"""Errors of a recipe are told all at once, and before anything is read."""
+"""All errors of a recipe are reported at once, and before anything is read."""
 
 from pathlib import Path
 

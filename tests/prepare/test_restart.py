@@ -105,7 +105,7 @@ if "--multiprocessing-fork" in sys.orig_argv:
     while not (here / "stopped").exists() and os.getppid() == parent:
         time.sleep(0.01)
 """
-"""Waits for the stop, once this worker is told what to do, without which multiprocessing raises in it."""
+"""Waits for the stop once this worker has its task: earlier, multiprocessing would raise in it."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -427,7 +427,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("case", [*FORGED, *UNREADABLE])
 def test_what_records_say_is_not_trusted(case, tmp_path, monkeypatch):
-    """Whoever shares a disk may have written them.  The start that finds them ends in a sentence, or is not harmed."""
+    """Others who share a disk may have written them.  The start that finds them ends in a sentence, or is unharmed."""
     name, change, stage = (FORGED | UNREADABLE)[case]
     source = write_documents(tmp_path / "a.jsonl", 120)
     tokenizer = TRAINED if case == "tokenizer" else "bytes"

@@ -176,7 +176,7 @@ def test_documents_of_few_tokens_are_counted_by_the_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 def test_a_tokenizer_is_trained_on_the_training_split_alone(kind, tmp_path):
-    """A word that only validation texts have is none of its tokens."""
+    """A word that only validation texts have trains no token."""
     given = [sentence(0, 30_000), *(sentence(seed, 50) for seed in range(1, 200))]  # of which the first is divided
     source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in given])
     make(tmp_path / "bytes", source, split={"validation": 0.3})
@@ -276,7 +276,7 @@ def known(request, tmp_path_factory) -> SubwordTokenizer:
 @given(text=st.lists(st.sampled_from(FRAGMENTS), min_size=4, max_size=12).map("".join))
 @settings(max_examples=500, deadline=None)
 def test_ids_of_any_text_are_those_of_its_parts(known, text):
-    """And so are the words that the pre-tokenizer makes, which any vocabulary would divide further."""
+    """The words of the pre-tokenizer are equal too, which any vocabulary would divide further."""
     data = text.encode()
     assert tokens.divides(known, data, tokens.KNOWN_CUTS)
     for found in tokens.KNOWN_CUTS.finditer(data):

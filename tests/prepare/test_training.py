@@ -50,7 +50,7 @@ def test_another_tokenizer_than_its_own_is_refused(prepared):
 
 @pytest.mark.slow
 def test_a_model_is_trained_evaluated_and_writes(prepared, tmp_path):
-    """Without the data set too: the run has a copy of its tokenizer."""
+    """The run has a copy of its tokenizer, and needs no data set afterwards."""
     out, run = prepared[0], tmp_path / "run"
     processes.run("train", "configs/debug.yaml", "--devices", "2", f"run.dir={run}", f"data.path={out}", *RUN)
     evaluated = json.loads(processes.run("eval", run, "--json", "-"))
@@ -92,7 +92,7 @@ def test_leaks_without_texts_are_refused(tmp_path):
 
 
 def test_a_data_set_has_its_own_tokenizer_whatever_the_base_trains_on_documents(prepared, tmp_path):
-    """Also where the base is a file's, and where the tokenizer is another model's."""
+    """The base may be a file's, and the tokenizer another model's."""
     out, overrides = prepared[0], [*RUN, f"data.path={prepared[0]}"]
     assert load("configs/quickstart.yaml", overrides).data.tokenizer == str(out / "tokenizer")
     (tmp_path / "mine.yaml").write_text(f"base: {Path('configs/quickstart.yaml').resolve()}\n")

@@ -1,4 +1,4 @@
-"""Jobs of two processes by hand, so that each one's own exit code is seen, and what their runs have logged."""
+"""Jobs of two processes, started by hand to see each exit code; and what their runs have logged."""
 
 import json
 import os
@@ -23,7 +23,7 @@ RUN = [
 
 
 class Job:
-    """Two processes of one job, each with its own output.  program: Python, in place of the command line's.  apart:
+    """A job of two processes, each with its own output.  program: Python, in place of the command line's.  apart:
     each sees an own run.dir."""
 
     def __init__(

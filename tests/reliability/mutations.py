@@ -188,7 +188,7 @@ def change_json(choose: Choose, data: bytes) -> bytes:
 
 
 def change_lines(choose: Choose, data: bytes, values: list[str], more: list[str]) -> bytes:
-    """One line gone, moved, there twice, or with another value or key."""
+    """Removes, moves or repeats a line, or changes its key or value."""
     lines = data.decode("utf-8", "replace").split("\n")
     at = choose(st.sampled_from([i for i, line in enumerate(lines) if not line.startswith("#")] or [0]))
     rarely = ["key", "delete", "twice", "move", "insert", "indent"]
@@ -240,7 +240,7 @@ def change_file(choose: Choose, path: Path) -> None:
 
 
 def change(choose: Choose, path: Path) -> None:
-    """One to three changes to a file, by what it holds."""
+    """Makes one to three changes to a file, by what it holds."""
     if choose(small) < 3:
         return change_file(choose, path)
     data = path.read_bytes()

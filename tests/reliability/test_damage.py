@@ -41,7 +41,7 @@ def save(directory: Path, mebibytes: int):
 
 
 class Damaged:
-    """A checkpoint, of which one file at a time is changed and restored again."""
+    """A checkpoint; one file at a time is changed and restored again."""
 
     def __init__(self, directory: Path, mebibytes: int):
         self.state = save(directory, mebibytes)

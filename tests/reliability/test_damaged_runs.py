@@ -49,7 +49,7 @@ CASES = [  # what, how it is damaged, the verbs that miss it, and their code
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text) -> Path:  # noqa: F811
-    """Four steps, saved at 2 and 4, with a tokenizer of its own."""
+    """A run of four steps, saved at 2 and 4, with its own tokenizer."""
     directory = tmp_path_factory.mktemp("runs") / "finished"
     small = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "model.vocab=300"]
     data = ["data.source=text", f"data.path={text}", "data.tokenizer=bpe", "train.batch=8", "train.log_every=1"]
@@ -94,5 +94,5 @@ def test_a_damaged_run_ends_each_verb_that_misses_what_is_damaged(run, what, how
 
 
 def test_a_run_that_is_whole_is_said_to_have_changed_in_nothing(run):
-    """Even its tokenizer is unchanged, which it trained."""
+    """The tokenizer is one that the run trained."""
     assert run_verb(*line_of("replay", run), limited=False)[::2] == (Exit.DONE, "")

@@ -1,4 +1,4 @@
-"""A run goes on under any other layout, on fewer or more devices: from the same bits, to the same losses."""
+"""A run resumes under any other layout, on fewer or more devices: from the same bits, to the same losses."""
 
 import itertools
 import json
@@ -74,7 +74,7 @@ CYCLE = [
 
 @pytest.mark.slow
 def test_a_cycle_of_layouts_over_two_processes(tmp_path):
-    """Two processes start again and again, each time under the next of 8 layouts, in float64."""
+    """Two processes start repeatedly, each time under the next of 8 layouts, in float64."""
     run = [*(f"precision.{key}=float64" for key in ("params", "compute", "reduce")), "model.layers=2", "train.batch=8"]
     run += ["optim.decay=constant", "checkpoint.every=0"]
     for number, layout in enumerate(CYCLE, 1):

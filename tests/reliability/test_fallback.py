@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint is damaged: no verb uses it in silence, and training goes on from the one before."""
+"""A run whose newest checkpoint is damaged: no verb uses it in silence, and training resumes from the one before."""
 
 import errno
 import hashlib
@@ -181,7 +181,7 @@ def test_another_run_s_checkpoint_is_ignored_aloud(run, text, tmp_path, capsys):
 
 
 def test_without_permission_nothing_is_called_damaged(run, text, monkeypatch, capsys):
-    """Nor after an error of the disk, or without memory."""
+    """Errors of the disk and of memory are no damage either."""
     for error in (PermissionError(13, "Permission denied"), OSError(5, "Input/output error"), MemoryError()):
         monkeypatch.setattr(OrbaxStorage, "load", lambda *_, error=error: (_ for _ in ()).throw(error))
         before = contents(run)
@@ -308,7 +308,7 @@ def test_ckpt_ls_and_diff(run, capsys):
 
 @pytest.mark.slow
 def test_a_replayed_step_computes_the_same_bits(run, capsys):
-    """Or other ones, where a logged figure, or what was saved, is not what the step computes."""
+    """Bits differ if a logged figure, or what was saved, is not what the step computes."""
     before = contents(run)
     assert main(["replay", str(run), "4", "--devices", "8", "--json", "-"]) == Exit.DONE
     result = json.loads(capsys.readouterr().out)

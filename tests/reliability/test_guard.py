@@ -1,4 +1,4 @@
-"""A step whose gradients are not finite is skipped whole: the run goes on as if it had been told to leave it out."""
+"""A step whose gradients are not finite is skipped whole: the run continues as if told to leave it out."""
 
 import dataclasses
 import json
@@ -86,7 +86,7 @@ def test_a_spike_is_far_above_the_last_losses():
 
 @pytest.mark.slow
 def test_spikes_are_skipped_and_their_window_is_saved(tmp_path, monkeypatch):
-    """A target that no other step has."""
+    """No other step has the spike's target."""
     monkeypatch.setattr(guard, "FEWEST", 4)
     read, spike = Loader.batch, {17}
 

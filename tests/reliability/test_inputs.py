@@ -110,7 +110,7 @@ def test_a_tag_is_refused(tmp_path, value):
 
 
 def test_a_text_is_what_it_says(tmp_path):
-    """Neither the environment nor a shell is asked."""
+    """No environment variable is read, and no shell started."""
     for text in ("${HOME}/$USER", "$(touch x)", "`touch x`", "%(asctime)s", "{0}"):
         assert load(DEBUG, [f'run.dir="{text}"']).run.dir == text
 

@@ -294,7 +294,7 @@ def test_a_record_that_cannot_be_written_ends_a_run_saved(tmp_path):
 
 @pytest.fixture
 def no_trace_is_left():
-    """One that cannot be written stays jax's, and would be the next test's."""
+    """Resets jax's profiler, which keeps a trace that it cannot write."""
     yield
     profiler._profile_state.reset()
 

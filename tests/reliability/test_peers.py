@@ -64,7 +64,7 @@ def test_heartbeats_of_a_stopped_process_end_before_a_patient_watchdog(tmp_path,
 
 @pytest.mark.slow
 def test_supervised_processes_start_again(tmp_path):
-    """One is killed, then the other."""
+    """The processes are killed in turn."""
     with Job(tmp_path / "alone", "train.steps=40") as alone:
         assert alone.exit_codes() == [0, 0]
     with Job(tmp_path / "run", "train.steps=40", before=("supervise", "--")) as job:

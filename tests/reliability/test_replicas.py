@@ -1,4 +1,4 @@
-"""One flipped bit in one copy of a parameter: the device is named, with the parameter."""
+"""A flipped bit in one copy of a parameter: the device is named, with the parameter."""
 
 import dataclasses
 from pathlib import Path
@@ -17,7 +17,7 @@ DEBUG = str(Path(__file__).parents[2] / "configs" / "debug.yaml")
 
 
 def flip(array: jax.Array, number: int) -> jax.Array:
-    """The array with another bit in the copy, or the shard, that is number `number` of its own."""
+    """The array with a flipped bit in shard `number`."""
     shards = [np.array(shard.data) for shard in array.addressable_shards]
     shards[number].reshape(-1).view(np.uint32)[0] ^= 1
     placed = [jax.device_put(data, shard.device) for data, shard in zip(shards, array.addressable_shards, strict=True)]

@@ -59,7 +59,7 @@ def stop_when_restored(monkeypatch):
 
 
 class Verbs:
-    """One run, of which one file at a time is changed and restored again, before every verb."""
+    """A run; one file at a time is changed and restored again, before every verb."""
 
     def __init__(self, finished: Path, tmp_path: Path, text: Path):  # noqa: F811
         self.run, self.tmp_path, self.text = Path(shutil.copytree(finished, tmp_path / "run")), tmp_path, text
@@ -77,7 +77,7 @@ class Verbs:
         }.get(verb, [verb, run, *devices])
 
     def result(self, verb: str, step: int) -> str:
-        """detected, or harmless: what the verb goes on with is what was saved at `step`."""
+        """The outcome: detected, fell back, or harmless, if the verb has what was saved at `step`."""
         try:
             code = main(self.line(verb))
         except Restored as restored:

@@ -85,7 +85,7 @@ def without_records(path):
 
 
 def a_sweep(path):
-    """More cells than a legend has room for, one failed with a long reason, on several numbers of devices."""
+    """A sweep of more cells than fit a legend, one failed with a long reason, on several numbers of devices."""
     name = "a-cell-with-a-rather-long-name_lr-0.000316228_zero-3-"
     cells = [make_cell(path, f"{name}{i}", 0.1, f"run.simulate_devices={2 ** (i % 4)}") for i in range(16)]
     outcomes = {cell.id: DONE for cell in cells} | {cells[3].id: Outcome("failed", 137, "x" * 300 + HOSTILE)}

@@ -79,7 +79,7 @@ for _ in range(10):
 
 
 def test_scatters_that_overtake_those_of_a_loop_do_not_meet_them():
-    """A process of its own, for it ends where they do.  Large enough that XLA runs operations side by side."""
+    """The process would end if they met.  The program is large enough that XLA runs operations side by side."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     done = subprocess.run([sys.executable, "-c", OVERTAKES], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, [line for line in done.stderr.splitlines() if not line.lstrip().startswith("@")][-5:]

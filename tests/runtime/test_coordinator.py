@@ -67,7 +67,7 @@ ANSWERS = {"silent": b"", "ssh": b"SSH-2.0-OpenSSH_9.2\r\n", "http": b"HTTP/1.1 
 
 
 def accept(server: socket.socket, answer: bytes | None) -> None:
-    """Until it is closed; None closes each connection at once."""
+    """Accepts until the server closes; None closes each connection at once."""
     connections = []
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A directory has one run at a time, and a second one is told who holds it."""
+"""A directory has one run at a time, and a second one is told who has it."""
 
 import errno
 import subprocess

@@ -193,7 +193,7 @@ def test_an_address_is_read_as_it_is_written(host, port):
 
 @given(host=st.one_of(IPV6, ZONED), port=st.integers(0, 10**6))
 def test_an_ipv6_address_needs_brackets_and_a_port(host, port):
-    """Without brackets its last group may be the port or not."""
+    """Brackets tell the last group from the port."""
     for text in (f"{host}:{port}", host, f"[{host}]", f"[{host}", f"{host}]:{port}", f"[[{host}]]:{port}"):
         with pytest.raises(ConfigError, match="expected host:port"):
             split_address(text)

@@ -1,4 +1,4 @@
-"""A command is started again while its end asks for it and it gets on; never else."""
+"""A command is started again if its exit code asks for it and it makes progress."""
 
 import json
 import os

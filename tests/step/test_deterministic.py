@@ -48,7 +48,7 @@ def test_deterministic_programs_take_xla_s_attention_and_the_option_whatever_els
 
 @pytest.fixture
 def unknown_option():
-    """A program for CPUs, whose compiler does not know what determinism asks for, and says so."""
+    """A CPU's compiler does not know what determinism asks for, and says so."""
     p = Program(make_config(run={"deterministic": True}), jax.devices()[:1])
     p.xla_options = XlaOptions([Option("xla_gpu_gone", True, "run.deterministic")], [], {"xla_gpu_gone": True})
     return p

@@ -44,7 +44,7 @@ QUICK = {"mistral": "zero3"}
 )
 @pytest.mark.slow
 def test_every_layout_computes_the_same(family, layout):
-    """Two key/value heads of eight, so that devices share them where `model` is more than 2."""
+    """Eight heads share two key/value heads, so that devices share them where `model` is more than 2."""
     layers = 6 if family == "gemma3" else 4
     model = {"layers": layers, "width": 32, "heads": 8, "attention_dropout": 0.0, "dropout": 0.1} | FAMILIES[family]
     sections = {"model": model, "optim": {"eps": 1e-6}}

@@ -94,7 +94,7 @@ def test_layers_are_frozen_by_their_own_index():
 
 @pytest.mark.slow
 def test_text_is_that_of_full_forward_passes():
-    """Through caches of which each kind has its own size, past the window and up to the context."""
+    """Kinds of layers have caches of their own size; texts are longer than the window, up to the context."""
     p = program(run("1:1, cut short", data=2, model=2, zero=3))
     params, c = jax.tree.map(lambda x: x * 8, p.init().params), p.config.model
     prompts = [np.arange(n, dtype=np.int32) for n in (1, 9)]

@@ -77,7 +77,7 @@ def test_the_scale_begins_at_2_to_the_16_and_does_not_grow_without_end():
 
 
 def one_step(precision: dict, **parallel) -> RunConfig:
-    """Without dropout, and learning next to nothing: gradients stay as large as they are at first."""
+    """A run without dropout that learns next to nothing: gradients stay as large as they are at first."""
     rest = {"model": {"dropout": 0.0, "attention_dropout": 0.0}, "optim": {"lr": 1e-5, "min_lr": 1e-6}}
     return make_config(precision=precision, parallel=parallel, **rest)
 

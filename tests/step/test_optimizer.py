@@ -170,7 +170,7 @@ def lion_run(config):
 
 
 def test_no_gradient_is_no_step_but_decay(x64):
-    """And no division by the norm."""
+    """Nothing is divided by the norm."""
     params, zero = trees(0), trees(0, 0.0)
     state, scalars = make_update(OPTIM, Layout())(
         TrainState(jnp.int32(0), params, Optimizer(OPTIM, 10).rule.init(params)), zero

@@ -1,4 +1,4 @@
-"""Modules of one's own: the examples of docs/own-model.md, under every layout as on one device."""
+"""User modules: the examples of docs/own-model.md compute under every layout what they do on one device."""
 
 import dataclasses
 import re

@@ -20,7 +20,7 @@ def both(layout: str, **sections: dict) -> Iterator[Outcome]:
 
 @slow
 def test_lion_and_a_guard_against_spikes_compute_the_same_run():
-    """Without biases: the sign of a key bias's gradient, zero in exact arithmetic, is rounding's."""
+    """Biases are off: the sign of a key bias's gradient, zero in exact arithmetic, is rounding's."""
     sections = {"model": {"use_bias": False}, "optim": {"kind": "lion"}, "train": {"guard": {"spikes": True}}}
     types, manual = both("data4-model2-zero2", **sections)
     assert types.losses == pytest.approx(manual.losses, rel=1e-12)

@@ -210,7 +210,7 @@ def test_layers_run_again_in_groups_and_nothing_changes(parallel, every, shape):
     ids=str,
 )
 def test_what_is_frozen_stays_and_the_rest_computes_the_reference(parallel):
-    """Two of four layers, in two chunks a stage where there is a pipeline, one matrix of another, and the table."""
+    """Frozen are two of four layers (with a pipeline, in two chunks a stage), one matrix of another, and the table."""
     frozen = "embedding.* blocks.[02].* blocks.3.mlp.up *norm1.bias"
     if "pipe" in parallel:
         parallel = parallel | {"chunks": 2, "schedule": "interleaved"}

@@ -16,7 +16,7 @@ PUBLISHED = {"source": "a paper <1>", "efficiency": {"model parallel": {1: 1.0, 
 
 
 def make_cell(tmp_path: Path, name: str, seconds: float, *overrides: str) -> Cell:
-    """A finished cell of three steps, each of which took so long."""
+    """A finished cell of three steps of `seconds` each."""
     config = load(ROOT / "configs/debug.yaml", [f"run.dir={tmp_path / name}", "train.steps=3", *overrides])
     cell = Cell(name, {"parallel.model": config.parallel.model}, config)
     cell.prepare()

@@ -36,7 +36,7 @@ def two(tmp_path_factory):
 
 @pytest.fixture
 def again(two, tmp_path):
-    """A copy of it, to go on from."""
+    """A copy of `two` to resume."""
     return Path(shutil.copytree(two, tmp_path / "again"))
 
 

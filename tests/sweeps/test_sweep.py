@@ -241,7 +241,7 @@ def one_device_cells(here):
 
 
 def started(cells, at_once, visible, devices, monkeypatch) -> tuple[list[dict[str, str]], list[str]]:
-    """The environments of the cells' processes, and what is logged, on GPUs of which jax finds so many."""
+    """Environments of the cells' processes, and what is logged; jax finds `devices` GPUs."""
     monkeypatch.setattr(sweep, "probe", lambda: sweep.Machine("gpu" if devices else "cpu", devices or 1))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

@@ -72,13 +72,13 @@ def compiled(here, body, *shapes):
 
 
 def kernels_of(module, least):
-    """(how many, bytes read, bytes written) of kernels that move so many bytes or more.  A CPU's loop has a counter."""
+    """(count, bytes read, bytes written) of kernels that move `least` bytes or more.  A CPU's loop has a counter."""
     rows = memory_traffic(module, KernelSpeeds(1e12, 1e12))["kernels"]
     return [(row["count"], row["read"], row["written"]) for row in rows if row["bytes"] >= least * row["count"]]
 
 
 def test_a_pass_reads_and_writes_its_array_and_nothing_else(here):
-    """One kernel each, and no copy."""
+    """A pass is one kernel, without a copy."""
     size = 2 * 2**22  # bytes of a device's array
     for passes in (calibrate.FEW, calibrate.MANY):
         module = compiled(here, here.passes(passes), (2**22,))
@@ -143,7 +143,7 @@ def measured_memory(monkeypatch, devices, driver, environment):
 
 
 def test_kernels_of_compiled_steps_reach_what_the_table_says():
-    """Whatever was measured of products and copies."""
+    """The measured speeds of products and copies do not matter."""
     known = find_hardware("NVIDIA H200")
     shares = calibrate.of_measured(known, 790e12, 4.3e12)
     assert shares["fused"] * 4.3e12 == pytest.approx(known.compiled.fused * known.memory.bandwidth)
@@ -216,7 +216,7 @@ def test_a_row_without_links_is_told_what_is_missing(tmp_path):
 
 
 def test_what_was_measured_comes_before_what_is_published(tmp_path):
-    """However jax writes its name, and however short."""
+    """jax may write its name otherwise, or shorter."""
     (row,) = (row for row in PUBLISHED if row["device_kind"] == "nvidia h100")
     table = tmp_path / "gpu.yaml"
     for kind in ("NVIDIA H100", " nvidia"):

@@ -278,7 +278,7 @@ def test_a_start_that_is_refused_is_no_restart(tmp_path, capsys):
 
 
 def test_every_start_is_recorded_with_what_it_ran_on(tmp_path):
-    """One that a signal stopped, one that a machine's end cut short, and one that came to the end."""
+    """The three starts: stopped by a signal, cut short by the machine's end, and finished."""
     config = make_config(tmp_path)
     kill_at(3, signal.SIGTERM)
     loop.train(config)
@@ -925,7 +925,7 @@ FIGURES = [(5, 0.2), (1, 0.1), (1, 0.3), (4, 0.3), (7, math.nan), (6, 0.2)]  # l
 
 @pytest.mark.parametrize(("figure", "best"), [("eval_loss", 2), ("eval_accuracy", 3)])
 def test_the_best_checkpoint_is_kept(tmp_path, monkeypatch, figure, best):
-    """Across a restart, and of equal ones the first."""
+    """Restarts do not matter; of equal ones the first is kept."""
     evaluations = ({"eval_loss": loss, "eval_accuracy": accuracy} for loss, accuracy in FIGURES)
     monkeypatch.setattr(run, "validation_metrics", lambda *given: (next(evaluations), 1))
     every_step = {"train__eval_every": 1, "train__log_every": 1, "checkpoint__every": 1, "checkpoint__keep": 2}

@@ -1,4 +1,4 @@
-"""Runs whose block, objective, optimizer and data are of one's own: what they keep, and when they resume."""
+"""Runs with user blocks, objectives, optimizers and data: what they keep, and when they resume."""
 
 import shutil
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_used_is_told_before_anything_is_written(mine, tmp
 
 
 def test_a_path_is_relative_to_the_file_that_names_it(mine, monkeypatch):
-    """A base's to the base, the command line's to the working directory."""
+    """A base's path is relative to the base, the command line's to the working directory."""
     (mine.parent / "deeper").mkdir()
     derived = mine.parent / "deeper/derived.yaml"
     derived.write_text("base: ../config.yaml\ntrain: {steps: 3}\n")

@@ -138,7 +138,7 @@ def test_wrong_files_are_refused(tmp_path):
 
 
 def test_special_tokens_in_a_text_are_read_as_transformers_reads_them(tmp_path):
-    """Even of a vocabulary with all tokens of masked rows, whose names in other texts are plain text."""
+    """The vocabulary may have the special tokens of masked rows too, whose names are plain text elsewhere."""
     directory = write_tokenizer(tmp_path / "t", CHATML)
     made = json.loads((directory / "tokenizer.json").read_text())
     row = ["[CLS]", "[SEP]", "[MASK]", "[PAD]"]

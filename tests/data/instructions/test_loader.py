@@ -20,7 +20,7 @@ CONTEXT, ROWS, COUNT = 32, 4, 23
 
 @pytest.fixture
 def path(tmp_path):
-    """Completions of bytes of 3 to 31 positions, each with an end of its own."""
+    """Completions of 3 to 31 bytes, each with its own end."""
     rng = np.random.default_rng(0)
     lines = [
         {"prompt": f"{chr(65 + n)} " + "p" * int(rng.integers(0, 15)), "completion": "c" * int(rng.integers(0, 13))}
@@ -86,7 +86,7 @@ def test_an_epoch_has_every_conversation_once(path, pack):
 
 
 def test_a_batch_is_a_function_of_the_step(path):
-    """Whoever asks, for whichever rows: a process of several, or a run that resumes."""
+    """The rows asked for do not matter, nor the process, nor a restart."""
     whole, other = loader(config(path)), loader(config(path))
     for step in (7, 2):
         parts = [other.rows(step, start, start + 2) for start in (2, 0)]

@@ -151,7 +151,7 @@ def test_rows_are_cut_at_sentences_where_there_are_any(seen):
 
 
 def test_both_segments_begin_alike_so_only_their_content_tells_their_order():
-    """Lines, of which a row has many: a segment that began within one would be recognized as the first."""
+    """A row has many lines: a segment that began within one would be recognized as the first."""
     lines = b"\n".join(b"word and another %d" % n for n in range(4000))
     rows = many(make(tokens=np.frombuffer(lines, np.uint8), context=128, short_seq_prob=0.0, mask_prob=0.05))
     parted = [segments(rows, row) for row in range(len(rows.tokens))]

@@ -109,7 +109,7 @@ def test_validation_is_blended_too_and_repeats_no_window(tmp_path):
 
 
 def test_a_blend_of_masked_text_has_rows_of_every_field(tmp_path):
-    """One corpus of it has every second row, which is the row that it alone would have there."""
+    """A corpus has every second row, which is the row that it would have alone."""
     model, parts = {"kind": "bert", "token_types": 2}, []
     for i, word in enumerate((b"first", b"other")):
         text = [[list(b"Sentence %d of the %s corpus. " % (k, word)) for k in range(40)]]

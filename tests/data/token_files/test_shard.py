@@ -107,7 +107,7 @@ def test_a_missing_file_is_told(tmp_path):
 
 
 def test_offsets_that_go_back_are_refused(tmp_path):
-    """Even where their checksum is right."""
+    """The checksum is right."""
     path = tmp_path / "shard-00000"
     header = write_shard(path, DOCUMENTS)
     for offsets in ([0, 500, 5, 406], [1, 4, 5, 406], [0, 4, 5, 405]):

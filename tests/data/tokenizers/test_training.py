@@ -66,7 +66,7 @@ def documents(tmp_path):
 
 
 def test_held_out_documents_train_no_token(tmp_path):
-    """A document has a letter of its own."""
+    """Documents have a letter each."""
     letters = "abcdefghij"
     for letter in letters:
         (tmp_path / f"{letter}.txt").write_text(f"{letter * 4} " * 20)
