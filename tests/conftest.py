@@ -20,7 +20,7 @@ hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module, and so jax, is imported.  Processes that tests start inherit all of it."""
+    """Runs before any test module, and so jax, is imported.  Processes that tests start inherit all of it."""
     hide_xla_warnings()
     if config.option.markexpr != "gpu":
         # Compiling is most of what the suite does, and what LLVM optimizes is half of it; no collective depends on it.

@@ -22,7 +22,7 @@ def read_nowhere(*_: object) -> None:
 
 
 def say_and_sleep(pid: Path) -> None:
-    """A minute, in which a signal that was lost fails a test that waits for it."""
+    """Sleeps for a minute, after which a test that waits for a lost signal fails."""
     (new := pid.with_suffix(".new")).write_text(str(os.getpid()))
     new.rename(pid)
     time.sleep(60)

@@ -214,7 +214,7 @@ def trained_reference(config: RunConfig) -> Outcome:
 
 
 def assert_close(got: Tree, want: Tree, tolerance: float) -> None:
-    """Leaf by leaf, relative to the leaf's largest entry.
+    """Compares leaf by leaf, relative to the leaf's largest entry.
 
     A leaf below 1e-6 of its tree's largest is rounding (the gradient of a key's bias is zero in exact arithmetic): it
     must be so small on both sides."""
@@ -240,7 +240,7 @@ def assert_states_close(got: TrainState, want: TrainState, tolerance: float) -> 
 
 
 def assert_equal(got: Tree, want: Tree) -> None:
-    """Bit for bit."""
+    """Compares bit for bit."""
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 

@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[1] / "docs/own-model.md"
 
 
 def example(name: str) -> str:
-    """The one that defines this name."""
+    """The example that defines this name."""
     (source,) = (
         each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if f" {name}(" in each
     )
@@ -17,7 +17,7 @@ def example(name: str) -> str:
 
 
 def write_example(directory: Path, name: str) -> str:
-    """Writes it into a file of `directory`; `path.py:Name@hash`."""
+    """Writes an example into `directory`; `path.py:Name@hash`."""
     return write_module(directory, name, example(name))
 
 

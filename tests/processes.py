@@ -29,7 +29,7 @@ UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
 
 @contextmanager
 def handled(number: signal.Signals, handler):
-    """This process's handler of a signal; what a shell's background job or nohup sets is restored."""
+    """Sets a handler of a signal, which a background job's shell or nohup may have set, and restores it."""
     before = signal.signal(number, handler)
     try:
         yield
@@ -80,7 +80,7 @@ class Progress:
         self.first = self.last = sum(family(*pids).values())
 
     def problem(self) -> str:
-        """Why there is nothing to wait for any more; empty if there is.  Looks once a second."""
+        """The reason to wait no longer; empty if there is none.  Looks once a second."""
         now = time.monotonic()
         if now < self.checked + 1:
             return ""

@@ -7,7 +7,7 @@ import pytest
 
 
 def published(name: str) -> Path:
-    """The path of one; without SPMD_LM_DATA the test that asks is skipped."""
+    """The path of one; skips the test without SPMD_LM_DATA."""
     if "SPMD_LM_DATA" not in os.environ:
         pytest.skip(f"SPMD_LM_DATA is not set: {name} is looked for there")
     return Path(os.environ["SPMD_LM_DATA"]) / name

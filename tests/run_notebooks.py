@@ -54,7 +54,7 @@ async def execute(client: NotebookClient) -> None:
 
 
 def run(path: Path) -> str | None:
-    """Runs a notebook; what is wrong with it, or None."""
+    """Runs a notebook; returns its error, or None."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ def run(path: Path) -> str | None:
 
 
 def report(path: Path) -> bool:
-    """Runs a notebook and prints what came of it; whether it passed."""
+    """Runs a notebook and prints the outcome; True if it passed."""
     start = time.perf_counter()
     problem = run(path)
     print(f"{path.name:32} {time.perf_counter() - start:4.0f} s  {problem or 'passed'}", flush=True)

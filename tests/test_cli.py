@@ -89,7 +89,7 @@ def test_an_override_is_not_taken_for_a_file(line, option, tmp_path, monkeypatch
 
 
 def test_plan_initializes_no_devices(tmp_path):
-    """However many it plans for."""
+    """Any number of devices can be planned for."""
     program = (
         "import sys; from spmd_lm.cli import main; code = main(sys.argv[1:]); from jax._src import xla_bridge; "
         "sys.exit(code or xla_bridge.backends_are_initialized())"

@@ -59,7 +59,7 @@ def make_mesh(*sizes):
 
 
 def shardings(state, mesh):
-    """The last two dims over the mesh, whatever its rank."""
+    """Shardings of the last two dims, whatever the mesh's rank."""
     return jax.tree.map(
         lambda x: NamedSharding(mesh, PartitionSpec(*[None] * (x.ndim - 2), *mesh.axis_names[: x.ndim])), state
     )
@@ -189,7 +189,7 @@ def test_a_save_that_is_removed_while_it_is_written_costs_that_save(tmp_path, mo
     write = Checkpointer._write_record
 
     def remove() -> None:
-        """At once, whatever else is written there."""
+        """Renames at once, whatever else is written there."""
         for path in [*saver.directory.glob("2.saving*")] if removed == "saving*" else [saver.directory]:
             path.rename(tmp_path / f"removed {path.name}")
 

@@ -13,7 +13,7 @@ DTYPES = ["float64", "float32", "bfloat16", "float16", "int32", "uint8", "bool"]
 
 
 def by_definition(x: np.ndarray) -> list[int]:
-    """Word by word, in Python's numbers."""
+    """The sums, word by word, in Python's numbers."""
     sums = [0, 0]
     for position, word in enumerate(x.reshape(-1).view(f"uint{8 * min(x.itemsize, 4)}").tolist()):
         mixed = ((word ^ (position * GOLDEN)) * MURMUR_1) % 2**32

@@ -97,7 +97,7 @@ def test_likelihoods_are_those_of_eval(lm, requests, tmp_path):
 
 
 def test_rolling_likelihoods_are_those_of_all_tokens(lm, requests, tmp_path):
-    """After the token that starts a document, as the harness wants it; a text longer than the context in windows."""
+    """They follow the token that starts a document, as the harness wants it; a long text is scored in windows."""
     first, second = TEXT[:20], TEXT.replace(" ", "-")  # space at the end of a context would be the continuation's
     got = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (first,), ("",), (second,)))
     ((alone, _),) = lm.loglikelihood(requests("loglikelihood", ("", first)))

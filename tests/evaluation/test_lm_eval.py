@@ -102,7 +102,7 @@ def contexts(count: int) -> list[str]:
 
 
 def write_passages(imported: Imported, path: Path) -> list[Pair]:
-    """10 of them end with the word that the model finds likeliest.  Returns the requests."""
+    """Writes passages, 10 of which end with the model's likeliest word.  Returns the requests."""
     import torch
 
     found = []

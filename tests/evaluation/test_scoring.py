@@ -128,7 +128,7 @@ def assert_same(got: dict, want: dict) -> None:
 @pytest.mark.mutants
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=slow) for name in SLOW)])
 def test_every_layout_gives_the_same_figures(layout, items, x64):
-    """61 tokens of vocabulary: padded in all shards but one."""
+    """The vocabulary has 61 tokens: all shards but one are padded."""
     want = all_figures(make_config(model={"layers": 4}), items)
     assert want["lambada"]["metrics"]["perplexity"] > 0 and want["lambada"]["truncated"] == 7
     assert_same(all_figures((LAYOUTS | SLOW)[layout], items), want)
@@ -163,7 +163,7 @@ def test_a_model_that_is_not_finite_is_told(x64):
 
 @pytest.mark.slow
 def test_a_memorised_text_has_a_perplexity_of_one(tmp_path):
-    """Trained on one window until it knows it by heart: cloze 100%, and the true choice wins."""
+    """The model learns one window by heart: cloze is 100%, and the true choice wins."""
     text = "the clock struck one, so the day began."
     config = make_config(
         model={"dropout": 0, "vocab": 256, "context": len(text) - 1},
@@ -219,7 +219,7 @@ def test_intervals_are_those_of_a_plain_bootstrap():
 
 
 def test_an_interval_of_many_items_takes_little_memory(monkeypatch):
-    """However the resamples are divided, all are drawn."""
+    """The resamples are divided, and all are drawn."""
     values = np.random.default_rng(1).normal(3, 1, 300)
     monkeypatch.setattr("spmd_lm.evaluation.bootstrap.MOST_DRAWS", 1000)
     _, intervals = estimate({"mean": Metric(values, np.ones(300))})

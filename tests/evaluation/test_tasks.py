@@ -66,7 +66,7 @@ def test_the_published_counts_of_wikitext_103(tmp_path):
 
 
 def test_counts_of_wikitext_103_s_validation_text(tmp_path):
-    """Through the task, and by the tokenizers library alone."""
+    """The task and the tokenizers library alone agree."""
     tokenizers = pytest.importorskip("tokenizers")
     path = published("wikitext103_valid.tokens.txt")
     gpt2(tmp_path)
@@ -345,7 +345,7 @@ def test_bad_options(tasks, stride, message, tmp_path):
 
 @pytest.mark.parametrize("kind", ["masked_lm", *TASKS])
 def test_a_run_without_likelihoods(kind):
-    """Before any file is read."""
+    """No file is read before the error."""
     masked = {"objective": {"kind": "masked_lm"}} if kind == "masked_lm" else TASKS[kind]
     config = make_config(**masked | {"model": ORIGINAL_BERT})
     with pytest.raises(ConfigError, match=f"objective.kind={config.objective.kind} gives a text no likelihood"):

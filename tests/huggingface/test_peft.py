@@ -110,7 +110,7 @@ def imported(peft, case: str, where, *overrides: str):
 
 
 def largest_difference(program, params, model) -> float:
-    """Between logits, in units of the largest."""
+    """Largest difference of logits, in units of the largest."""
     rows = some_rows(program.config)
     (ours,), (theirs,) = (z.values() for z in (our_logits(program, params, rows), their_logits(model, rows)))
     assert 0.1 < np.abs(theirs).max() < 100

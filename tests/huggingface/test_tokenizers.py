@@ -47,7 +47,7 @@ AT_THE_START = ("<s>", "<bos>", "<|begin_of_text|>")
 
 
 def some_texts() -> list[str]:
-    """Half of them are of Python's sources, half are mixtures of what tokenizers treat differently."""
+    """Texts, half of Python's sources, half mixtures of what tokenizers treat differently."""
     draw = random.Random(5)
     source = inspect.getsource(textwrap) + inspect.getsource(random) + inspect.getsource(inspect)
     starts = [draw.randrange(len(source)) for _ in range(500)]

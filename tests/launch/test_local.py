@@ -225,7 +225,7 @@ def test_a_process_that_fails_ends_the_others_without_a_launcher(tmp_path, victi
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["configuration", "dataset", "version"])
 def test_processes_that_differ_all_leave(tmp_path, what):
-    """Exit code 2 in each, which say which process differs, and in what."""
+    """Both exit with 2, and say which process differs, and in what."""
     texts = tmp_path / "texts"
     for number in range(2):
         (texts / str(number)).mkdir(parents=True)

@@ -78,7 +78,7 @@ def test_a_model_without_ties_and_biases_has_a_head_and_no_vectors_but_scales():
 
 @pytest.mark.mutants
 def test_weights_are_drawn_as_gpt2_s():
-    """0.02; behind a residual branch less by sqrt(2 x layers).  Five sigma of each estimate."""
+    """Deviations are 0.02, or 0.02 / sqrt(2 x layers) behind a residual branch, to five sigma."""
     big = {"width": 64, "layers": 3, "vocab": 512}
     for name, leaf in flat(weights(**big)).items():
         x = np.asarray(leaf)

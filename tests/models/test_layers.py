@@ -58,7 +58,7 @@ def test_a_bias_of_bfloat16_adds_its_gradients_up_in_float32():
 
 @pytest.mark.parametrize("offset", [0, 1e4])
 def test_a_gpu_takes_moments_in_one_pass(offset, as_on_a_gpu, x64):
-    """If a mean is far from zero, sums of squares would lose what merged moments keep."""
+    """Merged moments keep what sums of squares would lose where a mean is far from zero."""
     x, scale = R.normal(size=(4, 7, 96)) + offset, np.ones(96)
     got, want = layer_norm(jnp.asarray(x), jnp.asarray(scale), None), reference.norm(x, {"scale": scale})
     assert as_on_a_gpu

@@ -45,7 +45,7 @@ def with_gradients(f):
 
 
 def check(got, want, tolerance=1e-13):
-    """Relative to the largest of all: at a single position the gradients of q and k are zero."""
+    """Compares relative to the largest of all: at a single position the gradients of q and k are zero."""
     got, want = (np.stack(list(map(np.asarray, xs))) for xs in (got, want))
     assert relative(got, want) < tolerance
 

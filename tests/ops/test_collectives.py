@@ -72,7 +72,7 @@ def test_a_part_of_what_is_whole_and_the_whole_of_parts(x64):
 @pytest.mark.parametrize("shard", [1, 2, 3, 4])
 @pytest.mark.parametrize(("dim", "row_major"), [(0, True), (0, False), (1, False)])
 def test_shards_of_every_size_are_sums(shard, dim, row_major, x64):
-    """Over one axis, and over two, one after the other, whose shards are as those of both at once."""
+    """Scattering over two axes, one after the other, gives the shards of both at once."""
     both = ("data", "model")
     for on, outs in {("model",): P("data", "model") if dim else P(both), both: P(*[None] * dim, both)}.items():
         size = shard * (4 if on == ("model",) else 8)

@@ -76,14 +76,14 @@ def test_capped_logits(model, x64, monkeypatch):
 
 @pytest.mark.parametrize("model", [1, 8])
 def test_padding_takes_no_probability(model, x64):
-    """Whatever stands in it."""
+    """Padding may hold anything."""
     huge = np.concatenate([TABLE[:VOCAB], np.full((PADDED - VOCAB, WIDTH), 1e6)])
     got = [over_model(gradients(ours), model, INS, OUTS)(H, table, BIAS, TARGETS, WEIGHTS) for table in (huge, TABLE)]
     assert_equal(*got)
 
 
 def test_the_value_without_gradients_is_the_same(want):
-    """The program is another one."""
+    """The program differs."""
     got = over_model(ours, 4, INS, ())(H, TABLE, BIAS, TARGETS, WEIGHTS)
     assert 3 * float(got) == pytest.approx(float(want[0]), rel=1e-14)
 
@@ -126,7 +126,7 @@ def test_scores_tell_the_weight_of_what_was_likeliest(model, x64):
 @pytest.mark.parametrize("chunk_rows", [7, ROWS * TIME])
 @pytest.mark.parametrize("model", [1, 2, 8])
 def test_scores_of_each_target(model, chunk_rows, x64, monkeypatch):
-    """Log-likelihoods, and whether argmax takes the target: of equal logits the first one, whichever shard has it."""
+    """Scores are log-likelihoods, and if argmax takes the target: the first of equal logits, whichever shard has it."""
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk_rows * PADDED // model * 8)
     table, bias = TABLE.copy(), BIAS.copy()
     table[[5, 9, 40, 60]], bias[[5, 9, 40, 60]] = table[9], 30.0  # four equal ones, the likeliest, in several shards

@@ -38,7 +38,7 @@ def test_a_row_of_bfloat16_adds_its_gradients_up_in_float32():
 
 
 def test_the_gradient_s_zeros_are_made_once_it_is_there():
-    """Constant ones are made early, and take memory until then.  So a NaN of `g` reaches rows that no token has."""
+    """Constant zeros are made early, and take memory until then.  So a NaN of `g` reaches rows that no token has."""
     tokens, table, g = jnp.zeros((1, 2), jnp.int32), jnp.zeros((3, 2)), jnp.ones((1, 2, 2))
     _, back = jax.vjp(lambda table: lookup(table, tokens, "vocab"), table)
     assert back(g)[0].tolist() == [[2, 2], [0, 0], [0, 0]]

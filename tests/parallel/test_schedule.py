@@ -180,7 +180,7 @@ def test_a_chunk_is_left_where_the_next_task_is_of_another_one():
 
 
 def test_what_a_stage_receives_its_neighbour_sends():
-    """Forward in the same tick, backward in the one before."""
+    """Forward is sent in the same tick, backward in the one before."""
     for s in SOME:
         table = schedule_table(s)
         for half, way, ahead in ((table.forward, 1, 0), (table.backward, -1, 1)):

@@ -201,7 +201,7 @@ def test_a_parquet_file_that_was_damaged_at_random_ends_nothing(damage, tmp_path
 
 
 def test_rows_of_parquet_are_in_memory_one_at_a_time(tmp_path):
-    """1.3 GB of them in a file of 90 kB; those that are too long are bad input, and no more."""
+    """A file of 90 kB has 1.3 GB of rows; those that are too long are bad input."""
     rows = [chr(97 + i % 26) * 5_000_000 for i in range(40)]
     source = write_parquet(tmp_path / "a.parquet", {"text": [*rows, "good"]}, "zstd(1)")
     assert os.path.getsize(source) < 50_000

@@ -48,7 +48,7 @@ def test_an_evaluation_text_that_is_damaged_ends_it(tmp_path):
 
 
 def test_every_file_of_a_directory_of_evaluation_texts_counts_but_hidden_ones(tmp_path):
-    """Whatever its name ends with: a text that is not looked for stays in the training data."""
+    """Names may end with anything: a text that is not looked for stays in the training data."""
     (tmp_path / "evals/.git").mkdir(parents=True)
     names = ["wiki.test.tokens", "README", "deep.bin", ".hidden", ".git/config"]
     found = {name: sentence(seed, 20) for seed, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""All errors of a recipe are reported at once, and before anything is read."""
+"""Recipes are checked whole: all errors are reported at once, before anything is read."""
 
 from pathlib import Path
 

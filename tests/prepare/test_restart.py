@@ -40,7 +40,7 @@ sys.exit(main(["prepare", *sys.argv[1:]]))
 
 
 def write_documents(path: Path, count: int) -> str:
-    """A fifth of them near or exact duplicates, some with few words."""
+    """Writes documents, a fifth near or exact duplicates, some of few words."""
     draw = random.Random(0)
     given = [sentence(seed, draw.randrange(10, 150)) for seed in range(count)]
     given += [f"{text} {draw.choice(['', 'end'])}" for text in draw.choices(given, k=count // 4)]
@@ -137,7 +137,7 @@ def flipped(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("tokenizer", ["bytes", TRAINED], ids=["bytes", "bpe"])
 def test_it_goes_on_from_every_file_that_was_written(tmp_path, monkeypatch, tokenizer):
-    """Stops before each file, once, and starts again: finished ones are not written twice."""
+    """A stop before each file, and a new start, writes no finished file twice."""
     from spmd_lm import files
 
     monkeypatch.setattr(chunks, "CHUNK_DOCUMENTS", 150)
@@ -271,7 +271,7 @@ def test_bad_input_that_was_skipped_before_it_was_stopped_is_an_error_where_it_i
 
 
 def test_what_is_left_where_tidying_up_was_stopped_is_not_taken_for_all(tmp_path, monkeypatch):
-    """Stopped at each file that goes, and the data set removed: it is made anew, whole."""
+    """A data set is made anew, whole, if tidying stopped at each file and the data set was removed."""
     source = write_documents(tmp_path / "a.jsonl", 100)
     make(tmp_path / "undisturbed", source, **KEYS)
     out, remove = tmp_path / "out", shutil.rmtree

@@ -141,7 +141,7 @@ def test_what_is_removed_between_two_passes_is_told(leaks, after, tmp_path, monk
 
 @pytest.mark.parametrize("source", ["", "**/*.json*"])
 def test_what_it_writes_is_none_of_its_sources(source, tmp_path, monkeypatch):
-    """Stopped and started again, with OUT in the directory that it reads."""
+    """OUT is in the directory that is read, and the start is a second one."""
     (tmp_path / "in").mkdir()
     write_lines(tmp_path / "in/a.jsonl", [{"text": "one"}])
     (tmp_path / "link").symlink_to("in")

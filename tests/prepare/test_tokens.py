@@ -89,7 +89,7 @@ CORPORA = {
 
 @pytest.mark.parametrize("case", CORPORA)
 def test_shares_of_the_text_are_those_that_are_asked_for(case, tmp_path):
-    """Whatever the sizes of the documents, in whatever order; all that is held out is the end or beginning of one."""
+    """Sizes and order of the documents do not matter; what is held out ends or begins within one at most."""
     given, shares = CORPORA[case], {"validation": 0.02, "test": 0.3}
     reports = []
     for name, order in {"forth": given, "back": given[::-1]}.items():

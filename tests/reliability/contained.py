@@ -87,13 +87,13 @@ def watching(*roots: Path) -> Iterator[None]:
 
 
 class Hang(BaseException):
-    """Past every `except Exception`."""
+    """Passes every `except Exception`."""
 
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
-    """Hang after six times SECONDS, in which other tests run too; if the interpreter does not get to it, the process
-    ends.  MemoryError beyond BYTES."""
+    """Raises Hang after six times SECONDS, in which other tests run too; if the interpreter does not get to it, the
+    process ends.  MemoryError beyond BYTES."""
 
     is_over = False
 

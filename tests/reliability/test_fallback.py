@@ -57,7 +57,7 @@ def flip_a_bit(directory: Path, step: int, flip: tuple[str, int, int]) -> None:
 
 @pytest.fixture(scope="module")
 def flips(finished, tmp_path_factory) -> list[tuple[str, int, int]]:
-    """Five that damage a parameter, which all verbs read."""
+    """Five flips that damage a parameter, which all verbs read."""
     copy = Path(shutil.copytree(finished, tmp_path_factory.mktemp("copy") / "run"))
     checkpoints, rng, found = Checkpointer(copy / "checkpoints"), random.Random(0), []
     record = checkpoints.record(6)
@@ -124,7 +124,7 @@ def test_where_all_were_moved_aside_that_is_said(run, capsys):
 
 
 def test_training_goes_on_from_the_one_before(run, flips, text, tmp_path, capsys):
-    """Bit for bit as if nothing had happened; what is damaged stays, under another name."""
+    """The bits are those of an undisturbed run; the damaged one stays, under another name."""
     assert main(command(tmp_path / "reference", text, "train.steps=8")) == Exit.DONE
     flip_a_bit(run, 6, flips[0])
     capsys.readouterr()

@@ -85,7 +85,7 @@ def test_processes_that_see_other_directories_all_leave(tmp_path):
 
 @pytest.mark.slow
 def test_a_part_that_one_process_reads_is_damage_for_both(tmp_path):
-    """Neither waits for the other, but for a moment."""
+    """The processes wait for each other for a moment at most."""
     with Job(tmp_path / "run", "train.steps=11", "parallel.zero=3") as job:
         assert job.exit_codes() == [0, 0]
     for part in (tmp_path / "run" / "checkpoints" / "11" / "state" / "ocdbt.process_1" / "d").iterdir():

@@ -42,7 +42,7 @@ SMALL = (
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
-    """`line`, in which spmd-lm is this package's.  Nothing hides what jax's plugins have to say, or empties buffers."""
+    """Runs `line`, in which spmd-lm is this package's, with the output of jax's plugins shown and buffers left full."""
     line = line.replace("spmd-lm", f"{shlex.quote(sys.executable)} -m spmd_lm")
     ours = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_ACCELERATOR_TYPE")
     inherited = {
@@ -254,7 +254,7 @@ def test_plugins_for_absent_hardware_are_silent():
 
 @pytest.fixture
 def full(monkeypatch):
-    """Names of files that are, the next time that they are written, on a disk that is full."""
+    """Names of files whose next write finds a full disk."""
     names, create = set(), files.create
 
     def create_on_disk(path: Path):

@@ -33,7 +33,7 @@ def with_flip(state, number: int):
     "layout, named", [({"data": 4, "model": 2}, 1), ({"data": 2, "model": 4}, 2), ({"data": 8, "zero": 3}, None)]
 )
 def test_the_device_is_named(layout, named):
-    """4 copies, 2, and one alone."""
+    """Layouts have 4 copies, 2, and one."""
     p = program(make_config(parallel=layout, precision={"params": "float32"}))
     state, check = p.init(), ReplicaCheck(p)
     assert check.has_copies()  # of small arrays at least

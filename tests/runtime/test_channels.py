@@ -30,7 +30,7 @@ def channels(lowered: jax.stages.Lowered) -> list[int]:
 @pytest.mark.parametrize("kind", COLLECTIVES)
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_equal_collectives_have_channels_of_their_own_on_cpus_alone(kind, check_vma):
-    """However often it is asked for."""
+    """Channels are numbered once, however often asked."""
     number_channels()
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
 

@@ -100,7 +100,7 @@ def test_a_process_that_cannot_connect_ends_with_a_line(tmp_path):
 
 
 def test_a_coordinator_answers():
-    """jax's own, and not once it is gone."""
+    """jax's own does, until it is gone."""
     from jax._src.lib import _jax
 
     address = f"127.0.0.1:{processes.free_port()}"

@@ -57,7 +57,7 @@ WIDE += ["model.width=512", "model.context=32", "train.batch=16"]
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], WIDE], ids=["microbatches", "one-microbatch"])
 def test_scatters_of_one_group_do_not_meet(overrides, tmp_path):
-    """Large enough that XLA runs operations side by side; compiled anew."""
+    """XLA runs operations of a large step side by side; compiled anew."""
     (tmp_path / "run.yaml").write_text(ZERO_1)
     command = [sys.executable, "-m", "spmd_lm", "bench", str(tmp_path / "run.yaml"), *overrides, "--steps", "4"]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}

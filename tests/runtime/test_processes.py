@@ -388,7 +388,7 @@ def test_a_signal_while_jax_is_imported_asks_no_job(monkeypatch):
     ("message", "lost"), [("UNAVAILABLE: Failed to send RPC", True), ("INVALID_ARGUMENT: a shape", False)]
 )
 def test_what_fails_for_want_of_a_process_says_so(message, lost):
-    """A save, too, which says why in its cause."""
+    """A save says so too, by its cause."""
     cause = jax.errors.JaxRuntimeError(message)
     save = CheckpointError("10 was not saved")
     save.__cause__ = cause

@@ -69,7 +69,7 @@ def package(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hung(monkeypatch):
-    """Set once a tracker hangs."""
+    """An event, set once a tracker hangs."""
     event = threading.Event()
     monkeypatch.setattr(sys, "hung", event, raising=False)
     return event

@@ -80,7 +80,7 @@ def test_none_and_options_of_one_s_own_replace_the_table():
 
 
 def test_what_a_compiler_cannot_do_without_is_always_set():
-    """Unless it is set to something else."""
+    """Explicit settings override it."""
     required = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
     assert names("none", **ABSENT_H100) == required and not names("none", **ABSENT_H100 | {"absent": False})
     assert names({"xla_a": 1}, **ABSENT_H100) == required | {"xla_a": 1}

@@ -1,4 +1,4 @@
-"""Parameters that a pattern names; test_step checks that they stay unchanged."""
+"""Parameters that a pattern names; that they stay unchanged, test_train_step.py checks."""
 
 import jax
 import numpy as np

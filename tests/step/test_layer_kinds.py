@@ -80,7 +80,7 @@ def test_every_layout_computes_the_reference(name, scan, remat, parallel):
 
 @pytest.mark.slow
 def test_layers_are_frozen_by_their_own_index():
-    """Layers 1 and 4, of two places; under a pipeline as on one device."""
+    """Layers 1 and 4 are of two places; a pipeline equals one device."""
     optim = {"eps": 1e-6, "freeze": "blocks.[14].* *.mlp.up"}
     sections = {"model": COMMON | MODELS["1:1"], "optim": optim}
     parallel = {"pipe": 2, "data": 2, "zero": 2, "microbatches": 2, "schedule": "breadth_first"}

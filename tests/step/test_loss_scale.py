@@ -227,7 +227,7 @@ def run_in(directory, precision, **train) -> RunConfig:
 
 
 def records(directory):
-    """Less what a clock made."""
+    """Records without times."""
     told = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if k not in ("tokens_per_second", "mfu", "seconds")} for r in told]
 

@@ -135,7 +135,7 @@ def test_products_in_parts_send_what_theory_expects(remat, model, parallel):
 @slow
 @mutants
 def test_the_mlp_s_products_alone_are_in_parts_on_a_tpu(monkeypatch):
-    """Here as if a CPU were one."""
+    """The CPU is treated as a TPU."""
     monkeypatch.setattr(overlap, "BRANCHES", ("mlp",))
     parallel = {"data": 2, "model": 4, "sequence": True, "collective_matmul": "on"}
     in_parts = config(2, "full", {"scan": False}, parallel)

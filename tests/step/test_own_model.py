@@ -129,7 +129,7 @@ def test_a_dimension_and_an_auxiliary_loss_of_ones_own(tmp_path, parallel):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPTJBlock", "Mixer"])
 def test_text_is_that_of_full_forward_passes(gptj, tmp_path, name):
-    """Through a cache of keys and values, and of the tokens."""
+    """Caches are of keys and values, or of tokens."""
     module = gptj if name == "GPTJBlock" else write_module(tmp_path, "Mixer", MIXER)
     p = program(make_config(model=COMMON | {"module": module}, parallel={"data": 2, "model": 2, "zero": 3}))
     params, context = jax.tree.map(lambda x: x * 8, p.init().params), p.config.model.context
@@ -171,7 +171,7 @@ def test_an_objective_of_ones_own(tmp_path):
 )
 @pytest.mark.slow
 def test_an_optimizer_of_ones_own(tmp_path, parallel):
-    """Under a layout as on one device; and its update is that of optax alone."""
+    """Layouts equal one device, and the update equals optax's alone."""
     optim = {"kind": "custom", "module": write_example(tmp_path, "signed_momentum")}
     optim |= {"lr": 1e-3, "decay": "constant", "weight_decay": 0.0, "clip": 0.0, "freeze": "blocks.0.*"}
     optim |= {"warmup": 0, "min_lr": 0.0}

@@ -268,7 +268,7 @@ def test_an_evaluation_is_the_loss_of_a_step_without_dropout():
 
 @pytest.mark.parametrize("objective", [pytest.param(each, marks=() if each == "span" else slow) for each in TASKS])
 def test_what_is_judged_is_the_reference_s_logits_row_by_row(objective):
-    """Out of a pipeline's last stage, from rows split over data and a sequence split over model; without dropout."""
+    """Logits leave a pipeline's last stage; rows are split over data, the sequence over model; no dropout."""
     parallel = {"pipe": 2, "data": 2, "model": 2, "sequence": True, "microbatches": 2}
     p = program(make_config(parallel=parallel, **MODELS[objective]))
     params = p.init().params
@@ -294,7 +294,7 @@ def test_what_is_computed_again_is_the_same_bit_for_bit():
 
 @pytest.mark.parametrize(("form", "blocks"), [("scan", 1), ("unrolled", 2)])
 def test_remat_computes_again_what_it_says(form, blocks):
-    """Counted in what XLA is given: of a block's eight products all but the last, or the scores alone."""
+    """Counts are of the program given to XLA: of a block's eight products all but the last, or the scores alone."""
     none, selective, full = (
         lowered(run_of("one", 1, form, remat, precision=FLOAT32, model=CERTAIN))
         for remat in ("none", "selective", "full")
