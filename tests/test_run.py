@@ -66,7 +66,7 @@ def test_every_layout_logs_the_run_of_one_device(tmp_path, dtype, tolerance, lay
 
 @pytest.mark.slow
 def test_a_terminated_run_resumes_as_if_it_had_not_stopped(tmp_path):
-    """The same mesh gives the same bits, another one rounding.  Steps are slow, so that the signal arrives in time."""
+    """Bits agree on its own mesh, numbers to rounding on another.  Slow steps let the signal arrive in time."""
     layout = ["parallel.data=4", "parallel.model=2", "train.steps=20", "train.batch=64", *FLOAT64]
     reference = run(tmp_path / "reference", 8, *layout)
 
