@@ -54,9 +54,10 @@ def test_make_help_names_every_target_that_is_for_people():
     assert not [each for each in targets if not each.endswith("-latest") and f"make {each} " not in told]
 
 
-def test_the_tour_passes_every_file_it_names():
-    tour = (ROOT / "docs/tour.md").read_text()
-    named = re.findall(r"`((?:spmd_lm/)?[a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", tour)
+@pytest.mark.parametrize("page", ["tour", "compilers"])
+def test_the_files_that_a_page_names_are_there(page):
+    text = (ROOT / f"docs/{page}.md").read_text()
+    named = re.findall(r"`((?:spmd_lm/)?[a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", text)
     places = [ROOT, ROOT / "spmd_lm", *(path for path in (ROOT / "spmd_lm").iterdir() if path.is_dir())]
     assert len(named) > 20 and not [name for name in named if not any((place / name).exists() for place in places)]
 

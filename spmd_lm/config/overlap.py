@@ -77,7 +77,7 @@ def branches_in_parts(config: RunConfig, platform: str, device_kind: str, tokens
     """Those of BRANCHES whose products run in parts on this kind of device.  tokens: of a microbatch, on one device.
 
     On a TPU they are the MLP's alone: attention's take 2% more compute, because it needs its tokens in order and copies
-    parts to put them there, and shorten an estimated step by less than 1% (docs/log.md, 2026-11-25).
+    parts to put them there, and shorten an estimated step by less than 1% (docs/adr/0021).
 
     `auto` does on H100 and H200 within a host, with the sequence sharded, and not in a pipeline, of which no schedule
     was compared.  On v4 and v5p steps are shorter as well, on v5p with options that no hardware has run; on A100, B200

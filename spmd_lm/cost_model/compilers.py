@@ -1,7 +1,7 @@
 """What XLA's compiler for a platform makes of the arrays that a step names, where memory depends on it.
 
 Read from the buffers that the compilers assign to steps drawn at random (benchmarks/predictions.py), and around
-attention to some of few layers (docs/log.md, 2026-11-26)."""
+attention to some of few layers (docs/compilers.md)."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -415,7 +415,7 @@ def _chunk_weights(config: RunConfig, plan: Plan, sizes: _Sizes) -> tuple[int, i
 
 
 def _copied_attention(plan: Plan, sizes: _Sizes) -> int:
-    """Half of the query, key and value matrices: about every second compiled step copies them (docs/log.md)."""
+    """Half of the query, key and value matrices: about every second compiled step copies them."""
     keys = ("query", "key", "value")
     compute = sizes.config.precision.compute
     return sum(plan.bytes_per_device(compute, "blocks", "attention", key, gathered=True) for key in keys) // 2

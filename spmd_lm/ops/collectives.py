@@ -150,7 +150,7 @@ def _devices_first(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
 
 WINDOW_TILES = 1824
 """Tiles of 8 x 128 numbers that a TPU's compiler has room for in a reduce-scatter: a window of the shard for each
-device, and four more.  Measured for v4, v5e and v5p; a v6e has twice the room, a 7x more (docs/log.md, 2026-11-27)."""
+device, and four more.  Measured for v4, v5e and v5p; a v6e has twice the room, a 7x more (docs/compilers.md)."""
 
 
 def padded_columns(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> int:

@@ -177,7 +177,7 @@ def _stack(matrices: list[Array]) -> Array:
 @jax.custom_vjp
 def _gradient_barrier(w: Array) -> Array:
     """`w`, whose gradient is complete before anything reads it: a TPU's compiler would widen all of it to add it to the
-    sum over microbatches, because a reshape is between (docs/log.md)."""
+    sum over microbatches, because a reshape is between (docs/compilers.md)."""
     return w
 
 

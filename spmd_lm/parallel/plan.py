@@ -429,7 +429,7 @@ class Plan:
         """Parameters as ZeRO shards them, made whole."""
         names = subset_of(names, tree)
         gathered_names = jax.tree.map(zero.gathered_names, names, is_leaf=is_dim_names)
-        # Gathered once, stacks are read by loops: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1 (docs/log.md).
+        # Gathered once, stacks are read by loops: 48 layers of 2048 on h100:4x8 take 13.9 GiB, not 17.1.
         stacks = self.platform == "gpu" and self.zero.gather_per == "step"
         gather = functools.partial(
             zero.gather, names=names, axes_of=self.zero_axes, sizes=self._zero_sizes, row_major_stacks=stacks

@@ -120,7 +120,7 @@ class PrefetchedLayers:
     ) -> tuple[Tree, Array]:
         """(gradients of the shards, written into `grads`; gradient of x), given that of `forward`'s result."""
         # XLA must gather again the weights and activations that forward has gathered outside of its loop, and not hold
-        # them.  In two barriers: a single one exposes scatters on a TPU (docs/log.md).
+        # them.  In two barriers: a single one exposes scatters on a TPU (docs/compilers.md).
         shards, (d_x, d_losses) = lax.optimization_barrier((shards, g))
         saved = lax.optimization_barrier(saved)
         (residuals, rebuild), (residuals_of_last, rebuild_last) = saved

@@ -1,7 +1,7 @@
 """Scalars as TensorBoard reads them: one event file for each start of a run.
 
 A file is TFRecords: length, checksum, an Event in protobuf's encoding, checksum.  Written by hand, because the packages
-that write it import torch or grpc, seconds of every start (docs/log.md, 2026-11-23).  A start first says from which
+that write it import torch or grpc, seconds of every start.  A start first says from which
 step on it repeats: TensorBoard then drops what earlier files have of those steps.
 
 Sources: tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto, tsl/lib/io/record_writer.h."""
