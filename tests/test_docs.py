@@ -15,6 +15,7 @@ from spmd_lm.config.load import dump, load
 from spmd_lm.config.schema import RunConfig, variants
 from spmd_lm.errors import ConfigError
 from tests import processes
+from tests.snippets import blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted(
@@ -157,6 +158,19 @@ def test_the_readme_counts_the_steps_whose_bytes_are_those_of_theory():
     assert drawn > 200 and len(sent) == 14
     told = words("README.md")
     assert f"within 1% on {near} of {drawn} steps" in told and f"on {published} of {len(sent)} published models" in told
+    peaks = [cells[2].split(" of ") for cells in rows("docs/planning.md", "seed | commit")]
+    near, drawn = (sum(map(int, column)) for column in zip(*peaks, strict=True))
+    assert f"within 5% of the compiler's peak on {near} of {drawn} steps" in told
+
+
+@pytest.mark.slow
+def test_the_readme_has_lines_of_an_audit_as_it_is_printed(tmp_path):
+    block = next(each for each in blocks(ROOT / "README.md") if each.lines[0].startswith("$ spmd-lm audit"))
+    _, *line = block.lines[0].split()
+    command = [sys.executable, "-m", "spmd_lm", *line[1:]]
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (printed,) = processes.wait(processes.start_command(command, tmp_path, PYTHONPATH=str(ROOT)))
+    assert len(block.lines) == 9 and not set(block.lines[1:]) - set(map(str.rstrip, printed.splitlines()))
 
 
 def test_the_readme_has_the_ratios_of_the_benchmarks():
