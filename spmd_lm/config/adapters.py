@@ -11,8 +11,7 @@ from spmd_lm.config.types import Count, DropoutRate, without_repeats
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-def _from_yaml(names: Any) -> Any:
-    """A tuple, because configurations are hashed."""
+def _from_yaml(names: Any) -> Any:  # a tuple, because configurations are hashed
     texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
     return tuple(without_repeats(names) if texts else names) if isinstance(names, list) else names
 
@@ -26,27 +25,25 @@ Pattern = Annotated[
     PlainSerializer(dict),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
 ]
-"""Numbers by targets, of which the first that matches counts; written as a mapping."""
+"""Numbers by targets, written as a mapping; the first target that matches counts."""
 
 Alpha = Annotated[float, Field(gt=0, le=2**20)]
 ALL_LINEAR = "all-linear"
 Base = Literal["none", "int8", "nf4", "nf4-double"]
 
 CODED = ("codes", "absmax", "nested_absmax", "offset")
-"""Last keys of the parameters that stand for a matrix in few bits, which are used in the dtypes that they have."""
+"""Last keys of the arrays that encode a quantized matrix; each is used in its own dtype."""
 
 SUFFIX = "_adapter"
 """End of the key of an adapter, beside that of its matrix: query_adapter."""
 
 
 def is_adapter(path: Sequence[str]) -> bool:
-    """Whether the parameter at this path is one of an adapter."""
     return any(key.endswith(SUFFIX) for key in path)
 
 
 def numbers_per_element(key: str, dtype: str) -> int:
-    """How many numbers of the model an element of a parameter stands for, by its last key: of codes in a byte two or
-    one, of their scales none."""
+    """Model parameters per array element: 2 or 1 in a byte of codes, 0 in a scale."""
     if key not in CODED:
         return 1
     return 0 if key != CODED[0] else 2 if dtype == "uint8" else 1
@@ -71,10 +68,10 @@ HF_MODULES: dict[str, dict[str, tuple[str, ...]]] = {
         "mlp.down": ("output.dense",),
     },
 }
-"""Names by model.kind: what Hugging Face's families call the matrices of a layer."""
+"""Hugging Face's names of a layer's matrices, by model.kind."""
 
 HF_LAYERS = {"gpt": ("model.layers", "transformer.h", "gpt_neox.layers"), "bert": ("bert.encoder.layer",)}
-"""Names of their layers, before the number of each."""
+"""Paths of their layers, before the layer's number."""
 
 HF_NAMES = {
     **dict.fromkeys(("embed_tokens", "wte", "embed_in", "word_embeddings"), "embedding.tokens"),
@@ -83,7 +80,7 @@ HF_NAMES = {
     **dict.fromkeys(("norm", "ln_f", "final_layer_norm"), "head.norm"),
     "pooler": "head.pooler",
 }
-"""Our names of what they call parts of a model outside of its layers."""
+"""Our names of their modules outside the layers."""
 
 
 class NoAdapter(Section):
@@ -106,8 +103,7 @@ class Adapter(Section):
 
 
 class IA3(Adapter):
-    """Learned scales (arXiv:2205.05638): of what a matrix makes, or where products use it transposed, as those that end
-    a branch, of what it is multiplied with."""
+    """Learned scales (arXiv:2205.05638) of a matrix's outputs, or of its inputs where it ends a branch."""
 
     kind: Literal["ia3"]
     targets: Names | Name = ("key", "value", "down")

@@ -16,25 +16,19 @@ from spmd_lm.errors import ConfigError
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """What a fused kernel supports.  None has dropout: its mask would not be the same under every layout.
-
-    platform: the one on which it runs.  dtypes: of queries, keys and values.  not_on: how jax's device_kind begins, in
-    lower case, of devices that are too old for it.  A head's width must be a multiple of `head_multiple` and at most
-    `max_head_width`; the context, a multiple of `context_multiple`.  packs_causal: whether
-    causal rows may hold several documents.  two_way_windows: whether a window may have no causal mask.
-    soft_caps: whether scores may have one.  deterministic: whether it runs where XLA's operations have to be."""
+    """The limits of a fused kernel.  None has dropout: its mask would differ between layouts."""
 
     name: str
     platform: str
-    dtypes: tuple[str, ...] = get_args(Dtype)
-    not_on: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = get_args(Dtype)  # of queries, keys and values
+    not_on: tuple[str, ...] = ()  # lower-case prefixes of jax's device_kind that are too old
     head_multiple: int = 1
     max_head_width: int | None = None
     context_multiple: int = 1
-    packs_causal: bool = True
-    two_way_windows: bool = True
+    packs_causal: bool = True  # causal rows may hold several documents
+    two_way_windows: bool = True  # a window may have no causal mask
     soft_caps: bool = True
-    deterministic: bool = True
+    deterministic: bool = True  # runs under run.deterministic
 
     def supports_head_width(self, width: int) -> bool:
         return width % self.head_multiple == 0 and (self.max_head_width is None or width <= self.max_head_width)
@@ -62,8 +56,10 @@ FUSED_KERNELS = {
 def obstacles(
     kernel: FusedKernel, model: Model, compute: str, *, packs: bool = False, deterministic: bool = False
 ) -> Iterator[Obstacle]:
-    """Whatever keeps a fused kernel from running this model, of layers of one kind, in the dtype `compute`, on any
-    device.  packs: whether rows hold several documents.  deterministic: as run.deterministic."""
+    """Obstacles to running this model, of one kind of layer, in the dtype `compute`.
+
+    packs: rows hold several documents.
+    deterministic: run.deterministic."""
     if deterministic and not kernel.deterministic:
         # One H200: IndexError, absl raw_hash_map::at, from the step's execution; four of four runs.
         reason = (
@@ -102,11 +98,9 @@ class KernelChoice(NamedTuple):
 
 
 def choose_kernel(config: RunConfig, platform: str, device_kind: str = "") -> KernelChoice:
-    """The kernel that `model.attention` means on `platform`, and why, for a run whose layers are all of one kind.
-
-    device_kind: as jax calls the devices; unknown ones are taken for new.
-
-    Raises ConfigError for an explicit kernel that cannot run there."""
+    """The kernel that `model.attention` means on `platform`, and why, for a run with one kind of layer.
+    device_kind: jax's name of the device; an unknown one counts as new.  Raises ConfigError for an explicit kernel that
+      cannot run there."""
     asked = config.model.attention
     name: str = asked
     if asked == "auto":

@@ -1,8 +1,8 @@
-"""Constraints between sections of a configuration.  Those of its layout over devices are in layout_checks.py.
+"""Constraints between sections of a configuration; layout_checks.py has those of the layout over devices.
 
-A check is a generator of problems.  Its parameter names say which sections it needs, so that it can run as soon as
-those are valid.  A problem begins with the conflicting keys, as section.key=value, and ends with the nearest settings
-that satisfy the check."""
+A check is a generator of problems whose parameter names are the sections it needs, so that it runs as soon as those are
+valid.  A problem begins with the conflicting keys, as section.key=value, and ends with the nearest settings that
+satisfy the check."""
 
 import inspect
 import math
@@ -31,7 +31,7 @@ from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 
-# For each task, the kind of its objective and the sizes that the objective must have.
+# The kind of objective and the sizes that each task requires.
 TASKS: dict[str, tuple[str, dict[str, int]]] = {
     "mnli": ("classification", {"classes": 3}),
     "qqp": ("classification", {"classes": 2}),
@@ -331,8 +331,8 @@ def options_are_deterministic(run: Run) -> Problems:
 
 
 def checkpoints_can_be_read(run: Run) -> Problems:
-    """Orbax 0.12 puts the parts of a checkpoint together by a pattern that begins with its path, so that some paths
-    match nothing, or another run: it would save, and never read.  Other paths it takes for URLs."""
+    """Rejects paths that orbax 0.12 would save to and never read from: it takes some for URLs, and builds patterns from
+    others, which then match nothing, or another run."""
     path = run.directory
     with suppress(OSError):  # the current directory was removed
         path = path.absolute()
@@ -345,7 +345,7 @@ def checkpoints_can_be_read(run: Run) -> Problems:
 
 
 def profiled_steps_are_taken(train: Train) -> Problems:
-    """The first step is not traced alone: it has costs that no other has."""
+    """The first step has costs that no other has, so it is not traced."""
     if train.profile:
         first, last = train.profile.steps
         if not 2 <= first <= last <= train.steps:
@@ -405,7 +405,7 @@ CHECKS: tuple[Callable[..., Problems], ...] = (
 
 
 def problems(sections: Mapping[str, BaseModel]) -> list[str]:
-    """The problems that all checks find whose sections are present."""
+    """Problems found by all checks whose sections are present."""
     found: list[str] = []
     for check in CHECKS:
         needed = inspect.signature(check).parameters

@@ -21,13 +21,12 @@ class Data(Section):
     allow_change: bool = False  # resume a run whose data is no longer what its newest checkpoint was trained on
 
 
-TRAINED_TOKENIZERS = ("bpe", "wordpiece")
-"""Values of data.tokenizer that stand for a tokenizer which the run trains."""
+TRAINED_TOKENIZERS = ("bpe", "wordpiece")  # values of data.tokenizer that the run trains itself
 
 
 RULES = 2
-"""How documents become the tokens of a run.  A run that began by older rules keeps them: by 1 a file is held out by its
-name, and a vocabulary's own rule puts no token before a document."""
+"""Version of the rules that turn documents into tokens.  A run keeps the version it began with: under 1, files are held
+out by their names, and no token precedes a document."""
 
 
 class Documents(Data):
@@ -119,7 +118,7 @@ class Synthetic(Section):
 
     @property
     def entropy(self) -> float:
-        """Nats per token: the lowest loss that a model can expect."""
+        """Nats per token: the lowest expected loss."""
         return math.log(self.branching)
 
 
@@ -133,5 +132,4 @@ class CustomData(Data):
 
 
 def packs_documents(data: Data | Synthetic) -> bool:
-    """Whether rows of a causal model hold several documents, each of which attends to itself alone."""
     return isinstance(data, Tokens | Instructions) and data.pack

@@ -1,14 +1,13 @@
-"""Whether the layers of a train step run in a loop: `model.scan`, resolved.
+"""The resolution of `model.scan`: a loop over layers, or unrolled layers.
 
-A loop compiles once what all layers do.  On a GPU it also copies what a layer's library calls write into stacks that
-hold it for backward, a sixth of a step of GPT-2 124M (docs/performance.md), so `auto` unrolls there."""
+A loop compiles its body once.  On a GPU it also copies what a layer's library calls write into stacks kept for
+backward, a sixth of a step of GPT-2 124M (docs/performance.md), so `auto` unrolls there."""
 
 from typing import NamedTuple
 
 from spmd_lm.config.schema import RunConfig
 
-MOST_UNROLLED = 48
-"""Layers that `auto` unrolls: each adds about a second of compilation."""
+MOST_UNROLLED = 48  # layers that `auto` unrolls: each adds about a second of compilation
 
 
 class LoopChoice(NamedTuple):
@@ -17,8 +16,10 @@ class LoopChoice(NamedTuple):
 
 
 def choose_loop(config: RunConfig, platform: str, *, prefetch: bool = False, scatters: bool = False) -> LoopChoice:
-    """Whether layers run in a lax.scan on `platform`, and why.  prefetch: whether one gathers the weights of the next,
-    which takes a loop.  scatters: whether ZeRO scatters the gradients of each layer in backward."""
+    """The choice of lax.scan over layers on `platform`, and its reason.
+
+    prefetch: a layer gathers the next one's weights, which takes a loop.
+    scatters: ZeRO scatters each layer's gradients in backward."""
     m = config.model
     if config.layers_per_chunk // len(m.kinds) == 1:
         return LoopChoice(False, "a single layer" if len(m.kinds) == 1 else "a single period")

@@ -1,6 +1,6 @@
-"""The kinds of layers that a model is made of, each a section of its own, in `model.period`.
+"""The kinds of layers in `model.period`, a section each.
 
-A new kind is a section here; one that is not a `Block` with other sizes also needs a module, which
+A new kind is a section here; unless it is a `Block` with other sizes, it also needs a module, which
 models/language_model.py makes."""
 
 import functools
@@ -28,7 +28,7 @@ class LayerKind(Section):
 
     @property
     def as_written(self) -> str | dict[str, Any]:
-        """Its name, or a mapping of what it has of its own."""
+        """The kind's name, or a mapping where it overrides keys."""
         keys = self.model_dump(exclude_none=True)
         return keys if len(keys) > 1 else self.kind
 
@@ -53,7 +53,7 @@ class WindowLayer(LayerKind):
 
 
 def _from_yaml(period: Any) -> Any:
-    """Names of kinds as the sections that they stand for; a tuple, because configurations are hashed."""
+    """Replaces names of kinds by their sections; a tuple, because configurations are hashed."""
     if not isinstance(period, list | tuple):
         return period
     if not period:
@@ -69,23 +69,21 @@ LayerKinds = Annotated[
 
 @functools.lru_cache(maxsize=64)
 def shortest(period: tuple[LayerKind, ...], layers: int) -> tuple[LayerKind, ...]:
-    """The shortest period that makes the same layers."""
     return tuple(shortest_period([period[layer % len(period)] for layer in range(layers)]))
 
 
 def layer_path(path: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """The place in its period of the layer that has this parameter, and the path without it: 1 and blocks.mlp.up for
-    blocks.1_window.mlp.up."""
+    """The layer's place in its period, and the path without it: 1, blocks.mlp.up for blocks.1_window.mlp.up."""
     if len(path) > 1 and path[1][0].isdigit():
         return int(path[1].partition("_")[0]), (path[0], *path[2:])
     return 0, path
 
 
 def path_in_block(param: str) -> str:
-    """attention.query of blocks.attention.query, and of blocks.0_window.attention.query."""
+    """attention.query for blocks.attention.query and blocks.0_window.attention.query."""
     return ".".join(layer_path(tuple(param.split(".")))[1][1:])
 
 
 def shortest_period(layers: Sequence[Any]) -> list[Any]:
-    """The shortest period that makes these layers; the last one may be cut short."""
+    """The shortest period that gives these layers; the last repeat may be cut short."""
     return next(([*layers[:n]] for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n]), [])

@@ -13,7 +13,7 @@ from spmd_lm.config.suggest import Problems, divisors, nearest, nearest_multiple
 
 
 def for_each_kind(check: Callable[..., Problems]) -> Callable[..., Problems]:
-    """Runs a check of a model whose layers are all of one kind for each kind of model.period."""
+    """Runs a check for a single kind of layer on each kind of model.period."""
 
     @functools.wraps(check)
     def check_each(*, model: Model, **sections: object) -> Problems:
@@ -50,8 +50,8 @@ def tensor_parallel_divides(model: Model, parallel: Parallel, run: Run) -> Probl
 
 
 def _fitting_degrees(size: int, parallel: Parallel, run: Run) -> str:
-    """The nearest degrees of `model` that divide `size` and leave a whole number of devices to `data`.  All do if the
-    number of devices is 0, not known yet."""
+    """The nearest degrees of `model` that divide `size` and leave a whole number of devices to `data`; all pass while
+    the number of devices is 0, unknown."""
     others = parallel.pipe * parallel.replica
     fits = [n for n in divisors(size) if run.simulate_devices % (others * n) == 0]
     return nearest(f"{parallel.model=}", fits or [1])
@@ -59,8 +59,8 @@ def _fitting_degrees(size: int, parallel: Parallel, run: Run) -> str:
 
 @for_each_kind
 def tensor_parallel_divides_kv_heads(model: Model, parallel: Parallel) -> Problems:
-    """Each key/value head serves the same number of query heads, and is on the same device as they are; of fewer heads
-    than devices, each device has the one that its queries need."""
+    """Requires equal groups of query heads per key/value head, on one device; with fewer key/value heads than devices,
+    each device has a copy of the one its queries need."""
     kv_heads = model.kv_heads or model.heads
     fits = nearest(f"model.{kv_heads=}", [n for n in divisors(model.heads) if n % parallel.model == 0])
     if model.heads % kv_heads:
@@ -133,8 +133,7 @@ def products_have_parts(model: Model, parallel: Parallel, adapter: Adapter | NoA
             yield use(problem, alternative, "parallel.collective_matmul=auto")
 
 
-ONE_CHUNK = {"gpipe": "breadth_first", "1f1b": "interleaved"}
-"""Schedules of one chunk per stage, and what they are called with several."""
+ONE_CHUNK = {"gpipe": "breadth_first", "1f1b": "interleaved"}  # names of the schedules with several chunks per stage
 
 
 def schedule_has_chunks(parallel: Parallel) -> Problems:
@@ -162,8 +161,7 @@ def microbatches_suit_chunks(parallel: Parallel, train: Train) -> Problems:
         yield use(problem, nearest(f"{parallel.microbatches=}", fits), "parallel.chunks=1")
 
 
-MAX_TASKS = 2**18
-"""Of a pipeline's schedule, which is a table of them: 64 stages with 8 chunks each, and 512 microbatches."""
+MAX_TASKS = 2**18  # in a pipeline's schedule table: 64 stages with 8 chunks each and 512 microbatches
 
 
 def schedule_fits_a_table(parallel: Parallel) -> Problems:
@@ -176,7 +174,7 @@ def schedule_fits_a_table(parallel: Parallel) -> Problems:
 
 
 def check_devices(config: RunConfig, devices: int) -> list[str]:
-    """What keeps `config` from running on exactly this many devices."""
+    """Problems of running `config` on exactly this many devices."""
     return [*layout_uses_all_devices(Run(simulate_devices=devices), config.parallel, config.train, config.objective)]
 
 
@@ -203,9 +201,8 @@ def layout_uses_all_devices(run: Run, parallel: Parallel, train: Train, objectiv
 
 
 def _nearest_layouts(degrees: dict[str, int], devices: int) -> list[str]:
-    """For each axis, the nearest degrees that fix the layout alone; if none does, data parallelism only.
-
-    degrees: without `data` if it takes what the others leave."""
+    """The nearest degrees of each axis that fix the layout alone; if there are none, data parallelism only.
+    degrees: without `data` where it takes the remaining devices."""
     ways = []
     for axis, degree in degrees.items():
         others = math.prod(degrees.values()) // degree
@@ -226,7 +223,7 @@ def microbatches_divide_batch(train: Train, parallel: Parallel) -> Problems:
 
 
 def _microbatch_is_divisible(parallel: Parallel, train: Train, objective: Objective, shards: int) -> Problems:
-    """By the rows of a question, which are on one device, then by shards over `replica` and `data`."""
+    """Checks divisibility by a question's rows, which share a device, then by the shards over `replica` and `data`."""
     rows, rest = divmod(train.batch, parallel.microbatches)
     choices = objective.rows_per_example
     batch, microbatches = f"{train.batch=}", f"{parallel.microbatches=}"

@@ -29,11 +29,9 @@ FIELDS = RunConfig.model_fields
 VALIDATORS = {name: TypeAdapter(cast(Any, Annotated[field.annotation, field])) for name, field in FIELDS.items()}
 
 CONFIG_FILE = "config.yaml"
-TOKENIZER_DIR = "tokenizer"
-"""The names, in a run's directory, of its configuration and of its copy of the tokenizer's files."""
+TOKENIZER_DIR = "tokenizer"  # a run's copy of its tokenizer's files
 
-VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
-"""The file names of a vocabulary; the first that a directory has is used."""
+VOCABULARY_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")  # the first one found is used
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # beside them
 
@@ -41,23 +39,17 @@ SHARED_KEYS = {
     "data": ("tokenizer", "bos"),
     "optim": ("warmup", "decay", "decay_start", "decay_steps", "clip", "freeze"),
 }
-"""Keys that stay when the kind of their section changes: a model's token ids mean the same words in any text,
-which begins as others do, and the shape of a learning rate schedule suits any optimizer.  Its lr does not."""
+"""Keys that survive a change of their section's kind: a model's token ids mean the same words in any text, and the
+shape of a learning rate schedule suits any optimizer; its lr does not."""
 
-RECIPE_KEYS = {"sources", "out"}
-"""Of a file of `spmd-lm prepare`."""
+RECIPE_KEYS = {"sources", "out"}  # the required keys of a file of `spmd-lm prepare`
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 """The configurations that come with the package; in the repository, a link to its configs/."""
 
-MAX_CHARACTERS = 2**20
-"""Of a configuration file."""
-
-MAX_FILES = 20
-"""Of a chain of bases; the longest that is shipped has 3."""
-
-MAX_UNKNOWN = 20
-"""Unknown keys of a section that get a sentence each."""
+MAX_CHARACTERS = 2**20  # in a configuration file
+MAX_FILES = 20  # in a chain of bases; the longest shipped has 3
+MAX_UNKNOWN = 20  # unknown keys of a section that get a sentence each
 
 
 @dataclass(frozen=True)
@@ -73,9 +65,10 @@ def load(
     over: Layer | None = None,
     cell: Layer | None = None,
 ) -> RunConfig:
-    """The configuration in the file at `path`, or the shipped one of that name, changed by `overrides`.  under, over:
-    layers below and above the file.  Under an `over`, which knows the whole model, run.init_from is not read.  cell:
-    what a sweep sets.
+    """The configuration in the file at `path`, or the shipped one of that name, changed by `overrides`.
+
+    under, over: layers below and above the file.  An `over` knows the whole model, so run.init_from is not read.
+    cell: the keys that a sweep sets.
 
     Raises ConfigError with one line per problem: `origin: section.key: what is wrong. How to fix it.`"""
     problems: list[str] = []
@@ -92,21 +85,21 @@ def load(
 
 
 def given_value(path: str | Path | None, overrides: Iterable[str], *keys: str) -> Any:
-    """What the file at `path` or `overrides` set a key to, unchecked; ... if they do not."""
+    """The unchecked value of a key in the file at `path` or in `overrides`; `...` if unset."""
     problems: list[str] = []
     files = [] if path is None else _read_chain(locate(path), problems)
     return _get(_merge_layers([*files, _parse_overrides(overrides, problems)]), *keys)
 
 
 def checked(config: RunConfig, where: str) -> RunConfig:
-    """The configuration; ConfigError, about `where`, if its sections contradict one another."""
+    """The configuration.  Raises ConfigError, about `where`, if its sections contradict one another."""
     if problems := checks.problems(dict(config)):
         raise ConfigError(*(f"{where}: {problem}" for problem in problems))
     return config
 
 
 def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration of the run in `directory`, which may have been moved, changed by `overrides`; raises as `load`
+    """The configuration of the run in `directory`, which may have been moved, changed by `overrides`.  Raises as `load`
     does, and if the overrides name another tokenizer than the run's own."""
     file, tokenizer = directory / CONFIG_FILE, saved_tokenizer(directory)
     if not os.path.exists(file):
@@ -131,19 +124,19 @@ def load_run(directory: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def saved_tokenizer(directory: Path) -> Path | None:
-    """The run's own copy of its tokenizer's files, if it has one."""
+    """The run's copy of its tokenizer's files, or None."""
     copy = directory / TOKENIZER_DIR
     return copy if any(os.path.isfile(copy / name) for name in VOCABULARY_FILES) else None
 
 
 def saved_chat_template(directory: Path) -> Path | None:
-    """The run's own copy of a chat template, if it has one."""
+    """The run's copy of its chat template, or None."""
     copy = directory / TOKENIZER_DIR / CHAT_TEMPLATE_FILE
     return copy if os.path.isfile(copy) else None
 
 
 def data_of_run(config: RunConfig) -> Data | Synthetic:
-    """The section `data`, with the path of the tokenizer that the run has trained, once it has."""
+    """The section `data`; a tokenizer that the run has trained is named by its path."""
     data, saved = config.data, saved_tokenizer(config.run.directory)
     if isinstance(data, Data) and data.tokenizer in TRAINED_TOKENIZERS and saved:
         return data.model_copy(update={"tokenizer": str(saved)})
@@ -156,7 +149,7 @@ def dump(config: RunConfig) -> str:
 
 
 def write_config(config: RunConfig, directory: Path) -> None:
-    """Writes the config.yaml of the run in `directory`, and its copies of modules of one's own."""
+    """Writes the config.yaml of the run in `directory`, and copies of the user's modules."""
     own_modules.keep_copies(config, directory)
     write_atomically(directory / CONFIG_FILE, dump(own_modules.as_saved(config)))
 
@@ -169,10 +162,8 @@ def _not_a_run(directory: Path) -> str:
 
 
 def _inherit(layers: Sequence[Layer], problems: list[str]) -> Layer | None:
-    """What the layers take from the run in `run.init_from`: its model, and the tokenizer that this model was trained
-    with.  None if that run cannot be read, which is then among the problems.
-
-    A configuration that has the whole model, as a run's own file does, takes nothing."""
+    """The model and tokenizer that a run takes from `run.init_from`; None, with a problem reported, if that run cannot
+    be read.  A configuration with a whole model, such as a run's own file, inherits nothing."""
     tree = _merge_layers(layers)
     init_from = _get(tree, "run", "init_from")
     if not isinstance(init_from, str) or _get(tree, "model", "layers") is not ...:
@@ -195,7 +186,7 @@ def _inherit(layers: Sequence[Layer], problems: list[str]) -> Layer | None:
 
 
 def _tokenizer_of_data(layers: Sequence[Layer]) -> Layer:
-    """The tokenizer that token ids on disk were made with, which is beside them."""
+    """The tokenizer stored beside token ids on disk, which it made."""
     tree = _merge_layers(layers)
     blend = _get(tree, "data", "blend")
     path = _get(blend[0], "path") if isinstance(blend, list) and blend else _get(tree, "data", "path")
@@ -207,8 +198,7 @@ def _tokenizer_of_data(layers: Sequence[Layer]) -> Layer:
 
 def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str]) -> RunConfig:
     """The configuration of the layers.  Raises ConfigError with `problems` and those found here.
-
-    model_is_unknown: whether only what is said of the model can be checked, not what is missing."""
+    model_is_unknown: a missing model key is no problem."""
     tree = _merge_layers(layers)
     valid: dict[str, Section] = {}
 
@@ -258,8 +248,8 @@ def _resolve(layers: Sequence[Layer], model_is_unknown: bool, problems: list[str
 
 
 def _read_chain(path: str | Path, problems: list[str], extended_by: tuple[str, ...] = ()) -> list[Layer]:
-    """The layers of a file and its bases, root first; none if one of them cannot be read.  extended_by: the files that
-    led to this one."""
+    """The layers of a file and its bases, root first; none if one cannot be read.  extended_by: the files that led
+    here."""
     name = os.path.normpath(path)
     chain = (*extended_by, name)
     if name in extended_by:
@@ -282,19 +272,19 @@ def _read_chain(path: str | Path, problems: list[str], extended_by: tuple[str, .
 
 
 def locate(path: str | Path, name: str = "") -> Path:
-    """`path`, if anything is there; else the shipped file called `name`, if one is: by default, what `path` says."""
+    """`path` if it exists, else the shipped file of that `name`, by default `path` itself."""
     return Path(path) if os.path.lexists(path) else shipped().get(name or str(path), Path(path))
 
 
 @functools.cache
 def shipped() -> Mapping[str, Path]:
-    """The files that come with the package, by name: gpt2/124m, sweeps/layouts."""
+    """Files shipped with the package, by name: gpt2/124m, sweeps/layouts."""
     return {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
 
 
 def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any] | None:
-    """The sections of one file, and its other keys; None if it cannot be read.  origin: of a problem with the whole
-    file."""
+    """The sections and other keys of one file; None if it cannot be read.
+    origin: prefix of problems with the whole file."""
     if problem := elsewhere(name):
         problems.append(f"{origin}: {problem}.")
         return None
@@ -331,7 +321,7 @@ def read_yaml_file(name: str, origin: str, problems: list[str]) -> dict[str, Any
 
 
 def _suggest_file(missing: str) -> str:
-    """The YAML files and runs that may have been meant; completes the sentence 'no such file'."""
+    """Completion of the sentence 'no such file' with the files and runs that may have been meant."""
     directory, or_run = Path(missing).parent, "" if Path(missing).suffix else " or run"
     found = sorted([*directory.glob("*.y*ml"), *(file.parent for file in directory.glob(f"*/{CONFIG_FILE}"))])
     paths = {path.name: str(path) for path in found}
@@ -348,11 +338,11 @@ def _suggest_file(missing: str) -> str:
 
 
 def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
-    """One layer, so that the order of overrides does not matter, as in `data.source=text data.path=x`."""
+    """One layer of all overrides, so that their order does not matter, as in `data.source=text data.path=x`."""
     values: list[tuple[str, Any]] = []
     for override in overrides:
         path, equals, text = override.partition("=")
-        # As in data.path='*.md', in which YAML would look for an anchor, and data.path='a #1', of which it drops half.
+        # YAML would take data.path='*.md' for an alias, and drop the second half of data.path='a #1'.
         is_text = text.startswith(("*", "#")) or (" #" in text and text[:1] not in ("'", '"', "[", "{"))
         value, errors = (cast(Any, text), []) if is_text else syntax.read(text)
         if not equals or not all(path.split(".")):
@@ -364,8 +354,7 @@ def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> Layer:
     return make_layer(COMMAND_LINE, values)
 
 
-def make_layer(origin: str, values: Iterable[tuple[str, Any]]) -> Layer:
-    """values: by section.key."""
+def make_layer(origin: str, values: Iterable[tuple[str, Any]]) -> Layer:  # values: by section.key
     tree: dict[str, Any] = {}
     for path, value in values:
         for key in reversed(path.split(".")):
@@ -380,8 +369,7 @@ def _sections(tree: dict) -> dict[str, Any]:
 
 
 def merge_trees(under: dict, over: dict, depth: int = 0) -> dict:
-    """`under` with the values of `over`; mappings are merged key by key, but for those within sections whose kinds
-    differ."""
+    """`under` updated by `over`, key by key; a mapping within a section is replaced where the kind differs."""
     result = dict(under)
     for key, value in over.items():
         nested = isinstance(value, dict) and isinstance(under.get(key), dict)
@@ -393,8 +381,8 @@ def merge_trees(under: dict, over: dict, depth: int = 0) -> dict:
 
 
 def _merge_layers(layers: Iterable[Layer]) -> dict[str, Any]:
-    """Later layers win.  A section whose kind changes loses the old kind's keys, except the SHARED_KEYS that the new
-    kind has.  Of tokenizers that are trained on documents, token ids on disk have the one below them, if any."""
+    """Merges layers; later ones win.  A section whose kind changes keeps only the SHARED_KEYS that the new kind has.
+    For token ids on disk, a tokenizer trained on documents gives way to the one set in a layer below."""
     given: dict[str, Any] = {}
     stacked: dict[str, Any] = {name: {"kind": kind} for name, kind in DEFAULT_KINDS.items()}
     for layer in layers:
@@ -426,6 +414,6 @@ def _get(tree: Any, *path: Any) -> Any:
 
 
 def _origin(layers: Sequence[Layer], *path: str) -> str:
-    """The last layer that sets the key at `path`; for a key that none sets, the file that was asked for."""
+    """The last layer that sets the key at `path`; if none does, the file that was asked for."""
     origins = (layer.origin for layer in reversed(layers) if _get(layer.tree, *path) is not ...)
     return next(origins, layers[-2].origin)

@@ -1,5 +1,5 @@
-"""Which runs communicate beside the computation: with weights that are gathered a layer ahead (parallel.prefetch), and
-with products in parts (parallel.collective_matmul)."""
+"""The runs that overlap communication with computation: parallel.prefetch gathers weights a layer ahead, and
+parallel.collective_matmul runs matmuls in parts."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from spmd_lm.config.suggest import Obstacle, nearest_multiple
 
 
 def prefetch_obstacles(model: Model, parallel: Parallel, remat: Remat) -> Iterator[Obstacle]:
-    """Whatever keeps a run from gathering a layer, or a chunk of a breadth-first pipeline, beside the one before it."""
+    """Obstacles to gathering a layer, or a chunk of a breadth-first pipeline, during the one before it."""
     chunks = parallel.pipe * (parallel.chunks if parallel.pipe > 1 else 1)
     if parallel.zero < 3:
         yield Obstacle(f"{parallel.zero=}", "only ZeRO-3 gathers layer by layer", "parallel.zero=3")
@@ -33,18 +33,15 @@ def prefetch_obstacles(model: Model, parallel: Parallel, remat: Remat) -> Iterat
 
 
 def prefetches(config: RunConfig, platform: str) -> bool:
-    """Whether `config` does so on this platform.
-
-    `auto` does on GPUs alone: on a CPU nothing overlaps, and on a TPU nothing does without options that no hardware has
-    run.  Nor does it in a pipeline, where 1F1B's conditionals copy what they carry and breadth-first holds two chunks:
-    docs/performance.md."""
+    """The resolution of parallel.prefetch.  `auto` prefetches on GPUs alone, and not in pipelines: a CPU overlaps
+    nothing, a TPU only with options that no hardware has run, 1F1B's conditionals copy their carries, and breadth-first
+    would hold two chunks (docs/performance.md)."""
     p = config.parallel
     wanted = p.prefetch == "on" or (p.prefetch == "auto" and platform == "gpu" and p.pipe == 1)
     return wanted and not any(prefetch_obstacles(config.model, p, config.remat))
 
 
 def collective_matmul_obstacles(model: Model, parallel: Parallel, adapter: Adapter | NoAdapter) -> Iterator[Obstacle]:
-    """Whatever keeps a run from multiplying in parts."""
     if parallel.model == 1:
         yield Obstacle(f"{parallel.model=}", "no product needs another device's shards", "parallel.model=2")
     if model.module:
@@ -61,27 +58,25 @@ def collective_matmul_obstacles(model: Model, parallel: Parallel, adapter: Adapt
         yield Obstacle(f"{model.context=}", f"{parallel.model=} does not divide it", alternative)
 
 
-LEAST_TOKENS = 2048
-"""Of a part of a product, for `auto`: with fewer, an H100's step gains nothing (docs/performance.md)."""
+LEAST_TOKENS = 2048  # per part of a matmul, for `auto`: with fewer, an H100's step gains nothing (docs/performance.md)
 
 
 SHORTER_IN_PARTS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200 141GB HBM3e")
-"""Kinds of devices, as jax calls them, whose steps are shorter so, by the schedules of compiled steps."""
+"""jax's kinds of devices on which collective matmuls shorten the step, judged by schedules of compiled steps."""
 
 
 BRANCHES = ("attention", "mlp")
-"""Of a layer, by their keys."""
 
 
 def branches_in_parts(config: RunConfig, platform: str, device_kind: str, tokens: int) -> tuple[str, ...]:
-    """Those of BRANCHES whose products run in parts on this kind of device.  tokens: of a microbatch, on one device.
+    """The BRANCHES whose matmuls run in parts on this kind of device.  tokens: in a microbatch, on one device.
 
-    On a TPU they are the MLP's alone: attention's take 2% more compute, because it needs its tokens in order and copies
-    parts to put them there, and shorten an estimated step by less than 1% (docs/adr/0021).
+    On a TPU, only the MLP's: attention needs its tokens in order and copies parts to order them, 2% more compute for
+    less than 1% of an estimated step (docs/log.md, 2026-11-25).
 
-    `auto` does on H100 and H200 within a host, with the sequence sharded, and not in a pipeline, of which no schedule
-    was compared.  On v4 and v5p steps are shorter as well, on v5p with options that no hardware has run; on A100, B200
-    and v5e they are longer (docs/performance.md)."""
+    `auto` chooses them on H100 and H200, within a host, with the sequence sharded, and outside of pipelines, whose
+    schedules were not compared.  Steps are also shorter on v4, and on v5p with options that no hardware has run; they
+    are longer on A100, B200 and v5e (docs/performance.md)."""
     p = config.parallel
     helps = device_kind in SHORTER_IN_PARTS and tokens >= LEAST_TOKENS * p.model
     helps = helps and p.sequence and p.pipe == 1 and not p.model_across_hosts

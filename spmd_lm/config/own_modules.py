@@ -1,7 +1,7 @@
-"""Modules of one's own in a configuration: `path.py:Name`, as of model.module.
+"""The user's own modules in a configuration: `path.py:Name`, as in model.module.
 
-Paths are relative to the file that names them, as `base:` is.  What is loaded is `path.py:Name@hash`: a file that
-changes is another module, to a resumed run as to whatever remembers results by configuration."""
+Paths are relative to the file that names them, like `base:`.  A loaded path has a hash, `path.py:Name@hash`: a changed
+file is another module to a resumed run and to every cache keyed by configuration."""
 
 import ast
 import hashlib
@@ -14,15 +14,14 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.errors import ConfigError
 from spmd_lm.files import elsewhere, read_bytes, write_atomically
 
-MODULES_DIR = "modules"
-"""The name, in a run's directory, of that of its copies."""
+MODULES_DIR = "modules"  # the copies in a run's directory
 
 MAX_SOURCE_BYTES = 2**20  # of a module
 HASH_DIGITS = 16  # of the SHA-256 of a file, in hex
 
 
 class ModuleRef(NamedTuple):
-    """Name in the file at path, whose bytes have this hash; '' where that is not known yet."""
+    """A name in the file at `path`; hash: of the file's bytes, '' if not known yet."""
 
     path: str
     name: str
@@ -37,11 +36,11 @@ class ModuleRef(NamedTuple):
         return f"{self.path}:{self.name}" + (self.hash and f"@{self.hash}")
 
     def copy_in(self, directory: str | Path) -> Self:
-        """The same module, as a run's copy in this directory."""
+        """The module as copied into a run's directory."""
         return self._replace(path=os.path.join(directory, f"{self.hash}.py"))
 
     def read(self) -> bytes:
-        """The bytes of the file.  ConfigError if it cannot be read, or has another hash."""
+        """The bytes of the file.  Raises ConfigError if it cannot be read or has another hash."""
         try:
             source = read_bytes(Path(self.path), MAX_SOURCE_BYTES)
         except OSError as error:
@@ -69,8 +68,8 @@ def located(tree: Mapping[str, Any], directory: str) -> dict[str, Any]:
 
 
 def sealed(text: str) -> str:
-    """`text` with the hash of its file.  ConfigError for a file that cannot be read, is not Python, defines no such
-    name, or has another hash than `text` says."""
+    """`text` with the hash of its file.  Raises ConfigError for a file that cannot be read, is not Python, lacks the
+    name, or has another hash than `text`."""
     ref = ModuleRef.parse(text)
     source = ref.read()
     try:
@@ -98,13 +97,12 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 
 def modules_of(config: RunConfig) -> dict[str, ModuleRef]:
-    """The modules of one's own that a run has, by the names of their sections."""
+    """The user's modules in a run, by section."""
     texts = {name: getattr(section, "module", None) for name, section in config}
     return {name: ModuleRef.parse(text) for name, text in texts.items() if text}
 
 
 def keep_copies(config: RunConfig, directory: Path) -> None:
-    """Writes a run's copies into its directory."""
     for ref in modules_of(config).values():
         copy = Path(ref.copy_in(directory / MODULES_DIR).path)
         if not copy.exists():
@@ -113,7 +111,7 @@ def keep_copies(config: RunConfig, directory: Path) -> None:
 
 
 def as_saved(config: RunConfig) -> RunConfig:
-    """`config` as the run's directory has it: with its own copies, by paths relative to that directory."""
+    """`config` with paths of its copied modules, relative to the run's directory."""
     changes = {
         name: getattr(config, name).model_copy(update={"module": str(ref.copy_in(MODULES_DIR))})
         for name, ref in modules_of(config).items()

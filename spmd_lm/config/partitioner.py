@@ -1,8 +1,7 @@
-"""Who inserts the collectives of a step: `parallel.partitioner`, resolved.
+"""The resolution of `parallel.partitioner`: which side inserts the collectives of a step.
 
-`auto` leaves them to XLA where a compiled step of sharding types exposes no more time and holds no more memory than one
-whose collectives are written out.  `python benchmarks/partitioners.py --choose TOPOLOGY` compiles both and writes the
-table."""
+`auto` leaves them to XLA where a compiled step of sharding types exposes no more time and holds no more memory than a
+manual step.  `python benchmarks/partitioners.py --choose TOPOLOGY` compiles both and writes the table."""
 
 import functools
 from importlib.resources import files
@@ -14,8 +13,7 @@ from spmd_lm.config.schema import RunConfig
 from spmd_lm.config.types import Partitioner
 
 TABLE_FILE = "partitioners.yaml"
-MOST_OF_MANUAL = 1.01
-"""Largest ratio of a types step's exposed time, and of its memory, to the manual step's."""
+MOST_OF_MANUAL = 1.01  # largest ratio of a types step's exposed time, and of its memory, to the manual step's
 
 
 class PartitionerChoice(NamedTuple):
@@ -29,8 +27,10 @@ def table() -> tuple[dict[str, Any], ...]:
 
 
 def choose_partitioner(config: RunConfig, platform: str, in_parts: bool, own: bool = False) -> PartitionerChoice:
-    """Who inserts the collectives on `platform`, and why.  in_parts: whether products run in parts beside theirs.  own:
-    whether the model has modules of one's own."""
+    """The partitioner on `platform`, and the reason.
+
+    in_parts: matmuls run in parts beside their collectives.
+    own: the model has modules of the user's."""
     p = config.parallel
     if p.partitioner != "auto":
         return PartitionerChoice(p.partitioner, "as configured")

@@ -1,4 +1,4 @@
-"""Values that the schema allows and nobody means, such as optim.lr=4e07, and what was probably meant."""
+"""Warnings of values that the schema allows but nobody means, such as optim.lr=4e07, with likely corrections."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ RANGES = {  # wider than what papers, tests and odd optimizers use; 0 switches o
 
 
 def doubts(config: RunConfig) -> Iterator[str]:
-    """A sentence for each value that is far from any that is in use."""
+    """A sentence for each value far outside the usual range."""
     for path, (low, high) in RANGES.items():
         section, _, key = path.partition(".")
         value = getattr(getattr(config, section), key, 0)
@@ -35,8 +35,8 @@ def doubts(config: RunConfig) -> Iterator[str]:
 
 
 def likely(value: float, low: float, high: float) -> float | None:
-    """The value with the other sign of its exponent, if that is within the range; else by the fewest powers of ten;
-    None if no power makes it one."""
+    """`value` with the sign of its exponent flipped, or scaled by the fewest powers of ten that reach the range; else
+    None."""
     exponent = math.floor(math.log10(value))
     digits = float(f"{value / 10.0**exponent:.12g}")
     powers = [-exponent, *sorted(range(-20, 12), key=lambda power: abs(power - exponent))]

@@ -1,5 +1,4 @@
-"""Scalings of rotary positions, with which a model reads rows longer than those it was pretrained on, in
-`model.rope_scaling`.
+"""Rotary scalings, `model.rope_scaling`, for rows longer than those of pretraining.
 
 The formulas are in ops/rotary.py; a new kind is a section here and a function there."""
 
@@ -17,7 +16,7 @@ Magnitude = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class LinearRope(Section):
-    """All positions are divided by the factor (arXiv:2306.15595)."""
+    """Position interpolation: divides all positions by the factor (arXiv:2306.15595)."""
 
     kind: Literal["linear"]
     factor: Factor  # by which frequencies are divided
@@ -31,7 +30,7 @@ class DynamicRope(Section):
     original_context: Count  # tokens per row of pretraining
 
     def grown_theta(self, theta: float, context: int, rotated: int) -> float:
-        """The theta for rows of `context` tokens.  rotated: features of a head that are, at least 4."""
+        """Theta for rows of `context` tokens.  rotated: rotated features per head, at least 4."""
         growth = max(1.0, context / self.original_context)
         return theta * (self.factor * growth - (self.factor - 1)) ** (rotated / (rotated - 2))
 

@@ -1,6 +1,6 @@
-"""Every key of a run's YAML: its type, its default and its meaning; those of `data:` are in `data_sections.py`.
+"""Keys of a run's YAML, with types, defaults and meanings; data_sections.py has those of `data:`.
 
-A section is frozen and strict, and knows only itself.  Constraints between sections are checks in `checks.py`.  Derived
+A section is frozen and strict, and knows only itself.  Constraints between sections are checks in checks.py.  Derived
 values are properties; no field is ever rewritten.  This package does not import jax, so that a bad file fails at
 once."""
 
@@ -37,12 +37,12 @@ class Run(Section):
     dir: ValidPath | None = None  # default: runs/<name>
     init_from: ValidPath | None = None  # the run whose parameters this one starts from
     simulate_devices: CountOrZero = 0  # CPU devices to simulate; 0: use the real devices
-    # XLA's, for the step: those of runtime/xla_options.yaml, none, or {name: value}
+    # of XLA, for the step: those of runtime/xla_options.yaml, none, or {name: value}
     compiler_options: Literal["auto", "none"] | dict[str, bool | int | float | str] = "auto"
     deterministic: bool = False  # a GPU computes the same bits at every start, more slowly; docs/reliability.md
-    # what takes a second to compile is not compiled again: auto (the user's cache directory), none, or a directory
+    # compilations of a second or more are cached: auto (the user's cache directory), none, or a directory
     compilation_cache: ValidPath = "auto"
-    # which get the records of metrics.jsonl too; docs/reports.md
+    # trackers that receive the records of metrics.jsonl; docs/reports.md
     trackers: Annotated[list[Literal["wandb", "trackio"]], AfterValidator(without_repeats)] | None = None
 
     @property
@@ -98,36 +98,35 @@ class Model(Section):
 
     @property
     def query_width(self) -> int:
-        """Width of all queries."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all keys, and of all values."""
+        """Width of all keys; also of all values."""
         return (self.kv_heads or self.heads) * self.head_dim
 
     def qkv_width(self, shards: int = 1) -> float:
-        """Width of one device's queries, keys and values, where `shards` devices share the heads.  Those with the same
-        key/value head have a copy each."""
+        """Width of one device's queries, keys and values when `shards` devices divide the heads.  Devices whose queries
+        use the same key/value head each have a copy."""
         kv_heads = max((self.kv_heads or self.heads) / shards, 1)
         return self.query_width / shards + 2 * kv_heads * self.head_dim
 
     def qk_width(self, shards: int = 1) -> float:
-        """The same of queries and keys."""
+        """Width of one device's queries and keys."""
         return (self.query_width / shards + self.qkv_width(shards)) / 2
 
     @property
     def gated(self) -> bool:
-        """Whether a second hidden layer of the MLP gates the first (arXiv:2002.05202)."""
+        """The MLP has a second hidden layer that gates the first (arXiv:2002.05202)."""
         return self.activation in ("swiglu", "geglu_tanh")
 
     def has_bias(self, where: Bias | None = None) -> bool:
-        """Whether there are biases in such products or norms; None for those of blocks of one's own."""
+        """True if these projections or norms have biases; None asks for those of the user's own blocks."""
         return self.use_bias if isinstance(self.use_bias, bool) else where in self.use_bias
 
     @property
     def rotated_width(self) -> int:
-        """Features of a head that rotary positions rotate."""
+        """Features per head that rotary positions rotate."""
         return int(self.head_dim * self.rope_fraction)
 
     @property
@@ -144,29 +143,28 @@ class Model(Section):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of a period's layers, the shortest period that repeats; the last one may be cut short."""
+        """Kinds of layers in the shortest repeating period; the last repeat may be cut short."""
         return shortest(self.period or (BlockLayer(),), self.layers)
 
     @property
     def of_each_kind(self) -> "tuple[Model, ...]":
-        """One model for each layer of a period, as if all layers were of its kind."""
+        """A model per layer of the period, as if all layers were of its kind."""
         if self.period is None:
             return (self,)
         return tuple(self.model_copy(update=kind.own_sizes | {"period": (kind,)}) for kind in self.kinds)
 
     def layers_like(self, place: int) -> int:
-        """How many layers have this place in their periods."""
+        """Number of layers at this place in their period."""
         return -(-(self.layers - place) // len(self.kinds))
 
     @property
     def span(self) -> int | None:
-        """Tokens that one attends to, where all layers are of one kind; None for the whole row."""
+        """Tokens that one attends to, if all layers are of one kind; None for the whole row."""
         (kind,) = self.kinds
         return getattr(kind, "span", None)
 
     @property
     def causal(self) -> bool:
-        """Whether a token attends only to itself and to earlier tokens."""
         return self.kind == "gpt"
 
 
@@ -174,20 +172,18 @@ class Objective(Section):
     kind: str
     # a head of one's own with its losses, path.py:Name, in place of the objective's; docs/own-model.md
     module: OwnModule | None = None
-    predicts_tokens: ClassVar[bool] = True  # whether it predicts tokens of the vocabulary
+    predicts_tokens: ClassVar[bool] = True
 
     @property
     def has_sequence_label(self) -> bool:
-        """Whether it predicts a class of each whole row, from the row's first token."""
+        """Predicts a class of each row from its first token."""
         return not self.predicts_tokens
 
     @property
     def rows_per_example(self) -> int:
-        """Rows (sequences) that together are one example."""
         return 1
 
     def ties_embeddings(self, model: Model) -> bool:
-        """Whether the head reuses the token embedding table."""
         return model.tie_embeddings and self.predicts_tokens
 
 
@@ -256,7 +252,7 @@ class Parallel(Section):
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
     chunks: Count = 1  # of layers per stage, for interleaved and breadth_first
-    microbatches: Count = 1  # a step's batch is computed in so many
+    microbatches: Count = 1  # into which a step's batch is split
     reduce_once: bool = False  # ZeRO gathers and scatters once per step, not per microbatch: less sent, more memory
     # ZeRO-3 gathers what a layer uses first while the layer before it runs, or the next chunk of a breadth-first
     # pipeline; auto: on GPUs, without a pipeline
@@ -269,12 +265,12 @@ class Parallel(Section):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Devices along each axis of the mesh; -1 for what the others leave."""
+        """Devices along each mesh axis; -1 for all remaining devices."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
 
 LEAST_SCALE = 2**-14
-"""Below it a float16 has fewer digits: what is scaled by less would lose them, or become zero."""
+"""Smallest scale: below it, float16 loses digits or underflows to zero."""
 
 
 class Precision(Section):
@@ -321,8 +317,8 @@ class AdamW(OptimizerConfig):
 
 
 class Lion(OptimizerConfig):
-    """The sign of an interpolated momentum (arXiv:2302.06675).  Its updates are larger than AdamW's: the paper takes an
-    lr 3 to 10 times smaller, and a weight decay as many times larger."""
+    """Sign of an interpolated momentum (arXiv:2302.06675).  Updates are larger than AdamW's: the paper's lr is 3 to 10
+    times smaller, and its weight decay as many times larger."""
 
     moments = "lion momentum"
     num_moments = 1
@@ -332,7 +328,7 @@ class Lion(OptimizerConfig):
 
 
 class CustomOptimizer(OptimizerConfig):
-    """An optax rule of one's own.  Schedule, clipping, weight decay and frozen parameters are as of the others."""
+    """The user's optax rule.  Schedule, clipping, weight decay and frozen parameters work as for other optimizers."""
 
     moments = "optimizer state"
     kind: Literal["custom"]
@@ -355,7 +351,7 @@ class Guard(Section):
 
 
 class Watchdog(Section):
-    """A step that does not end in max(factor x the median step, minimum) ends the run with exit code 7."""
+    """Ends the run with exit code 7 if a step takes longer than max(factor x the median step, minimum)."""
 
     factor: PositiveFloat = 10.0
     minimum: PositiveFloat = 120.0  # seconds
@@ -396,11 +392,11 @@ class Checkpoint(Section):
 
 
 DEFAULT_KINDS = {"optim": "adamw"}
-"""The kind of a section that names none.  The other sections with several kinds must name theirs."""
+"""Kinds of sections that may omit `kind`."""
 
 
 class RunConfig(Section):
-    """The whole configuration of one run.  `config.load.load` makes it."""
+    """The whole configuration of one run, made by `config.load.load`."""
 
     run: Run = Run()
     model: Model
@@ -425,30 +421,28 @@ class RunConfig(Section):
 
     @property
     def of_each_kind(self) -> "tuple[RunConfig, ...]":
-        """One run for each layer of a period, as if all layers were of its kind."""
+        """A run per layer of the period, as if all layers were of its kind."""
         if self.model.period is None:
             return (self,)
         return tuple(self.model_copy(update={"model": model}) for model in self.model.of_each_kind)
 
     @property
     def chunks(self) -> int:
-        """Chunks of layers per pipeline stage; `parallel.chunks` has no effect on a single stage."""
+        """Chunks of layers per stage; `parallel.chunks` has no effect on a single stage."""
         return self.parallel.chunks if self.parallel.pipe > 1 else 1
 
     @property
     def layers_per_chunk(self) -> int:
-        """Layers in one loop: those of a stage, or of one of its chunks."""
+        """Layers in one loop: a stage's, or one of its chunks'."""
         return self.model.layers // (self.parallel.pipe * self.chunks)
 
     @property
     def remat_policy(self) -> RematPolicy:
-        """`remat`, resolved.
-
-        A pipeline saves only a chunk's input and runs the chunk again; where remat would save no more than that, the
-        chunk would run a third time, and the policy is `none`."""
+        """`remat`, resolved.  A pipeline saves only a chunk's input and recomputes the chunk.  If remat would save no
+        more, the chunk would run a third time, so the policy is `none`."""
         (m, *_), policy, size = self.model.of_each_kind, self.remat.policy, 1
         if policy == "block":
-            # In units of the layer's input; as arXiv:2205.05198, section 4.1, counts them.
+            # Relative to the layer's input (arXiv:2205.05198, section 4.1).
             activations = 17 + (2.5 * m.heads * m.context / m.width if m.attention_dropout else 0)
             size = self.remat.block_size or cheapest_block_size(self.layers_per_chunk, activations)
             policy = "full" if size == 1 else policy
@@ -459,7 +453,7 @@ class RunConfig(Section):
 
 
 def variants(name: str) -> dict[str, type[Section]]:
-    """The types that the section `name` can have, by the value of its discriminator; a single type is under ''."""
+    """The section's types by discriminator value; a single type is under ''."""
     field = RunConfig.model_fields[name]
     if not field.discriminator:
         return {"": cast(type[Section], field.annotation)}

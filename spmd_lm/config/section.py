@@ -1,4 +1,4 @@
-"""What all sections of a YAML file share: a strict, frozen model, and its keys as the file spells them."""
+"""The base of all sections of a YAML file: a strict, frozen model, and its keys as the file spells them."""
 
 from typing import Any, get_args
 
@@ -13,8 +13,7 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _texts_are_valid(cls, value: Any) -> Any:
-        """Of every key, so that a new one for paths needs no check of its own."""
+    def _texts_are_valid(cls, value: Any) -> Any:  # on every key, so that new paths need no check of their own
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str):
                 valid_text(text)
@@ -22,8 +21,7 @@ class Section(BaseModel):
 
 
 def sections_within(field: FieldInfo | None) -> list[type[Section]]:
-    """The section that is the value of this key, or of which that is a list, if it is one; several where it may be of
-    one of several kinds."""
+    """The section types of a key's value, or of its list's items."""
     types: list[Any] = [field.annotation] if field else []
     for each in types:
         types += get_args(each)
@@ -31,10 +29,10 @@ def sections_within(field: FieldInfo | None) -> list[type[Section]]:
 
 
 def kind_of(section: type[Section]) -> str:
-    """The value of `kind` that a section of several kinds has."""
+    """The value of `kind` that selects this section."""
     return get_args(section.model_fields["kind"].annotation)[0]
 
 
 def yaml_fields(section: type[Section]) -> dict[str, FieldInfo]:
-    """The section's fields, by their keys as a YAML file spells them."""
+    """The section's fields, by their YAML keys."""
     return {field.alias or name: field for name, field in section.model_fields.items()}

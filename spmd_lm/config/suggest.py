@@ -1,6 +1,6 @@
 """Error messages for a bad key or value, with the nearest valid one.
 
-pydantic finds the errors; this module words them, and suggests names and numbers that would be valid."""
+pydantic finds the errors; this module words them and suggests valid names and numbers."""
 
 import difflib
 import itertools
@@ -16,16 +16,15 @@ from pydantic_core import ErrorDetails
 from spmd_lm.config.schema import RunConfig, variants
 from spmd_lm.config.section import kind_of, sections_within, yaml_fields
 
-Problems = Iterator[str]
-"""What a check yields."""
+Problems = Iterator[str]  # of a check
 
 
 class Obstacle(NamedTuple):
-    """Why these settings rule something out.  alternative: nearby settings that do not; may be empty."""
+    """Settings that rule something out, and the reason."""
 
     settings: str
     reason: str
-    alternative: str
+    alternative: str  # nearby settings that do not; may be empty
 
 
 OTHER_NAMES = {  # of keys: what other trainers or earlier versions call them
@@ -95,25 +94,24 @@ SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "fal
 
 
 def use(problem: str, *ways: str) -> str:
-    """The problem, and the settings that solve it.  Empty ways are left out."""
+    """The problem with its solutions; empty ways are left out."""
     return f"{problem}. Use {', or '.join(filter(None, ways))}."
 
 
 def divisors(n: int) -> list[int]:
-    """The divisors of `n`, in order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def nearest(setting: str, choices: Iterable[int]) -> str:
-    """'parallel.model=4 or 6' where `setting` is 'parallel.model=5': the two nearest choices; '' if there are none."""
+    """'parallel.model=4 or 6' for 'parallel.model=5': the two nearest choices; '' if there are none."""
     key, _, value = setting.partition("=")
     two = sorted(sorted(choices, key=lambda n: (abs(n - int(value)), n))[:2])
     return f"{key}={' or '.join(map(str, two))}" if two else ""
 
 
 def nearest_multiple(setting: str, step: int) -> str:
-    """The positive multiples of `step` on either side of the setting's value, in the same form."""
+    """The positive multiples of `step` on either side of the setting's value, as `nearest` writes them."""
     below = int(setting.partition("=")[2]) // step * step
     return nearest(setting, [below, below + step] if below else [step])
 
@@ -124,8 +122,7 @@ def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def key_of_any_section(word: str, section: str = "") -> str | None:
-    """The section.key that `word` resembles, or that other trainers or earlier versions call so.  Within `section`,
-    the key alone."""
+    """The section.key, or within `section` the key, that `word` resembles or that others call so."""
     names: dict[str, str] = {}
     for key, others in OTHER_NAMES.items():
         names = dict.fromkeys(others, key) | names
@@ -136,7 +133,7 @@ def key_of_any_section(word: str, section: str = "") -> str | None:
 
 
 def keys_of_kind(section: str, kind: str = "") -> list[str]:
-    """The keys of `section` where it is of this kind; for an unknown kind, those of all its kinds."""
+    """The keys of a section of this kind; if the kind is unknown, of all kinds."""
     types = variants(section)
     known = [types[kind]] if kind in types else types.values()
     return list(dict.fromkeys(key for each in known for key in yaml_fields(each)))
@@ -153,7 +150,6 @@ def unknown_section(name: str, value: Any) -> str:
 
 
 def unknown_key(section: str, key: str, kind: str) -> str:
-    """kind: of the section; '' if it has only one, or does not say."""
     owners = [each for each in variants(section) if each and key in keys_of_kind(section, each)]
     if owners:
         field = f"{section}.{RunConfig.model_fields[section].discriminator}"
@@ -169,14 +165,13 @@ def _did_you_mean(near: str | None, known: Iterable[str]) -> str:
 
 
 def wrong_values(section: str, error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Each wrong or missing key of `section`, and what is wrong."""
+    """Yields each wrong or missing key of `section`, and its problem."""
     for key, errors in itertools.groupby(error.errors(), lambda each: _key_and_siblings(section, each)[0]):
         yield re.split(r"[.[]", key)[0], f"{section}.{_wrong_value(section, key, [*errors])}"
 
 
 def _key_and_siblings(section: str, error: ErrorDetails) -> tuple[str, dict[str, FieldInfo]]:
-    """The key that is wrong, within `section`, with dots where sections are within it, and numbers where they are
-    listed; and all keys beside it."""
+    """The wrong key within `section`, as in period[0].span, and all keys beside it."""
     discriminator = RunConfig.model_fields[section].discriminator
     # pydantic puts the kind before the key, and neither where the kind is wrong.
     kind, *loc = error["loc"] if discriminator and error["loc"] else ("", *error["loc"])
@@ -201,12 +196,12 @@ def _key_and_siblings(section: str, error: ErrorDetails) -> tuple[str, dict[str,
 
 
 def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
-    """errors: those of one key; several if its value may have one of several types."""
+    """errors: of one key; several if its value may have several types."""
     siblings, name = _key_and_siblings(section, errors[0])[1], key.rpartition(".")[2]
     default = _default(siblings.get(name))
     in_list = [error for error in errors if error["loc"] and isinstance(error["loc"][-1], int)]
     if in_list and not key.endswith("]"):
-        # The value is a list, as it may be: that it has none of the other types is no error.
+        # A list is allowed, so its not being of the other types is no error.
         key, errors = f"{key}[{in_list[0]['loc'][-1]}]", in_list[:1]
     whole_value = errors[0]["input"]
     in_mapping = [error for error in errors if isinstance(whole_value, dict) and error["input"] is not whole_value]
@@ -241,8 +236,7 @@ def _wrong_value(section: str, key: str, errors: list[ErrorDetails]) -> str:
     return f"{key}: {what}.{_correction(error_type, value) or example or default}"
 
 
-def _wrong_choice(section: str, key: str, error: ErrorDetails, others: list[str]) -> str:
-    """others: what else than a choice the value may be."""
+def _wrong_choice(section: str, key: str, error: ErrorDetails, others: list[str]) -> str:  # others: types, in words
     context = error["ctx"]
     choices = re.findall(r"'([^']*)'", context.get("expected_tags") or context["expected"])
     value = error["input"].get(context["discriminator"].strip("'")) if "tag" in context else error["input"]
@@ -254,7 +248,7 @@ def _wrong_choice(section: str, key: str, error: ErrorDetails, others: list[str]
 
 
 def _correction(error_type: str, value: Any) -> str:
-    """How to write what was probably meant; empty if unknown.  error_type: as pydantic calls it."""
+    """A likely correction, or ''.  error_type: pydantic's."""
     text = str(value)
     if len(text) > 40:  # too long to repeat
         return ""

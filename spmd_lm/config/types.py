@@ -1,4 +1,4 @@
-"""The types of a configuration's values: numbers in their ranges, paths that can be."""
+"""Types of configuration values: numbers in ranges, valid paths."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ DropoutRate = Annotated[float, Field(ge=0, le=0.999)]  # what is kept is divided
 
 
 def valid_text(text: str) -> str:
-    """The same text, if it has no NUL, is UTF-8, and is not the address of something elsewhere."""
+    """Checks that a text has no NUL, is UTF-8, and is no remote address."""
     if "\0" in text:
         raise PydanticCustomError("text_nul", "expected text without NUL characters")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):  # bytes that are no UTF-8
@@ -30,7 +30,7 @@ def valid_text(text: str) -> str:
 
 
 def valid_path(path: str) -> str:
-    """The same path, if a file system can hold it; whether it can be written shows when it is written."""
+    """Checks that a file system can hold the path, not that it can be written."""
     valid_text(path)
     try:
         parts = Path(path).expanduser().parts
@@ -52,7 +52,7 @@ Biases = Annotated[
     tuple[Bias, ...],
     BeforeValidator(lambda names: tuple(without_repeats(names)) if isinstance(names, list) else names),
 ]
-"""Those of a model that has some: a tuple, because configurations are hashed."""
+"""Parts of a model that have biases; a tuple, because configurations are hashed."""
 
 ValidPath = Annotated[str, AfterValidator(valid_path)]
 
@@ -64,4 +64,4 @@ def _valid_module(text: str) -> str:
 
 
 OwnModule = Annotated[ValidPath, AfterValidator(_valid_module)]
-"""A class or function of one's own: config/own_modules.py."""
+"""A class or function of the user's: config/own_modules.py."""

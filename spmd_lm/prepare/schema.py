@@ -1,10 +1,9 @@
-"""Every key of the YAML of `spmd-lm prepare`: its type, its default and its meaning.
+"""Keys of the YAML of `spmd-lm prepare`, with types, defaults and meanings.
 
 sources: [articles.jsonl, {path: books/, per: file}]
 out: data/articles
 tokenizer: {train: bpe, vocab_size: 32000}
-steps: {min_tokens: 128, exact_duplicates: true, near_duplicates: {jaccard: 0.7}}
-"""
+steps: {min_tokens: 128, exact_duplicates: true, near_duplicates: {jaccard: 0.7}}"""
 
 import os
 import re
@@ -19,12 +18,11 @@ from spmd_lm.config.data_sections import TRAINED_TOKENIZERS
 from spmd_lm.config.section import Section
 from spmd_lm.config.types import Count, CountOrZero, ValidPath
 
-UNION_TAGS = ("<path>", "<train>")
-"""What pydantic puts into the location of an error in `tokenizer`."""
+UNION_TAGS = ("<path>", "<train>")  # in pydantic's locations of errors in `tokenizer`
 
 
 class Source(Section):
-    """Where documents come from.  A bare text among `sources` is the path of one."""
+    """A source of documents.  Plain text in `sources` is a path."""
 
     # file, directory, glob, `-` for standard input, or `python-stdlib`: the sources of this Python's standard library
     path: ValidPath | None = None
@@ -32,7 +30,7 @@ class Source(Section):
     name: str | None = None  # the configuration of that data set
     split: str = "train"  # the split of that data set
     format: Literal["text", "jsonl", "parquet"] | None = None  # default: by the file's name; of standard input, jsonl
-    per: Literal["file", "line"] = "file"  # what a document is in files of text
+    per: Literal["file", "line"] = "file"  # one document in files of text
     text: str = "text"  # the key of a document's text, where documents have keys
     title: str = "title"  # the key of its title, for steps.leaks.titles
 
@@ -71,7 +69,7 @@ class Leaks(Section):
 
 
 def switch(value: Any) -> Any:
-    """`true` for all defaults, `false` for nothing."""
+    """Replaces `true` by all defaults, `false` by None."""
     return ({} if value else None) if isinstance(value, bool) else value
 
 
@@ -82,16 +80,16 @@ def hook(path: str) -> str:
 
 
 class CleaningSteps(Section):
-    """In the order in which they run; min_tokens comes last, when documents are tokenized."""
+    """Steps in the order in which they run; min_tokens comes last, when documents are tokenized."""
 
-    utf8: Literal["repair", "refuse"] = "refuse"  # repair: by ftfy; refuse: what is not UTF-8 is bad input
+    utf8: Literal["repair", "refuse"] = "refuse"  # repair: by ftfy; refuse: invalid UTF-8 is bad input
     # module:function of a text, which says whether to use it; found on PYTHONPATH
     language: Annotated[str, AfterValidator(hook)] | None = None
-    leaks: Leaks | None = None  # documents that evaluation texts are found in
+    leaks: Leaks | None = None  # documents that contain evaluation texts
     exact_duplicates: bool = False  # documents that differ in white space alone
     # documents that are similar to an earlier one; `true` for all defaults
     near_duplicates: Annotated[NearDuplicates | None, BeforeValidator(switch)] = None
-    min_tokens: CountOrZero = 0  # documents of fewer are removed
+    min_tokens: CountOrZero = 0  # documents with fewer are removed
 
 
 class SplitShares(Section):
@@ -133,8 +131,8 @@ class Preparation(Section):
     ] = "bytes"
     # whether the token that begins a text stands before every document; auto: as the vocabulary's own files say
     bos: Literal["auto"] | bool = "auto"
-    steps: CleaningSteps = CleaningSteps()  # what removes documents
-    on_bad: Literal["skip", "error"] = "skip"  # what is no document: count it, or end with exit code 4
+    steps: CleaningSteps = CleaningSteps()  # that remove documents
+    on_bad: Literal["skip", "error"] = "skip"  # a bad document: count it, or end with exit code 4
     max_document_bytes: Count = 2**26  # a longer document is bad input
     split: SplitShares = SplitShares()  # the shares of the text that are not for training
     shard_tokens: Count = 10**8  # tokens of a shard, at most, if no document has more
@@ -151,6 +149,5 @@ class Preparation(Section):
         return len(os.sched_getaffinity(0))  # the cores that this process may use
 
     def identity(self) -> dict[str, Any]:
-        """What the data depend on: neither the workers nor the directory.  A data set of before `bos` has no such key,
-        and is left as it is."""
+        """The keys that affect the data; `bos` only if set, so that data sets from before it are left as they are."""
         return self.model_dump(mode="json", exclude={"workers", "out", *(["bos"] if self.bos == "auto" else [])})
